@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from slowness import patient
 
 # `python -m pytest` puts the checkout first, whose folders would shadow packages of the same name.
 _ROOT = Path(__file__).parent.parent
@@ -27,6 +28,38 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
 _MARKS = ("gpu", "client", "network", "rdma")
+# The files that take longest, in turns those that wait and those that compute. They come first, so
+# that at the end no core is idle because one of them still runs.
+LONGEST = (
+    "kernels/test_device_code.py",
+    "e2e/test_detection.py",
+    "kernels/test_interpreter.py",
+    "e2e/test_quarantine.py",
+    "simulation/test_simulation.py",
+    "e2e/test_links.py",
+    "e2e/test_equality.py",
+    "cli/test_up_process.py",
+    "kernels/test_step_advance.py",
+    "kvtransfer/test_fence.py",
+    "e2e/test_published_blocks.py",
+    "e2e/test_lost_engines.py",
+    "simulation/test_search.py",
+    "worker/test_front_process.py",
+    "fuzz/test_fuzz.py",
+    "e2e/test_rolling.py",
+    "decode_worker/test_engine_oracle.py",
+    "gpu/test_fleets.py",
+    "e2e/test_answers.py",
+    "kvtransfer/test_connectors.py",
+    "benchmarks/test_gpu_step.py",
+    "worker/test_front.py",
+    "benchmarks/test_gpu_fleet.py",
+    "e2e/test_bundled.py",
+    "e2e/test_poison_request.py",
+    "cli/test_fleet_gpus.py",
+)
+_TESTS = Path(__file__).parent
+_MARKS = ("gpu", "client", "network")
 _RULE = f"only tests marked {', '.join(_MARKS)} may be skipped"
 
 
@@ -39,11 +72,16 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
+    """Skips tests for a GPU if there is none, gives tests longer on a slow machine, and begins with
+    the longest files."""
+    ranks = {_TESTS / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        item.add_marker(pytest.mark.timeout(patient(_limit_of(item))), append=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,6 +105,13 @@ def pytest_make_collect_report(
     if report.skipped:
         report.outcome, report.longrepr = "failed", f"{_RULE}: {report.longrepr}"
     return report
+
+
+def _limit_of(item: pytest.Item) -> float:
+    """Seconds that a test may take on quiet cores: its own limit, or the common one."""
+    mark = item.get_closest_marker("timeout")
+    own: float = mark.args[0] if mark else item.config.getoption("timeout")
+    return own if own is not None else float(item.config.getini("timeout"))
 
 
 def _has_gpu() -> bool:

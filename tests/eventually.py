@@ -6,10 +6,15 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 
+from slowness import patient
+
 
 async def eventually(condition: Callable[[], bool | Awaitable[bool]], within_s: float = 30) -> None:
-    """Returns once the condition holds; TimeoutError names nothing but fails the test."""
-    async with asyncio.timeout(within_s):
+    """Returns once the condition holds; TimeoutError names nothing but fails the test.
+
+    `within_s` is for quiet cores: a slow machine has longer.
+    """
+    async with asyncio.timeout(patient(within_s)):
         for _ in itertools.count():
             found = condition()
             if found is True or (not isinstance(found, bool) and await found):

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from slowness import patient
+
 from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.kvtransfer.messages import Field, PageRef, ReceiverAddress, Reservation
 from effuse.placement.records import Load, ModelInfo
@@ -41,7 +43,7 @@ from effuse.worker.watchdog import Pulse
 
 CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN = 900, 901, 902, 903, 904, 905
 COMPILE, LONG_FORWARD, KILLED = 906, 907, 908
-LONG_S = 3.0
+LONG_S = patient(3.0)
 PAGES = 8
 
 

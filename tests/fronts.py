@@ -15,6 +15,7 @@ from typing import TypeAlias
 import grpc.aio
 import pytest
 from eventually import eventually
+from slowness import patient
 
 from effuse.protos import rpc
 from effuse.protos.errors import EffuseError, from_rpc_error
@@ -106,7 +107,7 @@ async def running(role: Role, config: WorkerConfig, tmp_path: Path) -> AsyncIter
     config = dataclasses.replace(config, ready_file=ready_file)
     stop = asyncio.Event()
     with importable():
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(patient(60)), asyncio.TaskGroup() as tasks:
             front = Front(config, use_fake_engine(role), tasks)
             done = tasks.create_task(front.run(stop))
             try:

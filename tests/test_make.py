@@ -68,3 +68,11 @@ def test_every_step_of_ci_runs(tmp_path: Path, fails: str) -> None:
     assert asked == [f"asked for {name}" for name in ("check-all", "clients", "test")]
     # A client that cannot be installed is no failure.
     assert (done.returncode == 0) == (fails in ("", "clients")), done.stderr
+
+
+def test_the_longest_files_come_first(request: pytest.FixtureRequest) -> None:
+    """Files of that list that are gone would leave others out of order unseen."""
+    conftest = request.config.pluginmanager.getplugin(str(ROOT / "tests" / "conftest.py"))
+    assert conftest is not None
+    missing = [name for name in conftest.LONGEST if not (ROOT / "tests" / name).is_file()]
+    assert not missing and len(set(conftest.LONGEST)) == len(conftest.LONGEST)

@@ -18,6 +18,7 @@ from chaos.ledger import Answer, Commit, Exchange, Finish, Ledger, Mode
 from e2e.client import Client, connect
 from e2e.tiny import TINY
 from e2e.workload import Job, draw_jobs
+from slowness import patient
 from tokenizers import Tokenizer
 
 from effuse.problems.problem import problem
@@ -25,7 +26,7 @@ from effuse.router.tokenizer import bundled_directory
 from effuse.v1 import generation_pb2 as pb
 
 CLIENTS = 12
-DEADLINE_S = 150.0  # of each request; nothing here takes so long
+DEADLINE_S = patient(150.0)  # of each request; nothing here takes so long
 # How a request ends that was at a router which was killed, and whose id another one has not taken
 # over yet: asked again, it is answered.
 AGAIN = (

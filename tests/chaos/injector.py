@@ -18,12 +18,13 @@ from chaos.plan import OF_LINKS, OF_REDIS, PAUSES, Fault, Kind
 from chaos.subject import NotThere, Subject
 from e2e.client import Client, all_at_once
 from fault_proxy import FaultProxy, Harm
+from slowness import patient
 
 from effuse.v1 import generation_pb2 as pb
 
-PATIENCE_S = 180.0  # for a worker to come back: restarts pause up to 60 s
-SEEN_S = 30.0  # for a signal to show
-DRAIN_S = 75.0  # for a worker to end in order
+PATIENCE_S = patient(180.0)  # for a worker to come back: restarts pause up to 60 s
+SEEN_S = patient(30.0)  # for a signal to show
+DRAIN_S = patient(75.0)  # for a worker to end in order
 _LOOK_S = 10.0
 _POLL_S = 0.05
 _MARKER = "chaos:marker"

@@ -31,6 +31,7 @@ from chaos.plan import Fault, Kind, Targets
 from chaos.verdict import judge, left
 from e2e.client import all_at_once, connect, load_of
 from e2e.tiny import TINY, tiny_checkpoint
+from slowness import patient
 
 from effuse.cli.commands import LOOPBACK
 from effuse.cli.fleet import Fleet, FleetConfig
@@ -43,10 +44,10 @@ TARGETS = Targets(
 LONGEST_CUT_S = 12.0  # longer than a lease
 LONGEST_SLOW_S = 4.0
 SLOW_KBYTES_S = 64  # each way; connections are set up, and pages take seconds
-SEEN_S = 30.0  # for a slow network to lose something
-BACK_S = 120.0
-SETTLE_S = 120.0
-_TOOL_S = 30.0
+SEEN_S = patient(30.0)  # for a slow network to lose something
+BACK_S = patient(120.0)
+SETTLE_S = patient(120.0)
+_TOOL_S = patient(30.0)
 _TABLE = "chaos"
 
 

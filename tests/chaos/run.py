@@ -26,9 +26,10 @@ from e2e.client import all_at_once, connect
 from e2e.tiny import TINY, tiny_checkpoint
 from fault_proxy import FaultProxy
 from load.up import running
+from slowness import patient
 
 HOME = Path("build/chaos")
-SETTLE_S = 120.0  # for everything to be let go of
+SETTLE_S = patient(120.0)  # for everything to be let go of
 
 Tell = Callable[[str], object]
 

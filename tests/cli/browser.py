@@ -15,13 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from slowness import patient
+
 VARIABLE = "EFFUSE_BROWSER"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--single-process"),
     *("--no-zygote", "--disable-dev-shm-usage", "--remote-debugging-pipe"),
 )
-DEADLINE_S = 60.0
+DEADLINE_S = patient(60.0)
 
 
 def installed() -> str | None:

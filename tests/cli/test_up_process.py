@@ -24,12 +24,13 @@ import redis_server
 from certificates import Authority
 from checkpoints import write_tiny_checkpoint
 from eventually import eventually
+from slowness import patient
 
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.logs import main as logs
 from effuse.cli.ports import free_port
 
-DEADLINE_S = 90
+DEADLINE_S = patient(90)
 GREETING = "effuse is ready on|OpenAI|look at it on|metrics are on|took |effuse up: ends once"
 
 

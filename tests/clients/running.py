@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slowness import patient
+
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
 QUESTION = "Find the value of 30 + 561 + 58."
 ANSWER = "649"
-DEADLINE_S = 120.0
+DEADLINE_S = patient(120.0)
 
 
 def run(*command: str | Path, cwd: Path = ROOT, status: int = 0) -> str:

@@ -13,11 +13,12 @@ import pytest
 from clients.conftest import Tool
 from clients.running import ANSWER, HERE, QUESTION, run_script
 from load.up import Up
+from slowness import patient
 
 from effuse.cli.ports import free_port
 
 pytestmark = pytest.mark.client
-START_S = 60.0
+START_S = patient(60.0)
 
 
 def test_openai_through_a_gateway(tool: Tool, fleet: Up, tmp_path: Path) -> None:

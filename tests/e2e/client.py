@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import grpc
+from slowness import patient
 
 from effuse.protos.gate import TOKEN_KEY, FleetSecret
 from effuse.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
-DEADLINE_S = 120.0
+DEADLINE_S = patient(120.0)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -74,8 +75,9 @@ def all_at_once(
 
 
 def wait_until(done: Callable[[], bool], complaint: str, within_s: float = 60.0) -> None:
-    """Returns once it is so; for what another process does and tells nobody."""
-    deadline = time.monotonic() + within_s
+    """Returns once it is so; for what another process does and tells nobody. `within_s` is for
+    quiet cores: a slow machine has longer."""
+    deadline = time.monotonic() + patient(within_s)
     while not done():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.02)

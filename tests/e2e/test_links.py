@@ -15,6 +15,7 @@ from e2e.client import connect
 from e2e.routers import second_router
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from slowness import patient
 
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.placement.records import WorkerRecord, decode_worker
@@ -22,7 +23,7 @@ from effuse.placement.store import Store
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2, model_pb2_grpc
 
-WITHIN_S = 60.0
+WITHIN_S = patient(60.0)
 PROMPT = "Tom has 3 boxes with 12 pens in each. He gives 7 pens away. How many pens are left?"
 
 

@@ -13,13 +13,14 @@ from e2e.processes import engine_of
 from e2e.tiny import tiny_fleet
 from k8s.monitoring import dashboard_queries, names_in
 from prometheus_client.parser import text_string_to_metric_families
+from slowness import patient
 
 from effuse.cli.fleet import Fleet
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
 
 Samples = dict[tuple[str, ...], float]
-DEADLINE_S = 120.0
+DEADLINE_S = patient(120.0)
 
 
 def scrape(fleet: Fleet) -> Samples:

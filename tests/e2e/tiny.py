@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints import MASK_TOKEN_ID, VOCAB_SIZE, Architecture, TinySizes, write_tiny_checkpoint
+from slowness import patient
 
 from effuse.cli.fleet import Fleet, FleetConfig
 
@@ -94,7 +95,7 @@ def fleet_of(
         worker_flags=(
             *("--device", "cpu", "--page-size", str(TINY.page_size)),
             *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
-            *("--hang-timeout-s", "30"),  # tests let engines stand still, on busy machines
+            *("--hang-timeout-s", str(patient(30.0))),  # tests let engines stand still
             *worker_flags,
         ),
         prefill_flags=prefill_flags,

@@ -20,6 +20,7 @@ import torch
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of, reservation
 from kvtransfer.receiver_process import transport
 from kvtransfer.tricks import ENCODERS, Tamperer, Trick, written
+from slowness import patient
 
 from effuse.kvtransfer import pushes
 from effuse.kvtransfer.connector import (
@@ -40,7 +41,7 @@ POOL = 12
 APART = 3  # pages behind it that no honest transfer takes
 QUIET_S = 0.002  # after which it is asked whether anything is still to come
 QUIET_DEVICE_S = 0.02  # the same of a device, which copies and digests by itself
-PATIENCE_S = 30.0
+PATIENCE_S = patient(30.0)
 HONEST_SHARE = 0.1
 WRITER, READER = "prefill-1", "decode-1"
 

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from load.run import FLEET
 from load.up import UpError, running
+from slowness import patient
 
 from effuse.cli.up import parse
 from effuse.v1 import model_pb2, model_pb2_grpc
@@ -47,7 +48,7 @@ def test_a_worker_that_died_is_a_fault(flags: tuple[str, ...]) -> None:
         first = _decode_worker(up.pid)
         assert first is not None
         first.kill()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patient(60)
         while _decode_worker(up.pid) in (None, first):
             assert time.monotonic() < deadline, "the worker was not started again"
             time.sleep(0.05)

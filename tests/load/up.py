@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 from e2e.client import load_of
 from e2e.processes import tree
+from slowness import patient
 
 from effuse.placement.access import RedisAccess
 from effuse.placement.records import decode_worker
@@ -32,9 +33,9 @@ from effuse.protos.gate import FleetSecret
 MORE_DESCRIPTORS = 16  # connections that come and go
 MORE_TASKS = 4  # that are ending, or look after connections
 MORE_BYTES = 64 << 20  # what allocators keep of the most that was held at once
-START_S = 150.0
-END_S = 60.0
-SETTLE_S = 30.0
+START_S = patient(150.0)
+END_S = patient(60.0)
+SETTLE_S = patient(30.0)
 GREETING = re.compile(r"effuse is ready on (?P<address>\S+) after .* Redis at (?P<redis>\S+)$")
 
 

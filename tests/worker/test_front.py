@@ -24,6 +24,7 @@ from eventually import eventually
 from fronts import decode_request, event_of, running
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopbacks import LOOPBACKS
+from slowness import patient
 
 from effuse.decode_worker.server import make_role
 from effuse.placement.announcer import Announcer, Superseded
@@ -134,7 +135,7 @@ def test_a_crash_fails_what_ran_and_the_next_life_serves(tmp_path: Path) -> None
 @pytest.mark.parametrize("first_token", [fake_engine.HANG, fake_engine.STAND_STILL])
 def test_a_hung_engine_is_noticed_and_replaced(tmp_path: Path, first_token: int) -> None:
     async def go() -> None:
-        config = dataclasses.replace(CONFIG, hang_timeout_s=3.0)
+        config = dataclasses.replace(CONFIG, hang_timeout_s=patient(3.0))
         async with running(make_role(), config, tmp_path) as one:
             old = one.incarnation
             error = await failure(one, decode_request("hang", old, first_token))
@@ -149,7 +150,7 @@ def test_a_hung_engine_is_noticed_and_replaced(tmp_path: Path, first_token: int)
 @pytest.mark.parametrize("first_token", [fake_engine.COMPILE, fake_engine.LONG_FORWARD])
 def test_an_engine_that_is_busy_for_long_is_not_hung(tmp_path: Path, first_token: int) -> None:
     async def go() -> None:
-        config = dataclasses.replace(CONFIG, hang_timeout_s=1.0)
+        config = dataclasses.replace(CONFIG, hang_timeout_s=patient(1.0))
         assert 2 * config.hang_timeout_s < fake_engine.LONG_S
         async with running(make_role(), config, tmp_path) as one:
             old = one.incarnation

@@ -15,6 +15,7 @@ from pathlib import Path
 import fronts
 import psutil
 import pytest
+from slowness import patient
 from unread import full_pipe
 
 LAUNCH = """
@@ -28,10 +29,11 @@ sys.exit(front.run(config, fronts.use_fake_engine(make_role())))
 """
 PATHS = [str(Path(fronts.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+HANG_S = patient(1.0)  # for which an engine of a quiet machine may be silent
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patient(30)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -69,7 +71,7 @@ def test_a_signal_ends_a_worker_with_status_0_and_no_engine_left(
 ) -> None:
     with started(tmp_path) as (process, engine):
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(patient(30)) == 0
         assert not engine.is_running()
 
 
@@ -79,7 +81,7 @@ def test_a_signal_while_the_engine_still_starts_ends_both(tmp_path: Path) -> Non
         until(lambda: len(psutil.Process(process.pid).children()) == 1)
         (engine,) = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(patient(30)) == 0
         assert not engine.is_running()
 
 
@@ -119,13 +121,13 @@ def test_the_engine_leaves_the_signals_of_a_terminal_to_its_front(tmp_path: Path
         for number in (signal.SIGINT, signal.SIGTERM):
             engine.send_signal(number)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(patient(30)) == 0
 
 
 def test_an_engine_dies_with_its_front(tmp_path: Path) -> None:
     with started(tmp_path) as (process, engine):
         process.kill()
-        process.wait(30)
+        process.wait(patient(30))
         until(lambda: not engine.is_running())
 
 
@@ -138,7 +140,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path) -> None:
             (home,) = temporary.iterdir()
             assert home.stat().st_mode & 0o777 == 0o700
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(patient(30)) == 0
     finally:
         del ENVIRONMENT["TMPDIR"]
     assert list(temporary.iterdir()) == []
@@ -194,14 +196,14 @@ def test_wrong_flags_are_told_with_the_accepted_form(
 
 def test_a_front_that_stood_still_does_not_take_its_engine_for_hung(tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
-    with started(tmp_path, "--hang-timeout-s", "1") as (process, engine):
+    with started(tmp_path, "--hang-timeout-s", str(HANG_S)) as (process, engine):
         before = json.loads(ready.read_text())
         front = psutil.Process(process.pid)
         front.suspend()
         until(lambda: front.status() == psutil.STATUS_STOPPED)
-        time.sleep(3)  # three times as long as an engine may be silent
+        time.sleep(3 * HANG_S)  # three times as long as an engine may be silent
         front.resume()
-        time.sleep(3)  # long enough for a verdict over an engine that is silent from now on
+        time.sleep(3 * HANG_S)  # long enough to find out an engine that is silent from now on
         assert not has_ended(engine)
         assert json.loads(ready.read_text()) == before
 
@@ -234,26 +236,26 @@ def test_a_directory_that_takes_no_ready_file_any_more_is_no_end_of_a_worker(
         until(lambda: log.read_text().count(" is ready") == 2 or process.poll() is not None)
         until(lambda: "is not written: " in log.read_text() or process.poll() is not None)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(patient(30)) == 0
 
 
 def test_an_engine_that_cannot_be_killed_ends_the_worker_with_a_line(tmp_path: Path) -> None:
     """As one that its kernel holds in a device's driver; here nobody waits for its end."""
     impatient = "import effuse.worker.supervisor as one\none._KILL_TIMEOUT_S = 0.0\n" + LAUNCH
-    with started(tmp_path, "--hang-timeout-s", "1", launch=impatient) as (process, engine):
+    with started(tmp_path, "--hang-timeout-s", str(HANG_S), launch=impatient) as (process, engine):
         engine.suspend()
-        assert process.wait(30) == 1
+        assert process.wait(patient(30)) == 1
     lost, told = (tmp_path / "log").read_text().splitlines()
     assert "the engine hangs" in lost
     assert told.endswith(f"engine process {engine.pid} does not die")
 
 
 def test_an_engine_that_hangs_after_that_is_replaced(tmp_path: Path) -> None:
-    with started(tmp_path, "--hang-timeout-s", "1") as (process, engine):
+    with started(tmp_path, "--hang-timeout-s", str(HANG_S)) as (process, engine):
         engine.suspend()
         front = psutil.Process(process.pid)
         front.suspend()
-        time.sleep(2)
+        time.sleep(2 * HANG_S)
         front.resume()
         until(lambda: has_ended(engine))
         until(lambda: any(child.pid != engine.pid for child in front.children()))
