@@ -5,6 +5,7 @@ Runs without a GPU on whatever Triton is installed; `pytest -s` prints the regis
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -14,22 +15,22 @@ from operators.device_code import DeviceCode
 
 Codes = list[tuple[str, DeviceCode]]
 Compiled = Callable[[str], Codes]
-GROUPS = ("distinct", "rows", "sampling", "experts", "attention", "hopper")
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compiled]:
-    """By group, all of which are begun at once."""
-    with child.running("operators.compiled", GROUPS, TRITON_INTERPRET="0") as found:
+    """By group, each compiled once."""
+    programs = child.Programs("operators.compiled", TRITON_INTERPRET="0")
 
-        @cache
-        def codes_of(group: str) -> Codes:
-            lines = [dict(line) for line in found[group].result()]
-            codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]  # type: ignore[arg-type]
-            for variant, code in codes:
-                print(f"{variant}: {code}")
-            return codes
+    @cache
+    def codes_of(group: str) -> Codes:
+        lines = [dict(line) for line in programs[group].all()]
+        codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]  # type: ignore[arg-type]
+        for variant, code in codes:
+            print(f"{variant}: {code}")
+        return codes
 
+    with contextlib.closing(programs):
         yield codes_of
 
 

@@ -1,51 +1,110 @@
-"""Runs the programs beside this file in processes of their own and returns their JSON lines."""
+"""Runs the programs beside this file in processes of their own and reads their JSON lines."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
+from slowness import patient
+
 TESTS = Path(__file__).resolve().parents[1]
-TIMEOUT = 280.0
-Lines: TypeAlias = list[dict[str, object]]
+LINE_S = patient(90.0)  # for one case, or to start and the first case
+Line: TypeAlias = dict[str, object]
 
 
-@contextmanager
-def running(
-    module: str, groups: Iterable[str], **environment: str
-) -> Iterator[Mapping[str, Future[Lines]]]:
-    """`json_lines` of each group, as many at a time as there are cores."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield {group: pool.submit(json_lines, module, group, **environment) for group in groups}
-        pool.shutdown(cancel_futures=True)
+class Program:
+    """``python -m module group``; its lines are read on demand.
 
-
-def json_lines(module: str, group: str, **environment: str) -> Lines:
-    """What ``python -m module group`` prints; AssertionError with its stderr if it fails.
-
-    It fails, too, where a launch leaves Triton a choice that it warns will be made otherwise.
+    It also fails if a launch leaves Triton a choice that a later Triton will make otherwise.
     """
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", module, group],
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "PYTHONWARNINGS": "error:TRITON_DEFAULT_FP_FUSION",
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, f"{module} {group} failed:\n{done.stderr[-4000:]}"
-    return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def __init__(self, module: str, group: str, **environment: str) -> None:
+        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        self._name = f"{module} {group}"
+        self._lines: list[Line] = []
+        self._begun = b""
+        self._told: list[bytes] = []  # other output, such as a traceback
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, group],
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "PYTHONWARNINGS": "error:TRITON_DEFAULT_FP_FUSION",
+                "OMP_NUM_THREADS": "1",
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def line(self, name: str) -> Line:
+        """The line of this name, without waiting for later ones.
+
+        AssertionError with its other output if it failed before, or prints nothing for LINE_S.
+        """
+        while True:
+            for line in self._lines:
+                if line["name"] == name:
+                    return line
+            assert self._read(), f"{self._name} has no line {name}"
+
+    def all(self) -> list[Line]:
+        """Every line, once the program has ended. AssertionError as by `line`."""
+        while self._read():
+            pass
+        return self._lines
+
+    def close(self) -> None:
+        """Ends the program for certain."""
+        self._process.kill()
+        self._process.wait(LINE_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _read(self) -> bool:
+        """Reads the next output; False at the program's end."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], LINE_S)[0]:
+            self._process.kill()
+            raise AssertionError(f"{self._name} printed nothing for {LINE_S:.0f} s")
+        read = os.read(self._process.stdout.fileno(), 1 << 20)
+        *lines, self._begun = (self._begun + read).split(b"\n")
+        for line in lines:
+            if line.startswith(b"{"):
+                self._lines.append(json.loads(line))
+            else:
+                self._told.append(line)
+        if not read and (status := self._process.wait(LINE_S)):
+            told = b"\n".join(self._told).decode(errors="replace")[-4000:]
+            raise AssertionError(f"{self._name} ended with {status}:\n{told}")
+        return bool(read)
+
+
+def json_lines(module: str, group: str, **environment: str) -> list[Line]:
+    """All lines of ``python -m module group``; AssertionError if it fails."""
+    with contextlib.closing(Program(module, group, **environment)) as program:
+        return program.all()
+
+
+class Programs:
+    """Programs of one module by their groups, each begun when it is first asked for."""
+
+    def __init__(self, module: str, **environment: str) -> None:
+        self._module, self._environment = module, environment
+        self._begun: dict[str, Program] = {}
+
+    def __getitem__(self, group: str) -> Program:
+        if group not in self._begun:
+            self._begun[group] = Program(self._module, group, **self._environment)
+        return self._begun[group]
+
+    def close(self) -> None:
+        """Ends those that were begun."""
+        for program in self._begun.values():
+            program.close()
