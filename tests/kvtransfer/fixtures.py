@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import xxhash
+from slowness import patient
 
-from effuse.kvtransfer.connector import Connector, ConnectorEvent
+from effuse.kvtransfer.connector import Connector, ConnectorEvent, Promised
 from effuse.kvtransfer.digest import HostDigester, pages_digest, prompt_digest
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
@@ -27,8 +28,8 @@ from effuse.kvtransfer.messages import (
 SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
 LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page, 8 groups of layers
 SEED = 7
-DEADLINE_S = 60.0  # the other process may still have to start, on a busy machine
-LEASE_S = 60.0  # a push that a busy machine slows down must not run into it
+DEADLINE_S = patient(60.0)  # the other process may still have to start
+LEASE_S = 60.0  # the longest one that a sender takes
 
 
 def facts(weights: str = "w1") -> ModelFacts:
@@ -126,11 +127,15 @@ def spoilt(address: ReceiverAddress, what: str) -> bytes:
 def next_event(
     connector: Connector, transfer_id: str, kind: type[object] = object
 ) -> ConnectorEvent:
-    """Waits for this transfer's next event of a kind; what came before it or with it is dropped."""
+    """Waits for this transfer's next event of a kind; what came before it or with it is dropped.
+
+    Promises are dropped too: a writer that a busy machine slows down may send any number of them.
+    """
     deadline = time.monotonic() + DEADLINE_S
     while True:
         for event in connector.poll():
-            if event.transfer_id == transfer_id and isinstance(event, kind):
+            is_ours = event.transfer_id == transfer_id and not isinstance(event, Promised)
+            if is_ours and isinstance(event, kind):
                 return event
         left = deadline - time.monotonic()
         assert left > 0, "no event came"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from kvtransfer.fixtures import LARGE, SMALL, boundary, digests_of, print_of, reservation
 
-from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Connector
+from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Connector, Promised
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -57,6 +57,8 @@ def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
                     )
                 case ArrivalRefused(transfer_id, cause, message):
                     say(event="refused", transfer=transfer_id, cause=cause.name, message=message)
+                case Promised():
+                    pass  # it is no end: a slow machine's writer may send any number of them
                 case other:
                     say(event=type(other).__name__.lower(), transfer=other.transfer_id)
 

@@ -26,7 +26,8 @@ from kvtransfer.late_writes import (
 )
 from kvtransfer.remote import RemoteReceiver
 
-from effuse.kvtransfer.connector import Arrived, Fenced
+from effuse.kvtransfer import reception
+from effuse.kvtransfer.connector import Arrived, Fenced, Promised
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.thread import Exchange
 
@@ -59,6 +60,15 @@ def test_pages_are_spoilt_where_an_end_is_taken_for_the_end_of_what_was_sent() -
             if num_spoilt_by_a_death(victim, is_trusted=True):
                 return
     pytest.fail("nothing was ever spoilt")
+
+
+def test_a_writer_that_begins_late_is_awaited(
+    victim: Victim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine's writer begins after a quarter of its lease, and promises its pages first."""
+    monkeypatch.setattr(reception, "PROMISES", 1e9)  # every writer begins late
+    victim.meet()
+    assert num_spoilt_by_a_death(victim, is_trusted=False) == 0
 
 
 def num_spoilt_by_a_death(victim: Victim, *, is_trusted: bool) -> int:
@@ -119,11 +129,11 @@ def test_others_go_on_and_are_reached_anew(victim: Victim) -> None:
 
 
 def next_events(victim: Victim, count: int) -> list[object]:
-    """The next events, whatever they are about; one call may bring several."""
+    """The next events but for promises, whatever they are about; one call may bring several."""
     events: list[object] = []
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        events += victim.connector.poll()
+        events += [one for one in victim.connector.poll() if not isinstance(one, Promised)]
         if len(events) >= count:
             return events
         time.sleep(0.001)
