@@ -20,8 +20,8 @@ PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
 
-# Files of tests that run at the same time.
-AT_ONCE ?= 2
+# Files of tests that run at the same time: many wait for processes, so that three keep two cores busy.
+AT_ONCE ?= 3
 # Of tests/clients, as .ci/tool names them.
 CLIENTS := buf grpcurl grpc-js go-client ghz langchain smg triton
 
@@ -30,6 +30,7 @@ SEED ?= 1
 COUNT ?= 2000
 # What `make chaos` does; SEED draws transfers, requests and faults.
 TAMPERED ?= 10000
+SIMULATIONS ?= 20000
 CANCELS ?= 10000
 LATE_WRITES ?= 1000
 OTHERS ?= 5000
@@ -130,10 +131,11 @@ test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
 	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= OTHERS= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
+chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= SIMULATIONS= OTHERS= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
 	export PYTHONPATH=tests
 	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
 	$(BIN)/python -m kvtransfer.late_writes --seed $(SEED) --count $(LATE_WRITES)
+	$(BIN)/python -m simulation --count $(SIMULATIONS)
 	$(BIN)/python -m simulation --cancels $(CANCELS)
 	for by in crash killed hung; do $(BIN)/python -m e2e.poison --others $(OTHERS) --by $$by; done
 	run="$(BIN)/python -m chaos.run --seed $(SEED) --connector $(CONNECTOR)"

@@ -7,7 +7,8 @@ rounding does not turn the comparison red; the cases that must occur are counted
 from __future__ import annotations
 
 import tempfile
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -34,34 +35,52 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("architecture", ["sdar", "dream"])
-@pytest.mark.parametrize("connector", ["zmq", "nixl"])
-def test_tokens_equal_the_oracles(connector: str, architecture: Architecture) -> None:
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A fleet, what it serves, and what moves its pages."""
+
+    architecture: Architecture
+    connector: str
+    fleet: Fleet
+
+
+SDAR: list[tuple[Architecture, str]] = [("sdar", "zmq"), ("sdar", "nixl")]
+DREAM: list[tuple[Architecture, str]] = [("dream", "zmq"), ("dream", "nixl")]
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """Shared by the tests of one kind of fleet, which do not mind what was asked before."""
+    architecture, connector = request.param
     with tiny_fleet(architecture, connector=connector) as fleet:
-        for algorithm in ("d2f", "block_diffusion"):
-            pairs = solid_jobs(architecture, algorithm, seed=2)
-            answers = _ask(fleet, [job for job, _ in pairs])
-            compare(pairs, answers)
-            _all_handed_over(answers, connector)
-            _cases_occurred(pairs, algorithm, architecture)
-        _counted_the_same_bytes(fleet)
+        yield Served(architecture, connector, fleet)
 
 
-@pytest.mark.parametrize("connector", ["zmq", "nixl"])
-def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(connector: str) -> None:
+@pytest.mark.parametrize("served", [*SDAR, *DREAM], indirect=True, ids="-".join)
+def test_tokens_equal_the_oracles(served: Served) -> None:
+    for algorithm in ("d2f", "block_diffusion"):
+        pairs = solid_jobs(served.architecture, algorithm, seed=2)
+        answers = _ask(served.fleet, [job for job, _ in pairs])
+        compare(pairs, answers)
+        _all_handed_over(answers, served.connector)
+        _cases_occurred(pairs, algorithm, served.architecture)
+    _counted_the_same_bytes(served.fleet)
+
+
+@pytest.mark.parametrize("served", SDAR, indirect=True, ids="-".join)
+def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(served: Served) -> None:
     pairs = solid_jobs("sdar", "d2f", seed=2)
     jobs = [job for job, _ in pairs]
-    with tiny_fleet("sdar", connector=connector) as fleet:
-        for answers in (_ask(fleet, jobs), _ask(fleet, jobs)):
-            compare(pairs, answers)
-            _all_handed_over(answers, connector)
-        for job, answer in zip(jobs, answers, strict=True):
-            unit, block = max(TINY.page_size, TINY.block_size), TINY.block_size
-            paged = len(job.prompt) // block * block
-            known = max(0, paged - 1) // unit * unit
-            # 0 where the answer was complete before the prefill worker's word of it was read.
-            assert answer.stats.cached_prompt_tokens in (0, known)
-        assert sum(answer.stats.cached_prompt_tokens for answer in answers) > 4 * CONCURRENT
+    for answers in (_ask(served.fleet, jobs), _ask(served.fleet, jobs)):
+        compare(pairs, answers)
+        _all_handed_over(answers, served.connector)
+    for job, answer in zip(jobs, answers, strict=True):
+        unit, block = max(TINY.page_size, TINY.block_size), TINY.block_size
+        paged = len(job.prompt) // block * block
+        known = max(0, paged - 1) // unit * unit
+        # 0 where the answer was complete before the prefill worker's word of it was read.
+        assert answer.stats.cached_prompt_tokens in (0, known)
+    assert sum(answer.stats.cached_prompt_tokens for answer in answers) > 4 * CONCURRENT
 
 
 @pytest.mark.parametrize(

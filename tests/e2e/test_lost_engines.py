@@ -19,6 +19,7 @@ from effuse.cli.fleet import Fleet
 
 ROUNDS = 3  # so that each engine is the one that lives once
 CONCURRENT = 8
+THINK_S = 0.1  # which leaves the engines that start some of a small machine
 DECODE = ("decode-0", "decode-1", "decode-2")
 
 
@@ -46,6 +47,7 @@ class Load:
             else:
                 self.answers.append((job, list(answer.token_ids)))
                 self.attempts.append(self.client.attempt_of(name))
+            self.stop.wait(THINK_S)
 
     def wait_for_answers(self, number: int) -> None:
         """Returns once so many more have come."""

@@ -22,7 +22,7 @@ from effuse.v1 import generation_pb2, generation_pb2_grpc
 
 CONCURRENT = 3
 ROUTERS = 2
-THINK_S = 0.05  # which leaves the processes that start some of a small machine
+THINK_S = 0.1  # which leaves the processes that start some of a small machine
 
 
 @dataclass

@@ -53,11 +53,12 @@ def search(
                 after = move()
             except Violation as violation:
                 raise Violation(f"{violation}: {_way(came_from, world)}, {name}") from None
-            if after not in came_from:
+            known = before.get(after)  # once: hashing a world is what takes the time
+            if known is None:
+                known = before[after] = []
                 came_from[after] = world, name
-                before[after] = []
                 queue.append((after, depth + 1))
-            before[after].append(world)
+            known.append(world)
     ends = [world for world in before if is_end(world)]
     if is_whole:
         _check_all_can_end(came_from, before, ends)
