@@ -65,9 +65,10 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 .PHONY: test
 test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itself; skipped is only what needs a GPU, a client that is not installed, or root
 	@failed=
+	trap 'exit 130' INT
 	suite() {
 	  echo "$(BIN)/python -m pytest $$*"
-	  $(BIN)/python -m pytest "$$@" || { (( $$? != 2 )) || exit 2; failed="$$failed$${failed:+ and }$$name"; }
+	  $(BIN)/python -m pytest "$$@" || failed="$$failed$${failed:+ and }$$name"
 	}
 	name="the tests at once" suite -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder --ignore tests/chaos $(PYTEST_FLAGS)
 	name="tests/chaos" suite tests/chaos $(PYTEST_FLAGS)

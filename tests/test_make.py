@@ -19,10 +19,12 @@ def _script(path: Path, text: str) -> Path:
     return path
 
 
-def _make_test(home: Path, at_once: int, chaos: int) -> subprocess.CompletedProcess[str]:
-    """`make test` with an interpreter that only exits with these statuses."""
+def _make_test(
+    home: Path, at_once: int, chaos: int, *, first: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """`make test` with an interpreter that runs `first` and exits with these statuses."""
     ends = f"echo '{CLOSING_LINE}'; [[ $* == *' -n '* ]] && exit {at_once}; exit {chaos}"
-    _script(home / "bin" / "python", ends)
+    _script(home / "bin" / "python", f"{first}\n{ends}")
     for stamp in (".effuse", ".dev"):
         (home / stamp).touch()
     return subprocess.run(
@@ -36,7 +38,7 @@ def _make_test(home: Path, at_once: int, chaos: int) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize(("at_once", "chaos"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize(("at_once", "chaos"), [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (139, 5)])
 def test_both_suites_run_and_the_status_is_of_both(
     tmp_path: Path, at_once: int, chaos: int
 ) -> None:
@@ -48,9 +50,9 @@ def test_both_suites_run_and_the_status_is_of_both(
 
 
 def test_an_interrupt_ends_both(tmp_path: Path) -> None:
-    done = _make_test(tmp_path, at_once=2, chaos=0)
+    done = _make_test(tmp_path, at_once=2, chaos=0, first="kill -INT $PPID")
     assert done.stdout.count(CLOSING_LINE) == 1, done.stdout + done.stderr
-    assert done.returncode == 2
+    assert done.returncode == 2 and "130" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("fails", ["check-all", "test", "clients", ""])
