@@ -59,7 +59,6 @@ LONGEST = (
     "cli/test_fleet_gpus.py",
 )
 _TESTS = Path(__file__).parent
-_MARKS = ("gpu", "client", "network")
 _RULE = f"only tests marked {', '.join(_MARKS)} may be skipped"
 
 
