@@ -26,7 +26,7 @@ import psutil
 
 from effuse.benchmarks.report import Figure, Report
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.cli.gpus import gpus_here
+from effuse.worker.gpus import gpus_here
 from effuse.client.client import Client
 from effuse.client.params import Params
 

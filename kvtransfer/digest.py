@@ -33,9 +33,6 @@ from effuse.kvtransfer.messages import Finish, Manifest, encode
 PieceDigests = npt.NDArray[np.int64]
 
 MOST_KEYS = 4096  # kept; each receiver has one
-HOST_CHUNK_BYTES = 8 << 20
-"""In host memory both ends digest chunks beside each other. Smaller ones cost more: each delivery
-takes the sender about 0.1 ms (measured with 1 to 8 MiB)."""
 
 
 class DigestJob(Protocol):
@@ -48,8 +45,6 @@ class DigestJob(Protocol):
 
 class Digester(Protocol):
     """Takes digests of one pool's pages, where they lie."""
-
-    most_bytes: int  # of a chunk that is sent in one piece, or its digest takes longer
 
     def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
         """Of these groups of layers of these pages."""
@@ -73,8 +68,6 @@ class HostDigester:
     Not on a thread of their own: beside the connector's they would hold the interpreter and a
     second processor (measured: handoffs of 64 MiB took 1.6 times as long on two processors).
     """
-
-    most_bytes = HOST_CHUNK_BYTES
 
     def __init__(self, memory: PageMemory) -> None:
         piece_bytes = piece_bytes_of(memory.layout.layer_bytes)
@@ -109,8 +102,6 @@ class DeviceDigester:
     itself reads and writes: a handoff waits for its host twice, and copies, new buffers and views
     of them took five times as long as the launch.
     """
-
-    most_bytes = 1 << 40
 
     def __init__(self, memory: PageMemory) -> None:
         self._layout = memory.layout

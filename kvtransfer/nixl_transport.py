@@ -51,6 +51,9 @@ from effuse.kvtransfer.transport import (
 from effuse.kvtransfer.ucx_devices import confine
 from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
 
+# On the host both ends digest a chunk while the next one is copied. Smaller ones cost more: each
+# takes the sender about 0.1 ms (measured with 1 to 8 MiB).
+HOST_CHUNK_BYTES = 8 << 20
 HOST_WINDOW_BYTES = 32 << 20
 DEVICE_BYTES = 1 << 40
 # A notification wakes nobody: it must be asked for. Over TCP that is also what moves the bytes.
@@ -121,13 +124,13 @@ class NixlTransport:
 
     name = "nixl"
     is_two_sided = False
-    chunk_bytes = DEVICE_BYTES  # a digester asks for less
     drain_s = math.inf  # what was posted is not stopped by anybody
 
     def __init__(
         self, memory: PageMemory, incarnation: str, *, role: str, host: str = "127.0.0.1"
     ) -> None:
         on_device = memory.device.type == "cuda"
+        self.chunk_bytes = DEVICE_BYTES if on_device else HOST_CHUNK_BYTES
         self.window_bytes = DEVICE_BYTES if on_device else HOST_WINDOW_BYTES
         self._memory = memory
         self._layout = memory.layout

@@ -255,8 +255,7 @@ class Pushes:
     def _chunks(self, push: Push, batch: Batch, groups: range) -> list[Chunk]:
         """These groups of a batch in pieces that the transport takes."""
         page_bytes = len(groups) * self._layout.group_bytes
-        most_bytes = min(self._transport.chunk_bytes, self._digester.most_bytes)
-        most = max(1, min(MAX_CHUNK_PAGES, most_bytes // page_bytes))
+        most = max(1, min(MAX_CHUNK_PAGES, self._transport.chunk_bytes // page_bytes))
         return [
             Chunk(
                 batch.first + at,
