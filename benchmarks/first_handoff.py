@@ -26,9 +26,9 @@ import psutil
 
 from effuse.benchmarks.report import Figure, Report
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.worker.gpus import gpus_here
 from effuse.client.client import Client
 from effuse.client.params import Params
+from effuse.worker.gpus import gpus_here
 
 MOST = 3.0
 NUM_NEXT = 100
