@@ -20,8 +20,8 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 HELD: Final = (
     "README.md", "CONTRIBUTING.md", "DESIGN.md", "benchmarks/RESULTS.md", "docs/clients.md",
-    "docs/models.md", "docs/request.md", "docs/security.md", "docs/using.md", "docs/words.md",
-    "k8s/README.md", "models/bundled/README.md",
+    "docs/models.md", "docs/operations.md", "docs/request.md", "docs/security.md", "docs/using.md",
+    "docs/words.md", "k8s/README.md", "models/bundled/README.md",
     "docs/pictures.py", ".ci/plain_english.py", "router/openai_api.py", "router/openai_requests.py",
     "router/http_server.py", "router/openai_answers.py",
 )  # fmt: skip
