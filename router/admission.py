@@ -5,7 +5,8 @@ for all; one for several answers counts as often as it has answers. What is beyo
 where it holds nothing and has its turn with any worker, and not in the queue of one of them; first
 come, first served, but for what a request's class adds to its waiting, and tenants by turns
 (`tenants.py`). Models wait for their own workers alone. A waiting request is bounded by its own
-deadline, and refused where that cannot be met (`HoldTimes`).
+deadline, and refused where that cannot be met (`HoldTimes`). A model without a live decode worker
+has no slots, so its requests wait here until one is live, or until the router gives up (`give_up`).
 Not here: where a request goes (`policy.py`).
 """
 
@@ -15,35 +16,27 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
 from effuse.client.params import Priority
-from effuse.protos.errors import Overloaded
+from effuse.protos.errors import EffuseError, Overloaded
+from effuse.router.hold_times import HoldTimes
 from effuse.router.tenants import FairQueue
 from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
 """What a request that was refused for its deadline is told to wait at least."""
-LEAST_HOLDS: Final = 8
-"""Ended requests without which nothing is predicted."""
-
-GAIN: Final = 1 / 16
-"""Weight of the latest hold: the last thirty or so count, through which a fleet's pace changes."""
-
-MARGIN: Final = 2.0
-"""Mean deviations that a request is given beyond the mean hold, as half of them take longer: few
-are refused for it, and nearly all that are let in are answered."""
 TURN_MARGIN: Final = 1.0
 """The same at its turn. Where too little is left for more than every other answer, whoever is next
 makes more of the slot."""
 
 
 def count_seats(seats: Sequence[int], most: int) -> int:
-    """Requests that may run at once on live decode workers, each with so many seats for us, `most`
-    at most. Without workers it is `most`: nobody should wait to be told that there are none."""
-    return min(most, sum(seats)) if seats else most
+    """Returns how many requests may run at once on live decode workers that have these seats for
+    this router, `most` at most. Without workers it is 0: requests wait until one is live."""
+    return min(most, sum(seats))
 
 
 AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
@@ -86,6 +79,7 @@ class Turn:
 
     comes: asyncio.Future[None]
     num_answers: int
+    since: float  # when it began to wait
 
 
 class ModelSlots:
@@ -93,11 +87,16 @@ class ModelSlots:
 
     def __init__(self, max_running: int) -> None:
         self.max_running = max_running
-        self.has_workers = False
+        self.pace = max_running  # the same, and while no worker is live that of the last ones
         self.running = 0
         self.waiting: FairQueue[Turn] = FairQueue()
         self.without_seat = 0  # answers that hold a slot and wait
         self.holds = HoldTimes()
+
+    def fit(self, max_running: int) -> None:
+        """There are so many slots from now on."""
+        self.max_running = max_running
+        self.pace = max_running or self.pace
 
     @property
     def lacking(self) -> int:
@@ -140,40 +139,64 @@ class Admission:
     a monotonic clock in seconds."""
 
     def __init__(
-        self, most_running: int, max_waiting: int, now: Callable[[], float] = time.monotonic
+        self,
+        most_running: int,
+        max_waiting: int,
+        now: Callable[[], float] = time.monotonic,
+        lacking: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """lacking: is entered for each request that waits since its model has no live worker."""
         self.most_running = most_running
         self.max_waiting = max_waiting
         self.num_shed = 0
         self.num_running = 0  # slots that requests hold: one for each answer that has not ended
         self.num_waiting = 0  # answers that requests in the queue are to have
         self._now = now
+        self._lacking = lacking
         self._models: dict[str, ModelSlots] = {}  # those that workers had so far
+        self._num_early = 0  # requests in the queue whose model is not known yet
+        self._knows_seats = False
+        self._served: Sequence[str] = ()  # models of the decode workers that were live last
+        self._seats_at_first = most_running  # of a model that nobody has asked for before
 
     @property
     def max_running(self) -> int:
         """Slots that there are."""
-        with_workers = [slots.max_running for slots in self._models.values() if slots.has_workers]
-        return count_seats(with_workers, self.most_running)
+        seats = [slots.max_running for slots in self._models.values()]
+        return count_seats(seats, self.most_running) or self.most_running
 
     @property
     def knows_seats(self) -> bool:
         """Whether a decode worker is live."""
-        return any(slots.has_workers for slots in self._models.values())
+        return self._knows_seats
 
     @property
     def only_model(self) -> str:
-        """The one that decode workers serve; empty where it is none, or one of several."""
-        names = [name for name, slots in self._models.items() if slots.has_workers]
-        return names[0] if len(names) == 1 else ""
+        """The one that decode workers serve, or did last; empty if there are none or several."""
+        return self._served[0] if len(self._served) == 1 else ""
 
     def running_by_model(self) -> dict[str, int]:
         """Slots that requests hold."""
         return {name: slots.running for name, slots in tuple(self._models.items())}
 
     def waiting_by_model(self) -> dict[str, int]:
-        """Answers that requests in the queue are to have."""
-        return {name: len(slots.waiting) for name, slots in tuple(self._models.items())}
+        """Answers that requests in the queue are to have; "" stands for a model not known yet."""
+        early = {"": self._num_early} if self._num_early else {}
+        return early | {name: len(slots.waiting) for name, slots in tuple(self._models.items())}
+
+    @contextmanager
+    def early(self) -> Iterator[None]:
+        """A place in the queue, while this lasts, of a request that comes before any model is
+        known. Raises `Overloaded` if no place is free."""
+        if self.num_waiting >= self.max_waiting:
+            raise self._refusal()
+        self.num_waiting += 1
+        self._num_early += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+            self._num_early -= 1
 
     def lacking_by_model(self) -> dict[str, int]:
         """Answers that have no seat: those to requests in the queue, and those that found none."""
@@ -190,27 +213,34 @@ class Admission:
             slots.without_seat -= 1
 
     def slots_of(self, model: str) -> ModelSlots:
-        """Those of one model, of which nobody should wait to be told that it has no workers."""
+        """Those of one model. Before `fit_seats` was called a model has as many as all together."""
         slots = self._models.get(model)
         if slots is None:
-            slots = self._models[model] = ModelSlots(self.most_running)
+            slots = self._models[model] = ModelSlots(self._seats_at_first)
         return slots
 
     def fit_seats(self, seats: Mapping[str, Sequence[int]]) -> bool:
-        """From now on as many at once as live decode workers of each model have seats for us; what
-        runs beyond it is left to end. Those that wait for workers to come back, of whichever model,
-        take no slots from models that have some. Whether that changes anything."""
-        before = [(one.max_running, one.has_workers) for one in self._models.values()]
-        left = max(1, self.most_running - sum(map(sum, seats.values())))
+        """From now on as many requests run at once as live decode workers of each model have seats
+        for this router; what runs beyond it is left to end. Returns whether that is a change."""
+        self._knows_seats, self._seats_at_first = bool(seats), 0
+        self._served = tuple(seats) or self._served
+        before = [one.max_running for one in self._models.values()]
         for model in self._models.keys() | seats.keys():
-            slots = self.slots_of(model)
-            slots.has_workers = model in seats
-            most = self.most_running if slots.has_workers else left
-            slots.max_running = count_seats(seats.get(model, ()), most)
-        is_changed = before != [(one.max_running, one.has_workers) for one in self._models.values()]
+            self.slots_of(model).fit(count_seats(seats.get(model, ()), self.most_running))
+        is_changed = before != [one.max_running for one in self._models.values()]
         if is_changed:
             self._admit_next()
         return is_changed
+
+    def give_up(self, model: str, since: float, error: Callable[[], EffuseError]) -> None:
+        """Ends the wait of a model's requests in the queue that came at `since` or before; each of
+        them raises an `error` of its own."""
+        waiting = self.slots_of(model).waiting
+        for tenant, turn in waiting.items():
+            if turn.since <= since and waiting.remove(tenant, turn):
+                self.num_waiting -= turn.num_answers
+                if not turn.comes.done():
+                    turn.comes.set_exception(error())
 
     def slot(self, need: SlotNeed = ANY) -> HeldSlots:
         """Holds a slot for each answer, until that has ended; it waits for one, and its answers
@@ -246,31 +276,28 @@ class Admission:
         nobody has."""
         slots = self._models.get(need.model)
         if slots is None:
-            slots = ModelSlots(self.most_running)
+            slots = ModelSlots(self._seats_at_first)
         if self._num_beyond(slots) + need.num_answers <= 0 and not slots.waiting:
             return
         if self._num_beyond(slots) >= 0 and not self._has_place(slots, need):
             raise self._refusal()
         ahead = slots.waiting.ahead_of(need.tenant, need.place, need.num_answers)
         behind = self._num_beyond(slots) + ahead + need.num_answers
-        late_s = slots.holds.late_s(need.left_s, need.size, behind, slots.max_running)
+        late_s = slots.holds.late_s(need.left_s, need.size, behind, slots.pace)
         if behind > 0 and late_s > 0:
             own = "" if need.num_answers == 1 else f" and it has {need.num_answers} answers"
             raise self._shed(f"{ahead} requests wait before it{own}", need.left_s, late_s)
 
     def _num_beyond(self, slots: ModelSlots) -> int:
         """Slots held beyond those that there are, by answers without a seat yet; below 0 as many
-        are free. Models without workers have theirs together."""
-        running = slots.running
-        if not slots.has_workers:
-            running = sum(one.running for one in self._models.values() if not one.has_workers)
-        return max(running - slots.max_running, self.num_running - self.most_running)
+        are free."""
+        return max(slots.running - slots.max_running, self.num_running - self.most_running)
 
     def _check_turn(self, need: SlotNeed, left_s: float) -> Overloaded | None:
         """What is told where a request whose turn has come has too little time left for it, or for
         the answers that wait for seats."""
         slots = self.slots_of(need.model)
-        wait_s = slots.holds.wait_s(self._num_beyond(slots), slots.max_running)
+        wait_s = slots.holds.wait_s(self._num_beyond(slots), slots.pace)
         late_s = slots.holds.hold_s(need.size, TURN_MARGIN) + wait_s - left_s
         return self._shed("its turn came late", left_s, late_s) if late_s > 0 else None
 
@@ -308,12 +335,13 @@ class Admission:
             return False
         while self.num_waiting and self.num_waiting >= self.max_waiting:
             self._refuse_last()
-        turn = Turn(asyncio.get_running_loop().create_future(), need.num_answers)
+        turn = Turn(asyncio.get_running_loop().create_future(), need.num_answers, self._now())
         cost = need.size * need.num_answers
         slots.waiting.push(need.tenant, cost, turn, need.place, need.num_answers)
         self.num_waiting += need.num_answers
         try:
-            await turn.comes
+            with nullcontext() if slots.max_running else self._lacking():
+                await turn.comes
         except asyncio.CancelledError:
             comes = turn.comes
             if comes.done() and not comes.cancelled() and comes.exception() is None:
@@ -348,52 +376,3 @@ class Admission:
     def _count_running(self, slots: ModelSlots, num_answers: int) -> None:
         slots.running += num_answers
         self.num_running += num_answers
-
-
-class HoldTimes:
-    """How long answers hold a slot, in seconds: mean and mean deviation, weighted as round-trip
-    times are (RFC 6298), and what size, the most tokens of an answer, they have on average.
-
-    What a fleet under too much load answers too late is work for nothing, and the more comes the
-    more of it there is. So a request whose deadline cannot be met behind those that wait is refused
-    at once (load shedding)."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._mean_s = 0.0
-        self._deviation_s = 0.0
-        self._size = 0.0
-
-    def add(self, held_s: float, size: int, *, is_answered: bool) -> None:
-        """Counts an answer that has left its slot. One that was broken off would have held it for
-        longer, and says something only where it had it longer than most."""
-        if not is_answered and held_s <= self._mean_s:
-            return
-        self._count += 1
-        gain = max(GAIN, 1 / self._count)  # the first ones count alike
-        off_s = held_s - self._mean_s
-        if self._count > 1:
-            self._deviation_s += gain * (abs(off_s) - self._deviation_s)
-        self._mean_s += gain * off_s
-        self._size += gain * (size - self._size)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough requests have ended."""
-        return self._count >= LEAST_HOLDS
-
-    def hold_s(self, size: int, margin: float = 0.0) -> float:
-        """How long an answer of this size may hold its slot, `margin` deviations beyond the mean.
-        A smaller one takes less time; a larger one need not take more, as answers may end early."""
-        if not self.is_known:
-            return 0.0
-        return min(1.0, size / max(1.0, self._size)) * (self._mean_s + margin * self._deviation_s)
-
-    def wait_s(self, num: int, slots: int) -> float:
-        """How long it takes until so many busy slots have become free."""
-        return max(0, num) * self._mean_s / max(1, slots) if self.is_known else 0.0
-
-    def late_s(self, left_s: float, size: int, num: int, slots: int) -> float:
-        """By how much a request that has `left_s` seconds would be late, whose last answer begins
-        once `num` busy slots have become free; 0 or less where it is in time."""
-        return self.wait_s(num, slots) + self.hold_s(size, MARGIN) - left_s

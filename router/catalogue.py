@@ -1,8 +1,8 @@
 """The models of the fleet: which there are, which one a request means, and ModelService with the
 workers that serve them.
 
-Known from what workers announce. A model whose workers are gone stays known, so that asking for it
-is UNAVAILABLE and not NOT_FOUND.
+Known from what workers announce. A model whose workers are gone stays known: requests for it wait
+for a worker and are not refused with NOT_FOUND.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class Catalogue:
         self._fleet = fleet
         self._known: dict[str, ModelInfo] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no worker has announced a model so far."""
+        return not (self._known or self.live())
+
     def live(self) -> dict[str, ModelInfo]:
         """Models that a worker serves or will again, by name. Decode workers describe them first,
         and of several always the same one, so that equal requests take equal defaults."""
@@ -68,20 +73,20 @@ class Catalogue:
         """The model that a request means; raises `InvalidRequest`, `NotFound`, `Unavailable`."""
         models = self.live()
         if name is None:
-            return self._only_model(models)
+            return self._only_model(models or self._known)
         findings = Findings()
         check_model_name(name, "model", findings)
         findings.raise_any()
-        if name in models:
-            return models[name]
-        if name in self._known or not models:
+        if (found := models.get(name) or self._known.get(name)) is not None:
+            return found
+        if not models:
             raise Unavailable(f"no worker serves {name!r} now", retry_after_s=1.0)
         there = ", ".join(sorted(models))
         raise NotFound(f"there is no model {shown(name)}; this fleet serves {there}")
 
     def _only_model(self, models: dict[str, ModelInfo]) -> ModelInfo:
         if not models:
-            raise Unavailable("no worker is live", retry_after_s=1.0)
+            raise Unavailable("no worker has announced a model yet", retry_after_s=1.0)
         if len(models) > 1:
             there = ", ".join(sorted(models))
             raise InvalidRequest.of("model", f"expected one of {there}, got none")

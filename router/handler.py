@@ -23,6 +23,7 @@ from effuse.protos.errors import (
     DeadlineExceeded,
     EffuseError,
     EndedById,
+    Unavailable,
 )
 from effuse.router.admission import HeldSlots, SlotNeed
 from effuse.router.answer import AnswerRun, time_is_over
@@ -30,11 +31,12 @@ from effuse.router.answers import SideBySide, add_up
 from effuse.router.client import AnswerStream, ClientGone, Recipient, WholeAnswer, events_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import REQUEST_ID, Findings, check_request_id
+from effuse.router.known_requests import EarlyRequest
 from effuse.router.prefixes import keys_of
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Request
 from effuse.router.request_states import Event
-from effuse.router.router import Router
+from effuse.router.router import RETRY_AFTER_S, Router
 from effuse.router.shared_request import SharedRequest, digest_of_asked
 from effuse.router.tenants import QuotaShare
 from effuse.router.validation import fit
@@ -72,7 +74,7 @@ def counting_refusals(router: Router) -> Iterator[None]:
         raise
 
 
-def accept(
+async def accept(
     router: Router,
     message: pb.GenerateRequest,
     context: CallContext,
@@ -80,35 +82,59 @@ def accept(
     is_stream: bool,
 ) -> Request:
     """The request that a client means; raises `EffuseError` with all that can be said against it
-    before anything is held for it."""
+    before anything is held for it. Waits in the queue until a worker has announced a model."""
+    arrived, began = router.now(), asyncio.get_running_loop().time()
     with counting_refusals(router):
         request_id = _request_id(message)
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
-        if not router.admission.knows_seats:
-            router.count_seats()
+        time_left = context.time_remaining()
+        limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
         tenant = router.tenant()
         router.quotas.check(tenant)
+        if router.catalogue.is_empty:
+            await _wait_for_models(
+                router, EarlyRequest(id=request_id, tenant=tenant, limit_s=limit_s)
+            )
+        if not router.admission.knows_seats:
+            router.count_seats()
         model = message.model or router.admission.only_model
         router.admission.check(SlotNeed(model=model, tenant=tenant.name))
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream, seed=secrets.randbits(64))
         router.quotas.check(tenant, asked.num_answers)
-        time_left = context.time_remaining()
-        limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
-        router.admission.check(SlotNeed.of(asked, tenant.name, router.now(), limit_s))
+        left_s = began + limit_s - asyncio.get_running_loop().time()
+        router.admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
     router.retry_budget.add_requests(asked.num_answers, router.now())
     return Request(
         id=request_id,
         asked=asked,
         text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens),
-        arrived=router.now(),
+        arrived=arrived,
         limit_s=limit_s,
-        deadline=asyncio.get_running_loop().time() + limit_s,
+        deadline=began + limit_s,
         tenant=tenant,
         asked_digest=asked_digest,
         is_repeated=bool(asked_digest) and _is_repeated(context),
     )
+
+
+async def _wait_for_models(router: Router, request: EarlyRequest) -> None:
+    """Returns once a worker has announced a model. Raises `Overloaded` where the queue is full,
+    `Unavailable` after `recovery_s`, and what ends any request that waits."""
+    ends = router.now() + router.config.recovery_s
+    try:
+        with router.admission.early(), router.requests.running(request):
+            async with asyncio.timeout(request.limit_s) as limit:
+                with router.requests.limited_by(request, limit):
+                    while router.catalogue.is_empty:
+                        if (left_s := ends - router.now()) <= 0:
+                            text = f"no worker could begin within {router.config.recovery_s:.3g} s"
+                            why = f"{text}: no worker has announced a model"
+                            raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
+                        await router.fleet.wait_for_change(left_s)
+    except TimeoutError as error:
+        raise time_is_over(router, request) from error
 
 
 class Handler:
@@ -276,7 +302,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole answer, or all answers, at the end."""
         answer = WholeAnswer()
         with request_span(self._router, context):
-            accepted = accept(self._router, request, context, is_stream=False)
+            accepted = await accept(self._router, request, context, is_stream=False)
             answer.take(await Handler(self._router, accepted, answer).serve())
         return answer.response(accepted.id)
 
@@ -290,7 +316,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
         with request_span(self._router, context):
-            accepted = accept(self._router, request.request, context, is_stream=True)
+            accepted = await accept(self._router, request.request, context, is_stream=True)
             stream = AnswerStream(context)
             async with stream.ending():
                 await stream.send(await Handler(self._router, accepted, stream).serve())

@@ -20,6 +20,8 @@ from effuse.placement.records import MalformedRecord, PlacementRecord, decode_pl
 from effuse.placement.store import StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
 from effuse.router.request import Request
+from effuse.router.request_states import State
+from effuse.router.tenants import Tenant
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -32,6 +34,35 @@ _STORED_STATES: Final = {
     "failed": pb.REQUEST_STATE_FAILED,
     "cancelled": pb.REQUEST_STATE_CANCELLED,
 }
+
+
+@dataclass(slots=True, kw_only=True)
+class EarlyRequest:
+    """A request that came before any worker had announced a model, so that it cannot be checked."""
+
+    id: str
+    tenant: Tenant
+    limit_s: float  # longest that it may take
+    is_ended_by_id: bool = False
+
+    def describe(self) -> pb.GetRequestResponse:
+        """As that of `Request`."""
+        return pb.GetRequestResponse(request_id=self.id, state=pb.REQUEST_STATE_QUEUED)
+
+    def tell_state(self) -> str:
+        """As that of `Request`."""
+        return State.QUEUED.value
+
+    def tell_progress(self) -> str:
+        """As that of `Request`."""
+        return "no worker has announced a model"
+
+    def labels(self) -> dict[str, str]:
+        """As those of `Request`."""
+        return {}
+
+
+AnyRequest = Request | EarlyRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +100,7 @@ class KnownRequests:
         self._now = now
         self._unwritten = unwritten
         self._router_id = router_id
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, AnyRequest] = {}
         self._limits: dict[str, asyncio.Timeout] = {}  # by request id
         self.is_cut_off = False
         self.idle = asyncio.Event()
@@ -83,8 +114,8 @@ class KnownRequests:
         return len(self._running)
 
     def running_now(self) -> list[Request]:
-        """Those, oldest first."""
-        return list(self._running.values())
+        """Those of them that were checked, oldest first."""
+        return [one for one in self._running.values() if isinstance(one, Request)]
 
     def check_id(self, request_id: str) -> None:
         """Raises `AlreadyRunning` where a request has this id."""
@@ -92,7 +123,7 @@ class KnownRequests:
             raise AlreadyRunning(f"a request with id {request_id!r} is running; choose another id")
 
     @contextmanager
-    def running(self, request: Request) -> Iterator[None]:
+    def running(self, request: AnyRequest) -> Iterator[None]:
         """Holds the id of `request`; raises `AlreadyRunning` where another request has it."""
         self.check_id(request.id)
         self._running[request.id] = request
@@ -103,11 +134,11 @@ class KnownRequests:
             del self._running[request.id]
             if not self._running:
                 self.idle.set()
-            if not request.is_anothers:
+            if isinstance(request, Request) and not request.is_anothers:
                 self._remember(request)
 
     @contextmanager
-    def limited_by(self, request: Request, limit: asyncio.Timeout) -> Iterator[None]:
+    def limited_by(self, request: AnyRequest, limit: asyncio.Timeout) -> Iterator[None]:
         """`cut_off` and `cancel` end a request that runs here by its own limit."""
         self._limits[request.id] = limit
         if self.is_cut_off:

@@ -113,7 +113,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         with request_span(self._router, context):
             with counting_refusals(self._router):
                 asked = request_of(request)
-            accepted = accept(self._router, asked, context, is_stream=False)
+            accepted = await accept(self._router, asked, context, is_stream=False)
             answer.take(await Handler(self._router, accepted, answer).serve())
         return answer_of(request, answer.response(accepted.id))
 
@@ -133,7 +133,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 with request_span(self._router, context):
                     with counting_refusals(self._router):
                         asked = request_of(request)
-                    accepted = accept(self._router, asked, context, is_stream=True)
+                    accepted = await accept(self._router, asked, context, is_stream=True)
                     told = TextStream(request, accepted.asked.model.name, stream)
                     async with stream.ending():
                         await stream.send(

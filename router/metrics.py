@@ -42,7 +42,7 @@ class RouterMetrics(ProcessMetrics):
             "workers", "Workers by what they do and how they are", "worker_role", "state"
         )
         self.stalled = self.gauge(
-            "num_requests_stalled", "Admitted requests that wait for a worker, by why", "reason"
+            "num_requests_stalled", "Requests that wait for a worker, by why", "reason"
         )
         self._time_requests()
 

@@ -26,7 +26,7 @@ from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, In
 from effuse.router.client import STALLED_S, ClientGone, WholeAnswer
 from effuse.router.handler import REPEATED_KEY, Handler, accept, counting_refusals, request_span
 from effuse.router.openai_answers import Rendering, error_body, status_of
-from effuse.router.openai_requests import Endpoint, Json, parse_body, request_of
+from effuse.router.openai_requests import Endpoint, Json, Wanted, parse_body, request_of
 from effuse.router.prompt import Texts
 from effuse.router.request import Request
 from effuse.router.router import Router
@@ -189,16 +189,20 @@ class OpenAiApi:
         with request_span(router, call):
             with counting_refusals(router):
                 wanted = request_of(await call.body(router.config.max_message_bytes), endpoint)
-            accepted = [
-                accept(router, message, call, is_stream=wanted.is_stream)
-                for message in wanted.requests
-            ]
-            rendering = Rendering(
-                wanted, accepted[0].id, int(time.time()), lambda token: self._text_of(token),
-                model=accepted[0].asked.model.name,
-            )  # fmt: skip
-            answer = self._stream if wanted.is_stream else self._whole
-            await _unless_gone(call, answer(call, accepted, rendering))
+            await _unless_gone(call, self._answer(call, wanted))
+
+    async def _answer(self, call: HttpCall, wanted: Wanted) -> None:
+        """Waits until the requests are accepted, and sends the answers."""
+        accepted = [
+            await accept(self._router, message, call, is_stream=wanted.is_stream)
+            for message in wanted.requests
+        ]
+        rendering = Rendering(
+            wanted, accepted[0].id, int(time.time()), lambda token: self._text_of(token),
+            model=accepted[0].asked.model.name,
+        )  # fmt: skip
+        answer = self._stream if wanted.is_stream else self._whole
+        await answer(call, accepted, rendering)
 
     async def _whole(
         self, call: HttpCall, accepted: Sequence[Request], rendering: Rendering

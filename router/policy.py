@@ -110,7 +110,6 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     alone: Collection[Role] = ()  # roles in which it takes only workers kept for it, once empty
     beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
     num_answers: int = 1  # to the same prompt, of which this is the first one
-    hopes: bool = False  # cold links count, because they may get warm
     cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that prefill workers may have
 
     @property
@@ -134,8 +133,8 @@ class Prospect(Enum):
 
     NOW = "now"  # workers can take it
     SEAT = "seat"  # they can once another request has ended
-    WORKER = "worker"  # none can, but one may come back
-    NONE = "none"
+    WORKER = "worker"  # none can, but one may come, or come back
+    NONE = "none"  # they are there, and nothing may pass between them
 
 
 Fitting = dict[str, list[Candidate]]
@@ -164,19 +163,15 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
 
 
 def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
-    """What to expect: the same choice in a fleet that nothing runs on, then in one that is well.
-
-    Of a worker that drains another life may follow, as of one that is lost."""
+    """What to expect: the same choice in a fleet that nothing runs on. If that fails, too, a worker
+    is missing and may come, unless all are there and each link between them is refused for good."""
     if place(candidates, need) is not None:
         return Prospect.NOW
     idle = [replace(c, kept_for=None) for c in _idle(candidates)]
     need = replace(need, alone=())
     if place(idle, need) is not None:
         return Prospect.SEAT
-    well = [replace(c, condition=Condition.READY) for c in idle]
-    if place(well, replace(need, excluded=(), broken=(), hopes=True)) is not None:
-        return Prospect.WORKER
-    return Prospect.NONE
+    return Prospect.NONE if _is_refused_for_good(idle, need) else Prospect.WORKER
 
 
 def has_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
@@ -223,16 +218,12 @@ def _may_keep_one(candidates: Sequence[Candidate], need: AttemptNeeds, role: Rol
 def why_refused(candidates: Sequence[Candidate], model: str) -> str:
     """Of the links that no prompt may take, the fastest: how fast it is, and how fast it should be,
     or that its ends have two connectors. Empty where none is refused."""
-    need = AttemptNeeds(model=model, mode="remote")
-    usable = [c for c in candidates if _is_usable(c, need)]
-    fitting = _by_fingerprint(c for c in usable if c.record.role == "prefill")
+    links = _links(candidates, AttemptNeeds(model=model, mode="remote"))
     refused = [
-        (prefill.record, decode.record)
-        for decode in usable
-        if decode.record.role == "decode"
-        for prefill in fitting.get(decode.record.fingerprint_text, ())
-        if not prefill.record.may_push_to(decode.record)
-        if prefill.record.min_handoff_gbps or not prefill.record.is_cold_to(decode.record)
+        (writer, receiver)
+        for writer, receiver in links
+        if not writer.may_push_to(receiver)
+        if writer.min_handoff_gbps or not writer.is_cold_to(receiver)
     ]
     if not refused:
         return ""
@@ -251,6 +242,29 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
         f"the link {prefill.worker_id} to {decode.worker_id} {found}, "
         f"--min-handoff-gbps asks for {prefill.min_handoff_gbps:.10g}{others}"
     )
+
+
+def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
+    """Returns which workers a waiting request lacks, and how those are that the router knows."""
+    ours = [c for c in candidates if c.record.model.name == need.model]
+    usable = [c for c in ours if _is_usable(c, need)]
+    for role in ("decode", "prefill") if need.mode == "remote" else ("decode",):
+        if not any(c.record.role == role for c in usable):
+            known = [c for c in ours if c.record.role == role]
+            states = ", ".join(f"{c.record.worker_id} is {_state(c, need)}" for c in known[:4])
+            return f"no live {role} worker serves {need.model!r} ({states or 'none is known'})"
+    if need.mode == "remote" and (refused := why_refused(candidates, need.model)):
+        return refused
+    if need.fingerprint is not None:
+        return "no live decode worker has the weights and settings that the answer began with"
+    return f"no prefill worker of {need.model!r} fits a decode worker or reaches one"
+
+
+def _state(candidate: Candidate, need: AttemptNeeds) -> str:
+    """How a worker is that cannot be used."""
+    if candidate.condition is not Condition.READY:
+        return str(candidate.condition.value)
+    return "failing" if candidate.life in need.excluded else "kept for another request"
 
 
 def live_workers(
@@ -276,6 +290,32 @@ def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) 
             elif writer.link_to(reader) is not None:
                 warm |= {writer.life, reader.life}
     return cold - warm
+
+
+def _links(
+    candidates: Iterable[Candidate], need: AttemptNeeds
+) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
+    """Each prefill worker with each decode worker that it fits."""
+    usable = [c for c in candidates if _is_usable(c, need)]
+    fitting = _by_fingerprint(c for c in usable if c.record.role == "prefill")
+    for receiver in usable:
+        if receiver.record.role == "decode":
+            for writer in fitting.get(receiver.record.fingerprint_text, ()):
+                yield writer.record, receiver.record
+
+
+def _is_refused_for_good(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
+    """Whether all workers of a model are ready, and each link was measured or has two connectors,
+    and is refused."""
+    ours = [c for c in candidates if c.record.model.name == need.model]
+    if need.mode != "remote" or any(c.condition is not Condition.READY for c in ours):
+        return False
+    links = list(_links(ours, replace(need, excluded=())))
+    return bool(links) and not any(
+        writer.may_push_to(receiver)
+        or (writer.has_connector_of(receiver) and writer.link_to(receiver) is None)
+        for writer, receiver in links
+    )
 
 
 def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
@@ -322,7 +362,6 @@ def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterato
     for candidate in fitting.get(decode.record.fingerprint_text, ()):
         record = candidate.record
         may_push = record.may_push_to(decode.record)
-        may_push |= need.hopes and record.is_cold_to(decode.record)
         if may_push and (candidate.life, decode.life) not in need.broken:
             yield candidate
 

@@ -143,7 +143,11 @@ async def _know_fleet(router: Router) -> None:
 async def _start(router: Router) -> RpcServer:
     """Listens, not ready yet as far as health goes."""
     config = router.config
-    limits = replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes)
+    limits = replace(
+        rpc.PUBLIC_LIMITS,
+        max_message_bytes=config.max_message_bytes,
+        max_age_s=config.connection_age_s,
+    )
     server = RpcServer(
         limits, shares_port=config.share_port, tls=_tls(config), doorkeeper=router.keys
     )
@@ -261,6 +265,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         router.count_seats()
         router.fleet.look()
         ready.look(router.fleet.candidates())
+        router.give_up_waiting()
         told = _tell_workers(router, told, ready.counts)
         router.metrics.show_workers(router.fleet.candidates())
         _tell_health(router, server)

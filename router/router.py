@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from effuse.client.answer import Stats
@@ -23,7 +24,7 @@ from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.channels import FleetAccess
-from effuse.protos.errors import EngineLost, Poisonous
+from effuse.protos.errors import EngineLost, Poisonous, Unavailable
 from effuse.protos.gate import CALLER
 from effuse.router.admission import Admission
 from effuse.router.calls import Cleanup
@@ -48,6 +49,10 @@ from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
 FLUSH_S: Final = 1.0
+
+RETRY_AFTER_S: Final = 1.0
+"""When clients should ask again after no worker could answer: about as long as a lease takes to
+show."""
 
 
 class Router:
@@ -81,7 +86,9 @@ class Router:
             longest_call_s=config.max_request_s,
         )
         self.catalogue = Catalogue(self.fleet)
-        self.admission = Admission(config.max_concurrent_requests, config.max_queue, now)
+        self.metrics = RouterMetrics()
+        lacking = partial(self.metrics.waiting, "worker")
+        self.admission = Admission(config.max_concurrent_requests, config.max_queue, now, lacking)
         self.keys = None if config.keys is None else KeyRing(config.keys)
         self.quotas = Quotas(now)
         self.requests = KnownRequests(store, now, self.placements.unwritten_answer, self.id)
@@ -92,9 +99,9 @@ class Router:
             config.retry_share, float(config.max_concurrent_requests), now()
         )
         self.num_retries = 0
+        self._lacking_since: dict[str, float] = {}  # by model that requests in the queue ask for
         self.monitor = Monitor()
         self.traces = traces or Traces()
-        self.metrics = RouterMetrics()
         self._add_readings()
         self.port = 0
         self.metrics_port = 0
@@ -118,6 +125,26 @@ class Router:
         need, prospect = self.fleet.need, self.fleet.prospect
         models = [name for name in self.catalogue.live() if model in (None, name)]
         return any(prospect(need(name)) in (Prospect.NOW, Prospect.SEAT) for name in models)
+
+    def give_up_waiting(self) -> None:
+        """Refuses requests in the queue that no worker could take for `recovery_s`."""
+        now, longest_s = self.now(), self.config.recovery_s
+        waiting = [name for name, num in self.admission.waiting_by_model().items() if num]
+        lacking = [name for name in waiting if not self.can_serve(name)]
+        self._lacking_since = {name: self._lacking_since.get(name, now) for name in lacking}
+        for name, since in self._lacking_since.items():
+            if now - since > longest_s:
+                missing = self.fleet.what_is_missing(self.fleet.need(name))
+                text = f"no worker could begin within {longest_s:.3g} s: {missing}"
+                error = partial(Unavailable, text, retry_after_s=RETRY_AFTER_S)
+                self.admission.give_up(name, now - longest_s, error)
+
+    def stalled_since(self, request: Request) -> float:
+        """Returns since when a request that no worker can take now has waited for one."""
+        now = self.now()
+        if request.num_attempts:
+            return now
+        return max(request.arrived, self._lacking_since.get(request.asked.model.name, now))
 
     async def tell_others(self) -> None:
         """Tells the other routers what runs and waits here, and hears the same of them, of which
@@ -197,10 +224,13 @@ class Router:
             self.verdicts.clear(request.digest)
 
     def note_death(self, request: Request, failure: Failure) -> None:
-        """Holds it against a request if an engine died that it ran in."""
+        """Holds it against a request if an engine died that it ran in, and not from outside."""
         if not isinstance(failure.error, EngineLost):
             return
         worker = failure.worker
+        if failure.error.is_outside:
+            self.verdicts.note_outside(worker.life)
+            return
         death = EngineDeath(
             worker.life,
             worker.role,

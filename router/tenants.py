@@ -286,6 +286,10 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return self._size
 
+    def items(self) -> list[tuple[str, Item]]:
+        """Every item with its tenant."""
+        return [(name, one.item) for name, line in self._lines.items() for one in line.waiting]
+
     def length_of(self, tenant: str) -> int:
         """What one tenant's items count as."""
         line = self._lines.get(tenant)

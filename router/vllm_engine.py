@@ -86,7 +86,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         with request_span(self._router, context):
             with counting_refusals(self._router):
                 asked = request_of(request, self._router.tokenizer.chat_end_ids)
-            accepted = accept(self._router, asked, context, is_stream=request.stream)
+            accepted = await accept(self._router, asked, context, is_stream=request.stream)
             stream = AnswerStream(context)
             answer = EngineAnswer(accepted, stream, is_stream=request.stream)
             async with stream.ending():

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc.aio
+import msgspec
 from router.fake_model import byte_tokenizer, chat_template
 from router.fake_workers import FakeDecode, FakePrefill, FakeWorker, Handoffs
 
@@ -158,9 +159,10 @@ class FakeFleet:
 
 @asynccontextmanager
 async def fake_fleet(
-    num_prefill: int = 1, num_decode: int = 1, **settings: object
+    num_prefill: int = 1, num_decode: int = 1, state: str = "ready", **settings: object
 ) -> AsyncIterator[FakeFleet]:
-    """A running fleet. `settings` are of RouterConfig, but for the port."""
+    """A running fleet, whose workers announce `state`. `settings` are of RouterConfig, but for the
+    port."""
     handoffs, store, stop = Handoffs(), FakeStore(), asyncio.Event()
     prefillers = [FakePrefill(f"p{i}", handoffs) for i in range(num_prefill)]
     decoders = [FakeDecode(f"d{i}", handoffs) for i in range(num_decode)]
@@ -170,6 +172,7 @@ async def fake_fleet(
             await worker.start()
             workers.create_task(worker.until_crash())
             stack.callback(worker.crashed.set)
+            worker.record = msgspec.structs.replace(worker.record, state=state)
             store.records[worker.worker_id] = worker.record
         config = RouterConfig(port=0, **{"metrics": False, **settings})  # type: ignore[arg-type]
         router = Router(config, Tokenizer(byte_tokenizer(), chat_template()), store)

@@ -224,7 +224,7 @@ def test_an_answer_goes_on_only_with_the_same_fingerprint() -> None:
     workers = [candidate(worker("d0", fingerprint="v2"))]
     v1 = need("auto", fingerprint=worker("d", fingerprint="v1").fingerprint)
     assert place(workers, v1) is None
-    assert prospect(workers, v1) is Prospect.NONE
+    assert prospect(workers, v1) is Prospect.WORKER
     workers.append(candidate(worker("d1", fingerprint="v1"), tokens=900))
     assert names(place(workers, v1)) == (None, "d1")
 
@@ -252,14 +252,14 @@ def out(condition: Condition) -> Candidate:
         ([out(Condition.UNREACHABLE)], need("auto"), Prospect.WORKER),
         ([out(Condition.DRAINING)], need("auto"), Prospect.WORKER),
         ([candidate(worker("d0"))], need("auto", {("d0", "1")}), Prospect.WORKER),
-        ([candidate(worker("d0"))], need("remote"), Prospect.NONE),
+        ([candidate(worker("d0"))], need("remote"), Prospect.WORKER),
         (
             [candidate(worker("d0")), candidate(worker("p0"))],
             need("remote", broken=pairs("p0 d0")),
             Prospect.WORKER,
         ),
-        ([candidate(worker("d0", model="other"))], need("auto"), Prospect.NONE),
-        ([], need("auto"), Prospect.NONE),
+        ([candidate(worker("d0", model="other"))], need("auto"), Prospect.WORKER),
+        ([], need("auto"), Prospect.WORKER),
     ],
 )
 def test_what_a_request_can_expect(

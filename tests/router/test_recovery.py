@@ -212,7 +212,7 @@ def test_an_empty_budget_delays_and_fails_nobody(monkeypatch: pytest.MonkeyPatch
 # Where nobody comes.
 
 
-def test_nobody_who_may_come_back_is_unavailable_with_the_story() -> None:
+def test_workers_that_are_gone_are_waited_for_and_then_the_story_is_told() -> None:
     async def body(fleet: FakeFleet) -> None:
         first, second = fleet.decode
         second.at["start"] = once(raises(errors.Starting("no engine")))
@@ -226,12 +226,14 @@ def test_nobody_who_may_come_back_is_unavailable_with_the_story() -> None:
         await fleet.announce()
         error = await asking
         assert type(error) is errors.Unavailable
-        assert "no other worker can go on; 8 of 245 tokens were written" in error.message
+        assert "no worker could go on within 0." in error.message
+        assert "no live decode worker serves 'fake' (none is known)" in error.message
+        assert "8 of 245 tokens were written" in error.message
         assert "1 attempt lost (d0: the engine was lost)" in error.message
         assert error.retry_after_s and error.retryable
         assert (error.labels["losses"], error.labels["tokens"]) == ("1", "8")
 
-    run(body, num_prefill=0, num_decode=2)
+    run(body, num_prefill=0, num_decode=2, recovery_s=0.5)
 
 
 def test_who_does_not_come_back_is_waited_for_as_long_as_the_flag_says() -> None:

@@ -99,7 +99,7 @@ def test_those_that_wait_for_the_same_look_once_together() -> None:
         before = view.num_reads
         for _ in range(waiting):
             assert fleet.place(fleet.need("fake")) is None
-            assert fleet.prospect(fleet.need("fake")) is Prospect.NONE
+            assert fleet.prospect(fleet.need("fake")) is Prospect.WORKER
         return view.num_reads - before
 
     async def go() -> None:

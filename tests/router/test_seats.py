@@ -12,7 +12,8 @@ from router.fakes import FakeFleet, run, until
 
 from effuse.placement.records import Capacity, WorkerRecord
 from effuse.protos import errors
-from effuse.router.admission import LEAST_HOLDS, count_seats
+from effuse.router.admission import count_seats
+from effuse.router.hold_times import LEAST_HOLDS
 from effuse.v1 import generation_pb2 as pb
 
 
@@ -41,8 +42,8 @@ def test_seats_add_up_within_the_limit() -> None:
     assert (count_seats([3, 4], 100), count_seats([3, 4], 5)) == (7, 5)
 
 
-def test_without_workers_nobody_waits_for_a_seat() -> None:
-    assert count_seats([], 9) == 9
+def test_without_workers_there_is_no_seat() -> None:
+    assert count_seats([], 9) == 0
 
 
 def test_a_worker_is_never_asked_for_more_than_its_seats() -> None:

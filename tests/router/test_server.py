@@ -274,7 +274,7 @@ def test_no_workers_is_unavailable_and_a_known_model_stays_known() -> None:
             assert error.retry_after_s
         assert not (await fleet.models.ListModels(model_pb2.ListModelsRequest())).models
 
-    run(body)
+    run(body, recovery_s=0.3)
 
 
 @pytest.mark.parametrize(("mode", "without_prefill"), [("auto", True), ("remote", False)])

@@ -13,7 +13,8 @@ import pytest
 from router.virtual_time import run_virtually
 
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import LEAST_HOLDS, Admission, HeldSlots, HoldTimes, SlotNeed
+from effuse.router.admission import Admission, HeldSlots, SlotNeed
+from effuse.router.hold_times import LEAST_HOLDS, HoldTimes
 
 SLOTS = 8
 DEADLINE_S = 3.0  # of requests that take 1 s on average
