@@ -6,12 +6,12 @@ Unavailable with the time to wait, DeadlineExceeded, PeerLost where nobody answe
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from datetime import timedelta
-from typing import Protocol, Self, cast
+from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -20,7 +20,8 @@ from effuse.client.answer import Answer, Event, Gathering
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, Text, make_request, make_tokenize_request
-from effuse.protos.errors import Cancelled, from_rpc_error
+from effuse.client.retries import Call, RepeatedStream, Retries, Waiter, raising, wait
+from effuse.protos.errors import Cancelled, EffuseError
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.protos.tls import TlsFiles
 from effuse.v1 import (
@@ -31,6 +32,9 @@ from effuse.v1 import (
     monitor_pb2,
     monitor_pb2_grpc,
 )
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 _DEFAULTS = Params()
 _MOST_WATCHED_S = 3600.0
@@ -49,14 +53,16 @@ class Client:
         token: str | None = None,
     ) -> None:
         """target: host:port of a router; http://host:port is the same, and https://host:port speaks
-        TLS. timeout_s: longest that a call takes which sets none
-        itself, all of at most `max_attempts` together. tls: None is plain text, `TlsFiles()` trusts
-        the system's authorities. token: for routers that ask for one. Connects at the first call.
+        TLS. timeout_s: longest that a call takes which sets none itself, all of at most
+        `max_attempts` together, which span 10 s and more. tls: None is plain text, `TlsFiles()`
+        trusts the system's authorities. token: for routers that ask for one. Connects at the first
+        call.
         Raises ValueError, and OSError for certificates that cannot be used."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
         self._target, self._options = target, options
-        self._channel = credentials.channel(target, options.channel_arguments())
+        self._channel = credentials.channel(target, options.channel_arguments(target))
+        self._is_closed = threading.Event()
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._monitor = monitor_pb2_grpc.MonitorServiceStub(self._channel)
@@ -70,10 +76,9 @@ class Client:
         request_id: str | None = None,
     ) -> Answer:
         """The whole answer to one prompt, token ids included. Raises EffuseError."""
-        began, timeout = time.monotonic(), self._options.deadline_s(timeout_s)
+        began, retries = time.monotonic(), self._options.retries(timeout_s)
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
-        with _raising(self._target):
-            response = self._generation.Generate(request, timeout=timeout)
+        response = self._ask(self._generation.Generate, request, retries)
         return Answer.of(response, time.monotonic() - began)
 
     def stream(
@@ -86,17 +91,20 @@ class Client:
     ) -> Stream:
         """The answer as it is written: iterate for its text, block by block."""
         request = _streamed(prompt, params, request_id)
-        timeout = self._options.deadline_s(timeout_s)
-        return Stream(self._generation.GenerateStream(request, timeout=timeout), self._target)
+        retries = self._options.retries(timeout_s)
+
+        def begin() -> Call:
+            return self._generation.GenerateStream(
+                request, timeout=retries.left_s, metadata=retries.metadata
+            )
+
+        return Stream(RepeatedStream(begin, retries, Waiter(self._channel), self._target))
 
     def cancel(self, request_id: str) -> bool:
         """Ends the request of this id, whoever asked for it; False where it did not run there.
         Raises EffuseError."""
-        with _raising(self._target):
-            response = self._generation.CancelRequest(
-                generation_pb2.CancelRequestRequest(request_id=request_id),
-                timeout=self._options.timeout_s,
-            )
+        request = generation_pb2.CancelRequestRequest(request_id=request_id)
+        response = self._ask(self._generation.CancelRequest, request)
         return response.was_running
 
     def tokenize(
@@ -104,23 +112,18 @@ class Client:
     ) -> tuple[int, ...]:
         """The ids that a prompt would be. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)
-        with _raising(self._target):
-            response = self._models.Tokenize(request, timeout=self._options.timeout_s)
+        response = self._ask(self._models.Tokenize, request)
         return tuple(response.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer of these ids would have. Raises EffuseError."""
         request = model_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
-        with _raising(self._target):
-            response = self._models.Detokenize(request, timeout=self._options.timeout_s)
+        response = self._ask(self._models.Detokenize, request)
         return response.text
 
     def models(self) -> list[model_pb2.Model]:
         """What the fleet serves, with limits and defaults. Raises EffuseError."""
-        with _raising(self._target):
-            response = self._models.ListModels(
-                model_pb2.ListModelsRequest(), timeout=self._options.timeout_s
-            )
+        response = self._ask(self._models.ListModels, model_pb2.ListModelsRequest())
         return list(response.models)
 
     def workers(self) -> list[model_pb2.Worker]:
@@ -128,8 +131,7 @@ class Client:
         found: list[model_pb2.Worker] = []
         request = model_pb2.ListWorkersRequest()
         while True:
-            with _raising(self._target):
-                response = self._models.ListWorkers(request, timeout=self._options.timeout_s)
+            response = self._ask(self._models.ListWorkers, request)
             found += response.workers
             if not response.next_page_token:
                 return found
@@ -143,14 +145,33 @@ class Client:
         request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
         call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S)
         try:
-            with _raising(self._target):
+            with raising(self._target):
                 yield from call
         finally:
             call.cancel()
 
     def close(self) -> None:
         """Ends the connection and what is still asked over it."""
+        self._is_closed.set()
         self._channel.close()
+
+    def _ask(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        retries: Retries | None = None,
+    ) -> Response:
+        """The answer to one call, in as many attempts as it takes. Raises EffuseError."""
+        retries = retries or self._options.retries(None)
+        while True:
+            try:
+                with raising(self._target):
+                    return method(request, timeout=retries.left_s, metadata=retries.metadata)
+            except EffuseError as error:
+                pause_s = None if self._is_closed.is_set() else retries.pause_s(error)
+                if pause_s is None:
+                    raise
+            Waiter(self._channel).wait(pause_s)
 
     def __enter__(self) -> Self:
         return self
@@ -159,29 +180,19 @@ class Client:
         self.close()
 
 
-class Call(Protocol):
-    """A stream of events that can be ended."""
-
-    def __iter__(self) -> Iterator[Event]: ...
-
-    def cancel(self) -> object: ...
-
-
 class Stream:
     """The text of one answer, the first of several, piece by piece; `answer` once it is over."""
 
-    def __init__(self, call: Call, target: str) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
-        self._target = target
         self._gathering = Gathering()
         self._answer: Answer | None = None
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text, none empty. Raises EffuseError, and StreamBroken."""
-        with _raising(self._target):
-            for event in self._call:
-                if piece := self._gathering.take(event):
-                    yield piece
+        for event in self._call:
+            if piece := self._gathering.take(event):
+                yield piece
         self._answer = self._gathering.answer()
 
     @property
@@ -244,7 +255,7 @@ class AsyncClient:
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
         self._target, self._options = target, options
-        self._channel = credentials.aio_channel(target, options.channel_arguments())
+        self._channel = credentials.aio_channel(target, options.channel_arguments(target))
         self._generation = generation_stub(self._channel)
         self._models = model_stub(self._channel)
 
@@ -257,10 +268,9 @@ class AsyncClient:
         request_id: str | None = None,
     ) -> Answer:
         """The whole answer to one prompt, token ids included. Raises EffuseError."""
-        began, timeout = time.monotonic(), self._options.deadline_s(timeout_s)
+        began, retries = time.monotonic(), self._options.retries(timeout_s)
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
-        with _raising(self._target):
-            response = await self._generation.Generate(request, timeout=timeout)
+        response = await self._ask(self._generation.Generate, request, retries)
         return Answer.of(response, time.monotonic() - began)
 
     def stream(
@@ -277,24 +287,33 @@ class AsyncClient:
         return AsyncStream(self._events(request, self._options.deadline_s(timeout_s)))
 
     async def _events(
-        self, request: generation_pb2.GenerateStreamRequest, timeout: float
+        self, request: generation_pb2.GenerateStreamRequest, timeout_s: float
     ) -> AsyncGenerator[Event, None]:
-        call = self._generation.GenerateStream(request, timeout=timeout)
-        try:
-            with _raising(self._target):
-                async for event in call:
-                    yield event
-        finally:
-            call.cancel()
+        """The events of a stream that is begun anew as long as it has brought none."""
+        has_begun, retries = False, self._options.retries(timeout_s)
+        while True:
+            call = self._generation.GenerateStream(
+                request, timeout=retries.left_s, metadata=retries.metadata
+            )
+            try:
+                with raising(self._target):
+                    async for event in call:
+                        has_begun = True
+                        yield event
+                return
+            except EffuseError as error:
+                pause_s = None if has_begun else retries.pause_s(error)
+                if pause_s is None:
+                    raise
+            finally:
+                call.cancel()
+            await wait(self._channel, pause_s)
 
     async def cancel(self, request_id: str) -> bool:
         """Ends the request of this id, whoever asked for it; False where it did not run there.
         Raises EffuseError."""
-        with _raising(self._target):
-            response = await self._generation.CancelRequest(
-                generation_pb2.CancelRequestRequest(request_id=request_id),
-                timeout=self._options.timeout_s,
-            )
+        request = generation_pb2.CancelRequestRequest(request_id=request_id)
+        response = await self._ask(self._generation.CancelRequest, request)
         return response.was_running
 
     async def tokenize(
@@ -302,23 +321,18 @@ class AsyncClient:
     ) -> tuple[int, ...]:
         """The ids that a prompt would be. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)
-        with _raising(self._target):
-            response = await self._models.Tokenize(request, timeout=self._options.timeout_s)
+        response = await self._ask(self._models.Tokenize, request)
         return tuple(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer of these ids would have. Raises EffuseError."""
         request = model_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
-        with _raising(self._target):
-            response = await self._models.Detokenize(request, timeout=self._options.timeout_s)
+        response = await self._ask(self._models.Detokenize, request)
         return response.text
 
     async def models(self) -> list[model_pb2.Model]:
         """What the fleet serves, with limits and defaults. Raises EffuseError."""
-        with _raising(self._target):
-            response = await self._models.ListModels(
-                model_pb2.ListModelsRequest(), timeout=self._options.timeout_s
-            )
+        response = await self._ask(self._models.ListModels, model_pb2.ListModelsRequest())
         return list(response.models)
 
     async def workers(self) -> list[model_pb2.Worker]:
@@ -326,8 +340,7 @@ class AsyncClient:
         found: list[model_pb2.Worker] = []
         request = model_pb2.ListWorkersRequest()
         while True:
-            with _raising(self._target):
-                response = await self._models.ListWorkers(request, timeout=self._options.timeout_s)
+            response = await self._ask(self._models.ListWorkers, request)
             found += response.workers
             if not response.next_page_token:
                 return found
@@ -336,6 +349,23 @@ class AsyncClient:
     async def close(self) -> None:
         """Ends the connection and what is still asked over it."""
         await self._channel.close()
+
+    async def _ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        retries: Retries | None = None,
+    ) -> Response:
+        """The answer to one call, in as many attempts as it takes. Raises EffuseError."""
+        retries = retries or self._options.retries(None)
+        while True:
+            try:
+                with raising(self._target):
+                    return await method(request, timeout=retries.left_s, metadata=retries.metadata)
+            except EffuseError as error:
+                if (pause_s := retries.pause_s(error)) is None:
+                    raise
+            await wait(self._channel, pause_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -361,18 +391,3 @@ def _streamed(
 ) -> generation_pb2.GenerateStreamRequest:
     request = make_request(prompt, params, request_id=request_id, token_ids=True)
     return generation_pb2.GenerateStreamRequest(request=request)
-
-
-@contextlib.contextmanager
-def _raising(target: str) -> Iterator[None]:
-    """Turns gRPC's errors, of both kinds of channel, into ours."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise from_rpc_error(cast("grpc.aio.AioRpcError", error), target) from error
-    except asyncio.CancelledError as error:
-        # A channel that is closed says of its calls what asyncio says of a task that is cancelled.
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise Cancelled(f"the call to {target} was cancelled, as its client was closed") from error

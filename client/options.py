@@ -3,21 +3,26 @@
 Deadlines are told with each call and not in that config: the library takes 1 to 2 s off a time
 that stands there, and does not tell the server of it.
 
-A call that nobody answered is tried again by the library, with growing pauses; once a stream has
-brought its first event it is not, since the router itself goes on with a lost worker's requests.
+A call that nobody answered is tried again, with growing pauses; once a stream has brought its first
+event it is not, since the router itself goes on with a lost worker's requests.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import time
 from dataclasses import dataclass
+from ipaddress import ip_address
 
+from effuse.client.retries import Retries
 from effuse.protos import rpc
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _SERVICES = ("effuse.v1.GenerationService", "effuse.v1.ModelService")
 _MOST_ATTEMPTS = 5  # gRPC takes no more
 _LEAST_S, _MOST_S = 1e-9, 1e9  # gRPC counts time in nanoseconds, of 64 bits
+_TARGET = re.compile(r"(?:https?://)?(?:dns:(?://[^/]*/)?)?(?P<host>\[[^\]]*\]|[^:/]+)(?::\w+)?")
 _MESSAGE_BYTES = 64 << 20
 
 
@@ -45,31 +50,54 @@ class Options:
             raise _no_time(asked_s)
         return asked_s
 
-    def channel_arguments(self) -> list[tuple[str, str | int]]:
-        """For grpc.insecure_channel and its asyncio twin."""
+    def retries(self, asked_s: float | None) -> Retries:
+        """The attempts at one call that asks for so long, or for nothing. Raises ValueError."""
+        return Retries(self.max_attempts, time.monotonic() + self.deadline_s(asked_s))
+
+    def channel_arguments(self, target: str | None = None) -> list[tuple[str, str | int]]:
+        """For grpc.insecure_channel and its asyncio twin. With `target` for a client that repeats
+        calls itself (`retries.py`); without it gRPC does."""
         return [
-            ("grpc.service_config", json.dumps(self.service_config())),
-            ("grpc.enable_retries", int(self.max_attempts > 1)),
+            ("grpc.service_config", json.dumps(self.service_config(target))),
+            # Alone it repeats what no server has taken, as where a connection is renewed.
+            ("grpc.enable_retries", int(target is not None or self.max_attempts > 1)),
+            *rpc.reconnect_options(),
             ("grpc.max_receive_message_length", _MESSAGE_BYTES),
             ("grpc.max_send_message_length", _MESSAGE_BYTES),
             # Else a call to a router that says nothing any more lasts until its deadline.
             *rpc.keepalive_options(rpc.CALLER_KEEPALIVE),
         ]
 
-    def service_config(self) -> dict[str, object]:
-        """As gRPC's service config names things."""
+    def service_config(self, target: str | None = None) -> dict[str, object]:
+        """As gRPC's service config names things. A name that may stand for several routers has its
+        calls spread over all of them."""
+        if target is not None:
+            return {"loadBalancingConfig": [{"round_robin": {}}]} if is_name(target) else {}
         method: dict[str, object] = {"name": [{"service": name} for name in _SERVICES]}
         if self.max_attempts > 1:
             method["retryPolicy"] = {
                 "maxAttempts": self.max_attempts,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 2,
+                "initialBackoff": "0.5s",
+                "maxBackoff": "10s",
+                "backoffMultiplier": 4.5,  # four attempts span 10 s at least
                 # A server that stops cancels calls that it has not taken yet; those that the client
                 # itself cancels are over before.
                 "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
             }
         return {"methodConfig": [method]}
+
+
+def is_name(target: str) -> bool:
+    """Whether a target's host is a DNS name other than localhost."""
+    found = _TARGET.fullmatch(target)
+    if found is None:
+        return False
+    host = found["host"].removesuffix(".").lower()
+    try:
+        ip_address(host.strip("[]"))
+    except ValueError:
+        return host != "localhost"
+    return False
 
 
 def _no_time(found: float) -> ValueError:

@@ -44,6 +44,9 @@ class MessageLimits:
     max_idle_s: float = 3600.0
     """After which a connection without calls is closed, with a word to its owner."""
     min_ping_interval_s: float = 0.5
+    max_age_s: float | None = None
+    """After which a connection is closed once its calls have ended, so that clients connect anew
+    and servers that have joined get some of them; gRPC varies it by a tenth. None: never."""
 
 
 PUBLIC_LIMITS: Final = MessageLimits(
@@ -103,6 +106,12 @@ def server_options(
         # hostile: he has other connections, and who erred waits.
         ("grpc.http.tarpit", 0),
         ("grpc.max_connection_idle_ms", _ms(limits.max_idle_s)),
+        # Without a grace of its own: calls that run end first, however long they are.
+        *(
+            []
+            if limits.max_age_s is None
+            else [("grpc.max_connection_age_ms", _ms(limits.max_age_s))]
+        ),
         ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
@@ -117,12 +126,21 @@ def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Opti
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.enable_retries", 0),
+        *reconnect_options(),
+    ]
+    return options if keepalive is None else [*options, *keepalive_options(keepalive)]
+
+
+def reconnect_options() -> Options:
+    """Channel arguments by which a client finds a server again soon: gRPC's own pauses grow to two
+    minutes, and it asks DNS for new addresses twice a minute at most."""
+    return [
         ("grpc.initial_reconnect_backoff_ms", 100),
         # By its name a pause; in fact what one attempt to connect may take, handshake included.
         ("grpc.min_reconnect_backoff_ms", 3000),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
     ]
-    return options if keepalive is None else [*options, *keepalive_options(keepalive)]
 
 
 def keepalive_options(keepalive: Keepalive) -> Options:

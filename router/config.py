@@ -79,6 +79,9 @@ class RouterConfig(Access):
     recovery_s: Annotated[
         float, "longest that a request waits for a worker that goes on with it"
     ] = 60.0
+    connection_age_s: Annotated[
+        float, "after which clients are asked to connect anew, once their calls have ended"
+    ] = 60.0
     keep_answers_s: Annotated[
         float, "how long the answer to a request id that a client chose is kept; 0 keeps none"
     ] = 120.0
@@ -112,7 +115,7 @@ class RouterConfig(Access):
             checks.whole(name, getattr(self, name), low, high)
         if self.http_port is not None:
             checks.whole("http_port", self.http_port, 0, 65535)
-        for name in ("max_request_s", "recovery_s", "drain_s"):
+        for name in ("max_request_s", "recovery_s", "connection_age_s", "drain_s"):
             checks.seconds(name, getattr(self, name))
         if not 0 <= self.keep_answers_s <= 86400:
             raise ValueError(f"--keep-answers-s: expected 0 to 86400, got {self.keep_answers_s}")

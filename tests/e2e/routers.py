@@ -22,6 +22,7 @@ class SecondRouter:
 
     child: subprocess.Popen[bytes]
     address: str
+    metrics: str  # where they are served; empty where they are not
 
     def kill(self) -> None:
         """Ends it as a crash would, and waits for its end."""
@@ -42,6 +43,7 @@ def second_router(fleet: Fleet, *more_flags: str) -> Iterator[SecondRouter]:
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
             try:
                 wait_until(ready.exists, "the second router does not start")
-                yield SecondRouter(child, json.loads(ready.read_text())["address"])
+                facts = json.loads(ready.read_text())
+                yield SecondRouter(child, facts["address"], facts.get("metrics", ""))
             finally:
                 child.kill()

@@ -53,6 +53,7 @@ def tiny_fleet(
     worker_flags: tuple[str, ...] = (),
     prefill_flags: tuple[str, ...] = (),
     decode_flags: tuple[str, ...] = (),
+    router_flags: tuple[str, ...] = (),
 ) -> Iterator[Fleet]:
     """A running fleet; its checkpoint is at `fleet.config.model`."""
     with (
@@ -67,6 +68,7 @@ def tiny_fleet(
             worker_flags=worker_flags,
             prefill_flags=prefill_flags,
             decode_flags=decode_flags,
+            router_flags=router_flags,
         ) as fleet,
     ):
         yield fleet
@@ -84,6 +86,7 @@ def fleet_of(
     worker_flags: tuple[str, ...] = (),
     prefill_flags: tuple[str, ...] = (),
     decode_flags: tuple[str, ...] = (),
+    router_flags: tuple[str, ...] = (),
 ) -> Iterator[Fleet]:
     """A running fleet that serves the checkpoint at `model`."""
     config = FleetConfig(
@@ -100,7 +103,8 @@ def fleet_of(
         ),
         prefill_flags=prefill_flags,
         decode_flags=decode_flags,
-        router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
+        # never a local prefill
+        router_flags=(*(("--prefill", "remote") if prefill else ()), *router_flags),
         has_secret=False,  # tests ask workers, too
     )
     with Fleet(config) as fleet:

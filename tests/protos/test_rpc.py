@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -343,3 +344,37 @@ def test_ready_file_appears_whole(tmp_path: Path) -> None:
     rpc.write_ready_file(path, "127.0.0.1:50051")
     assert json.loads(path.read_text()) == {"address": "127.0.0.1:50051", "pid": os.getpid()}
     assert [p.name for p in tmp_path.iterdir()] == ["ready"]
+
+
+def test_a_connection_is_renewed_and_what_runs_over_it_ends_first() -> None:
+    async def body() -> None:
+        peers: set[str] = set()
+
+        class Counting(Worker):
+            async def GetLoad(
+                self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
+            ) -> pb.GetLoadResponse:
+                peers.add(context.peer())
+                return pb.GetLoadResponse()
+
+        server = rpc.RpcServer(replace(rpc.PUBLIC_LIMITS, max_age_s=0.3))
+        pb_grpc.add_WorkerServiceServicer_to_server(Counting(), server.server)
+        port = await server.start("127.0.0.1:0", [SERVICE])
+        told = health_pb2.HealthCheckResponse
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=30)
+            assert (await watch.read()).status == told.NOT_SERVING
+            while len(peers) < 3:
+                await worker_stub(channel).GetLoad(pb.GetLoadRequest())
+                await asyncio.sleep(0.01)
+            server.set_serving(SERVICE, True)
+            assert (await watch.read()).status == told.SERVING, "over the first connection"
+            watch.cancel()
+        await server.stop(0.0)
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            await body()
+
+    asyncio.run(main())

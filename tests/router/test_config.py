@@ -34,7 +34,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
             "--max-queue", "5", "--max-answers", "7", "--max-losses", "6", "--retry-share", "0.5",
             "--max-request-s", "7.5", "--recovery-s", "9",
-            "--keep-answers-s", "3", "--drain-s", "8",
+            "--connection-age-s", "4", "--keep-answers-s", "3", "--drain-s", "8",
             "--ready-file", "x", "--log-level", "debug", "--log-format", "json",
             "--otlp-traces-endpoint", "http://a:1",
         ]

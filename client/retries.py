@@ -1,0 +1,198 @@
+"""When a client asks again: the pauses between its attempts at one call.
+
+An attempt that ended because no router could answer is repeated. The pauses grow, and together they
+span `SPAN_S` at least, so that a router's replacement is survived. If the connection was lost, the
+next attempt follows as soon as there is another connection. Not here: deadlines and the options of
+channels (`options.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Protocol, cast
+
+import grpc
+import grpc.aio
+
+from effuse.client.answer import Event
+from effuse.protos.errors import Cancelled, EffuseError, PeerLost, from_rpc_error
+
+SPAN_S: Final = 10.5
+"""Least seconds from the first failed attempt to the last attempt; a router is replaced in 2."""
+SOON_S: Final = 0.1
+"""The pause before the second attempt, if nobody answered the first one and a third may follow."""
+JITTER: Final = 0.25
+"""Share by which a pause may be longer, so that clients do not all come back in one moment."""
+REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
+"""Metadata of each attempt but the first: the number of those before it, as gRPC itself counts."""
+_UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
+_READY: Final = grpc.ChannelConnectivity.READY
+
+
+@dataclass(slots=True)
+class Retries:
+    """The attempts at one call. `deadline` and all moments are seconds of `now`, a monotonic clock;
+    `chance` returns numbers from 0 to 1."""
+
+    max_attempts: int
+    deadline: float
+    now: Callable[[], float] = time.monotonic
+    chance: Callable[[], float] = random.random
+    attempts: int = 1  # begun so far
+    failed_at: float | None = None  # when the first attempt failed
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the next attempt has until the deadline."""
+        return self.deadline - self.now()
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What the next attempt carries beside the call's own metadata."""
+        return () if self.attempts == 1 else ((REPEATED_KEY, str(self.attempts - 1)),)
+
+    def pause_s(self, error: EffuseError) -> float | None:
+        """Returns the seconds to wait before the next attempt, after one that ended with `error`;
+        None if there is no other attempt. Counts that one as begun."""
+        now = self.now()
+        if self.failed_at is None:
+            self.failed_at = now
+        left = self.max_attempts - self.attempts
+        if left < 1 or not _may_be_repeated(error):
+            return None
+        if self.attempts == 1 and left > 1 and isinstance(error, PeerLost | Cancelled):
+            pause_s = SOON_S
+        else:  # half as long as the next one; the last one ends the span
+            pause_s = max(SOON_S, (self.failed_at + SPAN_S - now) / (2**left - 1))
+        pause_s = max(pause_s * (1 + JITTER * self.chance()), error.retry_after_s or 0.0)
+        if pause_s >= self.left_s:
+            return None
+        self.attempts += 1
+        return pause_s
+
+
+def _may_be_repeated(error: EffuseError) -> bool:
+    """Whether another attempt may do better. A server that stops cancels calls that it has not
+    taken yet; the client's own cancellations end in no status of gRPC."""
+    status = error.__cause__
+    if not isinstance(status, grpc.RpcError):
+        return False
+    if isinstance(error, Cancelled):
+        return True
+    return error.retryable and cast("grpc.aio.AioRpcError", status).code() is _UNAVAILABLE
+
+
+@dataclass
+class Waiter:
+    """Waits between the attempts of a blocking call; `cancel` ends the wait from another thread."""
+
+    channel: grpc.Channel
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _state: grpc.ChannelConnectivity | None = None
+    _was_lost: bool = False
+    is_cancelled: bool = False
+
+    def wait(self, pause_s: float) -> bool:
+        """Returns after `pause_s`, or once a lost connection is there again; False if cancelled."""
+        self._state, self._was_lost = None, False
+        self.channel.subscribe(self._note, try_to_connect=True)
+        try:
+            with self._changed:
+                self._changed.wait_for(self._is_over, pause_s)
+        finally:
+            self.channel.unsubscribe(self._note)
+        return not self.is_cancelled
+
+    def cancel(self) -> None:
+        """Ends the wait, and each later one."""
+        with self._changed:
+            self.is_cancelled = True
+            self._changed.notify_all()
+
+    def _note(self, state: grpc.ChannelConnectivity) -> None:
+        with self._changed:
+            self._was_lost = self._was_lost or state is not _READY
+            self._state = state
+            self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        return self.is_cancelled or (self._was_lost and self._state is _READY)
+
+
+async def wait(channel: grpc.aio.Channel, pause_s: float) -> None:
+    """Returns after `pause_s`, or once a lost connection of the channel is there again."""
+    try:
+        async with asyncio.timeout(pause_s):
+            was_lost = False
+            while not (was_lost and channel.get_state(try_to_connect=True) is _READY):
+                state = channel.get_state(try_to_connect=True)
+                was_lost = was_lost or state is not _READY
+                await channel.wait_for_state_change(state)
+    except TimeoutError:
+        return
+
+
+class Call(Protocol):
+    """A stream of events that can be ended."""
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+    def cancel(self) -> object: ...
+
+
+class RepeatedStream:
+    """The events of a stream that is begun anew as long as it has brought none."""
+
+    def __init__(
+        self, begin: Callable[[], Call], retries: Retries, waiter: Waiter, target: str
+    ) -> None:
+        self._begin = begin
+        self._retries = retries
+        self._waiter = waiter
+        self._target = target
+        self._call = begin()
+
+    def __iter__(self) -> Iterator[Event]:
+        """Raises EffuseError."""
+        has_begun = False
+        while True:
+            try:
+                with raising(self._target):
+                    for event in self._call:
+                        has_begun = True
+                        yield event
+                return
+            except EffuseError as error:
+                is_over = has_begun or self._waiter.is_cancelled
+                pause_s = None if is_over else self._retries.pause_s(error)
+                if pause_s is None or not self._waiter.wait(pause_s):
+                    raise
+            self._call = self._begin()
+            if self._waiter.is_cancelled:
+                self._call.cancel()
+
+    def cancel(self) -> None:
+        """Ends the call, or the wait for the next attempt."""
+        self._waiter.cancel()
+        self._call.cancel()
+
+
+@contextlib.contextmanager
+def raising(target: str) -> Iterator[None]:
+    """Turns gRPC's errors, of both kinds of channel, into ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(cast("grpc.aio.AioRpcError", error), target) from error
+    except asyncio.CancelledError as error:
+        # A channel that is closed says of its calls what asyncio says of a task that is cancelled.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Cancelled(f"the call to {target} was cancelled, as its client was closed") from error

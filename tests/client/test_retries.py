@@ -1,0 +1,237 @@
+"""When a client asks again: its pauses, and what it does with them against real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from client.test_client import FakeRouter
+
+import effuse
+from effuse.client import retries
+from effuse.client.options import Options, is_name
+from effuse.client.retries import REPEATED_KEY, SPAN_S, Retries
+from effuse.protos.errors import (
+    Cancelled,
+    Draining,
+    EffuseError,
+    InvalidRequest,
+    PeerLost,
+    Unavailable,
+    to_status,
+)
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import generation_pb2_grpc
+
+
+class Status(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__()
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+
+def ended(error: EffuseError, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> EffuseError:
+    """As a call that ended with this status raises it."""
+    error.__cause__ = Status(code)
+    return error
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pauses(error: Callable[[], EffuseError], attempts: int, limit_s: float = 1e6) -> list[float]:
+    """Those of a call whose attempts all end so at once, without chance."""
+    clock, found = Clock(), []
+    one = Retries(attempts, clock.now + limit_s, clock, chance=lambda: 0.0)
+    while (pause_s := one.pause_s(ended(error()))) is not None:
+        found.append(pause_s)
+        clock.now += pause_s
+    return found
+
+
+@pytest.mark.parametrize("attempts", [2, 3, 4, 5])
+@pytest.mark.parametrize("error", [PeerLost, Unavailable, Draining, Cancelled])
+def test_the_attempts_span_ten_seconds_with_pauses_that_grow(
+    error: type[EffuseError], attempts: int
+) -> None:
+    found = pauses(lambda: error("no"), attempts)
+    assert len(found) == attempts - 1
+    assert sum(found) >= 10.0 and found == sorted(found)
+    assert pauses(lambda: error("no"), 1) == []
+
+
+def test_a_pause_is_as_long_as_was_asked_for_and_within_the_deadline() -> None:
+    assert pauses(lambda: Unavailable("no", retry_after_s=7.0), 4)[0] == 7.0
+    assert pauses(lambda: Unavailable("no", retry_after_s=7.0), 4, limit_s=6.0) == []
+    assert sum(pauses(lambda: PeerLost("no"), 5, limit_s=5.0)) < 5.0
+
+
+def test_chance_makes_pauses_longer_and_never_shorter() -> None:
+    clock = Clock()
+    one = Retries(4, clock.now + 1e6, clock, chance=lambda: 1.0)
+    pause_s = one.pause_s(ended(Unavailable("no")))
+    assert pause_s is not None and pause_s > SPAN_S / 7
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ended(InvalidRequest.of("n", "wrong"), grpc.StatusCode.INVALID_ARGUMENT),
+        ended(Unavailable("given up", retryable=False)),
+        ended(PeerLost("broke off"), grpc.StatusCode.INTERNAL),
+        Cancelled("its client was closed"),  # no status of gRPC
+    ],
+)
+def test_what_fails_again_is_not_repeated(error: EffuseError) -> None:
+    assert Retries(4, time.monotonic() + 100).pause_s(error) is None
+
+
+def test_repeated_attempts_say_so() -> None:
+    one = Retries(4, time.monotonic() + 100)
+    assert not one.metadata
+    one.pause_s(ended(PeerLost("no")))
+    assert one.metadata == ((REPEATED_KEY, "1"),)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("routers:50051", True), ("http://routers:50051", True), ("http://127.0.0.1:1", False),
+        ("dns:///routers.effuse.svc:50051", True), ("routers", True),
+        ("dns://10.0.0.10:53/routers.effuse:50051", True), ("localhost:50051", False),
+        ("127.0.0.1:50051", False), ("[::1]:50051", False), ("ipv4:10.0.0.1:1", False),
+        ("unix:/run/router", False), ("unix:///run/router", False), ("dns:///localhost.:1", False),
+    ],
+)  # fmt: skip
+def test_calls_to_a_name_are_spread_over_all_that_it_stands_for(
+    target: str, expected: bool
+) -> None:
+    assert is_name(target) is expected
+    assert ("loadBalancingConfig" in Options().service_config(target)) is expected
+
+
+# Against real connections.
+
+
+@contextmanager
+def serving(router: FakeRouter, port: int) -> Iterator[None]:
+    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(router, server)
+    assert server.add_insecure_port(f"127.0.0.1:{port}") == port
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(0).wait(10)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("attempts", [2, 4])
+def test_a_router_that_is_replaced_is_waited_for(
+    port: int, is_streamed: bool, attempts: int
+) -> None:
+    def ask(client: effuse.Client) -> str:
+        return client.stream("a").answer.text if is_streamed else client.generate("a").text
+
+    async def ask_too() -> str:
+        async with effuse.AsyncClient(f"127.0.0.1:{port}", max_attempts=attempts) as client:
+            if not is_streamed:
+                return (await client.generate("a")).text
+            return (await client.stream("a").answer).text
+
+    router = FakeRouter()
+    with (
+        effuse.Client(f"127.0.0.1:{port}", max_attempts=attempts) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        with serving(router, port):
+            assert ask(client) == "abc"
+        asking = [threads.submit(ask, client), threads.submit(asyncio.run, ask_too())]
+        time.sleep(2.0)
+        assert not any(one.done() for one in asking)
+        with serving(router, port):
+            assert [one.result(30) for one in asking] == ["abc", "abc"]
+
+
+def test_a_wait_for_the_next_attempt_ends_where_the_stream_is_cancelled(port: int) -> None:
+    began = time.monotonic()
+    with effuse.Client(f"127.0.0.1:{port}", max_attempts=2) as client:
+        stream = client.stream("a")
+        threading.Timer(0.5, stream.cancel).start()
+        with pytest.raises(EffuseError):
+            list(stream)
+    assert time.monotonic() - began < SPAN_S
+
+
+def test_a_stream_that_has_brought_something_is_not_begun_anew() -> None:
+    router = FakeRouter()
+
+    class Breaking(FakeRouter):
+        def GenerateStream(
+            self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
+        ) -> Iterator[pb.GenerateStreamResponse]:
+            self.asked.append(request.request)
+            yield router.events[0]
+            status = to_status(Draining("ends"))
+            context.set_trailing_metadata(
+                (("grpc-status-details-bin", status.SerializeToString()),)
+            )
+            context.abort(grpc.StatusCode.UNAVAILABLE, "ends")
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = int(probe.getsockname()[1])
+    breaking = Breaking()
+    with serving(breaking, free), effuse.Client(f"127.0.0.1:{free}") as client:
+        with pytest.raises(Draining):
+            list(client.stream("a"))
+
+        async def ask() -> None:
+            async with effuse.AsyncClient(f"127.0.0.1:{free}") as other:
+                async for _ in other.stream("a"):
+                    pass
+
+        with pytest.raises(Draining):
+            asyncio.run(ask())
+    assert len(breaking.asked) == 2
+
+
+def test_what_the_router_asks_for_is_waited(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "SPAN_S", 0.1)
+
+    class Busy(FakeRouter):
+        def Generate(self, request: object, context: grpc.ServicerContext) -> object:  # type: ignore[override]
+            self.left_s.append(time.monotonic())
+            if len(self.left_s) > 1:
+                return super().Generate(request, context)  # type: ignore[arg-type]
+            status = to_status(Unavailable("soon", retry_after_s=1.2))
+            context.set_trailing_metadata(
+                (("grpc-status-details-bin", status.SerializeToString()),)
+            )
+            return context.abort(grpc.StatusCode.UNAVAILABLE, "soon")
+
+    busy = Busy()
+    with serving(busy, port), effuse.Client(f"127.0.0.1:{port}") as client:
+        assert client.generate("a").text == "abc"
+    assert busy.left_s[1] - busy.left_s[0] >= 1.2

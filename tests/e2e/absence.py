@@ -1,0 +1,114 @@
+"""Clients whose only decode worker, and then whose only router, is gone for a while.
+
+From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.absence --requests 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from e2e.tiny import TINY, tiny_fleet
+from e2e.workload import draw_jobs
+
+import effuse
+from effuse.cli.fleet import Fleet
+
+CLIENTS = 5
+DECODE_GONE_S, ROUTER_GONE_S = 9.0, 2.0
+
+
+@dataclass
+class Asked:
+    """What became of the requests of all clients."""
+
+    answers: list[tuple[int, str]] = field(default_factory=list)  # by the number of their job
+    took_s: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    is_enough: threading.Event = field(default_factory=threading.Event)
+
+    def tell(self) -> str:
+        """One line."""
+        took = sorted(self.took_s) or [0.0]
+        shares = ((f"p{share}", took[len(took) * share // 100]) for share in (50, 99))
+        told = ", ".join(f"{name} {value:.2f} s" for name, value in shares)
+        return f"{len(took)} requests, {len(self.failures)} failed; {told}, most {took[-1]:.2f} s"
+
+
+@contextmanager
+def asking(fleet: Fleet, least: int) -> Iterator[Asked]:
+    """Each client asks, every other time for a stream, as long as this lasts and `least` times."""
+    jobs = draw_jobs(9, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
+    asked = Asked()
+
+    def send(number: int) -> None:
+        with effuse.Client(fleet.address) as client:
+            at = 0
+            while not asked.is_enough.is_set() or at < least:
+                job = (number + at) % len(jobs)
+                params = effuse.Params(max_tokens=jobs[job].max_tokens, seed=1, temperature=0.0)
+                prompt, began = list(jobs[job].prompt), time.monotonic()
+                try:
+                    if at % 2:
+                        answer = client.stream(prompt, params).answer
+                    else:
+                        answer = client.generate(prompt, params)
+                except effuse.EffuseError as error:
+                    asked.failures.append(f"{error.code.name}: {error}")
+                else:
+                    asked.answers.append((job, answer.text))
+                asked.took_s.append(time.monotonic() - began)
+                at += 1
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        sending = [threads.submit(send, number) for number in range(CLIENTS)]
+        try:
+            yield asked
+        finally:
+            asked.is_enough.set()
+    for one in sending:
+        one.result()
+
+
+def without(fleet: Fleet, name: str, seconds: float) -> None:
+    """One process is gone for so long, and then starts. A router ends in order, as where its pod is
+    deleted: a stream that has brought something breaks where a router is killed."""
+    if name == "router":
+        fleet.terminate(name)
+    else:
+        fleet.kill(name)
+    time.sleep(seconds)
+    fleet.restart(name)
+
+
+def carry_out(requests: int, tell: Callable[[str], object]) -> list[Asked]:
+    """Both in turn, each under load; what became of all requests."""
+    found = []
+    with tiny_fleet("sdar", connector="zmq") as fleet:
+        for name, seconds in (("decode-0", DECODE_GONE_S), ("router", ROUTER_GONE_S)):
+            with asking(fleet, requests) as asked:
+                time.sleep(1.0)
+                without(fleet, name, seconds)
+                time.sleep(1.0)
+            tell(f"{name} was gone for {seconds:g} s: {asked.tell()}")
+            for failure in asked.failures[:5]:
+                tell(f"  {failure}")
+            found.append(asked)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m e2e.absence", description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000, help="of each client, at least")
+    found = carry_out(parser.parse_args().requests, lambda text: print(text, flush=True))
+    return int(any(asked.failures for asked in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
