@@ -222,7 +222,12 @@ class EngineLost(Unavailable):
     @property
     def may_be_outside(self) -> bool:
         """Whether it was killed or hung, as happens from outside, too, whatever runs in it."""
-        return self.labels.get("ending") in ("killed", "hung")
+        return self.labels.get("ending") in ("killed", "hung", "stopped")
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether a signal from outside stopped it, so that nothing that ran in it is the cause."""
+        return self.labels.get("ending") == "stopped"
 
 
 class PeerLost(Unavailable):

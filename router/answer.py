@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from msgspec.structs import replace
 
-from effuse.placement.records import WorkerRecord
+from effuse.placement.records import Role, WorkerRecord
 from effuse.protos.errors import (
     Bug,
     DeadlineExceeded,
@@ -29,11 +30,12 @@ from effuse.protos.errors import (
 )
 from effuse.router.attempt import Attempt, AttemptListener, Unfinished
 from effuse.router.failures import REFUSALS, Failure, FailureKind
-from effuse.router.fleet import AttemptShare
+from effuse.router.fleet import EMPTY_S, AttemptShare
+from effuse.router.known_requests import AnyRequest
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.request import Request
 from effuse.router.request_states import Event
-from effuse.router.router import Router
+from effuse.router.router import RETRY_AFTER_S, Router
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -47,12 +49,12 @@ A worker that does not take them is at odds with this router, and not with the c
 LOOK_S: Final = 1.0
 """Longest that a waiting request does without a look at the fleet."""
 
+ALONE_S: Final = 2.0
+"""How long a request waits for workers of its own, if its engines may have ended from outside."""
+
 TOGETHER_S: Final = 0.1
 """How long a request whose engine died waits before its next attempt. Engines die together, of a
 host or a driver, and who went on at once might go on in one whose death is not known yet."""
-
-RETRY_AFTER_S: Final = 1.0
-"""What clients are told to wait when no worker is there: about as long as a lease takes to show."""
 
 
 class AnswerRun:
@@ -72,7 +74,7 @@ class AnswerRun:
                 placement = await self._choose_workers()
                 if own := self._own_workers(placement):
                     with router.metrics.waiting("alone"):
-                        await router.fleet.until_empty(own)
+                        await router.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
                 with self._counted(placement) as share, router.traces.span("attempt"):
                     reason = await self._begin_attempt(placement, share).run()
             except Unfinished as unfinished:
@@ -104,15 +106,17 @@ class AnswerRun:
             request.alone = need.alone
             if need.alone:
                 fleet.keep_workers(request.holder, need)
+            elif fleet.num_alone:
+                fleet.release_workers(request.holder)
             placement = fleet.place(need)
             if placement is not None:
                 return placement
             prospect = fleet.prospect(need)
             if prospect is Prospect.NONE:
-                raise self._nobody(request.asked.model.name)
+                raise self._unavailable(fleet.what_is_missing(need))
             if prospect is Prospect.WORKER:
-                request.setbacks.begin_stall(router.now())
-                self._check_stall()
+                request.setbacks.begin_stall(router.stalled_since(request))
+                self._check_stall(need)
             reason = "alone" if need.alone else prospect.value
             with router.metrics.waiting(reason), self._lacking(prospect):
                 await fleet.wait_for_change(self._look_again_s())
@@ -128,10 +132,28 @@ class AnswerRun:
         workers, alone = (placement.decode, placement.prefill), self._request.alone
         return [one for one in workers if one is not None and one.role in alone]
 
+    def _roles_alone(self) -> Collection[Role]:
+        """In which workers the next attempt runs alone. It does not wait long for them if its
+        engines may have ended from outside."""
+        request, router = self._request, self._router
+        alone = router.roles_alone(request)
+        if not alone:
+            return ()
+        if request.alone_since is None:
+            request.alone_since = router.now()
+        return () if self._alone_left_s() <= 0 else alone
+
+    def _alone_left_s(self) -> float:
+        """Seconds for which it still waits for workers of its own."""
+        request, router = self._request, self._router
+        if request.alone_since is None or not router.verdicts.may_share(request.digest):
+            return math.inf
+        return request.alone_since + ALONE_S - router.now()
+
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
         request = self._request
-        alone = self._router.roles_alone(request)
+        alone = self._roles_alone()
         need = self._router.fleet.need(
             request.asked.model.name,
             request.setbacks.avoided(self._router.now()),
@@ -150,27 +172,22 @@ class AnswerRun:
         """Seconds until a choice, or what is said of it, may come out otherwise although nothing
         has happened."""
         router, setbacks, now = self._router, self._request.setbacks, self._router.now()
-        due = [LOOK_S, setbacks.next_change_s(now), router.fleet.standing.next_change_s()]
+        due = [
+            LOOK_S,
+            self._alone_left_s(),
+            setbacks.next_change_s(now),
+            router.fleet.standing.next_change_s(),
+        ]
         if setbacks.stalled_at is not None:
             due.append(router.config.recovery_s - setbacks.stalled_s(now))
         return min(one for one in due if one is not None and one > 0) + 0.001
 
-    def _check_stall(self) -> None:
-        """Raises `Unavailable` where no worker has gone on with the request for too long."""
+    def _check_stall(self, need: AttemptNeeds) -> None:
+        """Raises `Unavailable` if no worker has gone on with the request for too long."""
         stalled_s = self._request.setbacks.stalled_s(self._router.now())
         if stalled_s > self._router.config.recovery_s:
-            raise self._unavailable(f"no worker could go on within {stalled_s:.3g} s")
-
-    def _nobody(self, model: str) -> Unavailable:
-        """What is told where no worker can take the request, nor may one come back."""
-        request, fleet = self._request, self._router.fleet
-        why = f"no live worker serves {model!r} now"
-        if request.last_error is not None:
-            why = f"{request.last_error.message}; no other worker can go on"
-        elif fleet.mode == "remote":
-            refused = fleet.why_refused(model)
-            why = refused or f"{why}, or no prefill worker fits a decode worker"
-        return self._unavailable(why)
+            missing = self._router.fleet.what_is_missing(need)
+            raise self._unavailable(f"no worker could go on within {stalled_s:.3g} s: {missing}")
 
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request
@@ -189,6 +206,7 @@ class AnswerRun:
         told."""
         request, router, error = self._request, self._router, failure.error
         request.end_attempt(error)
+        request.alone_since = None
         LOG.warning(
             "request %s, attempt %d on %s: %s; so far: %s",
             *(request.name, request.num_attempts, failure.worker.worker_id, error.message),
@@ -248,7 +266,7 @@ class AnswerRun:
         )
 
 
-def time_is_over(router: Router, request: Request) -> EffuseError:
+def time_is_over(router: Router, request: AnyRequest) -> EffuseError:
     """What is told where a request's own time has run out, or that of its router."""
     if request.is_ended_by_id:
         return EndedById("somebody has ended this request by its id", labels=request.labels())

@@ -38,7 +38,7 @@ from effuse.router.policy import (
     has_own,
     place,
     prospect,
-    why_refused,
+    what_is_missing,
 )
 from effuse.v1 import worker_pb2
 
@@ -168,9 +168,9 @@ class RoutedFleet:
             self._waiting_for[key] = found
         return found
 
-    def why_refused(self, model: str) -> str:
-        """What keeps a prefill worker from a decode worker that fits; empty where nothing does."""
-        return why_refused(self.candidates(), model)
+    def what_is_missing(self, need: AttemptNeeds) -> str:
+        """Returns which workers a request lacks that waits for one."""
+        return what_is_missing(self.candidates(), need)
 
     # Workers of their own, for requests that run alone.
 
@@ -199,11 +199,11 @@ class RoutedFleet:
         if own:
             self.announce_change()
 
-    async def until_empty(self, records: Sequence[WorkerRecord]) -> None:
-        """Returns once these workers say that nothing is in them, or after `EMPTY_S`. What other
-        routers gave them, or clients left behind, is known to them alone."""
+    async def until_empty(self, records: Sequence[WorkerRecord], most_s: float = EMPTY_S) -> None:
+        """Returns once these workers say that nothing is in them, or after `most_s` seconds. What
+        other routers gave them, or clients left behind, is known to them alone."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(EMPTY_S):
+            async with asyncio.timeout(most_s):
                 while not all(  # noqa: ASYNC110  # no worker tells by itself
                     await asyncio.gather(*map(self._is_empty, records))
                 ):

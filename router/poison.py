@@ -68,8 +68,7 @@ def treatment(deaths: Sequence[EngineDeath], outside_counts: float = 1.0) -> Tre
     """What a request has earned by engines that died under it, in that order, each one once; one
     that was killed or hung counts `outside_counts`."""
     total = alone = 0.0
-    for death in deaths:
-        weight = outside_counts if death.may_be_outside else 1.0
+    for death, weight in zip(deaths, _weights(deaths, outside_counts), strict=True):
         if total >= MOST_SHARED and death.was_alone:
             alone += weight
         total += weight
@@ -84,6 +83,24 @@ def roles_alone(deaths: Sequence[EngineDeath], outside_counts: float = 1.0) -> f
     if treatment(deaths, outside_counts) is Treatment.SHARED:
         return frozenset()
     return frozenset({"decode", *(death.role for death in deaths)})
+
+
+def may_share(deaths: Sequence[EngineDeath], outside_counts: float) -> bool:
+    """Whether a request that is to run alone may run beside others once more, and only once: its
+    engines were killed or hung, and so were others at that time."""
+    is_outside = outside_counts < 1 and all(death.may_be_outside for death in deaths)
+    return is_outside and sum(_weights(deaths, outside_counts)) - MOST_SHARED < outside_counts
+
+
+def _weights(deaths: Sequence[EngineDeath], outside_counts: float) -> list[float]:
+    """What each death counts. One that may be from outside counts nothing if the request wrote more
+    in another engine later."""
+    found, furthest = list[float](), -1
+    for death in reversed(deaths):
+        is_over = death.may_be_outside and death.num_tokens < furthest
+        found.append(0.0 if is_over else outside_counts if death.may_be_outside else 1.0)
+        furthest = max(furthest, death.num_tokens)
+    return found[::-1]
 
 
 def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) -> str:
@@ -123,6 +140,11 @@ class Verdicts:
         deaths = self._deaths(digest)
         return roles_alone(deaths, self._outside_counts(deaths))
 
+    def may_share(self, digest: str) -> bool:
+        """Whether a request that is to run alone may run beside others, rather than wait long."""
+        deaths = self._deaths(digest)
+        return may_share(deaths, self._outside_counts(deaths))
+
     def refused_s(self, digest: str) -> float:
         """Seconds for which the request is still refused; 0 where it is not."""
         return max(0.0, self._refused_until.get(digest, 0.0) - self._now())
@@ -140,12 +162,16 @@ class Verdicts:
         deaths = (*earlier, death)
         _put(self._cases, digest, _Case(deaths, self._now() + HELD_S))
         if death.may_be_outside:
-            _put(self._outside_until, death.life, self._now() + HELD_S)
+            self.note_outside(death.life)
         found = treatment(deaths, self._outside_counts(deaths))
         if found is Treatment.REFUSED:
             self._refuse(digest, self._now() + REFUSED_S)
             self._clear_bystanders({one.life for one in deaths})
         return found
+
+    def note_outside(self, life: WorkerLife) -> None:
+        """An engine was ended from outside for certain, so that others may have been, too."""
+        _put(self._outside_until, life, self._now() + HELD_S)
 
     def add_survival(self, digest: str, num_tokens: int) -> bool:
         """The request, alone, has written so many tokens. Whether that is more than it had when

@@ -103,8 +103,9 @@ class Request:
     last_error: EffuseError | None = None
     is_patient: bool = False  # prefill waits for decode from now on
     alone: Collection[Role] = ()  # roles in which nothing else runs beside this attempt
+    alone_since: float | None = None  # when it began to wait for such workers
 
-    # What is final of the answer, and the blocks in flight after it.
+    # What is final of the answer, and blocks after it.
     token_ids: list[int] = field(default_factory=list)
     fingerprint: Fingerprint | None = None  # of the workers that wrote it
     frontier: list[worker_pb2.BlockState] = field(default_factory=list)
@@ -369,8 +370,7 @@ class Request:
         return "being answered" if self.answers else self.state.value
 
     def tell_progress(self) -> str:
-        """How far it got and what it met with, for the text of an error; empty before it was
-        tried."""
+        """How far it got and what it met with, for an error; empty before it was tried."""
         if self.answers:
             complete = sum(one.state is State.FINISHED for one in self.answers)
             return f"{complete} of {len(self.answers)} answers were complete"

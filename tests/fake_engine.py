@@ -42,7 +42,8 @@ from effuse.worker.messages import (
 from effuse.worker.watchdog import Pulse
 
 CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN = 900, 901, 902, 903, 904, 905
-COMPILE, LONG_FORWARD, KILLED = 906, 907, 908
+COMPILE, LONG_FORWARD, KILLED, SLOW = 906, 907, 908, 909
+SLOW_S = 0.04  # a step in which such an answer takes part
 LONG_S = patient(3.0)
 PAGES = 8
 
@@ -165,6 +166,8 @@ class FakeCore:
         if self._stands_still or not self._decodes:
             return False
         self._steps += 1
+        if any(one.prompt_token_ids[0] == SLOW for one in self._decodes.values()):
+            time.sleep(SLOW_S)
         for name, decode in list(self._decodes.items()):
             self._advance(name, decode)
         return True
@@ -208,7 +211,7 @@ class FakeCore:
             running=running,
             runnable=1 if self._stands_still else len(self._decodes),
             total_pages=PAGES,
-            free_pages=PAGES - running - len(self._quarantined),
+            free_pages=max(0, PAGES - running - len(self._quarantined)),
             quarantined_pages=len(self._quarantined),
             steps=self._steps,
         )

@@ -101,13 +101,15 @@ class Running:
 
 
 @asynccontextmanager
-async def running(role: Role, config: WorkerConfig, tmp_path: Path) -> AsyncIterator[Running]:
+async def running(
+    role: Role, config: WorkerConfig, tmp_path: Path, limit_s: float = 60.0
+) -> AsyncIterator[Running]:
     """A front that is ready; at the end it drains and must leave nothing."""
     ready_file = tmp_path / "ready.json"
     config = dataclasses.replace(config, ready_file=ready_file)
     stop = asyncio.Event()
     with importable():
-        async with asyncio.timeout(patient(60)), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(patient(limit_s)), asyncio.TaskGroup() as tasks:
             front = Front(config, use_fake_engine(role), tasks)
             done = tasks.create_task(front.run(stop))
             try:

@@ -29,6 +29,7 @@ from effuse.protos import errors
 from effuse.telemetry import output
 from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
+from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import SOCKET, make_home
 from effuse.worker.engine_process import Orders
@@ -41,7 +42,14 @@ from effuse.worker.messages import (
     ToEngine,
     ToFront,
 )
-from effuse.worker.watchdog import Limits, Progress, look, observe, verdict
+from effuse.worker.watchdog import (
+    Limits,
+    Progress,
+    is_stopped_by_signal,
+    look,
+    observe,
+    verdict,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -60,7 +68,7 @@ class EngineGone(Exception):
     def __init__(self, message: str, *, permanent: bool = False, ending: str = "died") -> None:
         super().__init__(message)
         self.permanent = permanent  # starting another one will not help
-        self.ending = ending  # or "killed", or "hung"
+        self.ending = ending  # or "killed", or "hung", or "stopped"
 
 
 def new_incarnation() -> str:
@@ -224,43 +232,6 @@ def _exit(status: int) -> EngineGone:
     return EngineGone(f"the engine {how}", ending="killed" if status == -signal.SIGKILL else "died")
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Counts engines in a row that never became ready or ended soon after; durations in seconds.
-
-    Only the former are a reason to give up: what ends a ready engine may be a request, which will
-    be over, or a device that is mended while the worker lives.
-    """
-
-    first_s: float = 0.2
-    most_s: float = 10.0
-    most_failures: int = 5
-    steady_s: float = 60.0
-    failures: int = 0
-    early_ends: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """True once it is no use to go on."""
-        return self.failures >= self.most_failures
-
-    @property
-    def pause_s(self) -> float:
-        """The wait before the next start."""
-        # Bounded, for an engine may end early as often as it takes.
-        doublings = min(self.failures + self.early_ends, 32)
-        return min(self.first_s * 2.0**doublings, self.most_s)
-
-    def failed(self) -> "Backoff":
-        """An engine did not become ready."""
-        return replace(self, failures=self.failures + 1)
-
-    def ended(self, lived_s: float) -> "Backoff":
-        """An engine ended that had been ready for so long."""
-        early_ends = 0 if lived_s >= self.steady_s else self.early_ends + 1
-        return replace(self, failures=0, early_ends=early_ends)
-
-
 class GaveUp(Exception):
     """No engine can be started; the message says why."""
 
@@ -343,8 +314,12 @@ class Supervisor:
                 LOG.warning("this process stood still for %.1f s", stood_still_s)
             for message in messages:
                 self._take(client, message, now)
-            if why := verdict(self._progress, now, limits):
-                raise EngineGone(f"the engine hangs: {why}", ending="hung")
+            is_stopped = now - self._progress.beat_at > limits.stopped_s and is_stopped_by_signal(
+                client.pid
+            )
+            if why := verdict(self._progress, now, limits, is_stopped=is_stopped):
+                ending = "stopped" if is_stopped else "hung"
+                raise EngineGone(f"the engine hangs: {why}", ending=ending)
 
     def _take(self, client: EngineClient, message: ToFront, now: float) -> None:
         if isinstance(message, Heartbeat):
@@ -384,7 +359,8 @@ class Supervisor:
         if self.life is None:
             self.backoff = self.backoff.failed()
         else:
-            self.backoff = self.backoff.ended(self._now() - self.life.began)
+            lived_s = self._now() - self.life.began
+            self.backoff = self.backoff.ended(lived_s, by_itself=lost.ending == "died")
         self.life = None
         self._on_change()
         await client.kill()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from effuse.placement.records import Load
 from effuse.telemetry.output import dropped_lines
@@ -22,6 +23,7 @@ from effuse.worker.messages import Heartbeat, Phase
 _BEAT_CHANGED_S = 0.05  # a changed load is told this soon
 _BEAT_S = 0.5
 _COMPILING_S = 180.0  # Triton needs up to a minute for a kernel, and FlexAttention for a length
+_STOPPED_PART = 4  # of the time that other engines may be silent
 _STEPS_PATIENCE = 10  # an engine may be silent for so many of its steps
 _FORGETTING = 0.1  # share of the newest step in what is expected; a longer one counts at once
 
@@ -116,6 +118,11 @@ class Limits:
     serving_s: float  # or ten of its steps, if that is longer
     compiling_s: float = _COMPILING_S
 
+    @property
+    def stopped_s(self) -> float:
+        """How long an engine may be silent that a signal has stopped, whatever its phase."""
+        return self.serving_s / _STOPPED_PART
+
     def silence_s(self, progress: "Progress") -> float:
         """How long the engine may be silent in its phase."""
         if progress.phase == "serving":
@@ -186,9 +193,15 @@ def observe(progress: Progress, beat: Heartbeat, now: float) -> Progress:
     )
 
 
-def verdict(progress: Progress, now: float, limits: Limits) -> str | None:
-    """Returns why the engine counts as hung; None while it does not."""
+def verdict(
+    progress: Progress, now: float, limits: Limits, *, is_stopped: bool = False
+) -> str | None:
+    """Returns why the engine counts as hung; None while it does not. `is_stopped`: a signal has
+    stopped its process, which no load of the machine does."""
     silent_s, idle_s = now - progress.beat_at, now - progress.moved_at
+    if is_stopped and silent_s > limits.stopped_s:
+        why = "because a signal stopped its process"
+        return f"its loop has not turned for {silent_s:.1f} s, {why}"
     if not progress.is_ready and now - progress.began_at > limits.startup_s:
         return f"it was not ready after {limits.startup_s:g} s, {progress.phase} at the end"
     limit_s = limits.silence_s(progress)
@@ -199,3 +212,12 @@ def verdict(progress: Progress, now: float, limits: Limits) -> str | None:
     if progress.runnable and idle_s > limit_s:
         return f"{progress.runnable} requests could go on, but no step was made for {idle_s:.1f} s"
     return None
+
+
+def is_stopped_by_signal(pid: int) -> bool:
+    """Whether a signal has stopped the process (SIGSTOP and its like), as Linux tells."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:  # it has ended
+        return False
+    return status.rpartition(b")")[2].split()[:1] == [b"T"]

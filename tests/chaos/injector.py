@@ -42,8 +42,19 @@ _LIFE_ENDS = (
 class Injector:
     """One run's faults."""
 
-    def __init__(self, subject: Subject, proxy: FaultProxy, client: Client, ledger: Ledger) -> None:
-        """`proxy` is what all calls to workers pass through."""
+    def __init__(
+        self,
+        subject: Subject,
+        proxy: FaultProxy,
+        client: Client,
+        ledger: Ledger,
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        """`proxy` is what all calls to workers pass through. `overlaps`: other faults come while an
+        engine or a front stands still."""
+        self._overlaps = overlaps
+        self._still: list[tuple[float, psutil.Process]] = []  # that go on then
         self._subject = subject
         self._proxy = proxy
         self._client = client
@@ -59,7 +70,7 @@ class Injector:
                 if time.monotonic() > deadline:
                     return
             tell(self._inject(fault))
-        self._wait(lambda: not self._away, PATIENCE_S)
+        self._wait(lambda: not (self._away or self._still), PATIENCE_S)
 
     def _can_bear(self, fault: Fault, lull_s: float) -> bool:
         """Whether it can, and still can after a lull, as somebody may be lost by itself."""
@@ -94,8 +105,17 @@ class Injector:
             if time.monotonic() > deadline:
                 return False
             self._ready()
+            self._let_go_on()
             time.sleep(_POLL_S)
         return True
+
+    def _let_go_on(self) -> None:
+        """Has those go on whose time is over."""
+        now = time.monotonic()
+        for _, victim in (one for one in self._still if one[0] <= now):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.resume()
+        self._still = [one for one in self._still if one[0] > now]
 
     # One fault.
 
@@ -168,6 +188,11 @@ class Injector:
         """A front ends its engine where that shows nothing for too long; nobody else may end."""
         began = time.monotonic()
         victim.suspend()
+        if self._overlaps and fault.kind is not Kind.REDIS_PAUSED:
+            self._still.append((began + fault.hold_s, victim))
+            return (
+                f"pid {victim.pid} stands still for {fault.hold_s:.1f} s" if _stops(victim) else ""
+            )
         try:
             stops = _stops(victim)
             is_deaf = fault.kind is not Kind.REDIS_PAUSED or not self._subject.redis_answers()

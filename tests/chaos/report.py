@@ -46,6 +46,8 @@ def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
             name: _of_kind(ledger, some) for name, some in _by_kind(ledger.injected).items()
         },
         "gap_after_kill": spread([gap for one in kills for gap in gaps(ledger, one)]),
+        "longest_waits": spread([longest_wait_s(one) for one in ledger.exchanges
+                                 if not one.mode.is_cancelled]),
         "longest_request": max((_took_s(one) for one in ledger.exchanges), default=0.0),
         "slow": [_line_of(ledger, one) for one in slow(ledger)],
         "router_bytes": [ledger.before and ledger.before.router_bytes,
@@ -67,10 +69,18 @@ def gaps(ledger: Ledger, injected: Injected) -> list[float]:
     return found
 
 
+def longest_wait_s(exchange: Exchange) -> float:
+    """The longest time in which a client that did not break off saw nothing of its request."""
+    if exchange.ended_s is None or exchange.mode.is_cancelled:
+        return 0.0
+    moments = [exchange.began_s, *(event.at_s for event in exchange.events), exchange.ended_s]
+    return max(later - earlier for earlier, later in pairwise(moments))
+
+
 def slow(ledger: Ledger) -> list[Exchange]:
-    """Requests that took long, the longest first."""
+    """Requests that took long; first the one whose client saw nothing for the longest time."""
     found = [one for one in ledger.exchanges if _took_s(one) > SLOW_S]
-    return sorted(found, key=_took_s, reverse=True)
+    return sorted(found, key=longest_wait_s, reverse=True)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -108,6 +118,7 @@ def lines(ledger: Ledger, findings: Sequence[Finding]) -> list[str]:
         f"asked again after: {dict(sorted(told['asked_again'].items())) or 'nothing'}",
         *_accuracy(ledger),
         f"a stream's gap after a kill: {_tell(told['gap_after_kill'])}",
+        f"the longest time in which a client saw nothing: {_tell(told['longest_waits'])}",
         f"the longest request: {told['longest_request']:.1f} s",
         f"requests that took longer than {SLOW_S:g} s: {len(told['slow'])}",
         *(f"  {line}" for line in told["slow"][:_TOLD]),

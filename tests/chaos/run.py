@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="no fault begins later")
     parser.add_argument("--prefill", type=int, default=2, help="workers, at least two")
     parser.add_argument("--decode", type=int, default=3, help="workers, at least two")
+    parser.add_argument("--overlap", action="store_true", help="no fault waits for another's end")
     parser.add_argument("--clients", type=int, default=CLIENTS, help="who send without a pause")
     parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
     parser.add_argument("--all-cancel", action="store_true", help="every client breaks off")
@@ -63,7 +64,10 @@ def main() -> int:
     ledger.fault_s = found.seconds
     try:
         tell = partial(print, flush=True)
-        carry_out(ledger, targets, plan, found.requests, home, tell, clients=found.clients)
+        carry_out(
+            ledger, targets, plan, found.requests, home, tell,
+            clients=found.clients, overlaps=found.overlap,
+        )  # fmt: skip
     finally:  # a run that broke off is told, too
         findings = judge(ledger)
         print(report.write(ledger, findings, home).read_text(), end="")
@@ -92,6 +96,7 @@ def carry_out(
     tell: Tell,
     *,
     clients: int = CLIENTS,
+    overlaps: bool = False,
 ) -> None:
     """One run, written into `ledger`; its logs and its checkpoint are in `home`. Raises UpError
     where no fleet starts."""
@@ -109,7 +114,7 @@ def carry_out(
         ledger.expected = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         ledger.before = _settled(subject)
         senders = Clients(up.address, jobs, ledger, count=clients)
-        injector = Injector(subject, proxy, client, ledger)
+        injector = Injector(subject, proxy, client, ledger, overlaps=overlaps)
         with senders.sending():
             injector.carry_out(_in_time(plan, ledger), partial(_progress, ledger, tell))
             senders.wait_for(requests)

@@ -281,3 +281,43 @@ def test_the_digest_is_of_what_an_engine_is_asked() -> None:
     asked = validate(pb.GenerateRequest(prompt="any"), model_info(), is_stream=True)
     elsewhere = replace(asked, model=model_info("another"))
     assert digest_of(elsewhere, (1, 2), 8) != digest_of(asked, (1, 2), 8)
+
+
+# Who need not wait for a worker of its own.
+
+
+def test_a_request_whose_engines_were_ended_from_outside_may_share_again() -> None:
+    verdicts = Verdicts(Clock())
+    for number in range(4):
+        verdicts.add_death("mine", died(number, may_be_outside=True))
+        verdicts.add_death("another", died(10 + number, may_be_outside=True))
+    assert verdicts.roles_alone("mine") and verdicts.may_share("mine")
+    verdicts.add_death("mine", died(4, may_be_outside=True))
+    assert not verdicts.may_share("mine"), "one more, and it has to run alone"
+
+
+@pytest.mark.parametrize("may_be_outside", [True, False])
+def test_a_request_may_not_that_engines_die_of(may_be_outside: bool) -> None:
+    """Where no other engine is killed, or where one ended by itself."""
+    verdicts = Verdicts(Clock())
+    if not may_be_outside:
+        for number in range(3):
+            verdicts.add_death("another", died(10 + number, may_be_outside=True))
+    for number in range(2):
+        verdicts.add_death("mine", died(number, may_be_outside=may_be_outside))
+    assert verdicts.roles_alone("mine") and not verdicts.may_share("mine")
+
+
+def test_an_engine_that_a_signal_stopped_is_proof_of_others_from_outside() -> None:
+    verdicts = Verdicts(Clock())
+    verdicts.add_death("mine", died(0, may_be_outside=True))
+    verdicts.note_outside(("decode-1", "life"))
+    assert verdicts.add_death("mine", died(2, may_be_outside=True)) is Treatment.SHARED
+
+
+def test_a_killed_engine_counts_nothing_once_the_request_came_further_elsewhere() -> None:
+    killed = [died(number, tokens=8 * number, may_be_outside=True) for number in range(9)]
+    assert treatment(killed) is Treatment.SHARED
+    assert treatment([*killed, died(9, tokens=64, may_be_outside=True)]) is Treatment.ALONE
+    crashed = [died(number, tokens=8 * number) for number in range(2)]
+    assert treatment(crashed) is Treatment.ALONE, "by itself each counts"

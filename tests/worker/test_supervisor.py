@@ -24,10 +24,10 @@ from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import Unavailable
 from effuse.worker import supervisor as supervising
 from effuse.worker.attempts import Attempts
+from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, Heartbeat, Ready, StartupFailed, ToFront
 from effuse.worker.supervisor import (
-    Backoff,
     EngineClient,
     EngineGone,
     EngineSocket,
@@ -124,35 +124,26 @@ def test_attempts_hear_of_a_lost_engine_once_its_memory_is_gone() -> None:
     asyncio.run(go())
 
 
-def test_pauses_grow_to_a_bound_and_end() -> None:
-    backoff = Backoff(first_s=1.0, most_s=4.0, most_failures=5)
-    pauses = []
-    while not backoff.is_over:
-        pauses.append(backoff.pause_s)
-        backoff = backoff.failed()
-    assert pauses == [1.0, 2.0, 4.0, 4.0, 4.0]
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_somebody_ends_again_and_again_is_back_at_once(signal_number: int) -> None:
+    async def go() -> None:
+        one = Supervisor(
+            fronts.FAKE_ENGINE,
+            WorkerConfig(log_level="error"),
+            Attempts(),
+            on_change=lambda: None,
+            backoff=Backoff(first_s=3600.0, most_s=3600.0, healthy_s=0.0),
+        )
+        task = asyncio.ensure_future(one.run())
+        for restarts in range(3):
+            await eventually(lambda n=restarts: one.life is not None and one.restarts == n)  # type: ignore[misc]
+            assert one.life is not None
+            os.kill(one.life.client.pid, signal_number)
+        await eventually(lambda: one.life is not None and one.restarts == 3)
+        task.cancel()
+        await asyncio.wait({task}, timeout=20)
 
-
-def test_a_ready_engine_clears_the_count_of_failures() -> None:
-    backoff = Backoff(most_failures=2).failed().ended(lived_s=1.0).failed()
-    assert not backoff.is_over
-    assert backoff.failures == 1
-
-
-def test_engines_that_end_soon_are_replaced_for_ever_but_ever_more_slowly() -> None:
-    backoff = Backoff(first_s=1.0, most_s=8.0, most_failures=2, steady_s=60.0)
-    pauses = []
-    for _ in range(2000):
-        backoff = backoff.ended(lived_s=59.9)
-        pauses.append(backoff.pause_s)
-    assert pauses[:4] == [2.0, 4.0, 8.0, 8.0]
-    assert pauses[-1] == 8.0
-    assert not backoff.is_over
-
-
-def test_an_engine_that_lived_long_is_replaced_at_once() -> None:
-    backoff = Backoff(first_s=1.0, steady_s=60.0).ended(lived_s=3.0).ended(lived_s=60.0)
-    assert backoff.pause_s == 1.0
+    asyncio.run(go())
 
 
 @asynccontextmanager

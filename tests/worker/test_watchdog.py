@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +18,15 @@ from effuse.worker.assembly import _announce_compiling
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Heartbeat, Phase
 from effuse.worker.metrics import WorkerMetrics, WorkerReadings
-from effuse.worker.watchdog import Limits, Progress, Pulse, look, observe, verdict
+from effuse.worker.watchdog import (
+    Limits,
+    Progress,
+    Pulse,
+    is_stopped_by_signal,
+    look,
+    observe,
+    verdict,
+)
 
 LIMITS = Limits(startup_s=300.0, serving_s=3.0, compiling_s=60.0)
 READY = replace(Progress.begin(0.0), is_ready=True, phase="serving")
@@ -261,3 +272,24 @@ def test_a_beat_carries_the_dropped_lines_since_the_last_one() -> None:
     pulse.begin("loading")
     assert [one.dropped_lines for one in beats[1:]] == [3, 0]
     assert WorkerMetrics(lambda: now).value("effuse_log_lines_dropped_total") == before + 3
+
+
+def test_a_process_that_a_signal_stopped_is_found_out_sooner_in_any_phase() -> None:
+    for phase in ("serving", "compiling", "loading"):
+        stopped = replace(Progress.begin(0.0), is_ready=True, phase=phase)
+        assert verdict(stopped, 0.75, LIMITS, is_stopped=True) is None
+        assert "a signal stopped" in (verdict(stopped, 0.8, LIMITS, is_stopped=True) or "")
+        assert verdict(stopped, 0.8, LIMITS) is None
+
+
+def test_a_stopped_process_is_told_from_one_that_runs_or_is_gone() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not is_stopped_by_signal(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert is_stopped_by_signal(child.pid)
+    finally:
+        child.kill()
+        child.wait(10)
+    assert not is_stopped_by_signal(child.pid)
