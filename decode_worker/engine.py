@@ -94,7 +94,7 @@ class DecodeEngine:
             ):
                 text = "this is a decode worker"
                 self._outbox.failed(reservation.attempt, "INVALID_ARGUMENT", text)
-            case messages.Shutdown():
+            case messages.ReceiverGone() | messages.Shutdown():
                 pass  # the process's matter
 
     def check(self, message: StartDecode) -> None:

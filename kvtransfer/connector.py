@@ -193,6 +193,10 @@ class Connector(Protocol):
         """Stops a push. Answered by PushCancelled, once nothing of it is in flight."""
         ...
 
+    def forget_life(self, incarnation: str) -> None:
+        """A receiver's life is over: gives back what is kept for it."""
+        ...
+
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call. Raises ConnectorDied if the connector's thread has ended."""
         ...

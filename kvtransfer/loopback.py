@@ -124,6 +124,9 @@ class LoopbackTransport:
     def leave(self, peer: Peer) -> None:
         """Nothing is kept."""
 
+    def forget_life(self, incarnation: str) -> None:
+        """Nothing is kept for it."""
+
     def route(self, peer: Peer) -> Route:
         """A copy within this process."""
         return Route("memory")
@@ -272,6 +275,9 @@ class LoopbackConnector:
         """No more pages follow."""
         self.exchange.finish(reservation, boundary, self._now())
         self._hub.settle()
+
+    def forget_life(self, incarnation: str) -> None:
+        """Nothing is kept for it."""
 
     def cancel(self, transfer_id: str) -> None:
         """Stops a push."""

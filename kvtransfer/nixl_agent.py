@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from nixl._bindings import (
+    DRAM_SEG,
     nixlBackendError,
     nixlCancelledError,
     nixlInvalidParamError,
@@ -25,6 +26,7 @@ from nixl._bindings import (
     nixlNotFoundError,
     nixlNotPostedError,
     nixlNotSupportedError,
+    nixlRegDList,
     nixlRemoteDisconnectError,
     nixlRepostActiveError,
     nixlUnknownError,
@@ -62,6 +64,9 @@ class NixlAgent:
     def __init__(self, name: str) -> None:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         bind_netlink()
+        # UCX would keep a GPU's memory of a peer mapped, and so in use, after the peer was removed
+        # and had ended. Without the cache a peer's keys hold the mapping, at no cost to writes.
+        os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
         self.name = name
         self._agent: Any = nixl_agent(
             name,
@@ -83,6 +88,13 @@ class NixlAgent:
     def metadata(self) -> bytes:
         """What peers need to reach this agent and its registered memory, behind its digest."""
         told = bytes(self._agent.get_agent_metadata())
+        return xxhash.xxh3_128_digest(told) + told
+
+    def connection(self) -> bytes:
+        """What peers need only to answer this agent, behind its digest. A peer that got a GPU's
+        memory as well would map it, and keep it in use after the end of this process."""
+        nothing = nixlRegDList(DRAM_SEG)
+        told = bytes(self._agent.get_partial_agent_metadata(nothing, True, ["UCX"]))
         return xxhash.xxh3_128_digest(told) + told
 
     def add_peer(self, metadata: bytes) -> str:

@@ -6,6 +6,7 @@ A peer whose life, pool or connection changed is removed and added anew; nothing
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from effuse.kvtransfer.connector import UNKNOWN, Cause, HandoffRefused, Route
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.messages import DIGEST_BYTES, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList
+
+LOG = logging.getLogger(__name__)
 
 MOST_PEERS = 1024
 T = TypeVar("T")
@@ -30,6 +33,7 @@ class NixlPeer:
     groups: PageList  # of layers, page by page
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
+    is_gone: bool = False  # its engine has ended
     num_tables: int | None = None  # that UCX had told of before this peer was reached
     route: Route = UNKNOWN
 
@@ -70,6 +74,26 @@ class NixlPeers:
     def lose(self, peer: NixlPeer) -> None:
         """A connection failed: the peer is prepared anew when it is next asked for."""
         peer.is_lost = True
+
+    def forget(self, life: str) -> None:
+        """Removes the receivers of a life that is over, because their memory stays in use as long
+        as they are known. Those with pushes in flight go once these have ended."""
+        for peer in [one for one in self._peers.values() if f"-{life}-" in one.name]:
+            peer.is_gone = True
+            self._remove_gone(peer)
+
+    def leave(self, peer: NixlPeer) -> None:
+        """A push does not use the peer any more."""
+        peer.num_pushes -= 1
+        self._remove_gone(peer)
+
+    def _remove_gone(self, peer: NixlPeer) -> None:
+        if not peer.is_gone or peer.num_pushes or self._peers.pop(peer.name, None) is None:
+            return
+        try:
+            self._remove(peer)
+        except HandoffRefused as error:
+            LOG.warning("the memory of %s stays in use: %s", peer.name, error)
 
     def _add(self, reservation: Reservation) -> NixlPeer:
         address = reservation.address

@@ -152,7 +152,7 @@ class NixlTransport:
             torch.zeros(1, device=self._memory.device)
         with self._ucx.asked():
             self._sender = self._agent("w")
-        self._metadata = self._sender.metadata()
+        self._metadata = self._sender.connection()
         self._own_pages, self._own_groups = pool_lists(
             self._sender,
             "",
@@ -187,7 +187,11 @@ class NixlTransport:
     def leave(self, peer: Peer) -> None:
         """A push does not use the peer any more."""
         assert isinstance(peer, NixlPeer)
-        peer.num_pushes -= 1
+        self._peers.leave(peer)
+
+    def forget_life(self, incarnation: str) -> None:
+        """Removes its agents, and with them what they map of its memory."""
+        self._peers.forget(incarnation)
 
     def route(self, peer: Peer) -> Route:
         """As UCX says. A table is told once: a peer without one of its own takes an earlier one."""

@@ -110,6 +110,10 @@ class HandoffSender:
         if handoff is not None:
             self._handle(handoff, SenderEvent.ABORTED)
 
+    def forget_life(self, incarnation: str) -> None:
+        """A decode worker's engine has ended."""
+        self._connector.forget_life(incarnation)
+
     def close(self) -> None:
         """Stops the connector."""
         self._connector.close()

@@ -101,6 +101,10 @@ class Exchange:
         """Stops a push."""
         self._pushes.cancel(transfer_id)
 
+    def forget_life(self, incarnation: str) -> None:
+        """A receiver's life is over."""
+        self._transport.forget_life(incarnation)
+
     def hear(self) -> list[Heard]:
         """What has been said since the last call."""
         return self._transport.hear()
@@ -228,6 +232,10 @@ class ThreadConnector:
     def cancel(self, transfer_id: str) -> None:
         """Stops a push."""
         self._request(lambda: self._exchange.cancel(transfer_id))
+
+    def forget_life(self, incarnation: str) -> None:
+        """A receiver's life is over."""
+        self._request(lambda: self._exchange.forget_life(incarnation))
 
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call. Raises ConnectorDied if the thread has ended by itself, or

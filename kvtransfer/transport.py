@@ -120,6 +120,10 @@ class Transport(Protocol):
         """A push does not use the peer any more."""
         ...
 
+    def forget_life(self, incarnation: str) -> None:
+        """A receiver's life is over: gives back what is kept for it."""
+        ...
+
     def route(self, peer: Peer) -> Route:
         """What has moved the bytes of a push that is over."""
         ...

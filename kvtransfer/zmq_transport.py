@@ -176,6 +176,9 @@ class ZmqTransport:
     def leave(self, peer: Peer) -> None:
         """Connections stay, for the next push."""
 
+    def forget_life(self, incarnation: str) -> None:
+        """Nothing is kept for it."""
+
     def route(self, peer: Peer) -> Route:
         """Its sockets are TCP's."""
         return ROUTE

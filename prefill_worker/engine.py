@@ -92,6 +92,8 @@ class PrefillEngine:
                 self._abort(attempt)
             case messages.StartDecode(attempt=attempt) | messages.StartRehearsal(attempt=attempt):
                 self._outbox.failed(attempt, "INVALID_ARGUMENT", "this is a prefill worker")
+            case messages.ReceiverGone(incarnation=incarnation):
+                self._sender.forget_life(incarnation)
             case messages.WriterGone() | messages.Shutdown():
                 pass  # nobody writes here; the process ends itself
 

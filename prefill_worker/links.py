@@ -88,20 +88,30 @@ class Links:
         self._links: dict[str, LinkState] = {}  # by worker id
         self._under_way: set[str] = set()  # worker ids
 
-    def follow(self, own: WorkerRecord, seen: Sequence[WorkerRecord], now: float) -> None:
+    def follow(
+        self, own: WorkerRecord, seen: Sequence[WorkerRecord], now: float
+    ) -> list[WorkerRecord]:
         """Takes in who is there: `seen` are all workers, at most MOST_LINKS of which are followed.
+        Returns the decode workers whose life of before is over.
 
         Links to decode workers of our fingerprint are due at once. Nothing that was found for
         another life, ours or theirs, is kept.
         """
         before = self._links if self.own == own.incarnation else {}
         self.own, self._links = own.incarnation, {}
-        fitting = [r for r in seen if r.role == "decode" and r.fingerprint == own.fingerprint]
+        fitting = [
+            one
+            for one in seen
+            if one.role == "decode" and one.fingerprint == own.fingerprint
+            if one.state != "starting"  # its engine is over
+        ]
         for peer in fitting[:MOST_LINKS]:
             state = before.get(peer.worker_id)
             if state is None or state.peer.incarnation != peer.incarnation:
                 state = LinkState(peer, now)
             self._links[peer.worker_id] = replace(state, peer=peer)
+        lives = {state.peer.incarnation for state in self._links.values()}
+        return [one.peer for one in before.values() if one.peer.incarnation not in lives]
 
     def next(
         self, now: float, *, only_cold: bool = False, may_measure: bool = True

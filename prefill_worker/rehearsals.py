@@ -32,7 +32,7 @@ from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
 from effuse.worker.attempts import OpenAttempt, to_error
-from effuse.worker.messages import Failed, PromptPushed, PushRehearsal
+from effuse.worker.messages import Failed, PromptPushed, PushRehearsal, ReceiverGone
 from effuse.worker.shell import Shell
 
 LOG = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class Rehearsals:
         own = self._shell.record()
         if own is None or own.state != "ready":
             return False
-        self._links.follow(own, self._view.workers(), self._now())
+        for gone in self._links.follow(own, self._view.workers(), self._now()):
+            self._shell.supervisor.send(ReceiverGone(incarnation=gone.incarnation), own.incarnation)
         self._publish(own)
         is_idle = not (own.load.running or own.load.waiting)
         peer = self._links.next(self._now(), only_cold=only_cold, may_measure=is_idle)

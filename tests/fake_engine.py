@@ -31,6 +31,7 @@ from effuse.worker.messages import (
     PushRehearsal,
     PushTo,
     Ready,
+    ReceiverGone,
     Reserved,
     StartDecode,
     StartPrefill,
@@ -61,6 +62,7 @@ class FakeCore:
         self._waiting: dict[str, StartDecode | StartPrefill | StartRehearsal] = {}
         self._done: dict[str, int] = {}
         self._quarantined: set[str] = set()
+        self.gone_receivers: list[str] = []
         self._steps = 0
         self._stands_still = False
 
@@ -87,6 +89,8 @@ class FakeCore:
                 self._abort(message)
             case WriterGone():
                 self._quarantined.discard(message.transfer_id)
+            case ReceiverGone(incarnation=incarnation):
+                self.gone_receivers.append(incarnation)
 
     def _start(self, message: StartDecode | StartPrefill) -> None:
         match message.prompt_token_ids[0]:

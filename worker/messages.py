@@ -113,6 +113,12 @@ class WriterGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     has_drained: bool  # the writer's engine said that all it had posted is over; else it is gone
 
 
+class ReceiverGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine of a decode worker has ended: nothing is pushed to this life of it any more."""
+
+    incarnation: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Ends the engine process; handled by the process, never by its core."""
 
@@ -125,6 +131,7 @@ ToEngine = (
     | PushRehearsal
     | Abort
     | WriterGone
+    | ReceiverGone
     | Shutdown
 )
 

@@ -70,6 +70,9 @@ class FakeTransport:
     def leave(self, peer: Peer) -> None:
         self.left.append(peer)
 
+    def forget_life(self, incarnation: str) -> None:
+        """Nothing is kept for it."""
+
     def route(self, peer: Peer) -> Route:
         return Route("test")
 

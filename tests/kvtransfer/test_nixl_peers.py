@@ -20,7 +20,7 @@ from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import DIGEST_BYTES, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer
-from effuse.kvtransfer.nixl_peers import NixlPeers, NixlWriters
+from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters
 from effuse.kvtransfer.nixl_transport import LOOKS, NixlDelivery
 
 
@@ -221,3 +221,38 @@ def test_a_stranger_whose_name_is_not_utf8_ends_no_agent() -> None:
         honest.notifications()
         heard += receiver.notifications()
     assert heard == [("honest", b"from a friend")]
+
+
+def test_receivers_of_a_life_that_is_over_are_removed_once_nothing_is_in_flight(agent: Any) -> None:
+    def of(life: str, pushes: int) -> NixlPeer:
+        name = f"decode-{life}-r0"
+        address = msgspec.structs.replace(
+            to(0).address, agent_name=name, agent_metadata=name.encode()
+        )
+        peer = peers.find(msgspec.structs.replace(to(0), address=address))
+        peer.num_pushes = pushes
+        return peer
+
+    peers = NixlPeers(agent, SMALL)
+    idle, busy, other = of("18ab-1", 0), of("18ab-2", 1), of("18ab-12", 0)
+    peers.forget("18ab-1")
+    peers.forget("18ab-2")
+    assert agent.removed == [idle.name]
+    peers.leave(busy)
+    assert agent.removed == [idle.name, busy.name]
+    assert peers.named(other.name) is other and peers.named(busy.name) is None
+
+
+def test_a_writer_shows_its_connection_and_none_of_its_memory() -> None:
+    writer, reader = NixlAgent("writer-w"), NixlAgent("reader-r0")
+    memory = PageMemory(SMALL, 4)
+    writer.register(memory.address, memory.num_bytes, 0, "DRAM")
+    assert len(writer.connection()) < len(writer.metadata())
+    name = reader.add_peer(writer.connection())
+    with pytest.raises(NIXL_ERRORS):
+        reader.pages(name, memory.address, memory.page_bytes, 4, 0, "DRAM")
+    reader.notify(name, b"heard")
+    deadline = time.monotonic() + patient(10)
+    while not (heard := writer.notifications()) and time.monotonic() < deadline:
+        reader.notifications()
+    assert heard == [("reader-r0", b"heard")]

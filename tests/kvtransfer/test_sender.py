@@ -70,6 +70,9 @@ class Scripted:
     def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
         self.asked.append(("finish", boundary()))
 
+    def forget_life(self, incarnation: str) -> None:
+        """Nothing is kept for it."""
+
     def cancel(self, transfer_id: str) -> None:
         self.asked.append(("cancel", transfer_id))
 

@@ -228,3 +228,13 @@ def test_no_more_are_followed_than_a_record_holds() -> None:
     table = links()
     table.follow(OWN, [decode(f"d{i:04}") for i in range(MOST_LINKS + 5)], 0.0)
     assert len(due(table, 0.0)) == MOST_LINKS
+
+
+def test_a_life_that_is_over_is_named_once() -> None:
+    """Its engine has ended: another life is there, none is, or the next one is not ready yet."""
+    table = links()
+    peers = [decode("d0"), decode("d1", "2"), decode("d2", "3")]
+    assert table.follow(OWN, peers, 0.0) == []
+    seen = [decode("d0", "9"), decode("d2", "3", state="starting")]
+    assert {one.incarnation for one in table.follow(OWN, seen, 1.0)} == {"1", "2", "3"}
+    assert table.follow(OWN, seen, 2.0) == []

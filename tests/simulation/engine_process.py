@@ -126,6 +126,9 @@ class SimConnector:
         at = self._process.clock.now
         self._ask(lambda: self._process.exchange.finish(reservation, boundary, at))
 
+    def forget_life(self, incarnation: str) -> None:
+        """Nothing is kept for it."""
+
     def cancel(self, transfer_id: str) -> None:
         self._ask(lambda: self._process.exchange.cancel(transfer_id))
 

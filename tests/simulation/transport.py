@@ -205,6 +205,9 @@ class SimTransport:
         assert isinstance(peer, Peer)
         peer.num_pushes -= 1
 
+    def forget_life(self, incarnation: str) -> None:
+        """Nothing is kept for it."""
+
     def route(self, peer: AnyPeer) -> Route:
         """Nobody asks."""
         return Route("simulated")
