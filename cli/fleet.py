@@ -293,7 +293,7 @@ class Fleet:
     def is_back(self, name: str) -> bool:
         """Whether a process that was started again is ready; where it listens is known then."""
         if name == "redis":
-            return self.redis_access.silence(self.redis_url) is None
+            return self.redis_access.silence(self.redis_url, self.name) is None
         try:
             self._told[name] = self._home.told(self._id(name))
         except FileNotFoundError:
@@ -375,7 +375,7 @@ class Fleet:
 
         def is_settled() -> bool:
             nonlocal last
-            before, last = last, self.redis_access.silence(self.redis_url)
+            before, last = last, self.redis_access.silence(self.redis_url, self.name)
             if last and not (last.is_final or before) and self.config.redis_url:
                 LOG.warning("no Redis answers at %s yet: %s", self.redis_url, last.why)
             return last is None or last.is_final

@@ -106,8 +106,12 @@ def without_password(url: str) -> str:
 def is_redis_url(url: str) -> bool:
     """Whether a client of Redis can be made for it."""
     with contextlib.suppress(ValueError):  # of a port that is no number, or of half a host
-        _ = urlsplit(url).port
-        return url.startswith(("redis://", "rediss://", "unix://"))
+        parts = urlsplit(url)
+        _ = parts.port
+        is_database = re.fullmatch("/?[0-9]*", parts.path) is not None
+        return url.startswith("unix://") or (
+            url.startswith(("redis://", "rediss://")) and is_database
+        )
     return False
 
 

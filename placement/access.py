@@ -14,12 +14,21 @@ from typing import Any, Final
 import redis
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.exceptions import (
+    AuthenticationError,
+    ClusterError,
+    InvalidResponse,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+)
 from redis.retry import Retry
 
 CREDENTIALS_VARIABLE: Final = "EFFUSE_REDIS_CREDENTIALS"
 RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
 """The rights of a fleet's user, as Redis lists its users: those that the fleet needs, no more."""
+_WRITE: Final = "return redis.call('set', KEYS[1], '', 'PX', 1)"
+_FINAL: Final = (AuthenticationError, ResponseError, InvalidResponse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +55,29 @@ class RedisAccess:
             found["ssl_ca_certs"] = str(self.ca)
         return found
 
-    def silence(self, url: str) -> Silence | None:
-        """Asks a Redis once, for a second at most; None if it answers."""
+    def silence(self, url: str, fleet: str) -> Silence | None:
+        """Asks a Redis once, each question for a second at most; None if it answers and the fleet
+        may write there."""
         try:
             # Its own retries would take seconds, and wait for a password to become right.
             once = {"socket_timeout": 1.0, "retry": Retry(NoBackoff(), 0), **self.arguments(url)}
             with redis.Redis.from_url(url, **once) as client:
                 client.ping()
+                client.eval(_WRITE, 1, f"effuse:{{{fleet}}}:may-write")
         except (redis.RedisError, OSError) as error:
-            refused = isinstance(error, AuthenticationError | NoPermissionError)
-            return Silence(told(error, self), refused)
+            return Silence(told(error, self), isinstance(error, _FINAL) and not _passes(error))
         return None
+
+
+def _passes(error: Exception) -> bool:
+    """Whether an answer of Redis's is another one once its memory or its role has changed."""
+    return isinstance(error, ReadOnlyError | OutOfMemoryError | ClusterError)
 
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Why a Redis does not answer, and whether it never will, because it refuses the user or the
-    password."""
+    """Why a Redis does not answer, and whether it never will, because it refuses what is asked, or
+    because it is no Redis."""
 
     why: str
     is_final: bool
@@ -90,6 +105,8 @@ class _Credentials(CredentialProvider):
 def told(error: Exception, access: RedisAccess) -> str:
     """Why Redis does not answer, in one line that names the flag which helps."""
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, InvalidResponse):
+        return f"what listens there is no Redis ({text})"
     if not isinstance(error, AuthenticationError):
         return text
     if not access.has_credentials:

@@ -14,6 +14,7 @@ import redis_server
 
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.ports import free_port
+from effuse.placement.access import RIGHTS
 
 WORD = "not-its-password"
 
@@ -53,11 +54,45 @@ def one_that_allows_nothing() -> Iterator[int]:
         yield server.port
 
 
+@contextmanager
+def one_without_rights_on_our_keys() -> Iterator[int]:
+    with redis_server.running() as server:
+        with redis.Redis(port=server.port) as admin:
+            admin.acl_setuser("default", enabled=True, passwords=[f"+{WORD}"],
+                              reset_keys=True, keys=["theirs:*"], commands=["-@all", *RIGHTS.split()[1:]])  # fmt: skip
+        yield server.port
+
+
+@contextmanager
+def one_that_only_answers_pings() -> Iterator[int]:
+    with redis_server.running() as server:
+        with redis.Redis(port=server.port) as admin:
+            admin.acl_setuser("default", enabled=True, passwords=[f"+{WORD}"], commands=["-@all", "+ping"])  # fmt: skip
+        yield server.port
+
+
+@contextmanager
+def a_copy_that_cannot_be_written() -> Iterator[int]:
+    with redis_server.running() as first, redis_server.running() as copy:
+        with redis.Redis(port=copy.port) as admin:
+            admin.replicaof("127.0.0.1", first.port)
+        yield copy.port
+
+
+@contextmanager
+def one_without_room() -> Iterator[int]:
+    with redis_server.running() as server:
+        with redis.Redis(port=server.port) as admin:
+            admin.config_set("maxmemory", 1)
+        yield server.port
+
+
 @pytest.mark.parametrize(
     ("there", "why"),
     [
         (nobody, "Connection refused"),
-        (a_web_server, "Protocol Error"),
+        (a_copy_that_cannot_be_written, "read only replica"),
+        (one_without_room, "maxmemory"),
     ],
 )
 def test_a_redis_that_does_not_answer_is_told_at_once_and_why(
@@ -88,6 +123,9 @@ def test_a_redis_that_does_not_answer_is_told_at_once_and_why(
         (one_with_a_password, WORD, "it refuses the user or the password of --redis-credentials"),
         (one_with_a_password, "its-pass:word", "a colon needs default: before it"),
         (one_that_allows_nothing, WORD, "no permissions to run the 'ping' command"),
+        (one_that_only_answers_pings, WORD, "no permissions to run the 'eval' command"),
+        (one_without_rights_on_our_keys, WORD, "No permissions to access a key"),
+        (a_web_server, None, "what listens there is no Redis"),
     ],
 )
 def test_a_redis_that_refuses_is_not_waited_for(
@@ -117,3 +155,13 @@ def test_credentials_for_a_redis_of_its_own_are_refused() -> None:
     """It has a user of its own, and who shows another one's password is refused there."""
     with pytest.raises(ValueError, match="--redis-credentials: expected --redis-url, too"):
         FleetConfig(router_flags=("--redis-credentials", "file"))
+
+
+def test_a_number_of_a_database_that_it_lacks_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("effuse.cli.fleet._REDIS_S", 3600.0)
+    with redis_server.running() as server:
+        fleet = Fleet(FleetConfig(redis_url=f"redis://127.0.0.1:{server.port}/99"))
+        with pytest.raises(FleetError, match="DB index is out of range"):
+            fleet.start()

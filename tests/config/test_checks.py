@@ -21,6 +21,8 @@ def test_good_values(tmp_path: Path) -> None:
     checks.directory("model", tmp_path)
     checks.directory("model", None)
     checks.redis_url("redis_url", "unix:///run/redis")
+    checks.redis_url("redis_url", "redis://host")
+    checks.redis_url("redis_url", "rediss://[::1]:6379/15")
     checks.redis_url("redis_url", None)
 
 
@@ -57,7 +59,10 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 def test_a_redis_without_its_scheme() -> None:
     with pytest.raises(ValueError, match=r"^--redis-url: expected redis://.*, got 'localhost'$"):
         checks.redis_url("redis_url", "localhost")
-    for broken in ("redis://host:port/0", "redis://host:70000", "redis://[::1/0"):
+    for broken in (
+        "redis://host:port/0", "redis://host:70000", "redis://[::1/0", "redis://host/x",
+        "redis://host/1/2", "rediss://host/-1", "redis://host/\u0663",
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"^--redis-url: expected redis://"):
             checks.redis_url("redis_url", broken)
 
