@@ -30,14 +30,15 @@ class Item:
 
 
 def read_items(path: Path) -> list[Item]:
-    """Every line of the file. Raises DatasetError, which names the line."""
+    """Every line of the file that is not blank. Raises DatasetError, which names the line."""
     try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DatasetError(f"{path}: expected UTF-8 text: {error}") from error
-    if lines == [""]:
+    items = [_item(line, at, path) for at, line in enumerate(lines, start=1) if line.strip()]
+    if not items:
         raise DatasetError(f"{path}: expected one JSON object a line, found none")
-    return [_item(line, at, path) for at, line in enumerate(lines, start=1)]
+    return items
 
 
 def fits(prompt_len: int, max_tokens: int | None, max_model_len: int) -> bool:

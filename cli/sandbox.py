@@ -45,7 +45,7 @@ def passes(source: str, limits: CodeLimits = USUAL) -> bool:
     word = secrets.token_hex(
         16
     )  # a program that leaves early, even with status 0, does not write it
-    with tempfile.TemporaryDirectory(prefix="effuse-code-") as home, _program(word, source) as code:
+    with _directory() as home, _program(word, source) as code:
         if os.geteuid() == 0:
             os.chown(home, NOBODY, NOBODY)
         reader, writer = os.pipe()
@@ -78,6 +78,19 @@ def hidden_environment() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_DUMPABLE, before)
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[str]:
+    """An empty directory until the context ends, whatever a program has left in it by then."""
+    made = tempfile.TemporaryDirectory(prefix="effuse-code-", ignore_cleanup_errors=True)
+    try:
+        yield made.name
+    finally:
+        try:
+            made.cleanup()
+        except RecursionError:  # it is too deep for Python's own removal
+            subprocess.run(["rm", "-rf", "--", made.name], check=False, stderr=subprocess.DEVNULL)
 
 
 def _program(word: str, source: str) -> "tempfile._TemporaryFileWrapper[bytes]":

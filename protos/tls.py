@@ -6,6 +6,7 @@ are unreadable or do not belong together, as in the midst of a renewal.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import ssl
@@ -79,6 +80,8 @@ class TlsFiles:
 def _expect(path: Path, kind: bytes) -> None:
     """Raises OSError where a file has no PEM block of this kind."""
     found = path.read_bytes()
+    if found.startswith(codecs.BOM_UTF8):  # gRPC finds nothing behind it
+        raise OSError(f"{path}: expected no byte-order mark before the PEM text")
     if kind in found:
         return
     others = [one.decode().lower() for one in (_CERTIFICATE, _KEY) if one in found]

@@ -87,6 +87,16 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
+def test_what_a_program_leaves_behind_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also directories in one another, more than Python's own removal can follow."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    deep = "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')\n"
+    assert passes(deep, QUICK)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_nothing_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EFFUSE_TOKEN", "a secret")
     with socket.socket() as listening:

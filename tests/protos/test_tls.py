@@ -231,8 +231,10 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(
     """In a line that names the file at fault."""
     one, two = ours.sign("one"), ours.sign("two")
     expired = ours.expired("expired")
-    empty = tmp_path / "empty.pem"
+    empty, marked, cut = (tmp_path / f"{name}.pem" for name in ("empty", "marked", "cut"))
     empty.touch()
+    marked.write_bytes(b"\xef\xbb\xbf" + one.cert.read_bytes())
+    cut.write_bytes(one.cert.read_bytes()[:300])
     for files, told in (
         (
             TlsFiles(cert=one.key, key=one.cert),
@@ -246,6 +248,8 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(
         (TlsFiles(cert=ours.cert, key=one.key), r"one.key is not the key of the .* in \S*ca.pem"),
         (TlsFiles(cert=one.cert, key=one.key, ca=one.key), r"one.key: expected a PEM certificate"),
         (TlsFiles(cert=one.cert, key=one.key, ca=empty), r"empty.pem: .*certificate, found none"),
+        (TlsFiles(cert=marked, key=one.key), r"marked.pem: expected no byte-order mark"),
+        (TlsFiles(cert=cut, key=one.key), r"cut.pem or \S*one.key cannot be used"),
         (TlsFiles(cert=expired.cert, key=expired.key), r"expired.pem: certificate has expired"),
         (TlsFiles(cert=tmp_path / "none", key=two.key), r"No such file .*none"),
     ):
