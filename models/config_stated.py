@@ -27,6 +27,7 @@ _SPELLINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "mlp_size": ("intermediate_size", "mlp_hidden_size", "ffn_hidden_size", "n_inner"),
     "rope_theta": (
         "rope_theta", "rope_base", "rotary_base", "rotary_emb_base", "rotary_embedding_base",
+        "theta",
     ),
     "rms_norm_eps": (
         "rms_norm_eps", "norm_eps", "norm_epsilon", "rms_norm_epsilon", "layer_norm_eps",
@@ -66,11 +67,15 @@ _SHARES: Final = (
 """Spellings of the share of a head's dimensions that is rotated."""
 _COUNTS: Final = (
     "rotary_dim", "rotary_ndims", "rotary_emb_dim", "rope_dim", "rope_head_dim", "qk_rope_head_dim",
+    "rot_dim", "n_rot",
 )  # fmt: skip
 """Spellings of their number."""
 _TRUE_OF_ALL: Final[Mapping[str, tuple[object, ...]]] = {
     "attention_layer_norm_with_affine": (True,),
     "layer_norm_with_affine": (True,),
+    "attention_softmax_in_fp32": (True,),
+    "is_neox_style": (True,),
+    "moe_router_dtype": ("fp32", "float32"),
     "rope": (True,),
     "rope_full_precision": (True,),
     "router_dtype": ("fp32", "float32"),
@@ -87,6 +92,7 @@ _TRUE_OF_ALL: Final[Mapping[str, tuple[object, ...]]] = {
 # that only a key beside them, which is refused, would put to use.
 _NO_EFFECT: Final = re.compile(
     r"dropout|pdrop|_drop_rate|loss|entropy|coef|init|checkpoint|_implementation|flash|_std$"
+    r"|fused?_|_fusion$|_backend$|flex_attention|grouped_gemm|dispatcher|load_balancing|update_rate"
     r"|auto_map|id2label|label2id|task_specific_params|^pruned_heads$|^mlp_ratio$|^alibi_bias_max$"
     r"|^output_(attentions|hidden_states|router_logits|scores)$|^return_|^use_cache$"
     r"|^context_window$|^sliding_window$|^tie_encoder_decoder$"
@@ -101,7 +107,7 @@ _OF_THE_FORWARD: Final = re.compile(
     r"|emb_|mla|lora_rank|conv(?!ers)|ssm|mamba|tie_|tying|tied|quant|compress|shift|cross_|recurr"
     r"|ntk|yarn|mscale|topk|top_k|scoring|score_f|mlp_|ffn_|share|head|attend|parallel_block"
     r"|block_type|_freq$|_factor$|hybrid|pattern|swiglu|geglu|altup|laurel|loop|dim_model_base"
-    r"|pos_emb|rel_pos|prefix_lm|ngpt|per_layer"
+    r"|neox|unit_offset|sink|(^|_)swa(_|$)|pe_type|pos_emb|rel_pos|prefix_lm|ngpt|per_layer"
 )
 _ONE_CHANGES_NOTHING: Final = re.compile(
     r"multiplier|scal|factor|temperature|freq|step|group|interval|period"

@@ -28,6 +28,9 @@ PARTLY_ROTATED = {"llada2_moe": 0.5, "llada_moe": 1.0}
 """Families that may rotate half of a head, and the share that their class has by default."""
 
 ROTARY: Config = {
+    "n_rot": 2,
+    "rot_dim": 2,
+    "theta": 5000.0,
     "partial_rotary_factor": 0.25,
     "rotary_pct": 0.25,
     "rope_pct": 0.25,
@@ -90,6 +93,12 @@ OTHERS: Config = {
     "route_scale": 1.7,
     "scale_emb": 12,
     "score_function": "softplus",
+    "is_neox_style": False,
+    "norm_weight_offset": 1.0,
+    "num_sink_tokens": 4,
+    "pe_type": "alibi",
+    "use_swa": True,
+    "add_unit_offset": True,
     "sliding_window_pattern": 6,
     "swiglu_limit": 7.0,
     "tie_word_embeddings": "other",
@@ -210,6 +219,18 @@ def test_transformers_saves_what_is_read(tmp_path: Path) -> None:
 
 
 WITHOUT_EFFECT: Config = {
+    "apply_rope_fusion": True,
+    "attention_backend": "flash_attention_2",
+    "attention_softmax_in_fp32": True,
+    "fuse_norm": True,
+    "fused_swiglu": True,
+    "is_neox_style": True,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_token_dispatcher_type": "alltoall",
+    "router_bias_update_rate": 0.001,
+    "use_flex_attention": True,
     "_name_or_path": "x",
     "attn_implementation": "sdpa",
     "attention_dropout": 0.1,
