@@ -130,7 +130,11 @@ def read_token(path: Path | None) -> str | None:
     """The token in a file, else in the environment's EFFUSE_TOKEN; None without either. Raises
     OSError, for what can be no token, too."""
     where = TOKEN_VARIABLE if path is None else str(path)
-    given = os.environ.get(TOKEN_VARIABLE, "") if path is None else path.read_text(errors="replace")
+    given = (
+        os.environ.get(TOKEN_VARIABLE, "")
+        if path is None
+        else path.read_text("utf-8-sig", "replace")
+    )
     token = given.strip()
     if not all("!" <= character <= "~" for character in token) or (path and not token):
         raise OSError(f"{where}: expected one token, of ASCII characters without spaces")

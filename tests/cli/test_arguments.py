@@ -93,6 +93,8 @@ def test_a_token_has_no_end_of_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("EFFUSE_TOKEN", "effuse-environment\n")
     assert _token(["--token-file", str(tmp_path / "token")]) == "effuse-file"
     assert _token([]) == "effuse-environment"
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfeffuse-file\r\n")  # as some editors write it
+    assert _token(["--token-file", str(tmp_path / "marked")]) == "effuse-file"
     monkeypatch.setenv("EFFUSE_TOKEN", "\n")
     assert _token([]) is None
 

@@ -66,7 +66,10 @@ def test_a_line_separator_inside_a_prompt_ends_no_line(tmp_path: Path) -> None:
 def test_a_mark_at_the_beginning_and_lines_without_text_are_no_items(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "c"}\n \n')
-    assert [(one.name, one.prompt) for one in read_items(path)] == [("line 1", "a"), ("line 3", "c")]
+    assert [(one.name, one.prompt) for one in read_items(path)] == [
+        ("line 1", "a"),
+        ("line 3", "c"),
+    ]
 
 
 def test_a_knob_that_the_baselines_lack_is_refused(
