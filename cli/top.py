@@ -15,7 +15,7 @@ import time
 import tty
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -93,12 +93,23 @@ def _show(console: Console, asked: argparse.Namespace) -> None:
     """Draws until KeyboardInterrupt."""
     ends = "q or Ctrl-C ends" if sys.stdin.isatty() else "Ctrl-C ends"
     pace = TokenPace()
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live, _not_paused():
         for look in looks(asked.target, asked.interval, asked.credentials):
             if look.requests is not None:
                 pace.add(time.monotonic(), look.requests)
             drawn = draw(look, console.width, pace.tokens_per_s)
             live.update(Group(Text(ends, style="dim"), drawn), refresh=True)
+
+
+@contextmanager
+def _not_paused() -> Iterator[None]:
+    """Ends a pause by Ctrl-S at the end, or what is still to be drawn would wait for Ctrl-Q."""
+    try:
+        yield
+    finally:
+        with suppress(termios.error):  # the terminal is gone
+            for action in (termios.TCOOFF, termios.TCOON):  # the second ends only the first's pause
+                termios.tcflow(sys.stdout, action)
 
 
 @contextmanager

@@ -158,3 +158,17 @@ def test_it_shows_how_it_ends_and_leaves_the_terminal_as_it_was(
                     left += os.read(ours, 65536)
         assert child.returncode == status, left
         assert termios.tcgetattr(ours)[3] & termios.ECHO, "typed characters are seen again"
+
+
+@pytest.mark.parametrize(("end", "status"), [(b"q", 0), (signal.SIGTERM, 130)])
+def test_it_ends_at_a_terminal_that_is_paused(end: bytes | signal.Signals, status: int) -> None:
+    """By Ctrl-S: what it still draws would wait for Ctrl-Q for ever."""
+    with _at_a_terminal() as (child, ours):
+        os.write(ours, b"\x13")
+        while select.select([ours], [], [], 1.0)[0]:  # it draws four times a second
+            os.read(ours, 65536)
+        if isinstance(end, bytes):
+            os.write(ours, end)
+        else:
+            child.send_signal(end)
+        assert child.wait(20) == status
