@@ -59,7 +59,8 @@ def one_without_rights_on_our_keys() -> Iterator[int]:
     with redis_server.running() as server:
         with redis.Redis(port=server.port) as admin:
             admin.acl_setuser("default", enabled=True, passwords=[f"+{WORD}"],
-                              reset_keys=True, keys=["theirs:*"], commands=["-@all", *RIGHTS.split()[1:]])  # fmt: skip
+                              reset_keys=True, keys=["theirs:*"],
+                              commands=RIGHTS.split())  # fmt: skip
         yield server.port
 
 
@@ -67,7 +68,8 @@ def one_without_rights_on_our_keys() -> Iterator[int]:
 def one_that_only_answers_pings() -> Iterator[int]:
     with redis_server.running() as server:
         with redis.Redis(port=server.port) as admin:
-            admin.acl_setuser("default", enabled=True, passwords=[f"+{WORD}"], commands=["-@all", "+ping"])  # fmt: skip
+            admin.acl_setuser("default", enabled=True, passwords=[f"+{WORD}"],
+                              commands=["-@all", "+ping"])  # fmt: skip
         yield server.port
 
 

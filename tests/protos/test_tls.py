@@ -233,6 +233,7 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(
     expired = ours.expired("expired")
     empty, marked, cut = (tmp_path / f"{name}.pem" for name in ("empty", "marked", "cut"))
     empty.touch()
+    assert one.cert is not None
     marked.write_bytes(b"\xef\xbb\xbf" + one.cert.read_bytes())
     cut.write_bytes(one.cert.read_bytes()[:300])
     for files, told in (
