@@ -15,7 +15,6 @@ Extra = Literal["server", "worker", "plot", "traces"]
 MODULES: Final[dict[Extra, frozenset[str]]] = {
     "server": frozenset(
         {
-            "httptools",
             "jinja2",
             "prometheus_client",
             "redis",

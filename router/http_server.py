@@ -8,21 +8,53 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import ssl
 from collections.abc import Iterator
 from typing import Final
 
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from effuse.protos.tls import Renewal, TlsFiles
 
 KEEP_ALIVE_S: Final = 75
 """Longer than the 60 s for which proxies keep a connection: the proxy closes it, and not both."""
-RENEW_S: Final = 1.0
+IDLE_S: Final = KEEP_ALIVE_S + 15.0
+"""Longest that a connection may take to send the head of a request, or to take what was sent."""
+LOOK_S: Final = 1.0
+"""Between two looks at certificates and at idle connections."""
 BACKLOG: Final = 2048
 """Connections that the kernel holds until they are taken."""
+
+
+class _Connection(H11Protocol):
+    """One connection. h11 bounds heads, and obeys HTTP/1.0 and requests that offer an upgrade."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Keeps half of the process's descriptors for its other connections."""
+        super().connection_made(transport)
+        if 2 * len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            transport.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP in the form of other errors, unless an answer is under way."""
+        if not self.is_idle and self.cycle.response_started:
+            self.transport.close()
+            return
+        error = {"message": msg, "type": "invalid_request_error", "param": None, "code": None}
+        data = msgspec.json.encode({"error": error})
+        head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json"
+        self.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(data), data))
+        self.transport.close()
 
 
 class HttpServer(uvicorn.Server):
@@ -31,16 +63,18 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, tls: TlsFiles | None = None) -> None:
         """Raises OSError if the certificates cannot be used."""
         self._tls = None if tls is None else _Certificates(tls)
+        # Below its errors uvicorn logs lines that any client can cause.
         config = uvicorn.Config(
-            app, interface="asgi3", loop="none", http="httptools", ws="none", lifespan="off",
-            log_config=None, access_log=False, server_header=False, proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            app, interface="asgi3", loop="none", http=_Connection, ws="none", lifespan="off",
+            log_config=None, log_level="error", access_log=False, server_header=False,
+            proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         config.load()
         config.ssl = None if self._tls is None else self._tls.context
         super().__init__(config)
         self.taken: socket.socket | None = None
         self.port = 0
+        self._idle_since: dict[tuple[object, object], float] = {}
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -71,18 +105,33 @@ class HttpServer(uvicorn.Server):
 
     async def _run_until(self, stop: asyncio.Event, taken: socket.socket) -> None:
         async with asyncio.TaskGroup() as beside:
-            renewing = beside.create_task(self._renew())
+            looking = beside.create_task(self._look())
             serving = beside.create_task(self.serve([taken]))
             # Waits without a deadline by intent: this is the life of the process.
             await stop.wait()
             self.should_exit = True
             await serving
-            renewing.cancel()
+            looking.cancel()
 
-    async def _renew(self) -> None:
-        while self._tls is not None:
-            self._tls.look()
-            await asyncio.sleep(RENEW_S)
+    async def _look(self) -> None:
+        while True:
+            if self._tls is not None:
+                self._tls.look()
+            self.end_idle(asyncio.get_running_loop().time())
+            await asyncio.sleep(LOOK_S)
+
+    def end_idle(self, now: float) -> None:
+        """Ends connections that have sent no whole head of a request, or have not taken the end of
+        an answer, for `IDLE_S` seconds. `now` is in seconds of a monotonic clock."""
+        waiting = {
+            (one, one.cycle): one.transport
+            for one in self.server_state.connections
+            if isinstance(one, _Connection) and one.is_idle
+        }
+        self._idle_since = {key: self._idle_since.get(key, now) for key in waiting}
+        for key, since in self._idle_since.items():
+            if now - since > IDLE_S:
+                waiting[key].abort()
 
 
 class _Certificates:

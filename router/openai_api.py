@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
 from effuse.router.client import STALLED_S, ClientGone, WholeAnswer
+from effuse.router.findings import shown
 from effuse.router.handler import REPEATED_KEY, Handler, accept, counting_refusals, request_span
 from effuse.router.openai_answers import Rendering, error_body, status_of
 from effuse.router.openai_requests import Endpoint, Json, Wanted, parse_body, request_of
@@ -50,7 +52,7 @@ class HttpCall:
         self.request = HttpRequest(scope, receive)
         self._receive = receive
         self._send = send
-        self.request_id = ""
+        self.request_id = f"req-{secrets.token_hex(12)}"
         self.has_begun = False  # whether the response's status was sent
 
     def time_remaining(self) -> float | None:
@@ -65,21 +67,29 @@ class HttpCall:
 
     def set_trailing_metadata(self, metadata: Iterable[tuple[str, str]]) -> None:
         """Keeps the request's id for the response's headers."""
-        self.request_id = dict(metadata).get(REQUEST_ID_KEY, "")
+        self.request_id = dict(metadata)[REQUEST_ID_KEY]
 
     async def body(self, most_bytes: int) -> Json:
         """The JSON object that the client sent. Raises `InvalidRequest` and HTTPException."""
-        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        headers = self.request.headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON_TYPE:  # which a web page of another origin cannot send unasked
             raise HTTPException(415, f"expected the header Content-Type: {JSON_TYPE}")
+        if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
+            raise HTTPException(415, f"expected no Content-Encoding, got {shown(coding)}")
         pieces, num_bytes = [], 0
+        announced = headers.get("content-length", "0")
+        if int(announced) > most_bytes:  # before a client that waits for 100 Continue sends it
+            raise _too_large(most_bytes)
         try:
             async with asyncio.timeout(BODY_S):
                 async for piece in self.request.stream():
                     num_bytes += len(piece)
                     if num_bytes > most_bytes:
-                        raise HTTPException(413, f"expected a body of at most {most_bytes} bytes")
+                        raise _too_large(most_bytes)
                     pieces.append(piece)
+        except ClientDisconnect:
+            raise Cancelled("the client closed the connection") from None
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
         return parse_body(b"".join(pieces))
@@ -105,8 +115,7 @@ class HttpCall:
     async def respond(self, response: Response) -> None:
         """Sends a whole response."""
         self.has_begun = True
-        if self.request_id:
-            response.headers[REQUEST_ID_KEY] = self.request_id
+        response.headers[REQUEST_ID_KEY] = self.request_id
         await response(self.request.scope, self._receive, self._send)
 
     def _start(self) -> dict[str, Any]:
@@ -183,6 +192,7 @@ class OpenAiApi:
             ],
             exception_handlers={HTTPException: _http_error},
         )
+        self.app.router.redirect_slashes = False
 
     async def _generate(self, call: HttpCall, endpoint: Endpoint) -> None:
         router = self._router
@@ -335,10 +345,19 @@ async def _send_error(call: HttpCall, error: EffuseError) -> None:
     await call.respond(_json(error_body(error), status=int(status_of(error)), headers=headers))
 
 
+def _too_large(most_bytes: int) -> HTTPException:
+    return HTTPException(413, f"expected a body of at most {most_bytes} bytes")
+
+
 def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code in (404, 405):
+        message = (
+            f"expected a route of this server, got {shown(f'{request.method} {request.url.path}')}"
+        )
     told = {
-        "message": error.detail, "type": "invalid_request_error", "param": None, "code": None,
+        "message": message, "type": "invalid_request_error", "param": None, "code": None,
     }  # fmt: skip
     return _json({"error": told}, status=error.status_code, headers=error.headers)
 

@@ -190,7 +190,7 @@ def test_every_requirement_is_imported() -> None:
     names = [name for name in _tracked() if name.endswith(".py") and not name.startswith("tests/")]
     imported = {one for name in names for one in _imports(ROOT / name)}
     # google.rpc comes from a distribution of its own, though its root is protobuf's.
-    imported |= {"googleapis-common-protos", "httptools"}  # uvicorn imports the latter by itself
+    imported |= {"googleapis-common-protos"}
     listed = PROJECT["project"]["dependencies"] + extras["server"] + extras["worker"]
     assert not _names(listed) - imported - {"effuse"}
 
