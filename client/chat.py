@@ -30,6 +30,8 @@ class Message(NamedTuple):
     def of(cls, given: Mapping[str, Any], name: str = "message") -> Message:
         """The message of such fields as OpenAI's API and chat templates know. None is no value.
         Raises SettingError with `name` as the beginning of the path."""
+        if not isinstance(given, Mapping):
+            raise SettingError(name, "an object with role and content", _shown(given))
         fields = _without_none(given)
         text = _check_message(fields, name)
         is_plain = [*fields] == ["role", "content"] and fields["content"] is text
@@ -61,6 +63,8 @@ class Chat:
         """The conversation of such messages as `{"role": "user", "content": ".."}`, with tool calls
         and parts of text if they have any; `tools=[..]` gives the template tools. Raises ValueError
         that names the first field that is wrong."""
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            raise SettingError("messages", "a list of objects", _shown(messages))
         listed = (Message.of(one, f"messages[{at}]") for at, one in enumerate(messages))
         return cls(tuple(listed), template_arguments)
 
@@ -110,7 +114,10 @@ class Chat:
         )
 
     def _with(self, role: str, content: str) -> Chat:
-        return replace(self, messages=(*self.messages, Message(role, content)))
+        if not isinstance(content, str):
+            name = f"messages[{len(self.messages)}].content"
+            raise SettingError(name, "a text", _shown(content))
+        return self.add({"role": role, "content": content})
 
 
 def to_json(value: Mapping[str, Any], name: str) -> str:
@@ -176,6 +183,8 @@ def _check_message(fields: Mapping[str, Any], name: str) -> str:
         raise SettingError(f"{name}.role", f"one of {', '.join(ROLES)}", _shown(role))
     if content is None and len(fields) < 2:
         raise SettingError(f"{name}.content", "a text or parts of text", "none")
+    if isinstance(content, str):
+        check_whole(f"{name}.content", content)
     if content is not None and not isinstance(content, str):
         _check_parts(content, f"{name}.content")
     for key in _TEXTS:
@@ -195,6 +204,14 @@ def _check_parts(parts: object, name: str) -> None:
         if not (is_text and isinstance(part.get("text"), str)):
             form = 'a part of text, {"type": "text", "text": ".."}'
             raise SettingError(f"{name}[{at}]", form, _shown(part))
+
+
+def check_whole(name: str, text: str) -> None:
+    """Raises SettingError for a half of a surrogate pair, which UTF-8 does not have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SettingError(name, "whole characters", _shown(text[error.start])) from None
 
 
 def _is_listed(value: object) -> TypeGuard[Sequence[Any]]:

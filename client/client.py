@@ -19,7 +19,7 @@ import grpc.aio
 from effuse.client.answer import Answer, Event, Gathering
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
-from effuse.client.params import Params, Prompt, Text, make_request, make_tokenize_request
+from effuse.client.params import Params, Prompt, Text, ids_of, make_request, make_tokenize_request
 from effuse.client.retries import Call, RepeatedStream, Retries, Waiter, raising, wait
 from effuse.protos.errors import Cancelled, EffuseError
 from effuse.protos.stubs import generation_stub, model_stub
@@ -117,7 +117,7 @@ class Client:
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer of these ids would have. Raises EffuseError."""
-        request = model_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
+        request = model_pb2.DetokenizeRequest(token_ids=ids_of("token_ids", token_ids), model=model)
         response = self._ask(self._models.Detokenize, request)
         return response.text
 
@@ -326,7 +326,7 @@ class AsyncClient:
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer of these ids would have. Raises EffuseError."""
-        request = model_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
+        request = model_pb2.DetokenizeRequest(token_ids=ids_of("token_ids", token_ids), model=model)
         response = await self._ask(self._models.Detokenize, request)
         return response.text
 

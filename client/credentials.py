@@ -102,6 +102,8 @@ def read_target(target: str, tls: TlsFiles | None) -> tuple[str, TlsFiles | None
     `https` is TLS that trusts the system's authorities if `tls` is None; ports default to 80 and
     443. Raises ValueError for a URL that has more than a host and a port, and for `http` with
     certificates."""
+    if not isinstance(target, str) or not target:
+        raise ValueError(f"target: expected HOST:PORT, got {target!r}")
     scheme = target.partition("://")[0].lower()
     if scheme not in ("http", "https"):
         return target, tls

@@ -14,8 +14,10 @@ import re
 import time
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import SupportsFloat
 
 from effuse.client.retries import Retries
+from effuse.config.decoding import SettingError
 from effuse.protos import rpc
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -34,19 +36,17 @@ class Options:
     max_attempts: int = 4  # 1 tries once
 
     def __post_init__(self) -> None:
-        if not _LEAST_S <= self.timeout_s <= _MOST_S:
+        if not (_is_number(self.timeout_s) and _LEAST_S <= self.timeout_s <= _MOST_S):
             raise _no_time(self.timeout_s)
-        if not 1 <= self.max_attempts <= _MOST_ATTEMPTS:
-            raise ValueError(
-                f"max_attempts: expected 1 to {_MOST_ATTEMPTS}, got {self.max_attempts}"
-            )
+        if not (isinstance(self.max_attempts, int) and 1 <= self.max_attempts <= _MOST_ATTEMPTS):
+            raise SettingError("max_attempts", f"1 to {_MOST_ATTEMPTS}", repr(self.max_attempts))
 
     def deadline_s(self, asked_s: float | None) -> float:
         """How long a call may take that asks for so long, or for nothing: what is left of a longer
         time may be none. Raises ValueError for more than gRPC can count."""
         if asked_s is None:
             return self.timeout_s
-        if not asked_s <= _MOST_S:
+        if not (_is_number(asked_s) and asked_s <= _MOST_S):
             raise _no_time(asked_s)
         return asked_s
 
@@ -100,6 +100,10 @@ def is_name(target: str) -> bool:
     return False
 
 
-def _no_time(found: float) -> ValueError:
+def _is_number(value: object) -> bool:
+    return isinstance(value, SupportsFloat) and not isinstance(value, bool)
+
+
+def _no_time(found: object) -> ValueError:
     form = f"seconds above 0, at most {_MOST_S:.0f}"
-    return ValueError(f"timeout_s: expected {form}, got {found!r}")
+    return SettingError("timeout_s", form, repr(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, fields
 from operator import index
 from typing import (
@@ -14,7 +14,7 @@ from typing import (
     TypeVar,
 )
 
-from effuse.client.chat import Chat
+from effuse.client.chat import Chat, check_whole
 from effuse.config.decoding import (
     ANSWERS,
     BIAS,
@@ -169,6 +169,8 @@ def make_request(
     if not isinstance(params, Params):
         raise TypeError(f"params: expected effuse.Params, got {type(params).__name__}")
     given = read_prompt(prompt)
+    if request_id is not None:
+        _check_text("request_id", request_id)
     request = _settings(params)
     rest = pb.GenerateRequest(
         request_id=request_id,
@@ -184,27 +186,38 @@ def make_request(
 def read_prompt(prompt: object) -> str | Chat | tuple[int, ...]:
     """One prompt: a text, a chat, or ids; a list of messages is a chat. Raises TypeError for what
     is none of these, and ValueError for an id or a message that is wrong."""
+    if isinstance(prompt, str):
+        check_whole("prompt", prompt)
     if isinstance(prompt, str | Chat):
         return prompt
-    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
-        raise _no_prompt(type(prompt).__name__)
-    listed = list(prompt)
-    if listed and all(isinstance(one, Mapping) for one in listed):
-        return Chat.of(listed)
+    if isinstance(prompt, Iterator):
+        prompt = list(prompt)
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    if messages and all(isinstance(one, Mapping) for one in messages):
+        return Chat.of(messages)
+    return ids_of("prompt", prompt, "a text, a Chat, a list of messages, or a list of token ids")
+
+
+def ids_of(name: str, given: object, form: str = "a list of token ids") -> tuple[int, ...]:
+    """Token ids as a tuple. Raises TypeError for what is no list of `form`, and ValueError for an
+    id that no request holds."""
+    found = type(given).__name__
+    unordered = (str, bytes, bytearray, Mapping, Set)
+    if not isinstance(given, Iterable) or isinstance(given, unordered):
+        raise TypeError(f"{name}: expected {form}, got {found}")
+    listed = list(given)
+    kinds = {type(one).__name__ for one in listed}
     try:
+        if any(kind.startswith("bool") for kind in kinds):
+            raise TypeError
         ids = tuple(map(index, listed))
     except TypeError:
-        kinds = ", ".join(sorted({type(one).__name__ for one in listed}))
-        raise _no_prompt(f"{type(prompt).__name__} of {kinds}") from None
+        got = f"{found} of {', '.join(sorted(kinds))}"
+        raise TypeError(f"{name}: expected {form}, got {got}") from None
     if ids and not (min(ids) in TOKEN_ID and max(ids) in TOKEN_ID):
         wrong = next(one for one in ids if one not in TOKEN_ID)
-        raise SettingError("prompt", f"token ids from 0 to {TOKEN_ID.high}", wrong)
+        raise SettingError(name, f"token ids from 0 to {TOKEN_ID.high}", wrong)
     return ids
-
-
-def _no_prompt(found: str) -> TypeError:
-    form = "a text, a Chat, a list of messages, or a list of token ids"
-    return TypeError(f"prompt: expected {form}, got {found}")
 
 
 def misfits(given: Mapping[str, object]) -> dict[str, str]:
@@ -230,7 +243,8 @@ def _check_setting(name: str, value: Any) -> None:
     if name in _NUMBERS:
         _check_number(name, value, _NUMBERS[name])
     elif name in _NAMES:
-        _named(value, _NAMES[name])
+        if not isinstance(value, str) or value not in _NAMES[name]:
+            raise SettingError(name, f"one of {', '.join(_NAMES[name])}", repr(value))
     elif name == "stop":
         _check_stops(value)
     elif name == "stop_token_ids":
@@ -252,7 +266,7 @@ def _check_setting(name: str, value: Any) -> None:
 
 def _check_number(name: str, value: Any, bounds: Bounds) -> None:
     is_number = isinstance(value, SupportsIndex if bounds.is_whole else SupportsFloat)
-    if isinstance(value, bool) or not is_number or value not in bounds:
+    if isinstance(value, bool | Sized) or not is_number or value not in bounds:
         raise SettingError(name, bounds.form, repr(value))
 
 
@@ -283,7 +297,7 @@ def _check_stop(name: str, stop: Any) -> None:
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise SettingError(name, "a string", repr(value))
-    value.encode()  # half a character raises UnicodeEncodeError, a ValueError
+    check_whole(name, value)
 
 
 def _settings(params: Params) -> pb.GenerateRequest:
@@ -336,6 +350,8 @@ def make_tokenize_request(
 ) -> model_pb2.TokenizeRequest:
     """The request for one prompt's ids. Raises TypeError and ValueError as `make_request`."""
     given = read_prompt(prompt)
+    if model is not None:
+        _check_text("model", model)
     if isinstance(given, tuple):
         raise TypeError("prompt: expected a text, a Chat or a list of messages, got token ids")
     return model_pb2.TokenizeRequest(
@@ -361,8 +377,4 @@ def _sampling(params: Params) -> pb.SamplingParams:
 
 
 def _named(name: str | None, known: Mapping[Any, Value]) -> Value | None:
-    if name is None:
-        return None
-    if name not in known:
-        raise ValueError(f"expected one of {', '.join(known)}, got {name!r}")
-    return known[name]
+    return None if name is None else known[name]

@@ -40,8 +40,13 @@ class SettingError(ValueError):
 
     def __init__(self, name: str, expected: str, found: object) -> None:
         self.name = name
-        self.said = f"expected {expected}, got {found}"
+        self.said = f"expected {expected}, got {_cut(str(found))}"
         super().__init__(f"{name}: {self.said}")
+
+
+def _cut(text: str, most: int = 80) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[:most]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class HttpServer(uvicorn.Server):
     def end_idle(self, now: float) -> None:
         """Ends connections that have sent no whole head of a request, or have not taken the end of
         an answer, for `IDLE_S` seconds. `now` is in seconds of a monotonic clock."""
-        waiting = {
+        waiting: dict[tuple[object, object], asyncio.Transport] = {
             (one, one.cycle): one.transport
             for one in self.server_state.connections
             if isinstance(one, _Connection) and one.is_idle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -11,7 +12,6 @@ from router.fakes import FakeFleet, run, until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from effuse.router import http_server
 from effuse.router.http_server import IDLE_S, HttpServer
 
 BODY = json.dumps({"prompt": "how many?", "stream": True}).encode()
@@ -225,7 +225,7 @@ def test_a_connection_whose_request_runs_stays() -> None:
 def test_connections_leave_descriptors_to_the_rest_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (4, 4))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
 
     async def body(server: HttpServer, may_answer: asyncio.Event) -> None:
         may_answer.set()

@@ -1,0 +1,78 @@
+"""Values of a wrong kind: one clear line that names the argument, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import effuse
+from effuse.client.options import Options
+from effuse.client.params import ids_of, make_request, make_tokenize_request
+
+HALF = "\ud800"
+PARAMS = effuse.Params()
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 5, "x", [None], ["x"], {"role": "user", "content": "x"}, b"x"]
+)
+def test_messages_of_a_chat(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"^messages(\[0\])?: expected .*, got "):
+        effuse.Chat.of(wrong)
+
+
+@pytest.mark.parametrize("content", [None, 5, b"x", HALF])
+def test_a_text_of_a_message(content: Any) -> None:
+    for say in (effuse.Chat().user, effuse.Chat().system, effuse.Chat().assistant):
+        with pytest.raises(ValueError, match=r"^messages\[0\].*expected .*, got "):
+            say(content)
+
+
+@pytest.mark.parametrize("prompt", [{5, 6}, frozenset({5}), [True, False], np.array([True])])
+def test_ids_that_have_no_order_or_are_none(prompt: Any) -> None:
+    with pytest.raises(TypeError, match=r"^prompt: expected "):
+        make_request(prompt, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "max_tokens", "seed", "n", "logprobs", "min_tokens"]
+)
+def test_an_array_is_no_number(name: str) -> None:
+    values: list[Any] = [np.array([1]), np.array(1)]
+    for wrong in values:
+        with pytest.raises(ValueError, match=rf"^{name}: expected "):
+            effuse.Params(**{name: wrong})
+
+
+def test_a_value_is_shown_in_one_line_that_ends() -> None:
+    values: list[Any] = [10**400, "x" * 4000, np.zeros((50, 50)), "a\nb"]
+    for wrong in values:
+        for name in ("temperature", "max_tokens", "algorithm", "echo"):
+            with pytest.raises(ValueError, match=rf"^{name}: expected ") as caught:
+                effuse.Params(**{name: wrong})
+            assert len(str(caught.value)) < 250 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: make_request(HALF, PARAMS), "prompt"),
+        (lambda: make_request("x", PARAMS, request_id=HALF), "request_id"),
+        (lambda: make_request("x", PARAMS, request_id=5), "request_id"),  # type: ignore[arg-type]
+        (lambda: make_tokenize_request("x", 5, False), "model"),  # type: ignore[arg-type]
+        (lambda: ids_of("token_ids", ["a"]), "token_ids"),
+        (lambda: ids_of("token_ids", "abc"), "token_ids"),
+        (lambda: ids_of("token_ids", [-1]), "token_ids"),
+        (lambda: ids_of("token_ids", 5), "token_ids"),
+        (lambda: Options(timeout_s="5"), "timeout_s"),  # type: ignore[arg-type]
+        (lambda: Options().deadline_s("5"), "timeout_s"),  # type: ignore[arg-type]
+        (lambda: Options(max_attempts="5"), "max_attempts"),  # type: ignore[arg-type]
+        *((lambda wrong=wrong: effuse.Client(wrong), "target") for wrong in ("", None, 5)),
+    ],
+)
+def test_the_argument_is_named(call: Callable[[], object], name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: expected .*, got "):
+        call()
