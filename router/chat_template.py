@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -92,7 +92,7 @@ class ChatTemplate:
         """The prompt of a chat. `mark` is a character outside ASCII that stands neither in it nor
         in `source`; `hide` changes what JSON holds before the template gets it.
 
-        A template that fails at parts of text gets them as one text.
+        A template that fails at parts of text, leaves them out or prints the list gets one text.
         Raises ChatTemplateError where the template refuses the chat, and where the prompt is longer
         than `most_bytes` of UTF-8 or takes too long.
         """
@@ -105,17 +105,24 @@ class ChatTemplate:
         values = {**self._variables, **arguments, "messages": messages}
         values["add_generation_prompt"] = chat.begins_answer
 
-        def written() -> str:
-            text = self._generate(template, values, most_bytes)
-            return _cut_open(text, last, mark) if chat.continue_last else text
+        text = self._with_parts(template, values, most_bytes)
+        return _cut_open(text, last, mark) if chat.continue_last else text
 
+    def _with_parts(self, template: Template, values: dict[str, Any], most_bytes: int) -> str:
+        """Renders, and once more with parts as one text if the template does not show these."""
+        messages = values["messages"]
+        joined = values | {"messages": [_with_one_text(one) for one in messages]}
+        if joined == values:
+            return self._generate(template, values, most_bytes)
         try:
-            return written()
+            text = self._generate(template, values, most_bytes)
         except ChatTemplateError:
-            if not any(isinstance(one.get("content"), list) for one in messages):
-                raise
-            values["messages"] = [_with_one_text(one) for one in messages]
-            return written()
+            return self._generate(template, joined, most_bytes)
+        if not _shows_parts(text, messages):
+            with contextlib.suppress(ChatTemplateError):
+                other = self._generate(template, joined, most_bytes)
+                return other if _shows_parts(other, messages) else text
+        return text
 
     def _generate(self, template: Template, values: Mapping[str, Any], most_bytes: int) -> str:
         try:
@@ -226,6 +233,16 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, list):
         return message
     return message | {"content": "".join(part["text"] for part in content)}
+
+
+def _shows_parts(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the text of each part is in `text`, and no list of parts as Python writes it."""
+    listed = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    return all(
+        str(parts) not in text and all(part["text"].strip() in text for part in parts)
+        for parts in listed
+        if parts
+    )
 
 
 def _open_last(message: dict[str, Any], tail: str) -> str:

@@ -113,7 +113,8 @@ def encoded(tokenizer: Tokenizer, chat: Chat, *, parses_special: bool = False) -
 
 @pytest.mark.parametrize("name", CHATS)
 def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, name: str) -> None:
-    """A template that needs content fails in both without; one that fails at parts gets a text."""
+    """A template that needs content fails in both without; one that fails at parts, or prints the
+    list as Python writes it, gets a text."""
     asked = CHATS[name]
     try:
         ids = expected(reference, asked)
@@ -123,6 +124,8 @@ def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, nam
             with pytest.raises(ChatTemplateError):
                 encoded(tokenizer, asked)
             return
+        ids = expected(reference, joined(asked))
+    if "parts" in name and "'type': 'text'" in reference.decode(ids):
         ids = expected(reference, joined(asked))
     assert encoded(tokenizer, asked) == ids
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,32 @@ def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
     assert render("{% for m in messages %}{{ m.content }}|{% endfor %}", chat) == "hi|yes"
     with pytest.raises(ChatTemplateError, match="cannot be continued"):
         render("{{ messages[0].content }}", chat)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.content if m.content is string else '' }}|{% endfor %}",
+        "{% for m in messages %}{{ m.content | trim }}|{% endfor %}",
+        "{% for m in messages %}{{ m.content }}|{% endfor %}",
+        "{% for m in messages %}{{ m.content + '|' }}{% endfor %}",
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}|{% endfor %}",
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}|{% endfor %}",
+    ],
+)
+def test_text_in_parts_is_never_lost_or_shown_as_python(source: str) -> None:
+    parts = [{"type": "text", "text": "it's "}, {"type": "text", "text": "two"}]
+    template = ChatTemplate({"default": source}, {})
+    asked = Chat.of([{"role": "user", "content": parts}, {"role": "assistant", "content": parts}])
+    assert template.render(asked, mark="\u00a7", most_bytes=999) == "it's two|it's two|"
+    going_on = replace(asked, continue_last=True)
+    assert template.render(going_on, mark="\u00a7", most_bytes=999) == "it's two|it's two"
+
+
+def test_parts_that_a_template_changes_stay_parts() -> None:
+    source = "{% for m in messages %}{% for p in m.content %}{{ p.text | upper }}{% endfor %}{% endfor %}"  # noqa: E501
+    asked = Chat.of([{"role": "user", "content": [{"type": "text", "text": "two"}]}])
+    assert (
+        ChatTemplate({"default": source}, {}).render(asked, mark="\u00a7", most_bytes=99) == "TWO"
+    )
