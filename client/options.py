@@ -89,7 +89,7 @@ class Options:
 
 def is_name(target: str) -> bool:
     """Whether a target's host is a DNS name other than localhost."""
-    found = _TARGET.fullmatch(target)
+    found = _TARGET.fullmatch(str(target))  # `read_target` refuses another kind
     if found is None:
         return False
     host = found["host"].removesuffix(".").lower()

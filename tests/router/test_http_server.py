@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
+from certificates import Authority
 from router.fakes import FakeFleet, run, until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -239,3 +242,31 @@ def test_connections_leave_descriptors_to_the_rest_of_the_process(
             one.close()
 
     alone(body)
+
+
+def test_a_client_without_a_certificate_gets_no_answer(tmp_path: Path) -> None:
+    authority = Authority.make(tmp_path / "ca")
+    files, mine = authority.sign("router", "localhost"), authority.sign("client", "localhost")
+    context = ssl.create_default_context(cafile=str(authority.cert))
+
+    async def answer(fleet: FakeFleet) -> bytes:
+        port = fleet.router.http_port
+        reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
+        try:
+            writer.write(HEALTH)
+            return await reader.readline()
+        except (ssl.SSLError, ConnectionError):
+            return b""
+        finally:
+            writer.close()
+
+    async def body(fleet: FakeFleet) -> None:
+        assert await answer(fleet) == b""
+        assert mine.cert is not None
+        context.load_cert_chain(mine.cert, mine.key)
+        assert (await answer(fleet)).startswith(b"HTTP/1.1 200")
+
+    run(
+        body, http_port=0,
+        tls_cert=files.cert, tls_key=files.key, tls_client_ca=authority.cert,
+    )  # fmt: skip
