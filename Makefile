@@ -91,10 +91,10 @@ gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a G
 	sanitize racecheck tests/gpu/test_kernels.py tests/gpu/test_distinct.py
 
 .PHONY: check
-check: format lint types arrows words protos-same ## Format, lint, types, imports, stubs: what Python alone can tell
+check: format lint types arrows words protos-same reference-same ## Format, lint, types, imports, stubs: what Python alone can tell
 
 .PHONY: check-all
-check-all: check protos-lint overlays ## That, the wire's lint and the manifests, which need npm and kubectl
+check-all: check protos-lint overlays docs ## That, the wire's lint, the manifests and the site, which need npm, kubectl and MkDocs
 
 .PHONY: hooks
 hooks: $(VENV)/.dev ## Have git run the quick half of check before each commit
@@ -167,6 +167,16 @@ protos: $(TOOLS)/protoc/.installed ## Regenerate the stubs from the .proto files
 states: $(VENV)/.effuse ## Write docs/states.md from the state tables
 	$(BIN)/python docs/states.py >docs/states.md
 
+.PHONY: reference
+reference: $(VENV)/.dev ## Write docs/reference from the code: flags, metrics, errors, protos, Python API
+	PYTHONPATH=tests $(BIN)/python docs/reference.py
+
+.PHONY: docs
+docs: reference-same ## Build the site of the documents into build/site; a broken link fails
+	mkdocs="$$(.ci/tool mkdocs)"
+	# Not --quiet, which hides warnings from --strict. The variable hides the end of support in May 2027.
+	NO_MKDOCS_2_WARNING=1 "$$mkdocs/bin/mkdocs" build --strict
+
 .PHONY: pictures
 pictures: $(VENV)/.effuse ## Draw the README's pictures: blocks of a real answer, goodput from figures
 	$(BIN)/python docs/pictures.py
@@ -182,7 +192,7 @@ clean: ## Remove everything that was installed or built here
 
 # ---- the parts of check ----------------------------------------------------------------------
 
-.PHONY: format lint types arrows words protos-lint protos-same overlays
+.PHONY: format lint types arrows words protos-lint protos-same reference-same overlays
 format: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
@@ -209,6 +219,9 @@ protos-same: $(TOOLS)/protoc/.installed
 	  git diff --no-index --exit-code "protos$${stub#"$$fresh"}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
 	done
 	echo "stubs are what protoc generates"
+
+reference-same: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python docs/reference.py --check
 
 overlays:
 	@test -n "$(OVERLAYS)"

@@ -15,6 +15,8 @@ PAGES = (
     "DESIGN.md",
     "CONTRIBUTING.md",
     "k8s/README.md",
+    "docs/adding-a-model.md",
+    "docs/adding-an-algorithm.md",
     "docs/clients.md",
     "docs/operations.md",
     "docs/request.md",
