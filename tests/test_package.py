@@ -35,7 +35,7 @@ DISTRIBUTIONS = {
 }
 # Part of torch's or the interpreter's own installation, or ours.
 LINKS = [path for path in (ROOT / "src/effuse").iterdir() if path.is_symlink()]
-GIVEN = {"effuse"} | set(sys.stdlib_module_names)
+GIVEN = {"effuse", "_typeshed"} | set(sys.stdlib_module_names)
 
 
 NOT_IN_THE_WHEEL = {"benchmarks", "training"}

@@ -31,7 +31,7 @@ def _completed(*words: str) -> list[str]:
         (["co"], ["convert-tokenizer", "completion"]),
         (["--v"], ["--version"]),
         (["up", "--max-num"], ["--max-num-batched-tokens", "--max-num-seqs"]),
-        (["up", "--connector", ""], ["nixl", "zmq"]),
+        (["up", "--connector", ""], ["auto", "nixl", "zmq"]),
         (["up", "--prefill", "2", "--device", "cu"], ["cuda"]),
         (["status", "--max-num"], []),
         (["completion", ""], ["bash", "zsh", "fish"]),
@@ -51,7 +51,7 @@ def test_zsh_takes_the_same_function() -> None:
 def test_fish_has_a_line_for_each_flag_of_each_command() -> None:
     lines = fish(PARSERS).splitlines()
     assert (
-        "complete -c effuse -n '__fish_seen_subcommand_from up' -l connector -x -a 'nixl zmq'"
+        "complete -c effuse -n '__fish_seen_subcommand_from up' -l connector -x -a 'auto nixl zmq'"
         in (lines)
     )
     for name, parser in PARSERS.items():

@@ -15,7 +15,7 @@ import pytest
 
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.cli.keeper import Restarts, Rolling, watch_over
-from effuse.cli.process import Spawner
+from effuse.cli.process import Process, Spawner
 
 
 def test_a_process_is_started_again_at_once_and_then_ever_more_slowly() -> None:
@@ -154,3 +154,57 @@ def test_a_worker_ends_before_its_successor_begins_only_where_both_have_no_room(
     watch_until("all were replaced", fleet, rolling, caplog)
     assert were_there == [has_room]
     assert before.returncode == -signal.SIGTERM
+
+
+@pytest.fixture
+def twins() -> Iterator[Fleet]:
+    """Two processes that say that they are ready; the first has to be started three times."""
+    fleet = Fleet(FleetConfig())
+    code = (
+        "import pathlib, sys, time; tries = pathlib.Path(sys.argv[2]); tries.open('a').write('x');"
+        " sys.exit(1) if len(tries.read_text()) < int(sys.argv[3]) else None;"
+        ' new = pathlib.Path(sys.argv[1] + ".new"); new.write_text(\'{"address": "a:1"}\');'
+        " new.rename(sys.argv[1]); time.sleep(60)"  # never half of it
+    )
+    for name, tries in (("prefill-0", "3"), ("decode-0", "2")):
+        ready, tried = fleet._home.ready_file(name), fleet.log_dir / f"{name}.tries"
+        fleet._commands[name] = [sys.executable, "-c", code, str(ready), str(tried), tries]
+    yield fleet
+    fleet.stop(lambda: True)
+
+
+def test_processes_that_end_together_or_once_more_are_started_again(
+    twins: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+        def sleep(self, seconds: float) -> None:
+            if caplog.text.count("is back") == 2:
+                raise KeyboardInterrupt
+            time.sleep(0.01)
+
+    cleared: list[Process] = []
+    clear, begin_restart = Process.clear, Fleet.begin_restart
+
+    def note_clear(process: Process) -> None:
+        cleared.append(process)
+        clear(process)
+
+    def restart_what_was_cleared(self: Fleet, name: str) -> None:
+        assert self.processes[name] in cleared, "its id may be another's process by now"
+        begin_restart(self, name)
+
+    monkeypatch.setattr(Process, "clear", note_clear)
+    monkeypatch.setattr(Fleet, "begin_restart", restart_what_was_cleared)
+    for name in twins._commands:
+        twins._spawn(name)
+        assert twins.processes[name].wait(20) == 1
+    monkeypatch.setattr("effuse.cli.keeper.time", Clock())
+    with pytest.raises(KeyboardInterrupt):
+        watch_over(twins, Rolling(twins))
+    assert caplog.text.count("exited with status 1") == 3
+    assert caplog.text.count("it is started again in 1 s") == 1  # who ended twice
+    assert not twins._ended

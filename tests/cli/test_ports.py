@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from certificates import Authority
 from loopbacks import LOOPBACKS
 
 from effuse.cli import ports
@@ -51,14 +52,15 @@ def test_two_of_a_fleets_ports_are_not_one(one: str, other: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [("--no-metrics", "--metrics-port"), ("--keys", "{file}", "--page-port"),
-     ("--tls-cert", "{file}", "--tls-key", "{file}", "--page-port")],
+     ("--tls-cert", "{cert}", "--tls-key", "{key}", "--page-port")],
 )  # fmt: skip
 def test_a_port_at_which_nothing_is_to_listen_may_be_taken(
     flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    words = [word.format(file=file) for word in flags]
+    tls = Authority.make(tmp_path / "ca").sign("router")
+    words = [word.format(file=file, cert=tls.cert, key=tls.key) for word in flags]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         refuse_early(*parse(["--device", "cpu", "--port", "0", *words, port]))

@@ -8,10 +8,7 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -27,7 +24,6 @@ from effuse.cli.commands import (
 )
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
 from effuse.cli.greeting import greeting
-from effuse.cli.keeper import Rolling, watch_over
 from effuse.cli.process import Process
 from effuse.cli.up import UpView, main, parse
 from effuse.config.flags import flag_of
@@ -356,57 +352,3 @@ def test_a_fleet_without_decode_workers_is_refused() -> None:
 def test_a_fleet_that_names_gpus_for_the_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match="workers that compute on the CPU are given no GPU"):
         FleetConfig(gpus=TWO, decode_flags=("--device=cpu",))
-
-
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    """Two processes that say that they are ready; the first has to be started three times."""
-    fleet = Fleet(FleetConfig())
-    code = (
-        "import pathlib, sys, time; tries = pathlib.Path(sys.argv[2]); tries.open('a').write('x');"
-        " sys.exit(1) if len(tries.read_text()) < int(sys.argv[3]) else None;"
-        ' new = pathlib.Path(sys.argv[1] + ".new"); new.write_text(\'{"address": "a:1"}\');'
-        " new.rename(sys.argv[1]); time.sleep(60)"  # never half of it
-    )
-    for name, tries in (("prefill-0", "3"), ("decode-0", "2")):
-        ready, tried = fleet._home.ready_file(name), fleet.log_dir / f"{name}.tries"
-        fleet._commands[name] = [sys.executable, "-c", code, str(ready), str(tried), tries]
-    yield fleet
-    fleet.stop(lambda: True)
-
-
-def test_processes_that_end_together_or_once_more_are_started_again(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-
-    class Clock:
-        monotonic = staticmethod(time.monotonic)
-
-        def sleep(self, seconds: float) -> None:
-            if caplog.text.count("is back") == 2:
-                raise KeyboardInterrupt
-            time.sleep(0.01)
-
-    cleared: list[Process] = []
-    clear, begin_restart = Process.clear, Fleet.begin_restart
-
-    def note_clear(process: Process) -> None:
-        cleared.append(process)
-        clear(process)
-
-    def restart_what_was_cleared(self: Fleet, name: str) -> None:
-        assert self.processes[name] in cleared, "its id may be another's process by now"
-        begin_restart(self, name)
-
-    monkeypatch.setattr(Process, "clear", note_clear)
-    monkeypatch.setattr(Fleet, "begin_restart", restart_what_was_cleared)
-    for name in fleet._commands:
-        fleet._spawn(name)
-        assert fleet.processes[name].wait(20) == 1
-    monkeypatch.setattr("effuse.cli.keeper.time", Clock())
-    with pytest.raises(KeyboardInterrupt):
-        watch_over(fleet, Rolling(fleet))
-    assert caplog.text.count("exited with status 1") == 3
-    assert caplog.text.count("it is started again in 1 s") == 1  # who ended twice
-    assert not fleet._ended

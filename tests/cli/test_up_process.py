@@ -166,7 +166,7 @@ def test_every_gpu_of_the_machine_is_used(
     up = Up(model, "--decode", "2", "--log-format", "json")
     try:
         up.wait_for(r'^{"name": "decode-0", "message": "decode-0 starts on GPU 0"}$')
-        up.wait_for("2 decode workers, decode-0 on GPU 0, decode-1 on GPU 1, zmq")
+        up.wait_for("2 decode workers, decode-0 on GPU 0, decode-1 on GPU 1, auto")
         workers = [one for one in up.processes() if "effuse.decode_worker" in one.cmdline()]
         seen = [one.environ()["CUDA_VISIBLE_DEVICES"] for one in workers]
         assert sorted(seen) == ["0", "1"]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from client.test_client import FakeRouter
+from client.fake_router import FakeRouter
 
 import effuse
 from effuse.client import retries

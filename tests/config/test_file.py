@@ -103,7 +103,8 @@ def test_processes_and_fleets_take_one(tmp_path: Path, capsys: pytest.CaptureFix
         "default-algorithm = 'llada'"
     )
     up, view = parse_up(["--config", str(fleet), "--max-num-seqs", "8"])
-    assert (up.prefill, view.quiet, up.router_flags) == (0, True, ("--max-queue=5",))
+    http = ("--http-port", "8000")
+    assert (up.prefill, view.quiet, up.router_flags) == (0, True, ("--max-queue=5", *http))
     assert up.worker_flags == ("--max-num-seqs=4", "--device=cpu", "--max-num-seqs", "8")
     assert up.decode_flags == ("--default-algorithm=llada",)
     fleet.write_text("worker-id = 'mine'")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import redis_server
 
-from effuse.placement.records import MOST_LINKS, Load, WorkerRecord
+from effuse.placement.records import MOST_LINKS, Link, Load, WorkerRecord
 from effuse.prefill_worker.links import (
     AGAIN_S,
     AGREEING,
@@ -18,7 +20,9 @@ from effuse.prefill_worker.links import (
     Links,
     Rates,
 )
+from effuse.prefill_worker.rehearsals import tell
 
+LOGGER = "effuse.prefill_worker.rehearsals"
 OWN = redis_server.worker(worker_id="p0", role="prefill", incarnation="own-1")
 LARGE = 64 << 20
 
@@ -238,3 +242,23 @@ def test_a_life_that_is_over_is_named_once() -> None:
     seen = [decode("d0", "9"), decode("d2", "3", state="starting")]
     assert {one.incarnation for one in table.follow(OWN, seen, 1.0)} == {"1", "2", "3"}
     assert table.follow(OWN, seen, 2.0) == []
+
+
+@pytest.mark.parametrize(
+    ("gbps", "is_fallback", "level", "text"),
+    [
+        (0.0, False, logging.INFO, "handoff p0 to d0: cuda_ipc, 213.4 GB/s"),
+        (0.0, True, logging.WARNING, "SLOW, pages of GPUs go over TCP or through the host"),
+        (500.0, False, logging.WARNING, "REFUSED, --min-handoff-gbps asks for 500"),
+        (500.0, True, logging.WARNING, "REFUSED, --min-handoff-gbps asks for 500"),
+    ],
+)
+def test_what_is_told_of_a_link(
+    caplog: pytest.LogCaptureFixture, gbps: float, is_fallback: bool, level: int, text: str
+) -> None:
+    with caplog.at_level(logging.INFO, LOGGER):
+        tell("p0", Link("d0", "1", "cuda_ipc", 213.4e9), gbps, is_fallback=is_fallback)
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert record.getMessage().startswith("handoff p0 to d0: cuda_ipc, 213.4 GB/s")
+    assert text in record.getMessage()

@@ -18,7 +18,7 @@ from fronts import running
 from effuse.placement.records import Link, WorkerRecord
 from effuse.prefill_worker import rehearsals
 from effuse.prefill_worker.links import AGREEING
-from effuse.prefill_worker.rehearsals import Rehearsals, tell
+from effuse.prefill_worker.rehearsals import Rehearsals
 from effuse.prefill_worker.server import make_role
 from effuse.protos import rpc
 from effuse.protos.errors import Overloaded
@@ -397,23 +397,3 @@ def test_a_rehearsal_that_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
         assert task.cancelled()
 
     run(tmp_path, body)
-
-
-@pytest.mark.parametrize(
-    ("gbps", "is_fallback", "level", "text"),
-    [
-        (0.0, False, logging.INFO, "handoff p0 to d0: cuda_ipc, 213.4 GB/s"),
-        (0.0, True, logging.WARNING, "SLOW, pages of GPUs go over TCP or through the host"),
-        (500.0, False, logging.WARNING, "REFUSED, --min-handoff-gbps asks for 500"),
-        (500.0, True, logging.WARNING, "REFUSED, --min-handoff-gbps asks for 500"),
-    ],
-)
-def test_what_is_told_of_a_link(
-    caplog: pytest.LogCaptureFixture, gbps: float, is_fallback: bool, level: int, text: str
-) -> None:
-    with caplog.at_level(logging.INFO, LOGGER):
-        tell("p0", Link("d0", "1", "cuda_ipc", 213.4e9), gbps, is_fallback=is_fallback)
-    (record,) = caplog.records
-    assert record.levelno == level
-    assert record.getMessage().startswith("handoff p0 to d0: cuda_ipc, 213.4 GB/s")
-    assert text in record.getMessage()

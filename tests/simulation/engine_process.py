@@ -100,7 +100,6 @@ class SimConnector:
         """The process's matter."""
 
     def describe(self) -> ReceiverAddress:
-        """How a peer reaches this pool."""
         return self._process.transport.address()
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
@@ -126,8 +125,7 @@ class SimConnector:
         at = self._process.clock.now
         self._ask(lambda: self._process.exchange.finish(reservation, boundary, at))
 
-    def forget_life(self, incarnation: str) -> None:
-        """Nothing is kept for it."""
+    def forget_life(self, incarnation: str) -> None: ...
 
     def cancel(self, transfer_id: str) -> None:
         self._ask(lambda: self._process.exchange.cancel(transfer_id))
@@ -137,7 +135,6 @@ class SimConnector:
         return events
 
     def fileno(self) -> int:
-        """Nobody waits on it."""
         return -1
 
     def _ask(self, request: Action) -> None:
