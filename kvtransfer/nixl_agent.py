@@ -32,6 +32,7 @@ from nixl._bindings import (
     nixlUnknownError,
 )
 
+from effuse.kvtransfer.cuda_ipc import HANDLE_BYTES
 from effuse.kvtransfer.messages import DIGEST_BYTES
 
 LOG = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class NixlAgent:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         bind_netlink()
         # UCX would keep a GPU's memory of a peer mapped, and so in use, after the peer was removed
-        # and had ended. Without the cache a peer's keys hold the mapping, at no cost to writes.
+        # and had ended (`cuda_ipc.py`).
         os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
         self.name = name
         self._agent: Any = nixl_agent(
@@ -85,25 +86,24 @@ class NixlAgent:
         """Ends the agent with all of its connections; nothing that they still held lands."""
         self._agent = None
 
-    def metadata(self) -> bytes:
-        """What peers need to reach this agent and its registered memory, behind its digest."""
-        told = bytes(self._agent.get_agent_metadata())
-        return xxhash.xxh3_128_digest(told) + told
+    def metadata(self, handle: bytes = b"") -> bytes:
+        """What peers need to reach this agent and its registered memory, behind its digest.
+        `handle` maps that memory, if a GPU has it (`cuda_ipc.py`)."""
+        return _sealed(handle, self._agent.get_agent_metadata())
 
     def connection(self) -> bytes:
         """What peers need only to answer this agent, behind its digest. A peer that got a GPU's
         memory as well would map it, and keep it in use after the end of this process."""
         nothing = nixlRegDList(DRAM_SEG)
-        told = bytes(self._agent.get_partial_agent_metadata(nothing, True, ["UCX"]))
-        return xxhash.xxh3_128_digest(told) + told
+        return _sealed(b"", self._agent.get_partial_agent_metadata(nothing, True, ["UCX"]))
 
     def add_peer(self, metadata: bytes) -> str:
         """Makes a peer known; its name. UCX ends the process at some metadata that is spoilt, so
         only such is read as matches its digest."""
         digest, told = metadata[:DIGEST_BYTES], metadata[DIGEST_BYTES:]
-        if xxhash.xxh3_128_digest(told) != digest:
+        if not told or xxhash.xxh3_128_digest(told) != digest:
             raise nixlInvalidParamError("its metadata does not match its digest")
-        name = self._agent.add_remote_agent(told)
+        name = self._agent.add_remote_agent(told[1 + told[0] :])
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_peer(self, name: str) -> None:
@@ -157,6 +157,17 @@ class NixlAgent:
             LOG.warning("an agent whose name is not UTF-8 said something: %s", error)
             return []
         return [(peer, message) for peer, messages in new.items() for message in messages]
+
+
+def handle_in(metadata: bytes) -> bytes:
+    """The handle of a GPU's memory in an agent's metadata; empty if there is none."""
+    told = metadata[DIGEST_BYTES:]
+    return told[1 : 1 + told[0]] if told and told[0] == HANDLE_BYTES else b""
+
+
+def _sealed(handle: bytes, told: bytes) -> bytes:
+    body = bytes([len(handle)]) + handle + bytes(told)
+    return xxhash.xxh3_128_digest(body) + body
 
 
 def bind_netlink() -> None:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from effuse.kvtransfer import cuda_ipc
 from effuse.kvtransfer.connector import UNKNOWN, Cause, HandoffRefused, Route
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.messages import DIGEST_BYTES, ReceiverAddress, Reservation
-from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList, handle_in
 
 LOG = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class NixlPeer:
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
     is_gone: bool = False  # its engine has ended
+    mapped: int = 0  # where we have mapped its GPU's memory; 0 if we have not
     num_tables: int | None = None  # that UCX had told of before this peer was reached
     route: Route = UNKNOWN
 
@@ -46,9 +48,10 @@ class NixlPeer:
 class NixlPeers:
     """Receivers that one agent writes to, at most MOST_PEERS; those in use are never removed."""
 
-    def __init__(self, agent: NixlAgent, layout: KVLayout) -> None:
+    def __init__(self, agent: NixlAgent, layout: KVLayout, *, on_device: bool = False) -> None:
         self._agent = agent
         self._layout = layout
+        self._on_device = on_device
         self._peers: dict[str, NixlPeer] = {}  # least recently used first
 
     def find(self, reservation: Reservation) -> NixlPeer:
@@ -115,7 +118,10 @@ class NixlPeers:
                 address.device_id,
                 address.memory_kind,
             )
-            return NixlPeer(address, reservation.num_pool_pages, *lists)
+            peer = NixlPeer(address, reservation.num_pool_pages, *lists)
+            if self._on_device and (handle := handle_in(address.agent_metadata)):
+                peer.mapped = cuda_ipc.open_handle(handle)
+            return peer
 
         return attempt(f"agent {address.agent_name} cannot be reached", add)
 
@@ -131,7 +137,11 @@ class NixlPeers:
             self._agent.release_pages(peer.groups)
             self._agent.remove_peer(peer.name)
 
-        attempt(f"agent {peer.name} cannot be removed", remove)
+        try:
+            attempt(f"agent {peer.name} cannot be removed", remove)
+        finally:
+            if peer.mapped:
+                cuda_ipc.close_handle(peer.mapped)
 
     def _make_room(self) -> None:
         if len(self._peers) < MOST_PEERS:

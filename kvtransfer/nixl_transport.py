@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from effuse.kvtransfer import cuda_ipc
 from effuse.kvtransfer.connector import UNKNOWN, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
@@ -162,7 +163,7 @@ class NixlTransport:
             self._device_id,
             self._kind,
         )
-        self._peers = NixlPeers(self._sender, self._layout)
+        self._peers = NixlPeers(self._sender, self._layout, on_device=self._kind == "VRAM")
         self._receiving = self._receive()
         self._retired: list[Receiving] = []
 
@@ -335,10 +336,12 @@ class NixlTransport:
     def _receive(self) -> Receiving:
         agent = self._agent(f"r{self._num_agents}")
         self._num_agents += 1
+        on_device = self._kind == "VRAM"
+        handle = cuda_ipc.handle_of(self._memory.address) if on_device else b""
         address = ReceiverAddress(
             connector=self.name,
             agent_name=agent.name,
-            agent_metadata=agent.metadata(),
+            agent_metadata=agent.metadata(handle),
             pool_address=self._memory.address,
             device_id=self._device_id,
             memory_kind=self._kind,

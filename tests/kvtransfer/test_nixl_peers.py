@@ -15,11 +15,11 @@ from kvtransfer.fixtures import LARGE, SMALL, reservation
 from nixl._api import nixl_agent, nixl_agent_config
 from slowness import patient
 
-from effuse.kvtransfer import nixl_peers
+from effuse.kvtransfer import cuda_ipc, nixl_peers
 from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import DIGEST_BYTES, PageRef, ReceiverAddress, Reservation
-from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, handle_in
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters
 from effuse.kvtransfer.nixl_transport import LOOKS, NixlDelivery
 
@@ -201,7 +201,9 @@ def test_a_stranger_whose_name_is_not_utf8_ends_no_agent() -> None:
     receiver, honest = NixlAgent("receiver"), NixlAgent("honest")
     config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     stranger = nixl_agent(b"\xff", config)
-    stranger.send_notif(stranger.add_remote_agent(receiver.metadata()[DIGEST_BYTES:]), b"hello")
+    stranger.send_notif(
+        stranger.add_remote_agent(receiver.metadata()[DIGEST_BYTES + 1 :]), b"hello"
+    )
     heard, has_warned = [], []
 
     class Warned(logging.Handler):
@@ -256,3 +258,29 @@ def test_a_writer_shows_its_connection_and_none_of_its_memory() -> None:
     while not (heard := writer.notifications()) and time.monotonic() < deadline:
         reader.notifications()
     assert heard == [("reader-r0", b"heard")]
+
+
+def test_a_handle_travels_with_the_metadata_and_is_mapped_once_for_each_peer(
+    agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, closed = list[bytes](), list[int]()
+
+    def opens(handle: bytes) -> int:
+        opened.append(handle)
+        return 7 * len(opened)
+
+    monkeypatch.setattr(cuda_ipc, "open_handle", opens)
+    monkeypatch.setattr(cuda_ipc, "close_handle", closed.append)
+    owner = NixlAgent("owner-r0")
+    handle = bytes(range(cuda_ipc.HANDLE_BYTES))
+    assert handle_in(owner.metadata(handle)) == handle and handle_in(owner.metadata()) == b""
+    assert NixlAgent("writer-w").add_peer(owner.metadata(handle)) == "owner-r0"
+    peers = NixlPeers(agent, SMALL, on_device=True)
+    agent.add_peer = lambda metadata: "decode-1ab-r0"
+    address = msgspec.structs.replace(
+        to(0).address, agent_name="decode-1ab-r0", agent_metadata=owner.metadata(handle)
+    )
+    asked = msgspec.structs.replace(to(0), address=address)
+    assert peers.find(asked) is peers.find(asked) and opened == [handle]
+    peers.forget("1ab")
+    assert closed == [7]

@@ -1,0 +1,47 @@
+"""A GPU's memory of another process, mapped for as long as its peer is known.
+
+UCX maps the memory of a peer for each write, unless it keeps every mapping for ever, which keeps
+the memory of an ended process in use. The driver counts mappings of one handle: with one of ours
+beside them UCX's cost nothing, and the memory is free once we have given ours back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, Final
+
+HANDLE_BYTES: Final = 64
+_LAZY_PEER_ACCESS: Final = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+def handle_of(address: int) -> bytes:
+    """The handle of the allocation at a device address [HANDLE_BYTES]; empty if it has none."""
+    handle = _Handle()
+    if _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address)):
+        return b""
+    return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
+
+
+def open_handle(handle: bytes) -> int:
+    """Maps the memory of a handle in the current context; its address here, 0 if it cannot be
+    mapped: on another machine, or if no link joins the GPUs."""
+    address = ctypes.c_uint64(0)
+    mapped = _Handle.from_buffer_copy(handle)
+    flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
+    failed = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), mapped, flags)
+    return 0 if failed else address.value
+
+
+def close_handle(address: int) -> None:
+    """Gives one mapping back."""
+    _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
