@@ -268,8 +268,11 @@ def test_with_tls_nothing_is_called_in_plain_text_but_health(tmp_path: Path) -> 
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[probe]["grpc"]["port"] == config.health_port
     assert allowed == dict.fromkeys(("router", "prefill", "decode"), "pages")
-    (port,) = overlay("tls-1p1d")["Service", "router"]["spec"]["ports"]
-    assert port["appProtocol"] == "https"  # h2c has gateways speak plain text to it
+    ports = overlay("tls-1p1d")["Service", "router"]["spec"]["ports"]
+    assert {port["name"]: port["appProtocol"] for port in ports} == {
+        "grpc": "https",  # h2c has gateways speak plain text to it
+        "http": "https",
+    }
 
 
 @pytest.mark.parametrize("name", GPU_OVERLAYS)
