@@ -178,7 +178,8 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
         if speaks_tls:
             files.check()
         token = read_token(found.token_file)
-        read_target(vars(found).get("target", ""), files if speaks_tls else None)
+        if target := vars(found).get("target"):
+            read_target(target, files if speaks_tls else None)
         return Credentials(tls=files if speaks_tls else None, token=token)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -36,7 +36,7 @@ def test_it_solves_problems_on_a_fleet_of_its_own(
     assert sum(line.startswith("at full speed") for line in lines) == 2
     assert lines[-1] == "2 of 2 answers are right."
     assert {"redis", "router", "prefill-0", "decode-0"} <= {line.split(" ")[0] for line in lines}
-    assert sum("KV bytes over zmq" in line for line in lines) == 2
+    assert sum("KV bytes over nixl" in line for line in lines) == 2
     assert sum("on GPU 0 (1/2 of its memory)" in line for line in lines) == 2
 
 

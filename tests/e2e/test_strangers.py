@@ -85,7 +85,7 @@ def test_a_forged_record_draws_no_prompt(fleet: Fleet) -> None:
     try:
         records = asyncio.run(_forge(fleet, f"127.0.0.1:{port}"))
         assert {record.role for record in records} == {"prefill", "decode"}
-        fleet.wait_for_workers(2, 2, 30.0)
+        fleet.wait_for_workers(2, 1, 30.0)  # no link to the stranger's decode worker is ever warm
         request = pb.GenerateRequest(
             prompt_token_ids=pb.TokenIds(ids=SECRET_IDS), stopping=pb.StoppingParams(max_tokens=8)
         )

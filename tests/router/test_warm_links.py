@@ -55,7 +55,7 @@ def test_a_request_that_needs_a_prefill_worker_waits_for_a_warm_link() -> None:
     workers = seen(prefill("p0"), D0)
     assert prospect(workers, need("remote")) is Prospect.WORKER
     assert why_refused(workers, MODEL) == ""
-    assert prospect(seen(prefill("p0"), OTHER), need("remote")) is Prospect.NONE
+    assert prospect(seen(prefill("p0"), OTHER), need("remote")) is Prospect.WORKER
 
 
 def test_a_link_that_is_not_measured_enough_for_a_limit_is_waited_for() -> None:
