@@ -109,7 +109,10 @@ BAD: dict[str, tuple[Chat, str, str]] = {
     "no messages": (Chat(), "chat.messages", "from 1 to 256 messages, got 0"),
     "too many": (Chat(HI.messages * 257), "chat.messages", "got 257"),
     "too long": (HI.user("é" * (MOST // 2)), "chat.messages", f"at most {MOST} bytes"),
-    "a role": (Chat((*HI.assistant("a").messages, Message("admin", "b"))), "chat.messages[2].role", "got 'admin'"),
+    "a role": (
+        Chat((*HI.assistant("a").messages, Message("admin", "b"))),
+        "chat.messages[2].role", "got 'admin'",
+    ),
     "a role in capitals": (Chat((Message("User", ""),)), "chat.messages[0].role", "system, user"),
     "an argument too long": (
         Chat(HI.messages, {"a": "b" * MOST}), "chat.template_arguments_json", "bytes"
