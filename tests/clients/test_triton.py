@@ -23,4 +23,4 @@ def test_tritonclient(tool: Tool, fleet: Up) -> None:
     assert (streamed["reason"], streamed["id"]) == ("stop", "8")
     assert "NOT_FOUND: there is no model 'nowhere'" in found["stream_error"]["error"]
     assert found["unknown_model"].startswith("StatusCode.NOT_FOUND: there is no model 'nowhere'")
-    assert found["bad_setting"].startswith("StatusCode.INVALID_ARGUMENT: sampling.temperature")
+    assert found["bad_setting"].startswith("StatusCode.INVALID_ARGUMENT: parameters['temperature']")
