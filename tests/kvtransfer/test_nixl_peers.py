@@ -21,7 +21,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import DIGEST_BYTES, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, handle_in
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters
-from effuse.kvtransfer.nixl_transport import LOOKS, NixlDelivery
+from effuse.kvtransfer.nixl_transport import LOOKS, NixlDelivery, NixlTransport
 
 
 @dataclass
@@ -284,3 +284,17 @@ def test_a_handle_travels_with_the_metadata_and_is_mapped_once_for_each_peer(
     assert peers.find(asked) is peers.find(asked) and opened == [handle]
     peers.forget("1ab")
     assert closed == [7]
+
+
+def test_a_transport_shows_writers_its_memory_and_readers_only_its_connection() -> None:
+    memory, peer = PageMemory(SMALL, 4), NixlAgent("peer-r0")
+    transport = NixlTransport(memory, "1ab", role="prefill")
+    transport.open()
+
+    def pages(metadata: bytes) -> None:
+        name = peer.add_peer(metadata)
+        peer.pages(name, memory.address, memory.page_bytes, 4, 0, "DRAM")
+
+    pages(transport.address().agent_metadata)
+    with pytest.raises(NIXL_ERRORS):
+        pages(transport._metadata)
