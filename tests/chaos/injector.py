@@ -30,13 +30,6 @@ _POLL_S = 0.05
 _MARKER = "chaos:marker"
 _ENGINES = (Kind.ENGINE_KILLED, Kind.ENGINE_PAUSED)
 _OF_KEYS = (Kind.REDIS_EMPTIED, Kind.REDIS_ROLLED_BACK)
-_LIFE_ENDS = (
-    Kind.ENGINE_KILLED,
-    Kind.OTHERS_KILLED,
-    Kind.FRONT_KILLED,
-    Kind.WORKER_DRAINED,
-    Kind.ROUTER_KILLED,
-)
 
 
 class Injector:
@@ -66,10 +59,10 @@ class Injector:
         """All faults; ends early where the fleet cannot bear the next one for too long."""
         for fault in plan:
             deadline = time.monotonic() + PATIENCE_S
-            while not self._can_bear(fault, fault.lull_s):
+            while (injected := self._try(fault)) is None:
                 if time.monotonic() > deadline:
                     return
-            tell(self._inject(fault))
+            tell(injected)
         self._wait(lambda: not (self._away or self._still), PATIENCE_S)
 
     def _can_bear(self, fault: Fault, lull_s: float) -> bool:
@@ -119,7 +112,16 @@ class Injector:
 
     # One fault.
 
+    def _try(self, fault: Fault) -> Injected | None:
+        """Carries the fault out, unless the fleet cannot bear it or a victim has just ended."""
+        if self._can_bear(fault, fault.lull_s):
+            with contextlib.suppress(NotThere, psutil.NoSuchProcess):
+                return self._inject(fault)
+        return None
+
     def _inject(self, fault: Fault) -> Injected:
+        """Carries the fault out. Raises NotThere or psutil.NoSuchProcess if a victim ended by
+        itself: then there was no fault."""
         names, lives = {fault.target}, self._lives()
         if fault.kind is Kind.OTHERS_KILLED:
             names = {name for name in self._ready() if name.startswith(fault.role)}
@@ -127,11 +129,10 @@ class Injector:
         in_flight = self._ledger.in_flight()
         running = all_at_once(lambda one: self._standing(one, names), in_flight, CLIENTS)
         injected = Injected(fault=fault, at_s=time.monotonic(), evidence="", running=running)
-        self._ledger.injected.append(injected)
-        if fault.kind in _LIFE_ENDS:
+        injected.evidence, has_ended = self._hit(injected, names)
+        if has_ended:
             self._ended |= {lives[name] for name in names & lives.keys()}
-        with contextlib.suppress(NotThere):  # it ended by itself just now: there is no evidence
-            injected.evidence = self._hit(injected, names)
+        self._ledger.injected.append(injected)
         for name in names:  # now, as who stands still is listed for a while
             self._away[name] = injected
         return injected
@@ -150,25 +151,24 @@ class Injector:
             state = "runs elsewhere"
         return Standing(exchange.number, state)
 
-    def _hit(self, injected: Injected, names: Set[str]) -> str:
-        """Does it, now; how it was seen to happen, or nothing. Raises NotThere."""
+    def _hit(self, injected: Injected, names: Set[str]) -> tuple[str, bool]:
+        """Does it now. Returns how it was seen to happen, empty if it was not, and whether it ended
+        lives. Raises NotThere or psutil.NoSuchProcess."""
         fault = injected.fault
         if fault.kind in _OF_KEYS:
-            return self._change_keys(fault)
+            return self._change_keys(fault), False
         if fault.kind is Kind.REDIS_KILLED:
-            return self._keep_down(fault)
+            return self._keep_down(fault), False
         if fault.kind in OF_LINKS:
-            return self._harm(fault, OF_LINKS[fault.kind])
+            return self._harm(fault, OF_LINKS[fault.kind]), False
         victims = self._victims(fault, names)
+        for victim in victims:
+            if _has_ended(victim):
+                raise NotThere(fault.target)
         injected.at_s = time.monotonic()  # to find them took a while
         if fault.kind in PAUSES:
             return self._pause(victims[0], fault)
-        is_drain = fault.kind is Kind.WORKER_DRAINED
-        for victim in victims if fault.kind is Kind.OTHERS_KILLED else victims[:1]:
-            victim.send_signal(signal.SIGTERM if is_drain else signal.SIGKILL)
-        _, alive = psutil.wait_procs(victims, timeout=DRAIN_S if is_drain else SEEN_S)
-        gone = "pid " + ", ".join(str(one.pid) for one in victims) + " gone"
-        return gone if not [one for one in alive if one.is_running()] else ""
+        return _end(victims, fault.kind), True
 
     def _victims(self, fault: Fault, names: Set[str]) -> list[psutil.Process]:
         """The process that is hit, and those that must end with it."""
@@ -184,24 +184,30 @@ class Injector:
         front = self._subject.front(fault.target)
         return [front] if fault.kind is Kind.FRONT_PAUSED else [front, engine]
 
-    def _pause(self, victim: psutil.Process, fault: Fault) -> str:
-        """A front ends its engine where that shows nothing for too long; nobody else may end."""
+    def _pause(self, victim: psutil.Process, fault: Fault) -> tuple[str, bool]:
+        """As `_hit`. A front ends its engine if that stands still for too long; no other victim may
+        end. Raises NotThere if an engine ended before it was seen to stand still."""
+        is_engine = fault.kind is Kind.ENGINE_PAUSED
         began = time.monotonic()
         victim.suspend()
         if self._overlaps and fault.kind is not Kind.REDIS_PAUSED:
             self._still.append((began + fault.hold_s, victim))
-            return (
-                f"pid {victim.pid} stands still for {fault.hold_s:.1f} s" if _stops(victim) else ""
-            )
+            stands = f"pid {victim.pid} stands still for {fault.hold_s:.1f} s"
+            return (stands if _stops(victim) else "", False)
         try:
-            stops = _stops(victim)
+            if not _stops(victim):
+                if is_engine and _has_ended(victim):
+                    raise NotThere(fault.target)
+                return "", False
             is_deaf = fault.kind is not Kind.REDIS_PAUSED or not self._subject.redis_answers()
             self._wait(lambda: _has_ended(victim), fault.hold_s)
             told = f"pid {victim.pid} stood still for {time.monotonic() - began:.1f} s"
-            if stops and is_deaf and _is_stopped(victim):
-                return told
-            is_replaced = fault.kind is Kind.ENGINE_PAUSED and _has_ended(victim)
-            return f"{told} and was ended" if stops and is_replaced else ""
+            if _is_stopped(victim):
+                return (told if is_deaf else "", False)
+            # A process that was let go on lives; one that was ended may take a while to be gone.
+            if is_engine and _ends(victim):
+                return f"{told} and was ended", True
+            return "", False
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.resume()
@@ -265,15 +271,36 @@ def _is_stopped(process: psutil.Process) -> bool:
 def _has_ended(process: psutil.Process) -> bool:
     """Also where nobody has taken note of its end."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return True
 
 
 def _stops(process: psutil.Process) -> bool:
-    """Whether it stands still soon. Looked at often, as its front may end it for that."""
+    """Whether it stands still soon. Looked at often, because its front may end it for that."""
+    return _comes_true(lambda: _is_stopped(process), process)
+
+
+def _ends(process: psutil.Process) -> bool:
+    """Whether it ends soon."""
+    return _comes_true(lambda: _has_ended(process), process)
+
+
+def _comes_true(state: Callable[[], bool], process: psutil.Process) -> bool:
+    """Whether a process is in that state soon; False as soon as it has ended in another one."""
     deadline = time.monotonic() + SEEN_S
-    while not _is_stopped(process):
+    while not state():
         if _has_ended(process) or time.monotonic() > deadline:
-            return False
+            return state()  # which may have come true since
         time.sleep(0.001)
     return True
+
+
+def _end(victims: list[psutil.Process], kind: Kind) -> str:
+    """Sends the signal to those that are hit; how all were seen to end, or nothing."""
+    is_drain = kind is Kind.WORKER_DRAINED
+    for victim in victims if kind is Kind.OTHERS_KILLED else victims[:1]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended in this instant
+            victim.send_signal(signal.SIGTERM if is_drain else signal.SIGKILL)
+    _, alive = psutil.wait_procs(victims, timeout=DRAIN_S if is_drain else SEEN_S)
+    gone = "pid " + ", ".join(str(one.pid) for one in victims) + " gone"
+    return gone if not [one for one in alive if one.is_running()] else ""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -133,6 +136,132 @@ def test_a_pause_that_somebody_ends_is_no_evidence(client: Client) -> None:
         time.sleep(0.2)
         subject.front("decode-0").resume()
         assert not running.result()[0].evidence
+
+
+def test_an_engine_that_somebody_lets_go_on_is_no_evidence(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(injector, "SEEN_S", 1.0)
+    pause = Fault(Kind.ENGINE_PAUSED, "decode-0", 0.0, 2.0)
+    with scene("decode-0", "decode-1") as subject, ThreadPoolExecutor(1) as threads:
+        engine = subject.engine("decode-0")
+        running = threads.submit(carry_out, subject, client, pause)
+        wait_until(lambda: engine.status() == psutil.STATUS_STOPPED, "it was never stopped")
+        engine.resume()
+        assert not running.result()[0].evidence
+
+
+class Scripted(psutil.Process):
+    """A process whose state at each look is given; the last one stays. No signal reaches it."""
+
+    def __init__(self, *states: Any) -> None:
+        super().__init__()
+        self.states = list(states)
+
+    def status(self) -> Any:
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+    def suspend(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+
+STOPPED, RUNNING, ZOMBIE = psutil.STATUS_STOPPED, psutil.STATUS_RUNNING, psutil.STATUS_ZOMBIE
+
+
+def paused(
+    monkeypatch: pytest.MonkeyPatch, client: Client, kind: Kind, *engines: psutil.Process
+) -> list[Injected]:
+    """A pause that meets the next engine or front each time it looks for one."""
+    monkeypatch.setattr(injector, "SEEN_S", 0.3)
+    monkeypatch.setattr(injector, "PATIENCE_S", 5.0)
+    victims = iter(engines)
+    with scene("decode-0", "decode-1") as subject:
+
+        def engine(worker: str) -> psutil.Process:
+            victim = next(victims)
+            subject.lives[worker] = f"{id(victim)}"  # else it would be the one that has ended
+            return victim
+
+        subject.engine = subject.front = engine  # type: ignore[method-assign]
+        return carry_out(subject, client, Fault(kind, "decode-0", 0.0, 0.1))
+
+
+def test_an_engine_that_is_just_being_ended_stood_still(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its front has sent SIGKILL as the pause ends: it is neither stopped nor gone yet."""
+    killed_late = Scripted(RUNNING, *[STOPPED] * 2, *[RUNNING] * 20, ZOMBIE)
+    (injected,) = paused(monkeypatch, client, Kind.ENGINE_PAUSED, killed_late)
+    assert "was ended" in injected.evidence
+
+
+def test_an_engine_that_ended_before_it_was_seen_to_stop_is_no_fault_and_another_is_paused(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Scripted(RUNNING, RUNNING, RUNNING, ZOMBIE)
+    (injected,) = paused(monkeypatch, client, Kind.ENGINE_PAUSED, ended, Scripted(RUNNING, STOPPED))
+    assert "stood still" in injected.evidence
+
+
+@pytest.mark.parametrize("kind", [Kind.ENGINE_PAUSED, Kind.FRONT_PAUSED])
+def test_a_process_that_never_stops_is_no_evidence(
+    kind: Kind, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (injected,) = paused(monkeypatch, client, kind, *[Scripted(RUNNING)] * 9)
+    assert not injected.evidence
+
+
+def test_a_front_that_ends_when_it_is_paused_is_no_evidence(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = Scripted(RUNNING, STOPPED, ZOMBIE)
+    (injected,) = paused(monkeypatch, client, Kind.FRONT_PAUSED, front, front)
+    assert not injected.evidence
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """It has ended, and nobody has taken note of that."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+KILLED = (Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.OTHERS_KILLED, Kind.ENGINE_PAUSED)
+
+
+@pytest.mark.parametrize("kind", KILLED)
+def test_a_victim_that_is_gone_is_waited_for(
+    kind: Kind, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ready for whoever asks the router, and its engine is just being replaced."""
+    monkeypatch.setattr(injector, "PATIENCE_S", 5.0)
+    with scene("decode-0", "decode-1", "decode-2") as subject:
+        gone = subprocess.Popen(SLEEP)
+        victim = psutil.Process(gone.pid)
+        end(gone)
+        tries, real = iter(["is missing", "has ended"]), subject.engine
+
+        def engine(worker: str) -> psutil.Process:
+            how = next(tries, "is there")
+            if how == "is missing":
+                raise NotThere(worker)
+            return victim if how == "has ended" else real(worker)
+
+        subject.engine = engine  # type: ignore[method-assign]
+        if kind is Kind.FRONT_KILLED:
+            threading.Timer(1.0, subject.engines["decode-0"].kill).start()
+        ledger = carry_out(subject, client, Fault(kind, "decode-0", 0.0, 0.2))
+        gone.wait(30)
+        assert [bool(one.evidence) for one in ledger] == [True]
+        assert next(tries, None) is None
+
+
+def test_a_victim_that_never_comes_is_not_hit(client: Client) -> None:
+    with scene("decode-0", "decode-1") as subject:
+        end(subject.engines["decode-0"])
+        assert not carry_out(subject, client, killed(Kind.ENGINE_KILLED, "decode-0"))
 
 
 def test_a_redis_that_is_emptied_has_lost_its_keys(client: Client) -> None:
