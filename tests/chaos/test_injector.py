@@ -236,7 +236,7 @@ def test_a_victim_that_is_gone_is_waited_for(
     kind: Kind, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is ready for whoever asks the router, and its engine is just being replaced."""
-    monkeypatch.setattr(injector, "PATIENCE_S", 5.0)
+    monkeypatch.setattr(injector, "PATIENCE_S", 2.0)
     with scene("decode-0", "decode-1", "decode-2") as subject:
         gone = subprocess.Popen(SLEEP)
         victim = psutil.Process(gone.pid)
