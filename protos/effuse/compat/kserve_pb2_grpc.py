@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Text in, text out, as tensors (kserve_requests.py).
+    """Text in, text out, both as tensors (kserve_requests.py).
     """
 
     def __init__(self, channel):
@@ -73,25 +73,25 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Text in, text out, as tensors (kserve_requests.py).
+    """Text in, text out, both as tensors (kserve_requests.py).
     """
 
     def ServerLive(self, request, context):
-        """Whether the process answers.
+        """Returns whether the process answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerReady(self, request, context):
-        """Whether some request could be answered now.
+        """Returns whether the fleet could answer some request now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """Whether a request for this model could be answered now.
+        """Returns whether the fleet could answer a request for this model now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +119,7 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Runs requests one after the other and tells each answer's text as it is final.
+        """Runs requests one after the other and sends each answer's text as soon as it is final.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Text in, text out, as tensors (kserve_requests.py).
+    """Text in, text out, both as tensors (kserve_requests.py).
     """
 
     @staticmethod

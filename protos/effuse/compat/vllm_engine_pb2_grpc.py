@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VllmEngineStub:
-    """What a gateway such as SMG calls to serve HTTP on top of an engine.
+    """The service that a gateway such as SMG calls to offer HTTP in front of an engine.
     """
 
     def __init__(self, channel):
@@ -73,25 +73,25 @@ class VllmEngineStub:
 
 
 class VllmEngineServicer:
-    """What a gateway such as SMG calls to serve HTTP on top of an engine.
+    """The service that a gateway such as SMG calls to offer HTTP in front of an engine.
     """
 
     def Generate(self, request, context):
-        """Runs a request; chunks as they are final where `stream` is set, and last the end.
+        """Runs a request and returns its end. If `stream` is set, it first sends chunks as soon as they are final.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HealthCheck(self, request, context):
-        """Whether requests can be answered now.
+        """Returns whether the fleet can answer requests now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests that run at this router; those that do not are passed over.
+        """Ends requests that run at this router, and ignores ids of others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,14 +112,14 @@ class VllmEngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """What runs and waits, in all of the fleet.
+        """Returns how many requests run and wait in the whole fleet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """The tokenizer's files, as pieces of a zip archive.
+        """Returns the tokenizer's files, as pieces of a zip archive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ def add_VllmEngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VllmEngine:
-    """What a gateway such as SMG calls to serve HTTP on top of an engine.
+    """The service that a gateway such as SMG calls to offer HTTP in front of an engine.
     """
 
     @staticmethod

@@ -62,29 +62,29 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Runs a request to its end and returns the whole answer, or all of them.
+        """Runs a request to its end and returns its answer, or all of its answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Runs a request and streams its blocks as they are committed.
+        """Runs a request and streams its blocks as soon as they are committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """Looks up a request that is running or that finished a short while ago.
+        """Looks up a request that runs or that finished a short while ago.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
-        free soon after. A request of another router is named, and left alone.
+        """Ends a request by its id, whether it waits or runs. Its own call ends with ABORTED, and its resources are free
+        soon after. If another router runs it, the answer names that router and nothing is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,8 +47,9 @@ class MonitorServiceServicer:
     """
 
     def WatchRequests(self, request, context):
-        """Tells what is queued and runs at this router, again and again until the caller ends the call or the router drains.
-        While somebody watches, blocks of requests that begin are told after each of their forwards, else at commits.
+        """Sends the requests that wait and run at this router, repeatedly, until the caller ends the call or the router
+        drains. While at least one call is open, the blocks of new requests are updated after each forward instead of
+        at each commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

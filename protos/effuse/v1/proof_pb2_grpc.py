@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ProofServiceStub:
-    """Answered to anybody: it gives nothing away.
+    """Any client may call it, because it reveals nothing.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class ProofServiceStub:
 
 
 class ProofServiceServicer:
-    """Answered to anybody: it gives nothing away.
+    """Any client may call it, because it reveals nothing.
     """
 
     def Prove(self, request, context):
-        """Proves knowledge of the fleet's secret to who knows it, too, before that one sends anything.
+        """Proves knowledge of the fleet's secret to a caller that knows it too, before that caller sends anything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_ProofServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ProofService:
-    """Answered to anybody: it gives nothing away.
+    """Any client may call it, because it reveals nothing.
     """
 
     @staticmethod

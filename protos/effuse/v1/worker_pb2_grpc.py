@@ -47,7 +47,7 @@ class PrefillServiceServicer:
     """
 
     def Prefill(self, request_iterator, context):
-        """Computes a prompt at once and pushes its pages when the reservation has come in on the same stream.
+        """Computes a prompt immediately and pushes its pages when the reservation has arrived on the same stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,7 +135,7 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rehearse(self, request, context):
-        """Lends free pages to a prefill worker that pushes into them once, to measure the way; checked like a handoff.
+        """Lends free pages to a prefill worker that pushes into them once, to measure the link; checked like a handoff.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,7 +222,7 @@ class DecodeService:
 
 
 class WorkerServiceStub:
-    """What every worker answers.
+    """The service of every worker.
     """
 
     def __init__(self, channel):
@@ -254,11 +254,12 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """What every worker answers.
+    """The service of every worker.
     """
 
     def Abort(self, request, context):
-        """Ends an attempt. Returns once nothing of it reads or writes KV memory here, and refuses it afterwards.
+        """Ends an attempt. Returns once no part of it reads or writes KV memory here; the worker refuses the attempt
+        afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -272,14 +273,14 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Admits nothing more, lets what runs finish.
+        """Stops admission and lets running requests finish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Admits again after a drain; what has not ended yet goes on.
+        """Admits requests again after a drain; requests that have not ended yet go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -317,7 +318,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """What every worker answers.
+    """The service of every worker.
     """
 
     @staticmethod
