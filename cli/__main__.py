@@ -23,11 +23,11 @@ COMMANDS = {
     "token": ("token", "make a token for a client of a fleet"),
     "logs": ("logs", "show what a fleet's processes have written"),
     "bench": ("bench", "measure a fleet on a dataset"),
-    "check-ghz": ("check_ghz", "judge what ghz measured"),
+    "check-ghz": ("check_ghz", "check a report of ghz against limits"),
     "eval": ("evaluate", "measure the bundled model's accuracy"),
     "demo": ("demo", "start a fleet and solve three fresh problems"),
     "convert-tokenizer": ("convert_tokenizer", "write tokenizer.json for a checkpoint"),
-    "completion": ("completion", "print what a shell needs to complete these commands"),
+    "completion": ("completion", "print shell completion for these commands"),
 }
 _STARTS_WORKERS = {"up", "demo", "eval"}
 

@@ -171,7 +171,7 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Credentials:
     """The credentials that these flags name; bad ones end the process with status 2."""
     if (found.tls_cert is None) != (found.tls_key is None):
-        parser.error("--tls-cert, --tls-key: expected both or none")
+        parser.error("--tls-cert, --tls-key: expected both or neither")
     speaks_tls = found.tls or found.tls_ca or found.tls_cert
     files = TlsFiles(cert=found.tls_cert, key=found.tls_key, ca=found.tls_ca)
     try:
@@ -199,20 +199,22 @@ def explain(error: EffuseError | grpc.aio.AioRpcError, target: str) -> str:
 def _lost(code: grpc.StatusCode, details: str, target: str) -> str:
     """Why no router answered; `details` are the gRPC library's."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return f"what listens on {target} is no router of effuse, or not of this version: {details}"
+        return (
+            f"the server on {target} is not a router of effuse, or not of this version: {details}"
+        )
     if code is not grpc.StatusCode.UNAVAILABLE:
         return details
     if "WRONG_VERSION_NUMBER" in details:
-        return f"{target} does not speak TLS: leave out --tls and the flags that begin with it"
+        return f"{target} does not speak TLS: leave out --tls and all flags that begin with --tls-"
     if "Hostname Verification" in details:
-        return f"the certificate of {target} names another host"
+        return f"the certificate of {target} is for another host"
     if "CERTIFICATE_VERIFY_FAILED" in details:
         return f"the certificate of {target} is not trusted (--tls-ca)"
     if "handshake" in details:
         return f"no TLS connection to {target}: {details}"
     reason = details.rpartition(": ")[2].removesuffix("]")
     if "Failed parsing HTTP/2" in details:
-        return f"what listens on {target} is no router of effuse"
+        return f"the server on {target} is not a router of effuse"
     if details.startswith(("failed to connect", "errors resolving", "DNS", "name resolution")) and (
         "closed" not in reason and "reset" not in reason
     ):
@@ -220,4 +222,7 @@ def _lost(code: grpc.StatusCode, details: str, target: str) -> str:
             f"no router answers on {target} ({reason}); "
             "'effuse up' starts a fleet, --target names another one"
         )
-    return f"{target} broke off ({reason}): has the router ended, or does it speak TLS (--tls-ca)?"
+    return (
+        f"{target} closed the connection ({reason}): did the router end, or does it need TLS "
+        "(--tls-ca)?"
+    )

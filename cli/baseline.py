@@ -87,7 +87,7 @@ class Rivals:
         """Model, configuration and loop, in words."""
         adapter = "" if self.adapter is None else f" with adapter {self.adapter.name}"
         threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''} each"
-        loop = f"base model: {self.family.algorithm}, as in {self.family.origin}"
+        loop = f"base model: {self.family.algorithm}, after {self.family.origin}"
         return f"{self.directory.name}{adapter} on {self.device}, {self.dtype}, {threads}; {loop}"
 
     def taken(self) -> list[int]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_parser"]
 
-RULE = "tokens: those that the server counts as generated; times from when a request was due"
+RULE = "tokens: generated tokens by the server's count; times: from when a request was due"
 
 Way = Callable[[Tally], None]
 """A way to answer all prompts: adds each outcome to a tally when it comes."""
@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
         job = parse(argv)
         rivals = load_rivals(job) if job.baseline else None
         if job.scorer == "humaneval" and not works():
-            raise BenchError("--scorer humaneval: no sandboxed Python program runs to its end here")
+            raise BenchError(
+                "--scorer humaneval: a sandboxed Python program cannot run on this machine"
+            )
     except (DatasetError, BenchError) as error:
         print(f"effuse bench: {error}", file=sys.stderr)
         return 2
@@ -83,13 +85,16 @@ class Bench:
     def finish(self) -> None:
         """Prints all figures and writes the files."""
         if not self.runs:
-            print("effuse bench: broken off before anything was measured", file=sys.stderr)
+            print("effuse bench: stopped before the first measurement", file=sys.stderr)
         elif not save(self._job, self.runs, self._heading) and not self.status:
             self.status = 1
         if self.runs:
             tell(self._job, self.runs)
         if self.runs and self.status == 130:
-            print("effuse bench: broken off; the figures are those until then", file=sys.stderr)
+            print(
+                "effuse bench: stopped early; the figures cover the requests until then",
+                file=sys.stderr,
+            )
         if not self.status and any(run.failed for run in self.runs):
             self.status = 1
 

@@ -65,18 +65,18 @@ class BenchJob:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("bench", "Send a dataset's prompts to a running fleet; print what it took.")
+    parser = command("bench", "Send a dataset's prompts to a running fleet; print times and rates.")
     add = parser.add_argument
     add("--dataset", type=file, required=True, metavar="FILE", help='lines of {"prompt": ...}')
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--limit", type=whole(1), metavar="N",
-        help="send so many prompts, the dataset again and again (default: each once)")  # fmt: skip
+        help="send this many prompts, repeating the dataset (default: each once)")  # fmt: skip
     add("--timeout", type=seconds, default=600.0, metavar="S", help="deadline of each request")
     _add_load(parser)
     _add_comparison(parser)
-    add("--json", type=new_file, metavar="FILE", help="write all figures there")
+    add("--json", type=new_file, metavar="FILE", help="write all figures to this file")
     add("--plot", type=new_file, metavar="FILE",
-        help="draw them there, as .svg, .png or .pdf; needs matplotlib")  # fmt: skip
+        help="draw the figures to this file, as .svg, .png or .pdf; needs matplotlib")  # fmt: skip
     add_credentials(parser)
     add_knobs(parser)
     return parser
@@ -85,31 +85,31 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_comparison(parser: argparse.ArgumentParser) -> None:
     """What stands beside the fleet, and how well all answer."""
     add = parser.add_argument
-    add_switch(parser, "--baseline", "first answer by the base model's own loop, and by one engine "
-               "without a fleet, in this process; all greedily")  # fmt: skip
+    add_switch(parser, "--baseline", "first answer in this process with the base model's own loop "
+               "and with one engine without a fleet; all greedy")  # fmt: skip
     add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
         help="checkpoint of the baselines (default: the bundled model)")  # fmt: skip
     add("--adapter", type=directory, metavar="DIR",
-        help="LoRA adapter of the baselines; the base model goes without")  # fmt: skip
+        help="LoRA adapter of the baselines; the base model does not use it")  # fmt: skip
     add("--d2f-repo", type=directory, metavar="DIR",
-        help="with --baseline: also run the D2F authors' loop from this checkout of theirs, in a "
-        "process of its own; runs its code, and code in --model-dir")  # fmt: skip
+        help="with --baseline: also run the D2F authors' loop from this checkout, in another "
+        "process; this runs its code and code in --model-dir")  # fmt: skip
     add("--scorer", choices=get_args(Scorer),
         help="grade answers: gsm8k by the last number, humaneval by running tests")  # fmt: skip
-    add_switch(parser, "--run-model-code", "permit --scorer humaneval to run what the model wrote, "
-               "in a sandbox with limits")  # fmt: skip
+    add_switch(parser, "--run-model-code", "allow --scorer humaneval to run code that the model "
+               "wrote, in a sandbox with limits")  # fmt: skip
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     """How requests come, and what they must meet."""
     add = parser.add_argument
     add("--concurrency", type=whole(1), default=8, metavar="N",
-        help="clients that send one request after the other")  # fmt: skip
+        help="number of clients, each of which sends one request after another")  # fmt: skip
     add("--rate", type=number(0, open_left=True), metavar="R",
-        help="in their place: requests that arrive a second, by chance")  # fmt: skip
-    add("--arrival-seed", type=whole(0), default=1, metavar="N", help="when they arrive")
-    add_switch(parser, "--sweep", "measure rates from --rate on, to the highest that is borne: "
-               "where 9 requests in 10 meet the objectives")  # fmt: skip
+        help="instead of --concurrency: requests per second, at random times")  # fmt: skip
+    add("--arrival-seed", type=whole(0), default=1, metavar="N", help="seed of these times")
+    add_switch(parser, "--sweep", "raise the rate from --rate to the highest at which 9 requests "
+               "in 10 meet the objectives")  # fmt: skip
     for flag, what in (
         ("--first-block-within", "objective: time to the first block"),
         ("--gap-within", "objective: time from each block to the next"),
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str]) -> BenchJob:
         params = replace(params, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0)
     job = _job(found, params, credentials_of(parser, found))
     if job.sweep and (job.rate is None or job.goals.asks_nothing):
-        parser.error("--sweep: expected --rate and an objective, as --total-within, with it")
+        parser.error("--sweep: expected --rate and an objective, such as --total-within")
     if job.plot is not None:
         _check_plot(parser, job.plot)
     return job
@@ -139,11 +139,13 @@ def _check_comparison(
 ) -> None:
     if found.baseline and (others := sorted(_unknown_to_baseline(params))):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
-        parser.error(f"--baseline: expected no settings but {_BASELINE_FLAGS}, got {flags} too")
+        parser.error(f"--baseline: expected no settings except {_BASELINE_FLAGS}, got also {flags}")
     if found.d2f_repo is not None and not found.baseline:
-        parser.error("--d2f-repo: expected --baseline with it")
+        parser.error("--d2f-repo: expected together with --baseline")
     if found.scorer == "humaneval" and not found.run_model_code:
-        parser.error("--scorer humaneval: expected --run-model-code, as it runs what a model wrote")
+        parser.error(
+            "--scorer humaneval: expected --run-model-code, because it runs code that a model wrote"
+        )
 
 
 def _check_plot(parser: argparse.ArgumentParser, path: Path) -> None:

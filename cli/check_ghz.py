@@ -92,17 +92,17 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("check-ghz", "Judge a report that ghz wrote with --format json.")
+    parser = command("check-ghz", "Check a report that ghz wrote with --format json.")
     add = parser.add_argument
     add("report", type=file, metavar="FILE", help="the report")
-    add("--count", type=whole(1), metavar="N", help="calls that were asked for (default: any)")
-    add("--errors", type=whole(0), default=0, metavar="N", help="calls that may fail")
-    add("--least-rps", type=number(0), metavar="R", help="calls a second at least")
-    add("--average", type=seconds, metavar="S", help="longest average latency")
-    add("--slowest", type=seconds, metavar="S", help="longest latency of all")
+    add("--count", type=whole(1), metavar="N", help="expected number of calls (default: any)")
+    add("--errors", type=whole(0), default=0, metavar="N", help="most calls that may fail")
+    add("--least-rps", type=number(0), metavar="R", help="least calls per second")
+    add("--average", type=seconds, metavar="S", help="highest average latency")
+    add("--slowest", type=seconds, metavar="S", help="highest latency")
     for at in PERCENTILES:
         add(f"--p{at}", type=seconds, metavar="S",
-            help=f"longest latency of the fastest {at} percent")  # fmt: skip
+            help=f"highest latency of the fastest {at} percent")  # fmt: skip
     return parser
 
 
@@ -113,7 +113,7 @@ def read(path: Path) -> GhzReport:
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path}: expected a report of ghz in JSON: {error}") from error
+        raise ReportError(f"{path}: expected a ghz report in JSON: {error}") from error
 
 
 def faults(report: GhzReport, limits: GhzLimits) -> list[str]:
@@ -130,11 +130,11 @@ def _failed(report: GhzReport, limits: GhzLimits) -> list[str]:
         texts = [f"{count} x {text}" for text, count in (report.error_distribution or {}).items()]
         found.append(f"{failed} calls failed, {limits.errors} may: {'; '.join([*bad, *texts])}")
     if limits.count is not None and report.count != limits.count:
-        found.append(f"{report.count} calls were made, {limits.count} were asked for")
+        found.append(f"{report.count} calls were made, expected {limits.count}")
     if not report.num_ok:
-        found.append("no call ended well")
+        found.append("no call succeeded")
     if limits.least_rps is not None and report.rps < limits.least_rps:
-        found.append(f"{report.rps:.3g} calls a second, expected {limits.least_rps:g} or more")
+        found.append(f"{report.rps:.3g} calls per second, expected at least {limits.least_rps:g}")
     return found
 
 
@@ -149,5 +149,5 @@ def _slow(report: GhzReport, limits: GhzLimits) -> list[str]:
         if took_s is None:
             found.append(f"{name} is not in the report")
         elif most is not None and took_s > most:
-            found.append(f"{name} is {took_s:.3g} s, expected {most:g} s at most")
+            found.append(f"{name} is {took_s:.3g} s, expected at most {most:g} s")
     return found

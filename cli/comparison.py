@@ -10,7 +10,9 @@ from typing import Final
 
 from effuse.cli.figures import Run
 
-RULE: Final = "in brackets: times as fast as the first row; latency: total time by answers"
+RULE: Final = (
+    "in brackets: speed relative to the first row; latency: average of answers' total times"
+)
 _NAME = 19
 _WIDTHS = (18, 18, 16, 9)
 _HEADINGS = ("total s", "TPS", "avg latency s", "accuracy")

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("completion", "Print what a shell needs to complete effuse's commands.")
+    parser = command("completion", "Print shell completion for effuse's commands.")
     parser.add_argument("shell", choices=_SHELLS, help='as in: eval "$(effuse completion bash)"')
     return parser
 

@@ -45,7 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer-class",
         metavar="NAME",
-        help="class to read it with, as in Qwen2Tokenizer (default: what the checkpoint names)",
+        help="class that reads it, such as Qwen2Tokenizer (default: the one that the checkpoint "
+        "names)",
     )
     return parser
 
@@ -77,7 +78,9 @@ def _find_reader(name: str) -> Any:
     try:
         import transformers  # a worker's dependency, and slow to import
     except ImportError as error:
-        raise ConversionError(f"transformers is needed, as workers have it: {error}") from error
+        raise ConversionError(
+            f"transformers is needed; it is installed with the extra `worker`: {error}"
+        ) from error
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of models it does not know
     reader = getattr(transformers, name, None)
     tokenizers = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
@@ -97,20 +100,20 @@ def _read(reader: Any, checkpoint: Path) -> Any:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if "trust_remote_code" in why:
             stated = _stated_class(checkpoint)
-            why = f"its class {stated!r} is code that it brings, which is never run"
+            why = f"its class {stated!r} is code from the checkpoint, which effuse never runs"
         raise ConversionError(
-            f"{checkpoint} cannot be read with {reader.__name__}: {why}; --tokenizer-class names a "
-            "class of transformers that reads such files, as in Qwen2Tokenizer"
+            f"{reader.__name__} cannot read {checkpoint}: {why}; --tokenizer-class names a class "
+            "of transformers that reads such files, such as Qwen2Tokenizer"
         ) from error
     if not getattr(read, "is_fast", False):
-        raise ConversionError(f"{type(read).__name__} cannot be written as tokenizer.json")
+        raise ConversionError(f"transformers cannot write {type(read).__name__} as tokenizer.json")
     return read.backend_tokenizer
 
 
 def _write(backend: Any, path: Path) -> None:
     """Writes the file whole or not at all. Raises whatever tokenizers does."""
     if backend.decode(backend.encode(_SAMPLE, add_special_tokens=False).ids) != _SAMPLE:
-        raise ValueError("a sample that was encoded and decoded is not the same text")
+        raise ValueError("a sample text changes when it is encoded and decoded")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tokenizer-") as beside:
         written = Path(beside) / path.name
         backend.save(str(written))

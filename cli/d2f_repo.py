@@ -40,7 +40,9 @@ def check(repo: Path, rivals: Rivals) -> None:
     module = _MODULES.get(rivals.config.architecture)
     if module is None:
         known = " and ".join(_MODULES)
-        raise BenchError(f"--d2f-repo: it knows {known}, not {rivals.config.architecture}")
+        raise BenchError(
+            f"--d2f-repo: expected a model of {known}, got {rivals.config.architecture}"
+        )
     if rivals.adapter is None:
         raise BenchError("--d2f-repo: expected --adapter, which the authors' loop loads")
     if not (repo / "D2F-eval" / f"{module}.py").is_file():

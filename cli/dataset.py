@@ -37,7 +37,7 @@ def read_items(path: Path) -> list[Item]:
         raise DatasetError(f"{path}: expected UTF-8 text: {error}") from error
     items = [_item(line, at, path) for at, line in enumerate(lines, start=1) if line.strip()]
     if not items:
-        raise DatasetError(f"{path}: expected one JSON object a line, found none")
+        raise DatasetError(f"{path}: expected one JSON object per line, found none")
     return items
 
 
@@ -57,7 +57,8 @@ def too_long(items: Sequence[Item], taken: Sequence[bool], room: str) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     shown = ", ".join(names[:_SHOWN])
     return (
-        f"{len(names)} of {len(items)} prompts do not fit {room} and count as failed: {shown}{more}"
+        f"{len(names)} of {len(items)} prompts do not fit {room}; they count as failed: "
+        f"{shown}{more}"
     )
 
 

@@ -93,15 +93,15 @@ def _fleet(console: Console, demo: Demo) -> Iterator[str]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("demo", "Start a fleet, solve fresh problems on it, show blocks filling in.")
+    parser = command("demo", "Start a fleet, solve fresh problems on it, show their blocks fill.")
     add = parser.add_argument
-    add("--problems", type=whole(1), default=3, metavar="N", help="problems to draw (default: 3)")
-    add("--seed", type=whole(0), metavar="N", help="draw these problems (default: new ones)")
+    add("--problems", type=whole(1), default=3, metavar="N", help="number of problems (default: 3)")
+    add("--seed", type=whole(0), metavar="N", help="seed of the problems (default: new problems)")
     add("--connector", choices=("auto", "nixl", "zmq"), default="auto", help="how KV pages move")
     add("--prefill", type=whole(0), default=1, metavar="X", help="prefill workers (default: 1)")
     add("--decode", type=whole(1), default=1, metavar="Y", help="decode workers (default: 1)")
     add("--target", type=target, metavar="HOST:PORT",
-        help="ask a fleet that runs and serves the bundled model (default: start one)")  # fmt: skip
+        help="use a running fleet that serves the bundled model (default: start one)")  # fmt: skip
     add_credentials(parser)
     return parser
 
@@ -151,8 +151,8 @@ async def solve(console: Console, address: str, demo: Demo) -> int:
 
 def explain_errors(wrong: int, seed: int) -> str:
     """What is printed after a run with wrong answers, and how to repeat it."""
-    usual = "The bundled model is small: about 1 in 700 problems that it never saw goes wrong."
-    doubt = "More than one at a time is rare enough to suspect a fault in effuse."
+    usual = "The bundled model is small: it answers about 1 in 700 unseen problems wrongly."
+    doubt = "If more than one answer is wrong, suspect a fault in effuse."
     again = f"`effuse demo --seed {seed}` draws the same problems again; the exit status is 1."
     return "\n".join([usual, *([doubt] if wrong > 1 else []), again])
 

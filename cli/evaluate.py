@@ -91,11 +91,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("eval", "Print the bundled model's accuracy and tokens per forward.")
     add = parser.add_argument
     add("--model", type=directory, default=bundled_directory(), metavar="DIR",
-        help="checkpoint (default: the bundled model)")  # fmt: skip
-    add("--seed", type=whole(0), default=1, metavar="N", help="which problems (default: 1)")
-    add("--count", type=whole(2), default=2000, metavar="N", help="how many (default: 2000)")
-    add("--batch", type=whole(1), default=64, metavar="N", help="problems at a time (default: 64)")
-    add("--dtype", choices=_DTYPES, default="float32", help="of weights and KV (default: float32)")
+        help="checkpoint to evaluate (default: the bundled model)")  # fmt: skip
+    add("--seed", type=whole(0), default=1, metavar="N", help="seed of the problems (default: 1)")
+    add("--count", type=whole(2), default=2000, metavar="N",
+        help="number of problems (default: 2000)")  # fmt: skip
+    add("--batch", type=whole(1), default=64, metavar="N",
+        help="problems in one batch (default: 64)")  # fmt: skip
+    add("--dtype", choices=_DTYPES, default="float32",
+        help="type of weights and KV (default: float32)")  # fmt: skip
     return parser
 
 

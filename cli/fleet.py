@@ -94,11 +94,16 @@ class FleetConfig:
             if (count := getattr(self, name)) < least:
                 raise ValueError(f"{name} must be {least} or more, got {count}")
         if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
-            raise ValueError("--metrics-port: several routers on one machine can only take 0")
+            raise ValueError("--metrics-port: expected 0 with several routers on one machine")
         if self.redis_url is None and value_of(self.router_flags, "--redis-credentials"):
-            raise ValueError("--redis-credentials: expected --redis-url, too: ours has its own")
+            raise ValueError(
+                "--redis-credentials: expected with --redis-url; the embedded Redis has "
+                "credentials of its own"
+            )
         if self.assignments() and self._names_cpu():
-            raise ValueError("--device cpu: workers that compute on the CPU are given no GPU")
+            raise ValueError(
+                "--device cpu: expected no GPU flags with it, because CPU workers get no GPU"
+            )
 
     def assignments(self) -> dict[str, Assignment]:
         """Each worker's GPU by the worker's name; empty if no field names a GPU.
@@ -320,8 +325,8 @@ class Fleet:
 
         if not self._wait(time.monotonic() + timeout_s, enough):
             raise FleetError(
-                f"a router sees {seen[0]} prefill and {seen[1]} decode workers after "
-                f"{timeout_s:.0f} s, not {prefill} and {decode}",
+                f"after {timeout_s:.0f} s a router sees {seen[0]} prefill and {seen[1]} decode "
+                f"workers, expected {prefill} and {decode}",
                 self.processes[router_names(self.config)[0]],
             )
 
@@ -377,12 +382,12 @@ class Fleet:
             nonlocal last
             before, last = last, self.redis_access.silence(self.redis_url, self.name)
             if last and not (last.is_final or before) and self.config.redis_url:
-                LOG.warning("no Redis answers at %s yet: %s", self.redis_url, last.why)
+                LOG.warning("Redis does not answer on %s yet: %s", self.redis_url, last.why)
             return last is None or last.is_final
 
         self._wait(deadline, is_settled)
         if last is not None:
-            raise FleetError(f"no Redis answers at {self.redis_url}: {last.why}")
+            raise FleetError(f"Redis does not answer on {self.redis_url}: {last.why}")
 
     def _surroundings(self, port: socket.socket) -> Surroundings:
         return Surroundings(

@@ -90,24 +90,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
     add("prompt", nargs="*", type=text, metavar="PROMPT",
-        help="text to continue; -, or no prompt at all, reads standard input")  # fmt: skip
+        help="text to continue; - or no prompt reads standard input")  # fmt: skip
     add("--file", action="append", type=file, default=[], metavar="FILE",
-        help="read a prompt from a file: UTF-8, line ends kept, a byte-order mark at the "
-        "beginning dropped")  # fmt: skip
+        help="read a prompt from a UTF-8 file; only a byte-order mark is dropped")  # fmt: skip
     add("--ids", action="append", type=token_ids, default=[], metavar="ID,ID,..",
-        help="take a prompt as token ids")  # fmt: skip
+        help="prompt as token ids")  # fmt: skip
     add("--chat", action="store_true",
-        help="hold a chat: the prompts, then the lines of standard input, are the user's "
-        "turns")  # fmt: skip
+        help="chat; the user's turns are the prompts, then lines of standard input")  # fmt: skip
     add("--system", type=text, metavar="TEXT", help="system message at the beginning of a chat")
     add("--template-argument", action="append", type=_argument, default=[], metavar="NAME=JSON",
-        help="variable for the chat template, as in enable_thinking=false")  # fmt: skip
+        help="variable for the chat template, such as enable_thinking=false")  # fmt: skip
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--watch", action="store_true", help="show the blocks while they are denoised")
     add("--stats", action="store_true", help="print the figures of each answer to standard error")
     add("--json", action="store_true",
-        help="print each answer as a JSON object on one line, with its figures; without it a "
-        "heading stands before each of several answers")  # fmt: skip
+        help="print each answer with its figures as one line of JSON (default: as text, with a "
+        "heading if there are several)")  # fmt: skip
     add("--timeout", type=seconds, default=120.0, metavar="S",
         help="longest time for one prompt, in seconds (default: 120)")  # fmt: skip
     add("--request-id", type=text, metavar="ID",
@@ -141,13 +139,13 @@ def _argument(given: str) -> tuple[str, object]:
 def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> GenerateJob:
     prompts = _prompts(parser, found)
     if found.json and found.watch:
-        parser.error("--json: expected no --watch with it")
+        parser.error("--json: expected without --watch")
     if found.chat and (found.n or 1) > 1:
-        parser.error(f"--n: expected 1 with --chat, which goes on with one answer, got {found.n}")
+        parser.error(f"--n: expected 1 with --chat, which continues a single answer, got {found.n}")
     if found.chat and found.ids:
         parser.error("--ids: expected text with --chat, got ids")
     if not found.chat and (found.system or found.template_argument):
-        parser.error("--system, --template-argument: expected --chat with them, got none")
+        parser.error("--system, --template-argument: expected together with --chat")
     if found.request_id is not None and (found.chat or len(prompts) > 1):
         got = "a chat" if found.chat else len(prompts)
         parser.error(f"--request-id: expected one prompt, got {got}")
@@ -353,10 +351,9 @@ def figures(answer: Answer, first: Answer | None = None) -> str:
     prompt = f"{counted.prompt_tokens} prompt tokens, {cached} of them cached"
     moved = f"{stats.kv_bytes:,} KV bytes over {stats.connector}" if stats.connector else "no KV"
     return (
-        f"{prompt if first is None else f'the same {prompt}'}, "
-        f"left the queue after {stats.queue_s * 1e3:.0f} ms, "
-        f"prompt computed after {stats.prefill_s * 1e3:.0f} ms, first block after "
-        f"{answer.first_block_s * 1e3:.0f} ms, {usage.completion_tokens} tokens in "
-        f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), "
-        f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all, seed {answer.seed}"
+        f"{prompt if first is None else f'the same {prompt}'}, queued for "
+        f"{stats.queue_s * 1e3:.0f} ms, prompt ready after {stats.prefill_s * 1e3:.0f} ms, first "
+        f"block after {answer.first_block_s * 1e3:.0f} ms, {usage.completion_tokens} tokens in "
+        f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), {moved} "
+        f"handed over, {answer.total_s * 1e3:.0f} ms in all, seed {answer.seed}"
     )

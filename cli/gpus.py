@@ -47,7 +47,7 @@ def assign(
     _check_names(allowed)
     if outside := [gpu for gpu in named.values() if gpu not in allowed]:
         raise ValueError(
-            f"{_label(outside[0])} is not among the GPUs of the fleet: {', '.join(allowed)}"
+            f"{_label(outside[0])} is not one of the fleet's GPUs: {', '.join(allowed)}"
         )
     if not allowed or (len(workers) > len(allowed) and not sharing):
         raise ValueError(_too_few(prefill, decode, allowed))
@@ -110,16 +110,16 @@ def _check_names(gpus: Sequence[str]) -> None:
 def _too_few(prefill: int, decode: int, gpus: Sequence[str]) -> str:
     count = prefill + decode
     return (
-        f"{count} worker{'s' * (count > 1)} ({prefill} prefill, {decode} decode) on {_listed(gpus)}"
-        ": each needs a GPU of its own; start fewer, or let workers share a GPU and divide its "
-        "memory with --gpu-sharing"
+        f"{count} worker{'s' * (count > 1)} ({prefill} prefill, {decode} decode) on "
+        f"{_listed(gpus)}: each worker needs its own GPU; start fewer workers, or let them share "
+        "GPUs and memory with --gpu-sharing"
     )
 
 
 def _shared(gpu: str, workers: Sequence[str]) -> str:
     return (
-        f"{_label(gpu)} is named for {' and '.join(workers)}; "
-        "--gpu-sharing lets workers share a GPU and divide its memory"
+        f"{_label(gpu)} is given to {' and '.join(workers)}; --gpu-sharing lets workers share a "
+        "GPU and its memory"
     )
 
 

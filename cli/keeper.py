@@ -85,7 +85,7 @@ class Rolling:
                 yield  # it ended by itself, and is being started again
             yield from fleet.roll(name)
             LOG.info("%s was replaced", name)
-        LOG.info("all were replaced")
+        LOG.info("all workers were replaced")
 
 
 def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> NoReturn:
@@ -107,7 +107,7 @@ def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> N
                 fleet.begin_restart(name)
             except OSError as error:  # no memory for it, or no room for its log
                 pause_s = restarts.ended(name, now)
-                LOG.warning("%s cannot be started: %s; once more in %.0f s", name, error, pause_s)
+                LOG.warning("%s cannot be started: %s; next try in %.0f s", name, error, pause_s)
             else:
                 starting.add(name)
         for name in sorted(name for name in starting if fleet.is_back(name)):
@@ -119,6 +119,6 @@ def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> N
 
 
 def _report(process: Process, pause_s: float, tail: str) -> None:
-    again = f"it is started again in {pause_s:.0f} s" if pause_s else "it is started again"
+    again = f"it starts again in {pause_s:.0f} s" if pause_s else "it starts again"
     end = f"; its log ends:\n{tail}" if tail else ""
     LOG.warning("%s; %s%s", process.ending(), again, end)

@@ -60,7 +60,7 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
         help="id of a token that ends the answer (default: only the model's)")  # fmt: skip
     add("--min-tokens", type=within(MIN_TOKENS), metavar="N",
-        help="least tokens before the answer may stop (default: 0)")  # fmt: skip
+        help="tokens that the answer has at least (default: 0)")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None,
         help="do not stop at an end-of-sequence token (default: off)")  # fmt: skip
     add("--logprobs", type=within(LOGPROBS), metavar="N",
@@ -71,11 +71,8 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="print the prompt before the answer (default: off)",
     )
-    add(
-        "--priority",
-        choices=PRIORITIES,
-        help="which requests go first if some have to wait (default: normal)",
-    )
+    add("--priority", choices=PRIORITIES,
+        help="which requests go first if some must wait (default: normal)")  # fmt: skip
     add("--parse-special-tokens", action="store_true", default=None,
         help="read special tokens in a prompt as tokens, not as text (default: off)")  # fmt: skip
     _add_sampling_knobs(parser)
@@ -86,12 +83,8 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
 def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
     """What a token is drawn from."""
     add = _adder(parser)
-    add(
-        "--temperature",
-        type=within(TEMPERATURE),
-        metavar="T",
-        help="randomness of the choice; 0 takes the likeliest token",
-    )
+    add("--temperature", type=within(TEMPERATURE), metavar="T",
+        help="randomness of sampling; 0 takes the likeliest token")  # fmt: skip
     add(
         "--top-p",
         type=within(TOP_P),
@@ -105,7 +98,7 @@ def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
         "--presence-penalty",
         type=within(PENALTY),
         metavar="X",
-        help="subtract X from the logits of tokens in the text (default: 0)",
+        help="subtract X from the logits of tokens that the text contains (default: 0)",
     )
     add(
         "--frequency-penalty",
@@ -116,7 +109,7 @@ def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
     add("--repetition-penalty", type=within(REPETITION), metavar="X",
         help="divide the logits of tokens in prompt and answer by X; 1 is off")  # fmt: skip
     add("--logit-bias", action="append", default=[], type=_bias, metavar="ID=X",
-        help="add X to the logit of a token (default: none)")  # fmt: skip
+        help="add X to the logit of this token (default: none)")  # fmt: skip
     add(
         "--seed", type=within(SEED), metavar="N", help="seed of the randomness (default: a new one)"
     )
@@ -126,18 +119,10 @@ def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
     """How blocks are denoised."""
     add = _adder(parser)
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
-    add(
-        "--window",
-        type=within(WINDOW),
-        metavar="N",
-        help="most blocks that are denoised at a time (D2F)",
-    )
-    add(
-        "--confidence-threshold",
-        type=within(THRESHOLD),
-        metavar="P",
-        help="write tokens with a higher confidence",
-    )
+    add("--window", type=within(WINDOW), metavar="N",
+        help="most blocks that are denoised together (D2F)")  # fmt: skip
+    add("--confidence-threshold", type=within(THRESHOLD), metavar="P",
+        help="write tokens whose confidence is higher than this")  # fmt: skip
     add(
         "--block-add-threshold",
         type=within(THRESHOLD),
@@ -150,14 +135,14 @@ def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="let the next block advance in each step once this share is written",
     )
-    add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
+    add("--score", choices=SCORES, help="ranking of the masks if none passes the threshold")
     add("--remasking", choices=REMASKINGS, help="order in which masks are filled")
     add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N",
-        help="steps a block takes (block diffusion)")  # fmt: skip
+        help="steps for each block (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="most entropy that a step writes, in nats (entropy_bounded)")  # fmt: skip
     add("--editing-threshold", type=within(THRESHOLD), metavar="P",
-        help="replace written tokens if the confidence is higher (block diffusion)")  # fmt: skip
+        help="replace written tokens by ones of a higher confidence (block diffusion)")  # fmt: skip
     add("--max-post-steps", type=within(POST_STEPS), metavar="N",
         help="forward passes that edit a full block (block diffusion)")  # fmt: skip
 

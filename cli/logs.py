@@ -39,11 +39,11 @@ def main(argv: Sequence[str]) -> int:
     where = found.log_dir or latest(logs_home(), found.fleet)
     if where is None:
         fleet = f" {found.fleet!r}" if found.fleet else ""
-        print(f"effuse logs: no logs of a fleet{fleet} in {logs_home()}", file=sys.stderr)
+        print(f"effuse logs: {logs_home()} has no logs of a fleet{fleet}", file=sys.stderr)
         return 1
     names = sorted(log.stem for log in where.glob("*.log"))
     if not (names or found.follow):
-        print(f"effuse logs: no logs in {where}", file=sys.stderr)
+        print(f"effuse logs: {where} has no logs", file=sys.stderr)
         return 1
     if found.process is not None and found.process not in names:
         print(f"effuse logs: {where} has logs of {', '.join(names)}", file=sys.stderr)
@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="show only the log of this process, such as decode-0",
     )
-    add("--fleet", metavar="NAME", help="name of the fleet (default: the last one)")
+    add("--fleet", metavar="NAME", help="the fleet's name (default: the last one)")
     add("--log-dir", type=directory, metavar="DIR",
         help="the directory of `effuse up --log-dir` (default: the fleet's own)")  # fmt: skip
     add(
@@ -151,6 +151,6 @@ def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
     try:
         kept = stack.enter_context(KeptLogs(logs_home(), name, time.time()))
     except (OSError, RuntimeError) as error:  # the latter without a home
-        print(f"effuse up: logs are not kept: {error}", file=sys.stderr)
+        print(f"effuse up: logs are not written to files: {error}", file=sys.stderr)
         return config
     return replace(config, name=name, log_dir=kept.directory)

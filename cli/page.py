@@ -69,7 +69,7 @@ class PageHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The page, its events, and what programs read."""
         if not _is_ours(self.headers.get("Host", "")):
-            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "not a name of this page")
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this page has no such path")
             return
         path = self.path.split("?")[0]
         if path == "/":
@@ -104,7 +104,7 @@ class PageHandler(BaseHTTPRequestHandler):
     def _stream(self) -> None:
         """Server-sent events, until the browser goes away."""
         if not self.source.viewers.acquire(blocking=False):
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "enough people look already")
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "too many viewers of this page")
             return
         try:
             self.send_response(HTTPStatus.OK)

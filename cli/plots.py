@@ -42,11 +42,11 @@ def plot(runs: Sequence[Run], path: Path) -> None:
 
 def _draw_goodput(panel: "Axes", runs: Sequence[Run]) -> None:
     rates = [run.rate for run in runs]
-    panel.plot(rates, rates, ":", color="grey", label="all that arrive")
+    panel.plot(rates, rates, ":", color="grey", label="all requests")
     panel.plot(rates, [len(run.samples) / run.total_s for run in runs], "--s", label="answered")
     if not runs[0].goals.asks_nothing:
         panel.plot(rates, [run.num_met / run.total_s for run in runs], "-o", label="goodput")
-    panel.set_xlabel("requests that arrive a second")
+    panel.set_xlabel("requests per second")
     panel.set_ylabel("requests a second")
     panel.legend(fontsize=7)
 
@@ -55,7 +55,7 @@ def _draw_latency(panel: "Axes", runs: Sequence[Run], name: str, about: str) -> 
     for at, style in (("p50", "-o"), ("p99", "--s")):
         values = [figures(run)[f"{name}_{at}_s"] for run in runs]
         panel.plot([run.rate for run in runs], values, style, label=at)
-    panel.set_xlabel("requests that arrive a second")
+    panel.set_xlabel("requests per second")
     panel.set_ylabel(f"{about}, seconds")
     panel.legend(fontsize=7)
 
@@ -66,7 +66,7 @@ def _draw_shares(panel: "Axes", runs: Sequence[Run], name: str, about: str) -> N
         shares = [(at + 1) / len(values) for at in range(len(values))]
         panel.step(values, shares, where="post", label=run.name)
     panel.set_xlabel(f"{about}, seconds")
-    panel.set_ylabel("share of them")
+    panel.set_ylabel("share of requests")
     panel.legend(fontsize=7)
 
 

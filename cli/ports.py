@@ -23,7 +23,7 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             found: int = probe.getsockname()[1]
             return found
-    raise OSError("no port of 127.0.0.1 is free")
+    raise OSError("127.0.0.1 has no free port")
 
 
 def check_ports(places: Iterable[tuple[str, int]]) -> None:

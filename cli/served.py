@@ -67,7 +67,7 @@ def _model(models: Sequence[model_pb2.Model], name: str | None) -> model_pb2.Mod
     if len(found) == 1:
         return found[0]
     listed = ", ".join(one.name for one in models) or "none"
-    raise InvalidRequest.of("model", f"expected --model with one of those served, {listed}")
+    raise InvalidRequest.of("model", f"expected one of the served models with --model: {listed}")
 
 
 def _takes(client: Client, model: model_pb2.Model, prompt: str, params: Params) -> bool:

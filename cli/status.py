@@ -74,11 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
-    add(
-        "--json",
-        action="store_true",
-        help="print all that is known of workers, as a JSON list",
-    )
+    add("--json", action="store_true", help="print everything about the workers, as a JSON list")
     add("--timeout", type=seconds, default=5.0, metavar="S",
         help="longest time for the router's answer, in seconds (default: 5)")  # fmt: skip
     add_credentials(parser)
@@ -217,7 +213,7 @@ def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:
 def _quarantine(worker: model_pb2.Worker, held: model_pb2.WorkerQuarantine) -> str:
     pages = f"{held.pages} pages in quarantine"
     age_s = held.age.ToTimedelta().total_seconds()
-    return f"{worker.worker_id}: {pages} for {age_s:.0f} s, until {held.writer} lets go of them"
+    return f"{worker.worker_id}: {pages} for {age_s:.0f} s, until {held.writer} releases them"
 
 
 def _summary(workers: Sequence[model_pb2.Worker]) -> str:

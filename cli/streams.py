@@ -35,7 +35,7 @@ def settle() -> None:
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
     """The text in place of characters that the encoding lacks; bytes of file names are escaped."""
-    assert isinstance(error, UnicodeEncodeError), "only output has this handler"
+    assert isinstance(error, UnicodeEncodeError), "this handler only serves output"
     lacking = error.object[error.start : error.end]
     shown = (
         one.encode("unicode_escape").decode()

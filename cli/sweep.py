@@ -54,13 +54,16 @@ def verdict(runs: Sequence[Run]) -> str:
     if borne is None:
         lowest = min(run.rate for run in runs)
         return (
-            f"no rate was borne: at {lowest:.3g} requests/s fewer than 9 in 10 met the objectives"
+            f"no rate met the objectives: at {lowest:.3g} requests/s, fewer than 9 in 10 requests "
+            "did"
         )
     few = _too_few(next(run for run in runs if run.rate == borne))
     if _lowest_not_borne(runs) is None:
-        return f"the fleet bears {borne:.3g} requests/s, the most that was tried{few}"
+        return f"the fleet sustains {borne:.3g} requests/s, the highest rate that was tried{few}"
     peak = max(run.num_met / run.total_s for run in runs)
-    return f"the knee is at {borne:.3g} requests/s; goodput was {peak:.3g} requests/s at most{few}"
+    return (
+        f"the knee is at {borne:.3g} requests/s; the highest goodput was {peak:.3g} requests/s{few}"
+    )
 
 
 def _too_few(run: Run) -> str:
@@ -70,8 +73,8 @@ def _too_few(run: Run) -> str:
         return ""
     needed = math.ceil(_LONG * objective_s * run.rate)
     return (
-        f"; its {_count(run)} requests came within {arrived_s:.3g} s, too few to tell beside an "
-        f"objective of {objective_s:.3g} s: send more with --limit, {needed} or more here"
+        f"; its {_count(run)} requests arrived within {arrived_s:.3g} s, too few to judge an "
+        f"objective of {objective_s:.3g} s: send {needed} or more with --limit"
     )
 
 

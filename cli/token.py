@@ -16,19 +16,15 @@ from effuse.router.tenants import Tenant, line_of, make_token
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command(
-        "token", "Make a token for a client, and the line by which routers recognise it."
-    )
+    parser = command("token", "Make a client's token and the line by which routers recognise it.")
     add = parser.add_argument
     add("tenant", metavar="TENANT", help="name of the client: letters, digits, dots and hyphens")
     add("--requests", type=whole(1, 10**9 - 1), metavar="N",
-        help="most requests of the tenant at one time, waiting ones included "
-        "(default: no limit)")  # fmt: skip
+        help="most requests at a time, including waiting ones (default: no limit)")  # fmt: skip
     add("--tokens-per-minute", type=whole(1, 10**12 - 1), metavar="N",
-        help="most tokens per minute, in prompts and answers together "
-        "(default: no limit)")  # fmt: skip
+        help="most tokens per minute, of prompts and answers (default: no limit)")  # fmt: skip
     add("--keys", type=Path, metavar="FILE",
-        help="append the line to this file (default: print it)")  # fmt: skip
+        help="append the line to this file (default: print the line)")  # fmt: skip
     return parser
 
 

@@ -149,12 +149,12 @@ def _await_q(terminal: int, pressed: threading.Event, over: threading.Event) -> 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("top", "Watch a fleet's workers and running requests; q or Ctrl-C ends it.")
+    parser = command("top", "Watch a fleet's workers and running requests; q or Ctrl-C quits.")
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--interval", type=number(0.05, 60), default=0.25, metavar="S",
-        help="seconds between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
-    add("--once", action="store_true", help="draw once, as if the output is no terminal")
+        help="seconds between updates, 0.05 to 60 (default: 0.25)")  # fmt: skip
+    add("--once", action="store_true", help="print one snapshot, as without a terminal")
     add_credentials(parser)
     return parser
 

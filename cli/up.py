@@ -244,19 +244,20 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
     add("--host", default=LOOPBACK,
-        help="the routers' address; all else stays on loopback (default: 127.0.0.1)")  # fmt: skip
+        help="the routers' address; others stay on loopback (default: 127.0.0.1)")  # fmt: skip
     add("--port", type=whole(0, 65535), default=50051,
-        help="the routers' port; 0 is any free one (default: 50051)")  # fmt: skip
+        help="the routers' port; 0 takes a free one (default: 50051)")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
-        help="a running Redis (default: an embedded one is started)")  # fmt: skip
-    add("--fleet", type=fleet_name, metavar="NAME", help="namespace in Redis (default: a new one)")
+        help="use this running Redis (default: start an embedded one)")  # fmt: skip
+    add("--fleet", type=fleet_name, metavar="NAME",
+        help="namespace of the fleet in Redis (default: a new one)")  # fmt: skip
     add("--log-dir", type=Path, metavar="DIR",
-        help="keep one log file a process here (default: where `effuse logs` looks)")  # fmt: skip
+        help="write log files to this directory (default: the one of `effuse logs`)")  # fmt: skip
     add("--http-port", type=whole(0, 65535), metavar="N",
-        help="port of OpenAI's HTTP API; 0 is any free one (default: 8000)")  # fmt: skip
+        help="port of OpenAI's HTTP API; 0 takes a free one (default: 8000)")  # fmt: skip
     add_switch(parser, "--http", "serve OpenAI's HTTP API", default=True)
     add("--page-port", type=whole(0, 65535), default=0, metavar="N",
-        help="port of the page about the fleet; 0 is any free one (default: 0)")  # fmt: skip
+        help="port of the page about the fleet; 0 takes a free one (default: 0)")  # fmt: skip
     add_switch(parser, "--page", "serve a page about the fleet", default=True)
     add_switch(parser, "--quiet", "do not show the processes' logs")
     add_config_flag(parser)
@@ -265,28 +266,20 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def _add_gpus(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "GPUs, by number or id as in CUDA_VISIBLE_DEVICES", "Each worker gets one of its own."
+        "GPUs, by number or id as for CUDA_VISIBLE_DEVICES", "Each worker gets its own GPU."
     )
     add = group.add_argument
     add("--gpus", type=gpu_list, metavar="0,1,..",
-        help="GPUs to use, prefill workers first (default: all that are here)")  # fmt: skip
-    add(
-        "--prefill-gpus",
-        type=gpu_list,
-        metavar="0,..",
-        help="one for each prefill worker (default: of --gpus)",
-    )
-    add(
-        "--decode-gpus",
-        type=gpu_list,
-        metavar="1,..",
-        help="one for each decode worker (default: of --gpus)",
-    )
+        help="GPUs to use, prefill workers first (default: all of this machine)")  # fmt: skip
+    add("--prefill-gpus", type=gpu_list, metavar="0,..",
+        help="one for each prefill worker (default: from --gpus)")  # fmt: skip
+    add("--decode-gpus", type=gpu_list, metavar="1,..",
+        help="one for each decode worker (default: from --gpus)")  # fmt: skip
     add_switch(
         group,
         "--gpu-sharing",
-        "let several workers share a GPU where there are too few, and divide "
-        "--gpu-memory-utilization among them",
+        "let several workers share a GPU if there are too few, and divide --gpu-memory-utilization "
+        "among them",
     )
 
 
@@ -373,7 +366,7 @@ def stop(fleet: Fleet) -> None:
         signal.signal(number, lambda *_: is_told_again.set())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a shell passes it on that had it itself
     if fleet.processes:
-        _say(["effuse up: ends once what runs is answered, or at once if told again"])
+        _say(["effuse up: stopping after running requests end; press Ctrl-C again to stop now"])
     fleet.stop(is_told_again.is_set)
 
 
@@ -394,4 +387,4 @@ def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
     source = page.PageSource(fleet.address, fleet.metrics)
     with page.served(source, view.page_port) as address:
         fleet.tell_page(address)
-        yield [f"look at it on {address} or with `effuse top --target {fleet.address}`"]
+        yield [f"watch the fleet on {address} or with `effuse top --target {fleet.address}`"]

@@ -1,1 +1,1 @@
-"""A fleet's client in Python: asks for answers, whole or as they are written; needs no torch."""
+"""Python client of a fleet: requests answers, whole or streamed; needs no torch."""

@@ -1,4 +1,4 @@
-"""An answer and what it took; gathered from the events of a stream, or from a unary response."""
+"""An answer and its cost, from the events of a stream or from a unary response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What an answer cost, as the server saw it; GenerationStats with its times in seconds."""
+    """The cost of an answer, as the server saw it: GenerationStats with times in seconds."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -32,15 +32,15 @@ class Stats:
     tokens_per_forward: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
-    cached_prompt_tokens: int = 0  # whose KV the prefill worker had from an earlier prompt
-    connector: str = ""  # empty where decode prefilled for itself
-    prefill_worker: str = ""  # empty where decode prefilled for itself
+    cached_prompt_tokens: int = 0  # tokens whose KV the prefill worker had from an earlier prompt
+    connector: str = ""  # empty if the decode worker prefilled
+    prefill_worker: str = ""  # empty if the decode worker prefilled
     decode_worker: str = ""
     preemptions: int = 0
 
     @classmethod
     def of(cls, stats: pb.GenerationStats) -> Stats:
-        """What a response tells."""
+        """The stats of a response."""
         return cls(
             queue_s=_seconds(stats.queue_duration),
             prefill_s=_seconds(stats.prefill_duration),
@@ -65,47 +65,47 @@ def _seconds(duration: Duration) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural logarithms of the model's own probabilities, at the pass that wrote a token."""
+    """Natural logarithms of the model's own probabilities, in the pass that wrote a token."""
 
-    logprob: float  # of the token
-    top: tuple[tuple[int, float], ...]  # (id, its own) of the likeliest ones, the best first
+    logprob: float  # the token's own
+    top: tuple[tuple[int, float], ...]  # (id, log-probability) of the likeliest tokens, best first
 
     @classmethod
     def of(cls, told: pb.TokenLogprobs) -> Logprob:
-        """As the wire has it."""
+        """From a message of the wire."""
         pairs = zip(told.top_token_ids, told.top_logprobs, strict=False)
         return cls(told.logprob, tuple(pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A whole answer, and what it took in seconds on the client's clock."""
+    """A whole answer, and its times in seconds on the client's clock."""
 
     text: str
-    token_ids: tuple[int, ...]  # empty where they were not asked for
-    logprobs: tuple[Logprob, ...]  # one for each token, where asked for
-    prompt: str | None  # as the model got it, where asked for
-    # (tokens, forward passes) of the answer so far, at each commit; empty of a unary call.
+    token_ids: tuple[int, ...]  # empty unless the request asked for them
+    logprobs: tuple[Logprob, ...]  # one for each token, if the request asked for them
+    prompt: str | None  # as the model got it, if the request asked for it
+    # (tokens, forward passes) of the answer so far, at each commit; empty for a unary call.
     commits: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
     usage: pb.Usage
     stats: Stats
     request_id: str
     model: str
-    seed: int  # of the randomness: the request's, or what the server drew
-    stopped_by: str | int | None  # the stop string or the id that ended it; None at its length
-    first_block_s: float  # until the first final text arrived; of a unary call the server's figure
-    total_s: float  # until all had arrived
-    others: tuple[Answer, ...] = ()  # the answers behind this one, where several were asked for
+    seed: int  # of the randomness: from the request, or drawn by the server
+    stopped_by: str | int | None  # the stop string or id that ended it; None if its length did
+    first_block_s: float  # until the first final text arrived; the server's figure for a unary call
+    total_s: float  # until everything had arrived
+    others: tuple[Answer, ...] = ()  # the other answers, if the request asked for several
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """This one and those behind it."""
+        """This answer and the others."""
         return (self, *self.others)
 
     @classmethod
     def of(cls, response: pb.GenerateResponse, total_s: float) -> Answer:
-        """A unary response."""
+        """From a unary response."""
         stats = Stats.of(response.stats)
         return cls(
             text=response.text,
@@ -137,11 +137,11 @@ def _stopped_by(said: pb.GenerateResponse | pb.Finished) -> str | int | None:
 
 
 class StreamBroken(Exception):
-    """The stream ended well but without saying that the answer is complete."""
+    """The stream ended without an error, but also without the end of the answer."""
 
 
 class Gathering:
-    """An answer whose events are coming, or several; time runs from when it is made."""
+    """One or several answers whose events are arriving; times count from its construction."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -150,14 +150,14 @@ class Gathering:
         self._request_id = ""
 
     def take(self, event: Event) -> str:
-        """Takes an event in; the text that it adds to the first answer."""
+        """Takes an event, and returns the text that it adds to the first answer."""
         self._request_id = event.request_id or self._request_id
         part = self._parts.setdefault(event.answer_index, _Part())
         part.take(event, self._now() - self._began)
         return "" if event.answer_index else event.commit.text
 
     def answer(self) -> Answer:
-        """The answer, once the stream is over, with those beside it. Raises StreamBroken."""
+        """The complete first answer, with the others in it. Raises StreamBroken."""
         parts = [part for _, part in sorted(self._parts.items())]
         if not parts or any(part.finished is None for part in parts):
             raise StreamBroken(f"request {self._request_id!r}: the stream ended without Finished")
@@ -167,7 +167,7 @@ class Gathering:
 
 @dataclass(slots=True)
 class _Part:
-    """One answer of those that are coming."""
+    """One of the answers that are arriving."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -178,7 +178,7 @@ class _Part:
     finished: Event | None = None
 
     def take(self, event: Event, now_s: float) -> None:
-        """Takes an event in that came so late."""
+        """Takes an event that arrived after this time."""
         if event.HasField("finished"):
             self.finished = event
         if event.HasField("echo"):
@@ -194,8 +194,8 @@ class _Part:
         self.commits.append((tokens, event.commit.forward_passes))
 
     def answer(self, total_s: float) -> Answer:
-        """All of it, which took so long."""
-        assert self.finished is not None, "it has ended"
+        """The complete answer, which took this time."""
+        assert self.finished is not None, "the stream has ended"
         finished = self.finished.finished
         return Answer(
             text="".join(self.texts),

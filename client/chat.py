@@ -1,4 +1,4 @@
-"""A conversation as a value: its messages, and the variables of its model's template."""
+"""A conversation as a value: its messages, and variables for the model's template."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from effuse.config.decoding import SettingError
 from effuse.v1 import generation_pb2 as pb
 
 ROLES: Final = ("system", "user", "assistant", "tool")
-MOST_LEVELS: Final = 100  # of lists and objects in each other; code that renders them recurses
+MOST_LEVELS: Final = 100  # of nested lists and objects; code that renders them recurses
 MOST_DIGITS: Final = 1000  # of a number
 _TEXTS: Final = ("tool_call_id", "name", "reasoning_content")
 
 
 class Message(NamedTuple):
-    """One side's turn."""
+    """One message."""
 
     role: str  # one of ROLES
-    content: str  # the text; "" if `json` holds parts or no text
-    json: str = ""  # the whole message as the text of a JSON object, if it holds more than these
+    content: str  # the text; "" if `json` has parts or no text
+    json: str = ""  # the whole message as the text of a JSON object, if it has more fields
 
     @classmethod
     def of(cls, given: Mapping[str, Any], name: str = "message") -> Message:
-        """The message of such fields as OpenAI's API and chat templates know. None is no value.
-        Raises SettingError with `name` as the beginning of the path."""
+        """The message with these fields, as in OpenAI's API and chat templates. None means no
+        value. Raises SettingError with `name` as the beginning of the path.
+        """
         if not isinstance(given, Mapping):
             raise SettingError(name, "an object with role and content", _shown(given))
         fields = _without_none(given)
@@ -38,7 +39,7 @@ class Message(NamedTuple):
         return cls(fields["role"], text, "" if is_plain else to_json(fields, name))
 
     def fields(self) -> dict[str, Any]:
-        """All that the template gets."""
+        """All fields for the template."""
         if not self.json:
             return {"role": self.role, "content": self.content}
         return _without_none(json.loads(self.json))
@@ -46,53 +47,56 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation that is to go on. `chat.user("..")` is a longer one; none is ever changed.
+    """A conversation to continue. `chat.user("..")` returns a longer one; a chat never changes.
 
-    `template_arguments` are variables for the template, such as `{"enable_thinking": False}`: what
-    JSON can express. `continue_last` goes on with the assistant's last message, where an answer
-    would otherwise begin.
+    `template_arguments` are variables for the template, such as `{"enable_thinking": False}`, with
+    any values of JSON. `continue_last` continues the assistant's last message instead of beginning
+    an answer.
     """
 
     messages: tuple[Message, ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_last: bool = False
 
     @classmethod
     def of(cls, messages: Iterable[Mapping[str, Any]], **template_arguments: object) -> Chat:
-        """The conversation of such messages as `{"role": "user", "content": ".."}`, with tool calls
-        and parts of text if they have any; `tools=[..]` gives the template tools. Raises ValueError
-        that names the first field that is wrong."""
+        """The conversation of messages such as `{"role": "user", "content": ".."}`, which may have
+        tool calls and parts of text. `tools=[..]` gives the template tools. Raises ValueError that
+        names the first wrong field.
+        """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             raise SettingError("messages", "a list of objects", _shown(messages))
         listed = (Message.of(one, f"messages[{at}]") for at, one in enumerate(messages))
         return cls(tuple(listed), template_arguments)
 
     def system(self, content: str) -> Chat:
-        """This, and an instruction."""
+        """This chat with another instruction."""
         return self._with("system", content)
 
     def user(self, content: str) -> Chat:
-        """This, and a message of the user."""
+        """This chat with another message of the user."""
         return self._with("user", content)
 
     def assistant(self, content: str) -> Chat:
-        """This, and an answer of the model."""
+        """This chat with another answer of the model."""
         return self._with("assistant", content)
 
     def add(self, message: Mapping[str, Any]) -> Chat:
-        """This, and a message of any fields, such as a tool's. Raises ValueError as `of` does."""
+        """This chat with a message of any fields, such as a tool's. Raises ValueError like `of`."""
         more = Message.of(message, f"messages[{len(self.messages)}]")
         return replace(self, messages=(*self.messages, more))
 
     @property
     def begins_answer(self) -> bool:
-        """Whether the prompt is to end with what begins an answer."""
+        """Whether the prompt ends with the tokens that begin an answer."""
         asked = self.add_generation_prompt
         return not self.continue_last if asked is None else asked
 
     def to_input(self) -> pb.ChatInput:
-        """As it is sent. Raises ValueError for a template argument that JSON cannot express."""
+        """The message for the wire. Raises ValueError for a template argument that JSON cannot
+        express.
+        """
         arguments = dict(self.template_arguments)
         return pb.ChatInput(
             messages=map(_sent, self.messages),
@@ -103,8 +107,9 @@ class Chat:
 
     @classmethod
     def from_input(cls, sent: pb.ChatInput) -> Chat:
-        """As it was sent. Raises SettingError that names the field for JSON that is none, or that
-        is beyond the limits."""
+        """From the message of the wire. Raises SettingError that names the field, for invalid JSON
+        and for JSON beyond the limits.
+        """
         begins = sent.add_generation_prompt if sent.HasField("add_generation_prompt") else None
         return cls(
             messages=tuple(_received(one, at) for at, one in enumerate(sent.messages)),
@@ -121,8 +126,9 @@ class Chat:
 
 
 def to_json(value: Mapping[str, Any], name: str) -> str:
-    """`value` as the text of a JSON object, in its order. Raises SettingError for what JSON cannot
-    express and for what `from_json` would refuse."""
+    """`value` as the text of a JSON object, in its order. Raises SettingError for values that JSON
+    cannot express or that `from_json` would refuse.
+    """
     try:
         _check(value)
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -131,8 +137,9 @@ def to_json(value: Mapping[str, Any], name: str) -> str:
 
 
 def from_json(text: str, name: str) -> dict[str, Any]:
-    """The object that `text` holds, in its order; 1.0 stays a float, and integers are exact. Raises
-    SettingError for other text, and for what exceeds MOST_LEVELS, MOST_DIGITS or a double."""
+    """The object in `text`, in its order; 1.0 stays a float, and integers are exact. Raises
+    SettingError for other text, and for values beyond MOST_LEVELS, MOST_DIGITS or a double.
+    """
     form = "the text of a JSON object"
     try:
         found = json.loads(text, parse_int=_whole, parse_float=_fraction, parse_constant=_no_number)
@@ -157,7 +164,7 @@ def _received(sent: pb.ChatMessage, at: int) -> Message:
     if not sent.json:
         return Message(sent.role, sent.content)
     if sent.role or sent.content:
-        raise SettingError(f"{name}.json", "it unset beside role and content", "a value")
+        raise SettingError(f"{name}.json", "it unset if role or content is set", "a value")
     fields = _without_none(from_json(sent.json, f"{name}.json"))
     text = _check_message(fields, name)
     return Message(fields["role"], text, sent.json)
@@ -168,7 +175,7 @@ def _arguments(sent: pb.ChatInput) -> dict[str, Any]:
         return _fields(sent.template_arguments)
     name = "template_arguments_json"
     if sent.HasField("template_arguments"):
-        raise SettingError(name, "it unset beside template_arguments", "a value")
+        raise SettingError(name, "it unset if template_arguments is set", "a value")
     return from_json(sent.template_arguments_json, name)
 
 
@@ -207,7 +214,7 @@ def _check_parts(parts: object, name: str) -> None:
 
 
 def check_whole(name: str, text: str) -> None:
-    """Raises SettingError for a half of a surrogate pair, which UTF-8 does not have."""
+    """Raises SettingError for half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -219,15 +226,15 @@ def _is_listed(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def _shown(value: object) -> str:
-    """A value in an error: in ASCII, cut."""
+    """A value for an error: in ASCII, shortened."""
     told = ascii(value)
     return told if len(told) <= 60 else f"{told[:60]}..."
 
 
 def _check(value: object, level: int = 0) -> None:
-    """Raises ValueError for more levels than MOST_LEVELS, and for halves of characters."""
+    """Raises ValueError for more than MOST_LEVELS levels, and for half of a surrogate pair."""
     if isinstance(value, str):
-        value.encode()  # UTF-8 has no half of a surrogate pair, which an escape can spell
+        value.encode()  # UTF-8 cannot encode half of a surrogate pair, but an escape can spell it
     elif isinstance(value, Mapping | list | tuple):
         if level == MOST_LEVELS:
             raise ValueError(f"lists and objects on more than {MOST_LEVELS} levels")
@@ -248,11 +255,11 @@ def _fraction(text: str) -> float:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{_shown(text)}, which is no number that a double holds")
+    raise ValueError(f"{_shown(text)}, which is not a number within a double's range")
 
 
 def _fields(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """Protobuf's maps have no order, and the same request is to make the same prompt."""
+    """Sorts keys: protobuf's maps have no order, but equal requests must have equal prompts."""
     return {name: _value(struct.fields[name]) for name in sorted(struct.fields)}
 
 

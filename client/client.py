@@ -1,7 +1,7 @@
-"""Clients of a running fleet, blocking and for asyncio; both typed, and without torch.
+"""Clients of a running fleet, blocking and for asyncio; both are typed and need no torch.
 
-Raise what `protos/errors.py` draws: InvalidRequest with every field that is wrong, Overloaded and
-Unavailable with the time to wait, DeadlineExceeded, PeerLost where nobody answered.
+They raise the exceptions of `protos/errors.py`: InvalidRequest with every wrong field, Overloaded
+and Unavailable with the time to wait, DeadlineExceeded, and PeerLost if no router answered.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST_WATCHED_S = 3600.0
 
 
 class Client:
-    """Asks one router; may be shared by threads. Close it, or use it in a `with` statement."""
+    """A client of one router; threads may share it. Close it, or use it in a `with` statement."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Client:
         tls: TlsFiles | None = None,
         token: str | None = None,
     ) -> None:
-        """target: host:port of a router; http://host:port is the same, and https://host:port speaks
-        TLS. timeout_s: longest that a call takes which sets none itself, all of at most
-        `max_attempts` together, which span 10 s and more. tls: None is plain text, `TlsFiles()`
-        trusts the system's authorities. token: for routers that ask for one. Connects at the first
-        call.
-        Raises ValueError, and OSError for certificates that cannot be used."""
+        """target: host:port of a router; http://host:port is the same, and https://host:port uses
+        TLS. timeout_s: time limit of a call that sets none. It covers all of its at most
+        `max_attempts` attempts, which span 10 s and more. tls: None is plain text, `TlsFiles()`
+        trusts the system's authorities. token: for routers that require one. Connects at the first
+        call. Raises ValueError, and OSError for certificates that cannot be used.
+        """
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
         self._target, self._options = target, options
@@ -75,7 +75,7 @@ class Client:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> Answer:
-        """The whole answer to one prompt, token ids included. Raises EffuseError."""
+        """The whole answer to one prompt, including token ids. Raises EffuseError."""
         began, retries = time.monotonic(), self._options.retries(timeout_s)
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
         response = self._ask(self._generation.Generate, request, retries)
@@ -89,7 +89,7 @@ class Client:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> Stream:
-        """The answer as it is written: iterate for its text, block by block."""
+        """The answer as a stream: iterate for its text, block by block."""
         request = _streamed(prompt, params, request_id)
         retries = self._options.retries(timeout_s)
 
@@ -101,8 +101,9 @@ class Client:
         return Stream(RepeatedStream(begin, retries, Waiter(self._channel), self._target))
 
     def cancel(self, request_id: str) -> bool:
-        """Ends the request of this id, whoever asked for it; False where it did not run there.
-        Raises EffuseError."""
+        """Cancels the request with this id, from any client; False if it did not run there. Raises
+        EffuseError.
+        """
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
         response = self._ask(self._generation.CancelRequest, request)
         return response.was_running
@@ -110,24 +111,24 @@ class Client:
     def tokenize(
         self, prompt: Text, *, model: str | None = None, parse_special_tokens: bool = False
     ) -> tuple[int, ...]:
-        """The ids that a prompt would be. Raises EffuseError."""
+        """The token ids of a prompt. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)
         response = self._ask(self._models.Tokenize, request)
         return tuple(response.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """The text that an answer of these ids would have. Raises EffuseError."""
+        """The text that an answer with these ids would have. Raises EffuseError."""
         request = model_pb2.DetokenizeRequest(token_ids=ids_of("token_ids", token_ids), model=model)
         response = self._ask(self._models.Detokenize, request)
         return response.text
 
     def models(self) -> list[model_pb2.Model]:
-        """What the fleet serves, with limits and defaults. Raises EffuseError."""
+        """The fleet's models, with limits and defaults. Raises EffuseError."""
         response = self._ask(self._models.ListModels, model_pb2.ListModelsRequest())
         return list(response.models)
 
     def workers(self) -> list[model_pb2.Worker]:
-        """Every live worker, in the order of their ids, with load and links. Raises EffuseError."""
+        """Every live worker, in the order of ids, with load and links. Raises EffuseError."""
         found: list[model_pb2.Worker] = []
         request = model_pb2.ListWorkersRequest()
         while True:
@@ -140,8 +141,9 @@ class Client:
     def watch_requests(
         self, interval_s: float = 0.25
     ) -> Generator[monitor_pb2.WatchRequestsResponse, None, None]:
-        """What is queued and runs at the router, every `interval_s` seconds, until it drains, for
-        an hour at most. Raises EffuseError."""
+        """The requests that wait or run at the router, every `interval_s` seconds, until it drains,
+        for an hour at most. Raises EffuseError.
+        """
         request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
         call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S)
         try:
@@ -151,7 +153,7 @@ class Client:
             call.cancel()
 
     def close(self) -> None:
-        """Ends the connection and what is still asked over it."""
+        """Closes the connection and ends the calls on it."""
         self._is_closed.set()
         self._channel.close()
 
@@ -161,7 +163,7 @@ class Client:
         request: Request,
         retries: Retries | None = None,
     ) -> Response:
-        """The answer to one call, in as many attempts as it takes. Raises EffuseError."""
+        """The answer to one call, after as many attempts as needed. Raises EffuseError."""
         retries = retries or self._options.retries(None)
         while True:
             try:
@@ -181,7 +183,7 @@ class Client:
 
 
 class Stream:
-    """The text of one answer, the first of several, piece by piece; `answer` once it is over."""
+    """The text of the first answer, piece by piece; `answer` is complete at the end."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -189,7 +191,7 @@ class Stream:
         self._answer: Answer | None = None
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text, none empty. Raises EffuseError, and StreamBroken."""
+        """Pieces of text, none of them empty. Raises EffuseError and StreamBroken."""
         for event in self._call:
             if piece := self._gathering.take(event):
                 yield piece
@@ -197,50 +199,55 @@ class Stream:
 
     @property
     def answer(self) -> Answer:
-        """The whole answer; reads what is left of the stream first. Raises as iterating does."""
+        """The whole answer; reads the rest of the stream first. Raises the same errors as
+        iterating.
+        """
         if self._answer is None:
             for _ in self:
                 pass
-        assert self._answer is not None, "the stream was read to its end"
+        assert self._answer is not None, "the whole stream was read"
         return self._answer
 
     def cancel(self) -> None:
-        """Ends the request; the fleet frees what it holds at once."""
+        """Ends the request; the fleet immediately frees its resources."""
         self._call.cancel()
 
 
 class AsyncStream:
-    """The same for asyncio: `await stream.answer` once it is over. Ending it ends the request."""
+    """The same for asyncio: `await stream.answer` at the end. Closing it ends the request."""
 
     def __init__(self, events: AsyncGenerator[Event, None]) -> None:
         self._answers: list[Answer] = []
-        # It does not refer to this object, so that it ends with it: when a loop is left.
+        # It has no reference to this object, so that it ends with it when a loop is left.
         self._pieces = _pieces(events, self._answers)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> str:
-        """A piece of text, not empty. Raises EffuseError, and StreamBroken."""
+        """A piece of text, not empty. Raises EffuseError and StreamBroken."""
         return await anext(self._pieces)
 
     @property
     async def answer(self) -> Answer:
-        """The whole answer; reads what is left of the stream first. Raises as iterating does."""
+        """The whole answer; reads the rest of the stream first. Raises the same errors as
+        iterating.
+        """
         async for _ in self:
             pass
         if not self._answers:
-            raise Cancelled("the stream was ended before its answer was complete")
+            raise Cancelled("the stream was closed before its answer was complete")
         return self._answers[0]
 
     async def aclose(self) -> None:
-        """Ends the request; the fleet frees what it holds at once."""
+        """Ends the request; the fleet immediately frees its resources."""
         await self._pieces.aclose()
 
 
 class AsyncClient:
-    """The same for asyncio. Belongs to the event loop that uses it first; in another one its calls
-    raise RuntimeError."""
+    """The same for asyncio. It belongs to the first event loop that uses it; calls in another loop
+    raise RuntimeError.
+    """
 
     def __init__(
         self,
@@ -251,7 +258,7 @@ class AsyncClient:
         tls: TlsFiles | None = None,
         token: str | None = None,
     ) -> None:
-        """As Client's. Raises ValueError and OSError."""
+        """As in Client. Raises ValueError and OSError."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
         self._target, self._options = target, options
@@ -267,7 +274,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> Answer:
-        """The whole answer to one prompt, token ids included. Raises EffuseError."""
+        """The whole answer to one prompt, including token ids. Raises EffuseError."""
         began, retries = time.monotonic(), self._options.retries(timeout_s)
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
         response = await self._ask(self._generation.Generate, request, retries)
@@ -281,15 +288,16 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> AsyncStream:
-        """The answer as it is written: iterate for its text, block by block. Begins at the first
-        piece that is awaited."""
+        """The answer as a stream: iterate for its text, block by block. Begins at the first awaited
+        piece.
+        """
         request = _streamed(prompt, params, request_id)
         return AsyncStream(self._events(request, self._options.deadline_s(timeout_s)))
 
     async def _events(
         self, request: generation_pb2.GenerateStreamRequest, timeout_s: float
     ) -> AsyncGenerator[Event, None]:
-        """The events of a stream that is begun anew as long as it has brought none."""
+        """The events of a stream, which starts again as long as it has sent none."""
         has_begun, retries = False, self._options.retries(timeout_s)
         while True:
             call = self._generation.GenerateStream(
@@ -310,8 +318,9 @@ class AsyncClient:
             await wait(self._channel, pause_s)
 
     async def cancel(self, request_id: str) -> bool:
-        """Ends the request of this id, whoever asked for it; False where it did not run there.
-        Raises EffuseError."""
+        """Cancels the request with this id, from any client; False if it did not run there. Raises
+        EffuseError.
+        """
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
         response = await self._ask(self._generation.CancelRequest, request)
         return response.was_running
@@ -319,24 +328,24 @@ class AsyncClient:
     async def tokenize(
         self, prompt: Text, *, model: str | None = None, parse_special_tokens: bool = False
     ) -> tuple[int, ...]:
-        """The ids that a prompt would be. Raises EffuseError."""
+        """The token ids of a prompt. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)
         response = await self._ask(self._models.Tokenize, request)
         return tuple(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """The text that an answer of these ids would have. Raises EffuseError."""
+        """The text that an answer with these ids would have. Raises EffuseError."""
         request = model_pb2.DetokenizeRequest(token_ids=ids_of("token_ids", token_ids), model=model)
         response = await self._ask(self._models.Detokenize, request)
         return response.text
 
     async def models(self) -> list[model_pb2.Model]:
-        """What the fleet serves, with limits and defaults. Raises EffuseError."""
+        """The fleet's models, with limits and defaults. Raises EffuseError."""
         response = await self._ask(self._models.ListModels, model_pb2.ListModelsRequest())
         return list(response.models)
 
     async def workers(self) -> list[model_pb2.Worker]:
-        """Every live worker, in the order of their ids, with load and links. Raises EffuseError."""
+        """Every live worker, in the order of ids, with load and links. Raises EffuseError."""
         found: list[model_pb2.Worker] = []
         request = model_pb2.ListWorkersRequest()
         while True:
@@ -347,7 +356,7 @@ class AsyncClient:
             request.page_token = response.next_page_token
 
     async def close(self) -> None:
-        """Ends the connection and what is still asked over it."""
+        """Closes the connection and ends the calls on it."""
         await self._channel.close()
 
     async def _ask(
@@ -356,7 +365,7 @@ class AsyncClient:
         request: Request,
         retries: Retries | None = None,
     ) -> Response:
-        """The answer to one call, in as many attempts as it takes. Raises EffuseError."""
+        """The answer to one call, after as many attempts as needed. Raises EffuseError."""
         retries = retries or self._options.retries(None)
         while True:
             try:
@@ -377,7 +386,7 @@ class AsyncClient:
 async def _pieces(
     events: AsyncGenerator[Event, None], answers: list[Answer]
 ) -> AsyncGenerator[str, None]:
-    """The text of these events, piece by piece; the whole answer is added to `answers`."""
+    """The text of these events, piece by piece; appends the whole answer to `answers`."""
     gathering = Gathering()
     async with contextlib.aclosing(events):
         async for event in events:

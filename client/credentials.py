@@ -1,6 +1,6 @@
-"""What a client shows a router, and by what it knows one: a token, certificates, or nothing.
+"""How client and router authenticate each other: by a token, by certificates, or not at all.
 
-Not here: deadlines and retries (`options.py`).
+Deadlines and retries are in `options.py`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from effuse.protos.tls import ChannelTls, TlsFiles
 
 AUTHORIZATION: Final = "authorization"
 TOKEN_VARIABLE: Final = "EFFUSE_TOKEN"
-_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")  # as gRPC's targets may begin
+_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")  # schemes of gRPC's targets
 
 Arguments = Sequence[tuple[str, str | int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Of one client. Without `tls` all goes in plain text, the token too: for loopback alone.
+    """Credentials of one client. Without `tls` everything travels in plain text, including the
+    token: only for loopback.
 
-    White space around a token is dropped, such as the end of the line in its file. Raises
-    ValueError for a token that no call can carry.
+    White space around a token is dropped, such as the line end of its file. Raises ValueError for a
+    token that no call can carry.
     """
 
-    tls: TlsFiles | None = None  # none of its files given: the system's authorities
+    tls: TlsFiles | None = None  # no files given: the system's authorities
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -46,15 +47,16 @@ class Credentials:
         token = self.token.strip()
         object.__setattr__(self, "token", token)
         if not all("!" <= character <= "~" for character in token):
-            raise ValueError("token: expected printable ASCII on one line")  # and says it to nobody
+            raise ValueError("token: expected printable ASCII on one line")  # which is not shown
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call carries."""
+        """Metadata of each call."""
         return () if self.token is None else ((AUTHORIZATION, f"Bearer {self.token}"),)
 
     def channel(self, target: str, arguments: Arguments) -> grpc.Channel:
         """A blocking channel, whose calls carry `metadata`. Raises OSError for certificates that
-        cannot be used, and ValueError for a target as `read_target` does."""
+        cannot be used, and ValueError for a target like `read_target`.
+        """
         target, tls = read_target(target, self.tls)
         arguments = _near(target, arguments)
         if tls is None:
@@ -65,7 +67,7 @@ class Credentials:
         return grpc.intercept_channel(channel, _Shower(shown)) if shown else channel
 
     def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
-        """The same for asyncio, for the first event loop that uses it. Raises as `channel`."""
+        """The same for asyncio, for the first event loop that uses it. Raises like `channel`."""
         target, tls = read_target(target, self.tls)
         arguments = _near(target, arguments)
         if tls is None:
@@ -86,11 +88,11 @@ class _Shower(
         self._shown = shown
 
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        """One answer."""
+        """For calls with one answer."""
         return continuation(self._with_metadata(details), request)
 
     def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        """Many answers."""
+        """For calls with many answers."""
         return continuation(self._with_metadata(details), request)
 
     def _with_metadata(self, details: Any) -> Any:
@@ -98,10 +100,10 @@ class _Shower(
 
 
 def read_target(target: str, tls: TlsFiles | None) -> tuple[str, TlsFiles | None]:
-    """A target as gRPC takes it, and the certificates for it. Of a URL `http` is plain text, and
-    `https` is TLS that trusts the system's authorities if `tls` is None; ports default to 80 and
-    443. Raises ValueError for a URL that has more than a host and a port, and for `http` with
-    certificates."""
+    """A target for gRPC and its certificates. In a URL, `http` is plain text, and `https` is TLS
+    that trusts the system's authorities if `tls` is None; ports default to 80 and 443. Raises
+    ValueError for a URL with more than a host and a port, and for `http` with certificates.
+    """
     if not isinstance(target, str) or not target:
         raise ValueError(f"target: expected HOST:PORT, got {target!r}")
     scheme = target.partition("://")[0].lower()
@@ -122,15 +124,16 @@ def read_target(target: str, tls: TlsFiles | None) -> tuple[str, TlsFiles | None
 
 
 def _near(target: str, arguments: Arguments) -> Arguments:
-    """`arguments`, and no proxy of the environment's where the router is on this machine."""
+    """`arguments`, and no proxy if the router is on this machine."""
     host = _SCHEME.sub("", target).rpartition(":")[0]
-    is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # all of our own, to who connects
+    is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # for a client, this machine
     return [*arguments, *near_options()] if is_near else arguments
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token in a file, else in the environment's EFFUSE_TOKEN; None without either. Raises
-    OSError, for what can be no token, too."""
+    """The token from a file, otherwise from the variable EFFUSE_TOKEN; None without either. Raises
+    OSError, also for an invalid token.
+    """
     where = TOKEN_VARIABLE if path is None else str(path)
     given = (
         os.environ.get(TOKEN_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""What a caller may set of a request, as one value, and the request that it makes."""
+"""The settings of a request as one value, and the request made from them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from effuse.v1 import model_pb2
 
 Value = TypeVar("Value")
 Priority = Literal["low", "normal", "high"]
-"""Who goes first in a router's queue."""
+"""Which requests go first in a router's queue."""
 Prompt = str | Chat | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, a conversation or its messages, or token ids that are used as they are."""
 Text = str | Chat | Sequence[Mapping[str, Any]]
-"""A prompt that is to become ids."""
+"""A prompt to turn into ids."""
 
 ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "d2f": pb.ALGORITHM_D2F,
@@ -98,28 +98,27 @@ _NUMBERS: Final[Mapping[str, Bounds]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params:
-    """Settings of a request; None leaves the choice to the server, whose defaults are in
-    `protos/effuse/v1/generation.proto`. Raises ValueError that names each field whose value no
-    router takes; the limits of a model, such as its vocabulary, are the router's to check."""
+    """Settings of a request. None leaves the choice to the server, whose defaults are in
+    `protos/effuse/v1/generation.proto`. Raises ValueError that names each field with a value that
+    every router refuses. The router checks the limits of a model, such as its vocabulary.
+    """
 
-    model: str | None = None  # needed where the fleet serves several
-    n: int | None = None  # answers to give; each draws for itself
+    model: str | None = None  # needed if the fleet serves several
+    n: int | None = None  # number of answers; each is drawn separately
     max_tokens: int | None = None
-    stop: str | Sequence[str] = ()  # text that ends the answer and is no part of it
+    stop: str | Sequence[str] = ()  # text that ends the answer and is not part of it
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
-    min_tokens: int | None = None  # before which nothing but max_tokens ends the answer
+    min_tokens: int | None = None  # only max_tokens ends the answer before this
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None  # share of the likeliest token's probability
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    repetition_penalty: float | None = None  # 1 is none
-    logit_bias: Mapping[int, float] = field(
-        default_factory=dict, hash=False
-    )  # by token id, what is added
-    seed: int | None = None  # same seed, same answer; drawn by the server where absent
+    repetition_penalty: float | None = None  # 1 turns it off
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id
+    seed: int | None = None  # same seed, same answer; drawn by the server if absent
     algorithm: Algorithm | None = None
     window: int | None = None  # blocks in flight (D2F)
     confidence_threshold: float | None = None
@@ -132,25 +131,25 @@ class Params:
     editing_threshold: float | None = None  # replaces written tokens above this; 1 edits none
     max_post_steps: int | None = None  # forwards that edit a block without masks
     block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM, its v2)
-    steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
+    steps: int | None = None  # of the whole answer; 0 is one per token (LLaDA, Dream)
     cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
     logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)
     confidence_eos_eot_inf: bool | None = None  # write ends of sequence last (LLaDA)
-    alg: Alg | None = None  # what is written at a step (Dream)
-    eps: float | None = None  # where time ends that begins at 1 (Dream)
-    alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
+    alg: Alg | None = None  # which masks a step writes (Dream)
+    eps: float | None = None  # end of the time that begins at 1 (Dream)
+    alg_temp: float | None = None  # draws the best masks at random; 0 does not (Dream)
     factor: float | None = None  # writes by rank instead of the threshold (Fast-dLLM)
-    cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
-    logprobs: int | None = None  # of each token, with so many of the likeliest ones
-    echo: bool | None = None  # the prompt, too, as the model gets it
+    cache: Cache | None = None  # what a block does not compute again (Fast-dLLM)
+    logprobs: int | None = None  # of each token, and of this many likeliest ones
+    echo: bool | None = None  # also return the prompt as the model gets it
     priority: Priority | None = None  # in a router's queue
-    parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
+    parse_special_tokens: bool | None = None  # spelled in the prompt; otherwise they stay text
 
     def __post_init__(self) -> None:
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         if found := misfits(given):
             raise ValueError("; ".join(f"{name}: {why}" for name, why in found.items()))
-        for name in ("stop", "stop_token_ids"):  # a value, whatever becomes of the caller's list
+        for name in ("stop", "stop_token_ids"):  # a copy, in case the caller changes its list
             if not isinstance(given[name], str | tuple):
                 object.__setattr__(self, name, tuple(given[name]))
 
@@ -163,9 +162,10 @@ def make_request(
     token_ids: bool = False,
     drafts: bool = False,
 ) -> pb.GenerateRequest:
-    """The request for one prompt. Raises TypeError for what is neither a prompt nor Params, and
-    ValueError for a prompt that no request can hold: ids out of range, or a chat whose template
-    arguments JSON cannot express."""
+    """The request for one prompt. Raises TypeError for arguments that are not a prompt and Params.
+    Raises ValueError for ids out of range, and for a chat whose template arguments JSON cannot
+    express.
+    """
     if not isinstance(params, Params):
         raise TypeError(f"params: expected effuse.Params, got {type(params).__name__}")
     given = read_prompt(prompt)
@@ -184,8 +184,9 @@ def make_request(
 
 
 def read_prompt(prompt: object) -> str | Chat | tuple[int, ...]:
-    """One prompt: a text, a chat, or ids; a list of messages is a chat. Raises TypeError for what
-    is none of these, and ValueError for an id or a message that is wrong."""
+    """One prompt: a text, a chat, or ids; a list of messages is a chat. Raises TypeError for other
+    types, and ValueError for a wrong id or message.
+    """
     if isinstance(prompt, str):
         check_whole("prompt", prompt)
     if isinstance(prompt, str | Chat):
@@ -199,8 +200,9 @@ def read_prompt(prompt: object) -> str | Chat | tuple[int, ...]:
 
 
 def ids_of(name: str, given: object, form: str = "a list of token ids") -> tuple[int, ...]:
-    """Token ids as a tuple. Raises TypeError for what is no list of `form`, and ValueError for an
-    id that no request holds."""
+    """Token ids as a tuple. Raises TypeError for values that are not a list of `form`, and
+    ValueError for an id out of range.
+    """
     found = type(given).__name__
     unordered = (str, bytes, bytearray, Mapping, Set)
     if not isinstance(given, Iterable) or isinstance(given, unordered):
@@ -221,7 +223,9 @@ def ids_of(name: str, given: object, form: str = "a list of token ids") -> tuple
 
 
 def misfits(given: Mapping[str, object]) -> dict[str, str]:
-    """Settings of Params that no router takes, by their names, and why; None is not given."""
+    """Settings of Params that every router refuses, by name, with the reason; None counts as not
+    set.
+    """
     found: dict[str, str] = {}
     for name, value in given.items():
         if value is None:
@@ -284,7 +288,7 @@ def _check_stops(stops: Any) -> None:
     for at, one in enumerate(stops):
         _check_stop(f"stop[{at}]", one)
     if len(set(stops)) < len(stops):
-        raise SettingError("stop", "strings that differ", "one of them twice")
+        raise SettingError("stop", "different strings", "a repeated string")
 
 
 def _check_stop(name: str, stop: Any) -> None:
@@ -348,7 +352,7 @@ def _decoding(params: Params) -> pb.DecodingParams:
 def make_tokenize_request(
     prompt: Text, model: str | None, parse_special_tokens: bool
 ) -> model_pb2.TokenizeRequest:
-    """The request for one prompt's ids. Raises TypeError and ValueError as `make_request`."""
+    """The request for one prompt's ids. Raises TypeError and ValueError like `make_request`."""
     given = read_prompt(prompt)
     if model is not None:
         _check_text("model", model)

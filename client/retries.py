@@ -1,9 +1,9 @@
-"""When a client asks again: the pauses between its attempts at one call.
+"""When a client tries again: the pauses between its attempts at one call.
 
 An attempt that ended because no router could answer is repeated. The pauses grow, and together they
-span `SPAN_S` at least, so that a router's replacement is survived. If the connection was lost, the
-next attempt follows as soon as there is another connection. Not here: deadlines and the options of
-channels (`options.py`).
+span at least `SPAN_S`, so that a call survives the replacement of a router. If the connection was
+lost, the next attempt follows as soon as there is a new one. `options.py` has deadlines and channel
+options.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from effuse.client.answer import Event
 from effuse.protos.errors import Cancelled, EffuseError, PeerLost, from_rpc_error
 
 SPAN_S: Final = 10.5
-"""Least seconds from the first failed attempt to the last attempt; a router is replaced in 2."""
+"""Least seconds from the first failed attempt to the last attempt; replacing a router takes 2."""
 SOON_S: Final = 0.1
-"""The pause before the second attempt, if nobody answered the first one and a third may follow."""
+"""The pause before the second attempt, if the first one got no answer and a third may follow."""
 JITTER: Final = 0.25
-"""Share by which a pause may be longer, so that clients do not all come back in one moment."""
+"""Share by which a pause may be longer, so that clients do not all return at the same moment."""
 REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
-"""Metadata of each attempt but the first: the number of those before it, as gRPC itself counts."""
+"""Metadata of each attempt except the first: the number of earlier attempts, in gRPC's own form."""
 _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 _READY: Final = grpc.ChannelConnectivity.READY
 
 
 @dataclass(slots=True)
 class Retries:
-    """The attempts at one call. `deadline` and all moments are seconds of `now`, a monotonic clock;
-    `chance` returns numbers from 0 to 1."""
+    """The attempts at one call. `deadline` and all times are seconds of `now`, a monotonic clock;
+    `chance` returns numbers from 0 to 1.
+    """
 
     max_attempts: int
     deadline: float
@@ -49,17 +50,18 @@ class Retries:
 
     @property
     def left_s(self) -> float:
-        """Seconds that the next attempt has until the deadline."""
+        """Seconds for the next attempt until the deadline."""
         return self.deadline - self.now()
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What the next attempt carries beside the call's own metadata."""
+        """Metadata of the next attempt in addition to the call's own."""
         return () if self.attempts == 1 else ((REPEATED_KEY, str(self.attempts - 1)),)
 
     def pause_s(self, error: EffuseError) -> float | None:
         """Returns the seconds to wait before the next attempt, after one that ended with `error`;
-        None if there is no other attempt. Counts that one as begun."""
+        None if there is no other attempt. Counts that attempt as begun.
+        """
         now = self.now()
         if self.failed_at is None:
             self.failed_at = now
@@ -68,7 +70,7 @@ class Retries:
             return None
         if self.attempts == 1 and left > 1 and isinstance(error, PeerLost | Cancelled):
             pause_s = SOON_S
-        else:  # half as long as the next one; the last one ends the span
+        else:  # each pause is half as long as the next; the last one fills the span
             pause_s = max(SOON_S, (self.failed_at + SPAN_S - now) / (2**left - 1))
         pause_s = max(pause_s * (1 + JITTER * self.chance()), error.retry_after_s or 0.0)
         if pause_s >= self.left_s:
@@ -78,8 +80,9 @@ class Retries:
 
 
 def _may_be_repeated(error: EffuseError) -> bool:
-    """Whether another attempt may do better. A server that stops cancels calls that it has not
-    taken yet; the client's own cancellations end in no status of gRPC."""
+    """Whether another attempt may succeed. A stopping server cancels calls that it has not accepted
+    yet; the client's own cancellations have no gRPC status.
+    """
     status = error.__cause__
     if not isinstance(status, grpc.RpcError):
         return False
@@ -99,7 +102,7 @@ class Waiter:
     is_cancelled: bool = False
 
     def wait(self, pause_s: float) -> bool:
-        """Returns after `pause_s`, or once a lost connection is there again; False if cancelled."""
+        """Returns after `pause_s`, or once a lost connection is back; False if cancelled."""
         self._state, self._was_lost = None, False
         self.channel.subscribe(self._note, try_to_connect=True)
         try:
@@ -110,7 +113,7 @@ class Waiter:
         return not self.is_cancelled
 
     def cancel(self) -> None:
-        """Ends the wait, and each later one."""
+        """Ends this wait and each later one."""
         with self._changed:
             self.is_cancelled = True
             self._changed.notify_all()
@@ -126,7 +129,7 @@ class Waiter:
 
 
 async def wait(channel: grpc.aio.Channel, pause_s: float) -> None:
-    """Returns after `pause_s`, or once a lost connection of the channel is there again."""
+    """Returns after `pause_s`, or once a lost connection of the channel is back."""
     try:
         async with asyncio.timeout(pause_s):
             was_lost = False
@@ -139,7 +142,7 @@ async def wait(channel: grpc.aio.Channel, pause_s: float) -> None:
 
 
 class Call(Protocol):
-    """A stream of events that can be ended."""
+    """A stream of events that can be closed."""
 
     def __iter__(self) -> Iterator[Event]: ...
 
@@ -147,7 +150,7 @@ class Call(Protocol):
 
 
 class RepeatedStream:
-    """The events of a stream that is begun anew as long as it has brought none."""
+    """The events of a stream, which starts again as long as it has sent none."""
 
     def __init__(
         self, begin: Callable[[], Call], retries: Retries, waiter: Waiter, target: str
@@ -185,14 +188,16 @@ class RepeatedStream:
 
 @contextlib.contextmanager
 def raising(target: str) -> Iterator[None]:
-    """Turns gRPC's errors, of both kinds of channel, into ours."""
+    """Turns gRPC's errors, from both kinds of channel, into ours."""
     try:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(cast("grpc.aio.AioRpcError", error), target) from error
     except asyncio.CancelledError as error:
-        # A channel that is closed says of its calls what asyncio says of a task that is cancelled.
+        # A closed channel raises for its calls the same error as asyncio for a cancelled task.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise Cancelled(f"the call to {target} was cancelled, as its client was closed") from error
+        raise Cancelled(
+            f"the call to {target} was cancelled, because its client was closed"
+        ) from error

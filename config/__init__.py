@@ -1,1 +1,1 @@
-"""What a process is told at its start, and a decoder with a request: frozen values and checks."""
+"""Settings of a process at its start, and of a request's decoding: frozen values and checks."""

@@ -1,7 +1,7 @@
-"""What routers and workers are told alike of who may reach them: fields of their configs.
+"""Settings of routers and workers that decide which machines and clients may reach them.
 
-Each process listens on loopback in plain text by default. Beyond it, what is not encrypted has to
-be allowed by name, so that nobody opens a port to a network by mistake.
+By default each process listens on loopback in plain text. Plain text on any other address must be
+allowed by a flag, so that no port opens to a network by mistake.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 from effuse.config import checks
 
 Plaintext = Literal["none", "pages", "all"]
-"""What may be reached from other machines in plain text: nothing, KV pages and metrics, or calls as
-well."""
+"""Services that other machines may reach in plain text: none, pages and metrics, or also calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,27 +22,35 @@ class Access:
 
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     metrics_host: Annotated[str, "address to serve metrics on"] = "127.0.0.1"
-    metrics_port: Annotated[int, "port of the metrics, as Prometheus text; 0 takes a free one"] = 0
+    metrics_port: Annotated[
+        int, "port of the metrics, in Prometheus text format; 0 takes a free one"
+    ] = 0
     metrics: Annotated[bool, "serve metrics"] = True
     allow_plaintext: Annotated[
         Plaintext,
-        "what other machines may reach in plain text: none, pages (and metrics), all (calls too)",
+        "services that other machines may reach in plain text: none, pages (and metrics), or all "
+        "(also calls)",
     ] = "none"
     health_port: Annotated[
-        int | None, "also answer gRPC health here, and nothing else, in plain text; for probes"
+        int | None, "plain-text port that answers only gRPC health checks; for probes"
     ] = None
     fleet_cert: Annotated[
-        Path | None, "PEM certificate by which the fleet knows this process; turns TLS on in it"
+        Path | None, "PEM certificate of this process for the fleet; turns on TLS within the fleet"
     ] = None
     fleet_key: Annotated[Path | None, "PEM key of fleet-cert"] = None
-    fleet_ca: Annotated[Path | None, "PEM certificates that sign those of the fleet"] = None
+    fleet_ca: Annotated[
+        Path | None, "PEM certificates of the authorities that sign the fleet's certificates"
+    ] = None
     fleet_secret: Annotated[
-        Path | None, "file with a secret that the processes of the fleet know each other by"
+        Path | None, "file with a secret by which the fleet's processes recognise each other"
     ] = None
     redis_credentials: Annotated[
-        Path | None, "file with user:password of Redis; else EFFUSE_REDIS_CREDENTIALS has them"
+        Path | None,
+        "file with user:password of Redis (default: the variable EFFUSE_REDIS_CREDENTIALS)",
     ] = None
-    redis_ca: Annotated[Path | None, "PEM certificates that sign Redis's, of rediss://"] = None
+    redis_ca: Annotated[
+        Path | None, "PEM certificates of the authorities that sign Redis's, for rediss://"
+    ] = None
 
     def __post_init__(self) -> None:
         checks.whole("health_port", self.health_port, 0, 65535)
@@ -58,14 +65,17 @@ class Access:
             self.check_plaintext("metrics_host", self.metrics_host, "metrics")
 
     def check_plaintext(self, name: str, host: str, what: str) -> None:
-        """Refuses to listen on `host` for `what` (calls, pages or metrics) in plain text, unless
-        that is allowed or no other machine reaches it."""
+        """Refuses to listen on `host` for `what` (calls, pages or metrics) in plain text, unless a
+        flag allows that or no other machine can reach the address.
+        """
         least: Plaintext = "all" if what == "calls" else "pages"
         if self.allow_plaintext not in ("all", least):
-            checks.loopback(name, host, f"{what} go in plain text", f"--allow-plaintext {least}")
+            checks.loopback(
+                name, host, f"{what} would travel in plain text", f"--allow-plaintext {least}"
+            )
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As host:port; an IPv6 address stands in brackets, whether it was given in them or not."""
+    """The address as host:port; an IPv6 address gets brackets if it has none."""
     bare = host.strip("[]")
     return f"[{bare}]:{port}" if ":" in bare else f"{host}:{port}"

@@ -1,6 +1,6 @@
-"""Checks of a config's values, for `__post_init__`: each raises ValueError naming flag and form.
+"""Checks of a config's values, for `__post_init__`: each raises ValueError with flag and form.
 
-Not here: what needs more than one value to judge, which is its config's own.
+Checks that need several values are in the config itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
 
 
 def whole(name: str, value: int | None, least: int, most: int | None = None) -> None:
-    """Refuses a number outside of `least` to `most`; None, where a field allows it, is good."""
+    """Refuses a number outside of `least` to `most`, and accepts None if the field allows it."""
     if value is None or (least <= value and (most is None or value <= most)):
         return
     form = f"{least} or more" if most is None else f"{least} to {most}"
@@ -37,41 +37,42 @@ def seconds(name: str, value: float, most: float | None = None) -> None:
 
 
 def choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuses a value that is none of the choices, as Python code may set one."""
+    """Refuses a value that is none of the choices, because Python code may set any value."""
     if value not in choices:
         raise ValueError(f"{flag_of(name)}: expected one of {', '.join(choices)}, got {value!r}")
 
 
 def directory(name: str, path: Path | None) -> None:
-    """Refuses a path, where there is one, that is not a directory."""
+    """Refuses a path, if there is one, that is not a directory."""
     if path is not None and not path.is_dir():
         raise ValueError(f"{flag_of(name)}: expected a directory, got {str(path)!r}")
 
 
 def file(name: str, path: Path | None) -> None:
-    """Refuses a path, where there is one, that is not a file."""
+    """Refuses a path, if there is one, that is not a file."""
     if path is not None and not path.is_file():
         raise ValueError(f"{flag_of(name)}: expected a file, got {str(path)!r}")
 
 
 def together(config: object, *names: str) -> None:
-    """Refuses some of these fields without the others."""
+    """Refuses some of these fields if the others are missing."""
     given = [name for name in names if getattr(config, name) is not None]
     if given and len(given) < len(names):
         others = ", ".join(flag_of(name) for name in names if name not in given)
-        raise ValueError(f"{flag_of(given[0])}: expected {others} beside it")
+        raise ValueError(f"{flag_of(given[0])}: expected {others} with it")
 
 
 def loopback(name: str, host: str, why: str, unless: str) -> None:
     """Refuses an address that other machines may reach; `unless` is the flag that allows it."""
     if not is_loopback(host):
         raise ValueError(
-            f"{flag_of(name)}: expected a loopback address, as {why}, or {unless}; got {host!r}"
+            f"{flag_of(name)}: expected a loopback address, because {why}, or {unless}; got "
+            f"{host!r}"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches it. A name other than localhost is not looked up."""
+    """Whether only this machine can reach the address. Of all names only localhost counts."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -79,24 +80,29 @@ def is_loopback(host: str) -> bool:
 
 
 def redis_url(name: str, url: str | None) -> None:
-    """Refuses an address, where there is one, that is not a Redis's, and one with a password: what
-    stands on a command line is read by every user of the machine."""
+    """Refuses an address, if there is one, that is not a Redis URL or has a password in it: every
+    user of the machine can read a command line.
+    """
     if url is not None and not is_redis_url(url):
         form = "expected redis://host:port/db"
         raise ValueError(f"{flag_of(name)}: {form}, got {without_password(url)!r}")
     if url is not None and _has_password(url):
-        raise ValueError(f"{flag_of(name)}: expected no password; --redis-credentials names a file")
+        raise ValueError(
+            f"{flag_of(name)}: expected a URL without a password; --redis-credentials names a file "
+            "with it"
+        )
 
 
 def _has_password(url: str) -> bool:
-    """Where a client of Redis looks for one: beside the host, and among parameters."""
+    """Places where a Redis client looks for a password: before the host, and in parameters."""
     parts = urlsplit(url)
     return parts.password is not None or "password" in parse_qs(parts.query)
 
 
 def without_password(url: str) -> str:
-    """As it may be shown, however broken it is: of one that may hold a password the scheme alone,
-    as far as it begins with one."""
+    """The URL as logs and errors may show it, however broken it is. If it may have a password, only
+    the scheme is shown.
+    """
     if "@" not in url and "?" not in url:
         return url
     scheme = re.match("rediss?|unix", url)
@@ -104,8 +110,8 @@ def without_password(url: str) -> str:
 
 
 def is_redis_url(url: str) -> bool:
-    """Whether a client of Redis can be made for it."""
-    with contextlib.suppress(ValueError):  # of a port that is no number, or of half a host
+    """Whether a Redis client can be made for the URL."""
+    with contextlib.suppress(ValueError):  # a bad port, or half of an IPv6 address
         parts = urlsplit(url)
         _ = parts.port
         is_database = re.fullmatch("/?[0-9]*", parts.path) is not None
@@ -116,7 +122,7 @@ def is_redis_url(url: str) -> bool:
 
 
 def model_name(name: str, value: str | None) -> None:
-    """Refuses a model's name, where there is one, that no client may ask for."""
+    """Refuses a model's name, if there is one, that no client may use."""
     if value is not None and not is_model_name(value):
         raise ValueError(f"{flag_of(name)}: expected {MODEL_NAME_FORM}, got {value!r}")
 
@@ -133,12 +139,12 @@ def name_of_model(directory: Path) -> str:
 
 
 def as_model_name(text: str) -> str:
-    """A model's name after a directory of this one, whose own may hold what no client may say."""
+    """A model's name from that of its directory, which may have characters that are not allowed."""
     plain = re.sub(r"[^A-Za-z0-9._:+@-]+", "-", text)
     plain = re.sub(r"\.{2,}", ".", plain).strip("._:+@-")
     return text if is_model_name(text) else plain[:256] or "model"
 
 
 def is_model_name(text: str) -> bool:
-    """Whether it is a model's name as `MODEL_NAME_FORM` has it."""
+    """Whether the text is a valid name of a model, as in `MODEL_NAME_FORM`."""
     return bool(_MODEL_NAME.fullmatch(text)) and ".." not in text and "//" not in text

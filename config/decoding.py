@@ -1,9 +1,9 @@
-"""What a request may set of its decoding: names, bounds, defaults, and the values once resolved.
+"""The settings of a request's decoding: names, bounds, defaults, and the resolved values.
 
-The one place for them. A client offers these names, the command's flags and the router's checks
-take these bounds, and `Sampling`, `Stopping` and `DecodeSettings` are what a decode worker is told:
-one that is out of bounds can neither be made nor be read from a message. Not here: what depends on
-the model (its vocabulary, block size and context), which who knows the model checks.
+Clients, the command's flags and the router's checks take names and bounds from here. `Sampling`,
+`Stopping` and `DecodeSettings` are the resolved values for a decode worker. None of them can be
+made, or be read from a message, with a value out of bounds. Checks that depend on the model (its
+vocabulary, block size and context) are elsewhere.
 """
 
 import struct
@@ -23,20 +23,22 @@ Remasking = Literal[
     "low_confidence",
     "random",
 ]
-"""In which order block diffusion (the first four) and LLaDA (the last two) fill masks."""
+"""Order in which block diffusion (the first four) and LLaDA (the last two) fill masks."""
 Alg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
-"""What Dream writes at a step: masks by lot, or the best ones by this."""
+"""Which masks Dream writes at a step: random ones, or the best ones by this score."""
 Cache = Literal["none", "prefix", "dual"]
-"""What Fast-dLLM keeps of the forward that begins a block: what is before it, and behind it."""
+"""How much of a forward pass Fast-dLLM keeps: nothing, what precedes the block, or all but the
+block.
+"""
 Score = Literal["confidence", "margin", "neg_entropy"]
-"""By what the best mask is chosen where none passes the threshold."""
+"""The score that ranks masks if none passes the threshold."""
 
 CANVAS_ALGORITHMS: Final[frozenset[Algorithm]] = frozenset({"llada", "dream", "fast_dllm"})
-"""Those that denoise prompt and answer as one canvas, on a decode worker alone."""
+"""Algorithms that denoise prompt and answer as one canvas, always on a decode worker."""
 
 
 class SettingError(ValueError):
-    """The setting `name` is not what it may be; `said` gives the accepted form and what came."""
+    """A bad value of the setting `name`; `said` has the accepted form and the value found."""
 
     def __init__(self, name: str, expected: str, found: object) -> None:
         self.name = name
@@ -51,16 +53,16 @@ def _cut(text: str, most: int = 80) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The numbers that a setting may have: from `low` to `high`, both included; never NaN.
+    """The range of a setting: from `low` to `high`, both included; never NaN.
 
-    Where both are int it is a whole number.
+    If both are int, the value is a whole number.
     """
 
     low: float
     high: float
-    above_low: bool = False  # `low` itself is left out
-    or_zero: bool = False  # 0 is good, too
-    note: str = ""  # ends `form`
+    above_low: bool = False  # `low` itself is excluded
+    or_zero: bool = False  # 0 is also accepted
+    note: str = ""  # appended to `form`
     is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +75,7 @@ class Bounds:
 
     @property
     def form(self) -> str:
-        """The accepted form, as errors say it behind "expected"."""
+        """The accepted form, as errors write it after "expected"."""
         if self.above_low:
             return f"a number above {self.low:g}, at most {self.high:g}{self.note}"
         if self.is_whole:
@@ -81,7 +83,7 @@ class Bounds:
         return f"a number from {self.low:.2g} to {self.high:g}{self.note}"
 
 
-_INT32_MAX: Final = 2**31 - 1  # what a decode worker's slots on a device hold
+_INT32_MAX: Final = 2**31 - 1  # room in a decode worker's slots on a device
 
 TEMPERATURE: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for greedy")
 TOP_P: Final = Bounds(0.0, 1.0, above_low=True)
@@ -95,23 +97,23 @@ MOST_BIASES: Final = 512
 MOST_STOPS: Final = 16
 STOP_BYTES: Final = Bounds(1, 256)
 MOST_STOP_IDS: Final = 64
-TOKEN_ID: Final = Bounds(0, 2**32 - 1)  # what a request can hold; vocabularies have fewer
+TOKEN_ID: Final = Bounds(0, 2**32 - 1)  # for one request; vocabularies are smaller
 SEED: Final = Bounds(0, 2**64 - 1)
-ANSWERS: Final = Bounds(1, 64)  # to one request; routers may take fewer
+ANSWERS: Final = Bounds(1, 64)  # for one request; a router may have a lower limit
 ANSWER_INDEX: Final = Bounds(0, 63)
 MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
 MIN_TOKENS: Final = Bounds(0, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
 THRESHOLD: Final = Bounds(0.0, 1.0)
 DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
-ENTROPY: Final = Bounds(0.0, 1000.0)  # nats; a block of 64 that knows nothing has about 800
+ENTROPY: Final = Bounds(0.0, 1000.0)  # nats; a block of 64 without any knowledge has about 800
 BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
-STEPS: Final = Bounds(0, 65536, note="; 0 takes one a token")
+STEPS: Final = Bounds(0, 65536, note="; 0 takes one for each token")
 CFG_SCALE: Final = Bounds(0.0, 100.0)
 EPS: Final = Bounds(0.0, 1.0)
-FACTOR: Final = Bounds(0.0, 1000.0, note="; 0 goes by the threshold")
+FACTOR: Final = Bounds(0.0, 1000.0, note="; 0 uses the threshold")
 POST_STEPS: Final = Bounds(0, 1024)
-ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot")
+ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no randomness")
 
 PART_LENGTH: Final = 8  # tokens of a block that Fast-dLLM v2 fills before the next ones
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
@@ -124,12 +126,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 keeps all
     seed: int = 0  # uint64, key of the counter-based randomness
-    answer_index: int = 0  # tells answers to one request apart, which have a seed in common
+    answer_index: int = 0  # distinguishes the answers to one request, which share the seed
     min_p: float = 0.0  # share of the likeliest token's probability; 0 keeps all
-    presence_penalty: float = 0.0  # off the logits of tokens in the answer's final text
-    frequency_penalty: float = 0.0  # the same, as often as it holds them
-    repetition_penalty: float = 1.0  # of tokens in prompt and final text, arXiv 1909.05858; 1: none
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added), ids ascending
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer's final text
+    frequency_penalty: float = 0.0  # subtracted once for each time that the text has the token
+    repetition_penalty: float = 1.0  # for prompt and final text, arXiv 1909.05858; 1: off
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, number to add), with ascending ids
 
     def __post_init__(self) -> None:
         _check_numbers(self, SAMPLING)
@@ -142,20 +144,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed before anything is drawn from them."""
+        """Whether logits change before tokens are drawn from them."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return bool(self.min_p or self.logit_bias) or penalties != (0, 0, 1)
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """When an answer ends: a length, and ids that end it and are no part of it.
+    """When an answer ends: its length, and ids that end it and are not part of it.
 
     Raises SettingError.
     """
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0  # before which no stop id is written
+    min_tokens: int = 0  # no stop id is written before this many tokens
 
     def __post_init__(self) -> None:
         _check_numbers(self, STOPPING)
@@ -166,36 +168,35 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR, LLaDA
-    (arXiv 2502.09992), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618) and its v2
-    (arXiv 2509.26328), and LLaDA2.1 (arXiv 2602.08676), by the names of worker.proto's
-    DecodeSettings.
+    """How blocks are denoised, with the names of DecodeSettings in worker.proto. The settings are
+    those of D2F (arXiv 2508.09192), SDAR, LLaDA (arXiv 2502.09992), Dream (arXiv 2508.15487),
+    Fast-dLLM (arXiv 2505.22618) and its v2 (arXiv 2509.26328), and LLaDA2.1 (arXiv 2602.08676).
 
-    Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
-    comparisons with a threshold give the same everywhere.
+    Raises SettingError. Floats are stored as the float32 of the wire, so that a comparison with a
+    threshold has the same result everywhere.
     """
 
     algorithm: Algorithm
-    denoising_steps: int  # forwards a block is spread over (block diffusion)
+    denoising_steps: int  # forwards for one block (block diffusion)
     window: int = 4  # most ACTIVE blocks in flight (D2F)
-    confidence_threshold: float = 0.9  # written where the confidence is strictly above
+    confidence_threshold: float = 0.9  # a mask is written if its confidence is strictly above
     block_add_threshold: float = 0.1  # progress of the last block that appends the next one
-    full_activation_threshold: float = 0.95  # progress that has the next one advance every step
+    full_activation_threshold: float = 0.95  # from this progress on, the next block must advance
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
-    entropy_bound: float = 0.35  # nats of masks that are written together (entropy_bounded)
-    editing_threshold: float = 1.0  # a written token is replaced by one above it; 1 edits none
+    entropy_bound: float = 0.35  # nats of masks that one step writes (entropy_bounded)
+    editing_threshold: float = 1.0  # a written token is replaced by one above it; 1 never edits
     max_post_steps: int = 16  # most forwards that edit a block without masks
     block_length: int = 32  # tokens of a canvas, or of a block, that are denoised together
-    steps: int = 0  # forwards that a canvas is spread over, by blocks; 0 takes one a token
-    cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
+    steps: int = 0  # forwards for a canvas, spread over its blocks; 0 means one for each token
+    cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 turns it off
     logits_eos_inf: bool = False  # an end-of-sequence id is never written
     confidence_eos_eot_inf: bool = False  # end-of-sequence ids are written last
     alg: Alg = "origin"
-    eps: float = 1e-3  # where time ends that begins at 1
-    alg_temp: float = 0.0  # temperature at which the best masks are drawn by lot; 0 draws none
+    eps: float = 1e-3  # end of the time that begins at 1
+    alg_temp: float = 0.0  # temperature at which the best masks are drawn; 0 takes the best
     cache: Cache = "none"
-    factor: float = 0.0  # n masks are written while n + 1 times their doubt is below; 0 is not used
+    factor: float = 0.0  # n masks are written while n + 1 times their doubt is below; 0: off
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -205,7 +206,9 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranked_by(self) -> Score:
-        """The score that masks need: entropy_bounded adds up entropies, whatever was asked for."""
+        """The score of the masks: entropy_bounded adds up entropies, whatever the request's score
+        is.
+        """
         return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
 
     @property
@@ -215,7 +218,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_canvas(self) -> bool:
-        """Whether prompt and answer are denoised as one canvas that sees all of itself."""
+        """Whether prompt and answer form one canvas, in which each token sees all others."""
         return self.algorithm in CANVAS_ALGORITHMS
 
     @property
@@ -225,29 +228,29 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request takes of its model where it leaves a knob out.
+    """A model's defaults for the settings that a request leaves out.
 
-    Routers apply them, so that workers are told every knob. `sources` says where a knob's value is
-    from, a file or whose code; one that it does not list is effuse's own.
+    Routers apply them, so that workers receive every setting. `sources` names the file or the code
+    that a value is from; a setting that it does not list has effuse's own default.
     """
 
     settings: DecodeSettings
     sampling: Sampling = msgspec.field(default_factory=Sampling)
     max_tokens: int = DEFAULT_MAX_TOKENS  # cut to the room that a prompt leaves
-    sources: tuple[tuple[str, str], ...] = ()  # (knob, source)
+    sources: tuple[tuple[str, str], ...] = ()  # (setting, source)
 
     def __post_init__(self) -> None:
         _check_numbers(self, {"max_tokens": MAX_TOKENS})
 
     def settings_of(self, algorithm: Algorithm, block_size: int) -> DecodeSettings:
-        """The knobs of `algorithm`: a model's values are for its own one, and for that alone."""
+        """The settings of `algorithm`: the model's values only if it is the model's own."""
         if algorithm == self.settings.algorithm:
             return self.settings
         return plain_settings(algorithm, block_size)
 
 
 def plain_settings(algorithm: Algorithm, block_size: int) -> DecodeSettings:
-    """The knobs of `algorithm` for a model of whose family nothing is known."""
+    """The settings of `algorithm` for a model of an unknown family."""
     settings = DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
     if algorithm == "fast_dllm_v2":
         return msgspec.structs.replace(settings, block_length=min(PART_LENGTH, block_size))
@@ -307,7 +310,7 @@ _USUAL: Final[Mapping[type[msgspec.Struct], Mapping[str, object]]] = {
     }
     for kind in (Sampling, Stopping, DecodeSettings, DecodingDefaults)
 }
-"""Defaults, as they are kept: most numbers of most requests, which need no check."""
+"""Checked defaults, kept because most requests have them and need no further check."""
 
 
 def _check_numbers(value: msgspec.Struct, bounds: Mapping[str, Bounds]) -> None:

@@ -1,6 +1,6 @@
-"""The modules that each extra installs, and the line for a user who lacks one of them.
+"""The modules that each extra installs, and the error message if one is missing.
 
-The one place beside pyproject.toml, with a test that both list the same.
+pyproject.toml has the same list, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ MODULES: Final[dict[Extra, frozenset[str]]] = {
     "plot": frozenset({"matplotlib"}),
     "traces": frozenset({"opentelemetry"}),
 }
-"""Names that code imports, by the extra that installs them; `worker` installs `server` too."""
+"""Names that code imports, by the extra that installs them; `worker` also installs `server`."""
 
 
 def lacking(module: str | None, extra: Extra | None = None) -> str | None:
-    """The line that names the extra for a module that is not installed; None if no extra has it.
-    `extra` is the one that the caller needs in all, if that is more than the module's own."""
+    """The message that names the extra for a missing module; None if no extra has it. `extra`
+    replaces the module's own extra if the caller needs more.
+    """
     root = (module or "").partition(".")[0]
     own = next((name for name, modules in MODULES.items() if root in modules), None)
     if own is None:
         return None
     found = extra or own
-    return f"{root} is needed: in a checkout of effuse, pip install '.[{found}]'"
+    return f"{root} is needed: run pip install '.[{found}]' in a checkout of effuse"
 
 
 @contextmanager
 def explaining(program: str, extra: Extra, *needed: str) -> Iterator[None]:
-    """Ends `program` with status 1 and one line if an import within it, or one of the modules
-    `needed`, lacks an extra."""
+    """Ends `program` with status 1 and one line if one of the modules `needed`, or one that the
+    body imports, belongs to an extra that is not installed.
+    """
     try:
         for name in needed:
             if find_spec(name) is None:

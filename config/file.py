@@ -1,7 +1,7 @@
-"""Flags of a command in a TOML file: `--config FILE`, a key for each flag, without its dashes.
+"""Flags of a command from a TOML file: `--config FILE`, with one key for each flag, without dashes.
 
-A file is words of a command line that stand before those typed, so that it is checked as these are
-and they win over it. One file serves one command or process; tables have no meaning.
+The file becomes words of a command line before the typed ones. Both are checked in the same way,
+and typed flags take precedence. A file serves one command; tables have no meaning.
 """
 
 import argparse
@@ -15,20 +15,23 @@ _NOT_IN_FILES = ("config", "help")
 
 
 class ConfigFileError(ValueError):
-    """The file cannot be read, or holds what is no flag; the message names file and key."""
+    """The file cannot be read or has an unknown flag; the message names file and key."""
 
 
 def add_config_flag(parser: "argparse._ActionsContainer") -> None:
     """Adds `--config FILE`."""
     parser.add_argument(
-        FLAG, type=Path, metavar="FILE", help="TOML with flags, as in port = 50051; flags win"
+        FLAG,
+        type=Path,
+        metavar="FILE",
+        help="TOML file with flags, such as port = 50051; the command line takes precedence",
     )
 
 
 def with_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Returns `argv` behind the words of the file that it names, if it names one.
+    """Returns the words of the file that `argv` names, if any, followed by `argv`.
 
-    A bad file ends the process with status 2, as a bad flag does.
+    A bad file ends the process with status 2, like a bad flag.
     """
     finder = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
     add_config_flag(finder)
@@ -42,7 +45,7 @@ def with_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The flags of a parser by their names without dashes, as keys of a file."""
+    """The flags of a parser by their names without dashes, which are keys of a file."""
     return {
         action.option_strings[0].removeprefix("--"): action
         for action in parser._actions  # argparse has no other list of them
@@ -53,9 +56,8 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def read_words(path: Path, flags: Mapping[str, argparse.Action]) -> list[str]:
     """The file as words of a command line. Raises ConfigFileError."""
     try:
-        entries = tomllib.loads(
-            path.read_bytes().decode("utf-8-sig")
-        )  # some editors begin with a mark
+        # Some editors write a byte-order mark.
+        entries = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ConfigFileError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -64,13 +66,15 @@ def read_words(path: Path, flags: Mapping[str, argparse.Action]) -> list[str]:
     for key, value in entries.items():
         if key not in flags:
             near = difflib.get_close_matches(key.replace("_", "-"), flags, n=1, cutoff=0.0)
-            raise ConfigFileError(f"{path}: {key}: no such flag; the nearest is {near[0]}")
+            raise ConfigFileError(f"{path}: {key}: unknown flag; did you mean {near[0]}?")
         words += _words(f"{path}: {key}", flags[key], value)
     return words
 
 
 def _words(where: str, flag: argparse.Action, value: object) -> list[str]:
-    """One flag and its value. Lists are written as flags take them: 0,1,.. or once for each."""
+    """One flag and its value. A list is written as its flag takes it: 0,1,.. or once for each
+    element.
+    """
     name = flag.option_strings[0]
     if flag.nargs == 0:
         if not isinstance(value, bool):

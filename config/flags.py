@@ -1,9 +1,9 @@
-"""Command-line parsers: the one that all commands and processes have, and flags from the fields of
-a frozen dataclass.
+"""Command-line parsers for all commands and processes, and flags from the fields of a frozen
+dataclass.
 
-A field `page_size: Annotated[int, "tokens in a page"] = 16` makes the flag `--page-size N`. What
-a value may be beyond its type is checked by the dataclass in `__post_init__`: ValueError. Values of
-flags may also stand in a file (`file.py`).
+A field `page_size: Annotated[int, "tokens in a page"] = 16` makes the flag `--page-size N`. The
+dataclass checks its own values in `__post_init__` and raises ValueError. Flags may also be in a
+file (`file.py`).
 """
 
 import argparse
@@ -46,7 +46,7 @@ Config = TypeVar("Config", bound=Dataclass)
 
 
 def parse(config: type[Config], argv: Sequence[str], *, prog: str, about: str) -> Config:
-    """Returns the config that `argv` asks for.
+    """Returns the config that `argv` describes.
 
     An unknown flag or a bad value ends the process with status 2. The error is one line that names
     the accepted form, and a line that names `--help`.
@@ -75,14 +75,14 @@ class Parser(argparse.ArgumentParser):
     _words: Sequence[str] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does; an unknown flag ends the process with status 2."""
+        """Parses like argparse; an unknown flag ends the process with status 2."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._suggestion()}")
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does; if a required flag is missing, the error names a near miss."""
+        """Parses like argparse; if a required flag is missing, the error names a near miss."""
         self._words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
@@ -150,8 +150,9 @@ def _default_text(value: object) -> str:
 def add_switch(
     parser: "argparse._ActionsContainer", flag: str, about: str, *, default: bool = False
 ) -> None:
-    """Adds a flag that is off unless it is given, or on by `default`, and that `--no-..` turns off,
-    also where a file turned it on."""
+    """Adds a flag that is off unless it is given, or on by `default`. `--no-..` turns it off, even
+    if a file turns it on.
+    """
     action = parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=about)
     parser.set_defaults(**{action.dest: default})
 
@@ -162,7 +163,7 @@ def add_flags(
     *,
     only: Collection[str] | None = None,
 ) -> None:
-    """Adds a flag for every field of `config`, or those named, to a parser or a group of one."""
+    """Adds a flag for every field of `config`, or for the named ones, to a parser or a group."""
     hints = get_type_hints(config, include_extras=True)
     for one in fields(config):
         if only is None or one.name in only:
@@ -206,6 +207,6 @@ def _value(parse_value: Callable[[str], Any], form: str) -> Callable[[str], Any]
 
 
 def _without_none(hint: object) -> object:
-    if get_origin(hint) in (Union, types.UnionType):  # the former where a Literal takes part
+    if get_origin(hint) in (Union, types.UnionType):  # the former if the type is a Literal
         return next(kind for kind in get_args(hint) if kind is not type(None))
     return hint

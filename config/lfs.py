@@ -1,4 +1,4 @@
-"""Files that Git LFS did not fetch: a clone without git-lfs holds pointers of three lines."""
+"""Files that Git LFS did not fetch: a clone without git-lfs has pointers of three lines instead."""
 
 from pathlib import Path
 
@@ -14,4 +14,4 @@ def pointer_problem(path: Path) -> str | None:
         return None
     if not is_pointer:
         return None
-    return f"a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}"
+    return f"a Git LFS pointer instead of the file; run `git lfs pull` in {path.parent}"

@@ -118,8 +118,8 @@ def _check_defaults(model: ModelInfo, limits: DecodeLimits) -> None:
     for name, least in taken.items():
         if (found := getattr(limits, name)) < least:
             raise ValueError(
-                f"{flag_of(name)}: expected at least {least}, as requests take that leave it to "
-                f"the model, got {found}"
+                f"{flag_of(name)}: expected at least {least}, the model's default for requests "
+                f"without a value, got {found}"
             )
 
 

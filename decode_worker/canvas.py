@@ -53,7 +53,7 @@ def rules_of(settings: DecodeSettings) -> CanvasRules:
         case "fast_dllm":
             return fast_dllm
         case other:
-            raise ValueError(f"{other} denoises no canvas")
+            raise ValueError(f"{other} does not denoise a canvas")
 
 
 def open_step(step: CanvasStep, *, has_cache: bool) -> StepPlan:

@@ -97,7 +97,7 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
         rules.activate(sequence, settings)
         sequence.step_open = True
     active = [block for block in sequence.blocks if block.state is BlockPhase.ACTIVE]
-    assert active, "a sequence that is not finished has a block to denoise"
+    assert active, "an unfinished sequence has a block to denoise"
     proposals = [rules.proposals(sequence, block, settings) for block in active]
     return StepPlan(
         start=sequence.in_flight_start,

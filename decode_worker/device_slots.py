@@ -96,7 +96,7 @@ def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutc
     assert sequence.step_open
     sequence.step_open = False
     sequence.store(plan.num_stored)
-    assert record.start == sequence.in_flight_start, "the device stored what the plan stores"
+    assert record.start == sequence.in_flight_start, "the device stored the rows of the plan"
     written: list[Block] = []
     num_semi_writes = 0
     for block in sequence.blocks:
@@ -131,7 +131,7 @@ def slot_row(
     page_size: int,
 ) -> Integers:
     """The row [width] of a sequence whose step is open and whose cache is complete."""
-    assert sequence.step_open, "a sequence joins with its step opened"
+    assert sequence.step_open, "a sequence joins with its step open"
     stops = sorted(sequence.stopping.stop_token_ids)
     assert settings.most_active <= layout.max_window, "intake refuses wider ones"
     assert len(stops) <= layout.max_stops, "intake refuses more of them"

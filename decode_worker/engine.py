@@ -147,7 +147,7 @@ class DecodeEngine:
         elif attempt.transfer_id in self._queues.by_transfer:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
         elif message.writer is not None and not self._handoffs.can_receive:
-            text = "no connector: only local prefill"
+            text = "this worker has no connector, so it only accepts local prefill"
             self._outbox.failed(attempt, "FAILED_PRECONDITION", text)
         else:
             self._enqueue(message)

@@ -79,7 +79,9 @@ class Intake:
         if why := unfit(name, self.model):
             raise RequestError(why)
         if request.settings.is_canvas and request.writer is not None:
-            raise RequestError(f"{name} computes prompt and answer together: no prefill worker")
+            raise RequestError(
+                f"{name} computes prompt and answer together, without a prefill worker"
+            )
 
     def _sequence(self, message: StartDecode) -> Sequence:
         prompt = message.prompt_token_ids
@@ -108,7 +110,7 @@ class Intake:
         most = self.limits.max_model_len
         if prompt_len + max_tokens > most:
             raise RequestError(
-                f"a prompt of {prompt_len} tokens and max_tokens {max_tokens} make "
+                f"a prompt of {prompt_len} tokens and max_tokens {max_tokens} add up to "
                 f"{prompt_len + max_tokens} tokens; max_model_len is {most}"
             )
 
@@ -131,7 +133,7 @@ def _resume_logprobs(request: DecodeRequest, resume: Resume) -> None:
             if entry is not None and not sequence.masked[position]:
                 request.logprobs[position] = entry
             elif entry is None and not sequence.masked[position]:
-                raise RequestError("the frontier lacks log-probabilities of what is written in it")
+                raise RequestError("the frontier has no log-probabilities for its written tokens")
 
 
 def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:
@@ -140,14 +142,14 @@ def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:
     most_active = request.settings.most_active
     if most_active > limits.max_window:
         raise RequestError(
-            f"the window must be at most this worker's max_window {limits.max_window}, "
-            f"got {most_active}",
+            f"expected a window of at most this worker's max_window {limits.max_window}, got "
+            f"{most_active}",
             "decoding.window",
         )
     if request.sequence.num_active > most_active:
         raise RequestError(
-            f"the frontier holds {request.sequence.num_active} blocks; "
-            f"the settings allow {most_active} in flight"
+            f"the frontier holds {request.sequence.num_active} blocks; the settings allow "
+            f"{most_active}"
         )
 
 
@@ -155,8 +157,8 @@ def _check_stops(request: DecodeRequest, limits: DecodeLimits) -> None:
     num_stops = len(request.sequence.stopping.stop_token_ids)
     if num_stops > limits.max_stop_ids:
         raise RequestError(
-            f"stop ids, end-of-sequence ids included, must be at most this worker's "
-            f"max_stop_ids {limits.max_stop_ids}, got {num_stops}",
+            f"expected at most {limits.max_stop_ids} stop ids (this worker's max_stop_ids), "
+            f"end-of-sequence ids included, got {num_stops}",
             "stopping.stop_token_ids",
         )
 
@@ -180,14 +182,16 @@ class Boundary:
         """
         if state.prompt_len != sequence.prompt_len:
             raise BoundaryError(
-                f"a prompt of {state.prompt_len} tokens was handed over, "
-                f"the request's has {sequence.prompt_len}"
+                f"the pages that arrived hold a prompt of {state.prompt_len} tokens, the request "
+                f"has {sequence.prompt_len}"
             )
         if state.prompt_digest != prompt_digest(sequence.prompt_ids):
-            raise BoundaryError("the KV of another prompt was handed over")
+            raise BoundaryError("the pages that arrived hold the KV of another prompt")
         tail = sequence.token_ids[sequence.first_block_start : sequence.prompt_len].tolist()
         if list(state.tail_token_ids) != tail:
-            raise BoundaryError("the prompt's last tokens differ from those that were handed over")
+            raise BoundaryError(
+                "the prompt's last tokens differ from those that arrived with the pages"
+            )
         if self.hidden_size is None or sequence.first_block_start == 0:
             return None  # nothing is stored that a block could follow
         return self._vector(state.hidden, self.hidden_size)
@@ -196,7 +200,7 @@ class Boundary:
         expected = size * self.dtype.itemsize
         if data is None or len(data) != expected:
             found = "none" if data is None else f"{len(data)} bytes"
-            raise BoundaryError(f"a hidden vector of {expected} bytes is needed, got {found}")
+            raise BoundaryError(f"expected a hidden vector of {expected} bytes, got {found}")
         vector = torch.frombuffer(bytearray(data), dtype=self.dtype)
         if not bool(torch.isfinite(vector).all()):
             raise BoundaryError("the hidden vector is not finite")
@@ -227,7 +231,7 @@ class RehearsalReceiver:
         """Opens free pages to the writer; refuses where requests may need them."""
         attempt, free = message.attempt, self._pool.num_free
         if not self._handoffs.can_receive:
-            text = "no connector: only local prefill"
+            text = "this worker has no connector, so it only accepts local prefill"
             self._outbox.failed(attempt, "FAILED_PRECONDITION", text)
             return
         most = min(MOST_BYTES // self._handoffs.page_bytes, self._pool.num_pages // LEAST_SHARE)
@@ -235,9 +239,12 @@ class RehearsalReceiver:
         if message.most_pages <= FEW_PAGES:  # a link warms up, and no prompt takes it before
             is_busy, count = False, min(count, max(1, free // 2))
         if self._attempt is not None or self._handoffs.is_open(self._last):
-            self._refuse(attempt, "another rehearsal is under way")
+            self._refuse(attempt, "another rehearsal is running")
         elif is_busy or 2 * count > free:
-            self._refuse(attempt, f"requests come first: {count} of {free} free pages are too many")
+            self._refuse(
+                attempt,
+                f"requests need the pages: a rehearsal cannot have {count} of {free} free pages",
+            )
         else:
             pages = self._pool.allocate(count)
             assert pages is not None, "they were counted"

@@ -76,7 +76,7 @@ def check_fits(footprint: Footprint, limits: DecodeLimits) -> None:
     length = footprint.prompt_len + footprint.max_tokens
     if length > limits.max_model_len:
         raise RequestError(
-            f"prompt of {footprint.prompt_len} and max_tokens of {footprint.max_tokens} make "
+            f"prompt of {footprint.prompt_len} and max_tokens of {footprint.max_tokens} add up to "
             f"{length} tokens; max_model_len is {limits.max_model_len}"
         )
     pages = limits.pages_for(footprint.most_cached)
@@ -87,7 +87,7 @@ def check_fits(footprint: Footprint, limits: DecodeLimits) -> None:
         )
     if footprint.most_rows > limits.max_num_batched_tokens:
         raise RequestError(
-            f"one denoise step may take {footprint.most_rows} tokens (blocks of "
+            f"one denoise step may need {footprint.most_rows} tokens (blocks of "
             f"{limits.block_size}); max_num_batched_tokens is {limits.max_num_batched_tokens}"
         )
     if footprint.first_chunk > limits.max_num_batched_tokens:

@@ -137,7 +137,7 @@ class Sequence:
     ) -> None:
         """On a canvas the last block holds no mask past the answer's end: all would see it."""
         if not prompt:
-            raise RequestError("the prompt must hold at least one token")
+            raise RequestError("the prompt must have at least one token")
         self.prompt_len = len(prompt)
         self.origin = origin
         self.block_size = block_size
@@ -169,9 +169,11 @@ class Sequence:
         for snapshot in frontier:
             self._restore_block(snapshot)
         if self.blocks and not self.blocks[0].masks_left:
-            raise RequestError("the first block of the frontier holds no mask: it is not in flight")
+            raise RequestError(
+                "the first block of the frontier has no mask, so it is not in flight"
+            )
         if is_canvas and (committed or frontier) and self.may_grow:
-            raise RequestError("the frontier of a canvas holds all blocks that are not final")
+            raise RequestError("the frontier of a canvas has all blocks that are not final")
         return self
 
     @property
@@ -305,21 +307,22 @@ class Sequence:
         if (final_len - self.origin) % self.block_size or final_len > self.last_block_start:
             raise RequestError(
                 f"{len(committed)} committed tokens after a prompt of {self.prompt_len} do not end "
-                f"at a block of {self.block_size} before position {self.last_block_start}"
+                f"at the end of a block of {self.block_size} before position "
+                f"{self.last_block_start}"
             )
         if not self.stopping.stop_token_ids.isdisjoint(committed):
-            raise RequestError("the committed tokens hold a stop id: the answer has ended")
+            raise RequestError("the committed tokens contain a stop id, so the answer has ended")
         self.token_ids[self.prompt_len : final_len] = committed
         self.final_len = final_len
 
     def _restore_block(self, snapshot: messages.BlockState) -> None:
         if self.in_flight_end >= self.last_block_end:
-            raise RequestError("the frontier holds more blocks than the answer has left")
+            raise RequestError("the frontier has more blocks than the answer has left")
         num_bytes = (self.block_size + 7) // 8
         if len(snapshot.token_ids) != self.block_size or len(snapshot.masks) != num_bytes:
             raise RequestError(
-                f"a frontier block must hold {self.block_size} ids and {num_bytes} bytes of masks, "
-                f"got {len(snapshot.token_ids)} and {len(snapshot.masks)}"
+                f"expected a frontier block with {self.block_size} ids and {num_bytes} bytes of "
+                f"masks, got {len(snapshot.token_ids)} and {len(snapshot.masks)}"
             )
         if not 0 <= snapshot.denoise_count < _MOST_DENOISE_COUNT:
             raise RequestError(

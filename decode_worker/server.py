@@ -77,7 +77,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             async with asyncio.timeout(self._shell.time_left(context.time_remaining())):
                 await self._relay(stream, context)
         except TimeoutError:
-            raise deadline_passed("the answer was finished") from None
+            raise deadline_passed("the answer is complete") from None
         finally:
             self._leave(stream)
 
@@ -101,7 +101,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             async with asyncio.timeout(min(_REHEARSAL_S, remaining_s)):
                 await self._relay_rehearsal(stream, context)
         except TimeoutError:
-            raise deadline_passed("the pages had arrived") from None
+            raise deadline_passed("the pages arrived") from None
         finally:
             self._leave(stream)
 
@@ -272,7 +272,7 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
                 )
             )
         case _:
-            raise Bug(f"a decode engine said {type(event).__name__}")
+            raise Bug(f"a decode engine sent {type(event).__name__}")
 
 
 def make_role() -> Role:

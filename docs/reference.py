@@ -49,9 +49,9 @@ COMMAND_LINE: Final = (
     "that it starts."
 )
 METRICS: Final = (
-    "from `router/metrics.py`, `router/router.py` and `worker/metrics.py`. "
-    "[Running effuse](../operations.md) shows which to watch. A histogram `x` has the samples "
-    "`x_bucket`, `x_sum` and `x_count`. On Linux each process also has the `process_` metrics of "
+    "from `router/metrics.py`, `router/router.py` and `worker/metrics.py`. [Running "
+    "effuse](../operations.md) lists those to watch. A histogram `x` has the samples `x_bucket`, "
+    "`x_sum` and `x_count`. On Linux each process also has the `process_` metrics of "
     "prometheus_client."
 )
 ERRORS: Final = (

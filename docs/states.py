@@ -36,15 +36,15 @@ class Machine:
 MACHINES = (
     Machine(
         "A request",
-        "In the router, `router/request_states.py`. An attempt begins at *starting*; *lost*\n"
-        "ends it, and another one may follow. Of several answers each has a state of its own.",
+        "In the router, `router/request_states.py`. An attempt begins at *starting*; *lost*\nends "
+        "it, and another one may follow. Each of several answers has its own state.",
         request_states.State.QUEUED,
         request_states.TRANSITIONS,
     ),
     Machine(
         "A page",
-        "In a worker's pool, `kvtransfer/pool.py`. A prefill worker takes pages; a decode worker\n"
-        "reserves pages and opens them to a writer, or takes them where it prefills for itself.",
+        "In a worker's pool, `kvtransfer/pool.py`. A prefill worker takes pages; a decode "
+        "worker\nreserves pages and opens them to a writer, or takes them if it prefills itself.",
         pool.PageState.FREE,
         pool.TRANSITIONS,
     ),

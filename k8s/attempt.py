@@ -76,7 +76,7 @@ def main() -> int:
     except AttemptError as error:
         print(f"make k8s-try: {error}", file=sys.stderr)
         return 1
-    print("everything was removed again")
+    print("everything was removed")
     return 0
 
 
@@ -84,9 +84,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make k8s-try", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--kubectl", default="kubectl", help="the kubectl to use")
-    add("--overlay", default="1p1d", help="what to bring up: a folder of k8s/overlays, or a path")
-    add("--connector", default="nixl", help="what must have moved the KV (default: nixl)")
-    add("--build", help="command that builds an image, as in 'docker build -t'")
+    add("--overlay", default="1p1d", help="overlay to deploy: a folder of k8s/overlays, or a path")
+    add("--connector", default="nixl", help="connector that must have moved the KV (default: nixl)")
+    add("--build", help="command that builds an image, such as 'docker build -t'")
     add("--base", help="base image with Python 3.11 for the images that are built")
     return parser.parse_args()
 
@@ -145,7 +145,7 @@ def namespace(cluster: Cluster) -> Iterator[None]:
         name = cluster.namespace
         cluster.run("delete", "namespace", name, "--wait=true", f"--timeout={WAIT_S}s")
         if left := leftovers(cluster):
-            raise AttemptError("still there after the deletion:\n" + "\n".join(left))
+            raise AttemptError("these objects remain after the deletion:\n" + "\n".join(left))
 
 
 def leftovers(cluster: Cluster) -> list[str]:

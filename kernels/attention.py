@@ -1,8 +1,8 @@
-"""Block-parallel attention: packed in-flight rows over paged, cached tokens and over each other.
+"""Block-parallel attention: packed in-flight rows attend to paged, cached tokens and to each other.
 
-One launcher for prefill chunks and denoising blocks of many sequences; CPU runs torch operators,
-CUDA runs the kernels behind `attention_triton`. On the CPU both KV layouts give the same bits.
-Storing K and V is `pages`, not here.
+One launcher for prefill chunks and denoising blocks of many sequences: a CPU runs torch operators,
+and CUDA runs the kernels behind `attention_triton`. On the CPU both KV layouts give the same bits.
+`pages` stores K and V.
 """
 
 from dataclasses import replace
@@ -31,11 +31,11 @@ def block_attention(
 
     q is [T, Hq, D], k and v are [T, Hkv, D] with Hq a multiple of Hkv; k_cache and v_cache are one
     layer's logical views [pages, page_size, Hkv, D] of any strides, or views of the distinct layout
-    (`pages`). Cached slots that no page table reaches are never read. ``lse`` [T, Hq]
-    fp32, if given, receives each row's log-sum-exp of the scaled scores (natural log). On the CPU
-    the rows of one diffusion block are computed alone over the keys they see, so a row's result is
-    bitwise the same whatever other sequences, and whatever later blocks of its own sequence, share
-    the forward.
+    (`pages`). Cached slots that no page table reaches are never read. ``lse`` [T, Hq] fp32, if
+    given, receives each row's log-sum-exp of the scaled scores (natural log). On the CPU the rows
+    of one diffusion block are computed separately, over the keys they see. So a row's result is
+    bitwise the same, whatever other sequences or later blocks of its own sequence share the
+    forward.
     """
     _check(q, k, v, k_cache, v_cache, batch)
     if out is None:
@@ -62,7 +62,7 @@ def block_attention_ref(
     *,
     scale: float,
 ) -> Tensor:
-    """Plain reference for one sequence under an explicit mask, in the dtype of its inputs.
+    """Plain reference for one sequence with an explicit mask, in the dtype of its inputs.
 
     q [T, Hq, D]; k, v [T, Hkv, D]; k_context, v_context [C, Hkv, D]; mask [T, C + T] bool, True
     where the row sees the key. Every row must see a key.
@@ -151,7 +151,8 @@ def _keys_by_sequence(
 
 
 def _row_index(cache: Tensor, plan: GatherPlan) -> Tensor | None:
-    """Where `_as_rows` has the planned tokens, head by head; None if the strides do not allow it.
+    """Indices of the planned tokens in `_as_rows`, head by head; None if the strides do not allow
+    it.
 
     One index_select of whole rows is several times faster than indexing by page and offset.
     """

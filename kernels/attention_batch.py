@@ -1,4 +1,4 @@
-"""What attention needs to know about one forward: the same for every layer, built once.
+"""The inputs of attention for one forward: the same for every layer, built once.
 
 Holds lengths, page tables and block origins, and on the CPU the gather order and the mask-free
 segments derived from them. It knows nothing of layers, heads or the memory that pages live in.
@@ -18,7 +18,7 @@ class GatherPlan:
     """CPU only: the gather order of cached tokens, and the rows cut into segments.
 
     A segment is a run of rows of one sequence in one diffusion block: all of them see the same
-    prefix of the sequence's keys (cached tokens, then rows), so none needs a mask.
+    prefix of the sequence's keys (cached tokens, then rows), so that no segment needs a mask.
     """
 
     token_pages: Tensor  # [sum(context_lens)] int64, sequence after sequence, by position
@@ -35,9 +35,8 @@ class AttentionBatch:
     """Shapes and visibility of one forward over the packed rows of S sequences.
 
     Row i of sequence s has position ``context_lens[s] + i``. It sees every cached token of s, and
-    row j of s iff ``block(i) >= block(j)`` with
-    ``block(p) = max(floor((p - block_origins[s]) / block_size), -1)``: what lies before the origin
-    is one bidirectional block.
+    row j of s if ``block(i) >= block(j)`` with ``block(p) = max(floor((p - block_origins[s]) /
+    block_size), -1)``. All positions before the origin form one bidirectional block.
     """
 
     cu_seqlens: Tensor  # [S+1] int32, rows of sequence s are cu[s]:cu[s+1]
@@ -48,7 +47,7 @@ class AttentionBatch:
     page_size: int
     max_seqlen: int
     max_context: int
-    gather: GatherPlan | None  # present on the CPU, absent elsewhere
+    gather: GatherPlan | None  # present only on the CPU
 
 
 def make_attention_batch(
@@ -65,7 +64,7 @@ def make_attention_batch(
     """Build the batch from one entry per sequence; sequences without rows or context are legal.
 
     ``stored_lens`` (rows of each sequence that this forward stores) only widens the check that the
-    page table covers what is read and written. Raises ValueError naming the sequence at fault.
+    page table covers what is read and written. Raises ValueError that names the bad sequence.
     """
     _check(seq_lens, context_lens, page_table, block_origins, block_size, page_size, stored_lens)
     num_seqs = len(seq_lens)
@@ -102,9 +101,9 @@ def block_end(position: int, block_origin: int, block_size: int) -> int:
 
 
 def _on_device(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Columns as int32, brought to the device in a single copy; each begins at 16 bytes.
+    """Columns as int32, copied to the device together; each begins at a multiple of 16 bytes.
 
-    Triton compiles a kernel anew for pointers of another alignment.
+    Triton compiles a kernel again for pointers with another alignment.
     """
     packed: list[int] = []
     begins: list[int] = []
@@ -182,13 +181,13 @@ def _check(
     stored = stored_lens if stored_lens is not None else [0] * len(seq_lens)
     counts = [len(x) for x in (seq_lens, context_lens, page_table, block_origins, stored)]
     if len(set(counts)) != 1:
-        raise ValueError(f"one entry per sequence expected everywhere, got lengths {counts}")
+        raise ValueError(f"expected one entry per sequence in every list, got lengths {counts}")
     rows = zip(seq_lens, context_lens, page_table, stored, strict=True)
     for index, (length, context, pages, num_stored) in enumerate(rows):
         if length < 0 or context < 0 or not 0 <= num_stored <= length:
             raise ValueError(
-                f"sequence {index}: rows {length}, cached {context}, stored {num_stored}: "
-                "none may be negative, and stored at most rows"
+                f"sequence {index}: rows {length}, cached {context}, stored {num_stored}: expected "
+                "none negative, and stored at most rows"
             )
         if len(pages) * page_size < context + num_stored:
             raise ValueError(

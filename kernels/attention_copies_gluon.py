@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The producer warpgroup of `attention_gluon`: keys and values from memory to shared memory.
 
-Tiles of cached tokens alone go page by page through the bulk copy engine, where the pages allow
-it; the tile where cached tokens end, and in-flight rows, go in pieces of 16 bytes a thread.
-The two ends of `early_start` stand here too, since Gluon has no words of its own for them.
+Tiles that only have cached tokens go page by page through the bulk copy engine, if the pages allow
+it. The tile in which cached tokens end, and in-flight rows, go in pieces of 16 bytes for each
+thread. The two ends of `early_start` are here too, because Gluon has no functions for them.
 """
 
 from triton.experimental import gluon
@@ -90,7 +90,7 @@ def _copy_boxes(
     PAGE_SIZE: gl.constexpr,
     CHUNK: gl.constexpr,
 ):
-    """A tile in boxes of CHUNK tokens by 64 dims, which is how swizzled tiles lie in memory."""
+    """A tile in boxes of CHUNK tokens by 64 dims, the order of swizzled tiles in memory."""
     TILE_KEYS: gl.constexpr = tile.shape[0]
     HEAD_DIM: gl.constexpr = tile.shape[1]
     CHUNKS: gl.constexpr = TILE_KEYS // CHUNK
@@ -144,7 +144,7 @@ def _copy_pieces(
 
 @gluon.jit
 def await_kernel_before():
-    """Go on once the kernel before has ended and what it wrote can be read."""
+    """Continue once the previous kernel has ended and its writes can be read."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -152,7 +152,7 @@ def await_kernel_before():
 
 @gluon.jit
 def allow_kernel_after():
-    """Let the kernel after this one begin, once every program has said so or has ended."""
+    """Let the next kernel begin, once every program has called this or has ended."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,8 +1,8 @@
-"""Attention by torch's FlexAttention over gathered keys: to check results and speed against.
+"""Attention by torch's FlexAttention over gathered keys: a reference for results and speed.
 
-The unified layout only. Cached tokens are copied out of their pages in front of each sequence's
-own rows, and visibility becomes a block mask whose blocks are counted, not evaluated. Chosen with
-`--attention flex`; `attention` is the operator to serve with.
+The unified layout only. Cached tokens are copied out of their pages in front of each sequence's own
+rows, and visibility becomes a block mask whose blocks are counted, not evaluated. The flag is
+`--attention flex`; `attention` is the operator for serving.
 """
 
 import warnings
@@ -22,13 +22,13 @@ MASK_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class FlexPlan:
-    """What a forward's layers share: where rows and keys come from, and what they see.
+    """Values that a forward's layers share: the sources of rows and keys, and the mask.
 
     Rows and keys are padded to the longest sequence's. A sequence's keys are its cached tokens,
     then its rows.
     """
 
-    rows: Tensor  # [S, max_rows] int64, packed row; of padding, any
+    rows: Tensor  # [S, max_rows] int64, packed row; any row for padding
     has_row: Tensor  # [S, max_rows], False for padding
     row_places: Tensor  # [T] int64, place of each packed row in [S * max_rows]
     pages: Tensor  # [S * n] int64, pages of cached tokens, then as many as rows may need
@@ -38,10 +38,10 @@ class FlexPlan:
 
 
 class FlexAttention:
-    """`attention.block_attention` by FlexAttention; keeps the plan of the batch it saw last.
+    """`attention.block_attention` by FlexAttention; keeps the plan of the batch of its last call.
 
     With ``packs_heads`` the query heads of a KV head are rows of one matrix, as in the Triton
-    kernel; without, each is a head of its own.
+    kernel; otherwise each is a separate head.
     """
 
     def __init__(self, *, packs_heads: bool = True) -> None:
@@ -59,7 +59,7 @@ class FlexAttention:
         *,
         scale: float,
     ) -> Tensor:
-        """Attention output [T, Hq, D]; shapes as `attention.block_attention` has them."""
+        """Attention output [T, Hq, D]; shapes as in `attention.block_attention`."""
         if k_cache.dim() != 4:
             raise ValueError(
                 "FlexAttention reads the unified KV layout, [pages, page_size, Hkv, D]; got K of "
@@ -72,7 +72,7 @@ class FlexAttention:
             self._last = batch, make_plan(batch, len(q), groups)
         plan = self._last[1]
         keys = gather_keys(k, k_cache, plan)
-        # What lies behind the cached tokens may be anything, and nothing times NaN is NaN.
+        # Memory after the cached tokens may hold NaN, and zero times NaN is NaN.
         values = gather_keys(v, v_cache, plan, blank=True)
         out = attend(padded_queries(q, plan, groups), keys, values, plan.mask, scale=scale)
         return packed_rows(out, plan, groups)
@@ -88,7 +88,7 @@ def make_plan(batch: AttentionBatch, num_rows: int, groups: int) -> FlexPlan:
     packed = torch.arange(num_rows, device=device)
     sequence = torch.searchsorted(cu[1:], packed, right=True).clamp(max=num_seqs - 1)
     offset = (packed - cu[sequence]).clamp(max=batch.max_seqlen - 1)
-    # Rows lie behind the cached tokens, so as many pages more as rows may need.
+    # Rows come after the cached tokens, so add as many pages as rows may need.
     cached, own = (-(-count // page_size) for count in (batch.max_context, batch.max_seqlen))
     pages = functional.pad(batch.page_table[:, :cached].long(), (0, own))
     room = pages.shape[1] * page_size
@@ -105,8 +105,9 @@ def make_plan(batch: AttentionBatch, num_rows: int, groups: int) -> FlexPlan:
 
 
 def gather_keys(rows: Tensor, cache: Tensor, plan: FlexPlan, *, blank: bool = False) -> Tensor:
-    """K or V [S, keys, Hkv, D] of all sequences: cached tokens, then rows. In all places but a
-    sequence's own there are zeros if ``blank``, else what others hold."""
+    """K or V [S, keys, Hkv, D] of all sequences: cached tokens, then rows. All other places are
+    zero if ``blank``, otherwise undefined.
+    """
     keys = cache.index_select(0, plan.pages).view(*plan.not_cached.shape, *rows.shape[1:])
     if blank:
         keys.masked_fill_(plan.not_cached[..., None, None], 0.0)
@@ -141,7 +142,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, scale: fl
         out = _compiled()(q, keys, values, block_mask=mask, scale=scale, enable_gqa=gqa)
     else:
         with warnings.catch_warnings():
-            # Uncompiled it makes whole matrices of scores: right, and small enough here.
+            # Uncompiled it builds whole matrices of scores, which are small enough here.
             warnings.simplefilter("ignore")
             out = flex_attention(q, keys, values, block_mask=mask, scale=scale, enable_gqa=gqa)
     assert isinstance(out, Tensor)

@@ -5,8 +5,8 @@
 A program takes 64 rows for each of its one or two consumer warpgroups, all of one KV head. A
 producer warpgroup copies tiles of keys and values to shared memory, cached tokens and in-flight
 rows alike, from the last tile to the first. A consumer starts the scores of a tile, then the
-product of the tile before, and computes its softmax while the latter runs (as FlashAttention-3
-does; Shah and others, 2024).
+product of the tile before, and computes its softmax while the latter runs (like FlashAttention-3;
+Shah and others, 2024).
 """
 
 from triton.experimental import gluon
@@ -28,7 +28,7 @@ from effuse.kernels.attention_splits_triton import tokens_per_split
 ROWS = gl.constexpr(64)
 
 
-# One kernel for all of them: a new kind of count must not compile while requests wait.
+# One kernel for all counts: a new kind of count must not compile while requests wait.
 @gluon.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
 def hopper_attention_kernel(
     q,
@@ -103,7 +103,7 @@ def hopper_attention_kernel(
     # From this position on a consumer must mask.
     whole = _seen_end(first // GROUPS, num_rows, context, origin, BLOCK_SIZE)
     masked_tiles = num_tiles - (gl.minimum(whole, end) - begin) // TILE_KEYS
-    # So many of the last tiles come in pieces, the others in boxes.
+    # This many of the last tiles arrive in pieces, the others in boxes.
     boxes = (k_boxes, v_boxes) if k_boxes is not None else ()
     piece_tiles = num_tiles
     if len(boxes) == 2:
@@ -152,7 +152,7 @@ def hopper_attention_kernel(
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
-    # Not earlier: what follows would gather on the few processors that are free.
+    # Not earlier: the following kernel would gather on the few processors that are free.
     allow_kernel_after()
 
 
@@ -169,8 +169,8 @@ def _find_rows(
 ):
     """(sequence, first packed row, first token, tokens, context, origin) of the index-th tile.
 
-    The sequence is ``num_seqs`` or more if there are fewer tiles. Every warp works it out alone
-    from one round of loads; nothing runs beside this.
+    The sequence is ``num_seqs`` or more if there are fewer tiles. Every warp computes it by itself
+    from one round of loads; nothing runs in parallel.
     """
     layout: gl.constexpr = gl.BlockedLayout([MAX_SEQS // 32], [32], [gl.num_warps()], [0])
     place = gl.arange(0, MAX_SEQS, layout=layout)
@@ -197,7 +197,7 @@ def _add(a, b):
 
 @gluon.jit
 def _seen_end(row, num_rows, context, origin, BLOCK_SIZE: gl.constexpr):
-    """The position up to which an in-flight row sees: the end of its diffusion block."""
+    """The end of the positions that an in-flight row sees: the end of its diffusion block."""
     position = context + row
     relative = position - origin
     block_end = gl.where(relative < 0, origin, position + BLOCK_SIZE - relative % BLOCK_SIZE)
@@ -243,7 +243,7 @@ def _consume(
     result_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
 
-    # Other threads read a row than write it: its address need not be kept for so long.
+    # Another thread reads a row than writes it, so its address need not be kept for so long.
     read_layout: gl.constexpr = gl.BlockedLayout([8, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     start = first + which * ROWS
     rows_read, valid = _row_offsets(
@@ -356,7 +356,7 @@ def _step(
     behind = (index - 1) % STAGES
     mbarrier.wait(keys_full.index(stage), index // STAGES & 1)
     if index <= piece_tiles:
-        # Threads wrote these keys, or the values before them; products read by another way.
+        # Threads wrote these keys, or the values before them; products read them differently.
         fence_async_shared()
     scores = warpgroup_mma(
         queries, keys.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
@@ -368,7 +368,7 @@ def _step(
         scores = _masked(scores, limit)
     new_weights, total, peak, shrink = _softmax(scores, total, peak, scale)
     new_weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
-    # Waited for one step early, and here: ptxas moves no arithmetic over the loop that this is,
+    # This wait comes one step early on purpose. ptxas moves no arithmetic over the loop that it is,
     # and so leaves the softmax in front of the wait for the product.
     mbarrier.wait(values_full.index(stage), index // STAGES & 1)
     accumulator, weights, new_weights = warpgroup_mma_wait(

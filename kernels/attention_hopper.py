@@ -1,7 +1,7 @@
 """Block-parallel attention on Hopper in 16-bit types: when it can be used, and its launch.
 
-`attention_triton` asks here first and covers everything else; the device code is
-`attention_gluon`. Launch parameters depend on shapes alone.
+`attention_triton` checks `is_supported` first and covers everything else; the device code is
+`attention_gluon`. Launch parameters depend only on shapes.
 
 Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence
 once for each tile of 64 or 128 packed rows.
@@ -35,12 +35,12 @@ class Shape:
     stages: int
     consumer_registers: int
     producer_registers: int
-    registers: int | None  # of a thread at entry; None where one program has a processor to itself
+    registers: int | None  # of a thread at entry; None if one program has a processor to itself
     programs_per_processor: int
 
 
-# 128 rows halve the traffic from L2 for each product. Where heads share no keys, memory is the
-# limit until there are more rows than that, and two programs of 64 rows keep more on the way.
+# 128 rows halve the traffic from L2 for each product. If heads share no keys, memory is the limit
+# for at most that many rows, and two programs of 64 rows keep more loads under way.
 GROUPED = Shape(2, 128, 3, 216, 72, None, 1)
 ALONE_TALL = Shape(2, 64, 4, 216, 72, None, 1)
 ALONE_SHORT = Shape(1, 64, 3, 184, 72, 128, 2)
@@ -50,8 +50,8 @@ LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 def shape_of(groups: int, max_seqlen: int) -> Shape:
     """The shape class for ``groups`` query heads a KV head and at most ``max_seqlen`` rows.
 
-    Rounding depends on the number of keys in a tile, and that on the model alone: a row gets the
-    same result whatever shares its forward, unless its cache is split differently.
+    Rounding depends on the number of keys in a tile, which depends only on the model. A row gets
+    the same result whatever shares its forward, unless its cache is split differently.
     """
     if groups > 1:
         return GROUPED
@@ -61,8 +61,8 @@ def shape_of(groups: int, max_seqlen: int) -> Shape:
 def is_supported(q: Tensor, others: tuple[Tensor, ...], page_size: int) -> bool:
     """Whether the kernel covers this device, these types and strides; ``others`` are k, v, caches.
 
-    Rows are copied in pieces of 16 bytes, so that strides must be multiples of 16 elements, and
-    16 keys at a time must lie in one page.
+    Rows are copied in pieces of 16 bytes, so strides must be multiples of 16 elements, and 16 keys
+    at a time must lie in one page.
     """
     return (
         q.is_cuda
@@ -96,17 +96,17 @@ def launch(
     num_seqs = len(batch.context_lens)
     shape = shape_of(groups, batch.max_seqlen)
     tile_rows = 64 * shape.consumers
-    # The most tiles that so many rows in so many sequences can make; the rest leaves at once.
+    # The most tiles that this many rows and sequences can have; the others end immediately.
     num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
-    # Graphs are captured for as many sequences as there could be, with a block each; splits suit
-    # the usual case of a window of four.
+    # Graphs are captured for the largest possible number of sequences, with a block each; splits
+    # suit the usual case of a window of four.
     usual_tiles = max(-(-tokens * groups // tile_rows), num_seqs // 4)
     wave = PROCESSORS * shape.programs_per_processor
     num_splits = splits or most_splits(usual_tiles * kv_heads, wave, batch.max_context)
     chunk = 32 if batch.page_size % 32 == 0 else 16
     boxes = _boxes(k_cache, v_cache, chunk) if batch.max_context else None
     partial_out, partial_lse = partial_results(q, num_splits)
-    # Tiles come last, so that those that are not there do not take a processor from others.
+    # Tiles come last, so that missing ones do not take a processor from others.
     hopper_attention_kernel[(kv_heads, num_splits, num_tiles)](
         q,
         k,
@@ -162,7 +162,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 def _boxes(
     k_cache: Tensor, v_cache: Tensor, chunk: int
 ) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-    """For the bulk copy engine: caches as rows of head_dim elements, if a page's tokens lie so."""
+    """For the bulk copy engine: caches as rows of head_dim elements, if the strides allow it."""
     pages, page_size, heads, dim = k_cache.shape
     rows: list[int] = []
     for cache in (k_cache, v_cache):

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""How the kernel of `attention_triton` reads tiles of cached tokens, from pages of either layout.
+"""How the kernel of `attention_triton` reads tiles of cached tokens from pages of either layout.
 
 The unified layout holds a token's dimensions side by side, so a tile is rows of D elements. The
 distinct one holds K in pieces of 16 bytes and V dimension by dimension, 16 bytes of tokens at a
-time: that needs whole tiles without a mask, so that the compiler sees a page's tokens side by side.
+time. That needs whole tiles without a mask, so that the compiler sees a page's tokens side by side.
 
-In all of it ``PIECE`` is 0 for the unified layout, else the elements of a piece of K, and
-``present`` is None for tiles that are whole.
+``PIECE`` is 0 for the unified layout, otherwise the elements of a piece of K. ``present`` is None
+for whole tiles.
 """
 
 import triton
@@ -39,7 +39,7 @@ def places_of(
         if PAGE_SIZE > TILE_KEYS:
             offset += tl.multiple_of(first % PAGE_SIZE, TILE_KEYS)
     else:
-        # Past the last page of the sequence that page is read: a mask would part its tokens.
+        # After the last page of the sequence that page is read again: a mask would part its tokens.
         last = (context - 1) // PAGE_SIZE
         if TILE_KEYS % PAGE_SIZE == 0:
             place = tl.minimum(first // PAGE_SIZE + key // PAGE_SIZE, last)
@@ -56,7 +56,7 @@ def load_keys(
     cache, page, offset, head, dim, present, page_stride, token_stride, head_stride,
     PAGE_SIZE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """K [TILE_KEYS, HEAD_DIM] of cached tokens; anything where they are not present."""
+    """K [TILE_KEYS, HEAD_DIM] of cached tokens; undefined if they are not present."""
     if PIECE == 0:
         keys = _load_rows(
             cache, page, offset, head, dim, present, page_stride, token_stride, head_stride
@@ -73,7 +73,7 @@ def load_values(
     cache, page, offset, head, dim, present, page_stride, token_stride, head_stride,
     PAGE_SIZE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """V [TILE_KEYS, HEAD_DIM] of cached tokens; 0 where they are not present."""
+    """V [TILE_KEYS, HEAD_DIM] of cached tokens; 0 if they are not present."""
     if PIECE == 0:
         values = _load_rows(
             cache, page, offset, head, dim, present, page_stride, token_stride, head_stride
@@ -83,7 +83,7 @@ def load_values(
         dims = dim * PAGE_SIZE
         values = tl.load(cache + head * head_stride + (dims[:, None] + tokens[None, :]))
         if present is not None:
-            # Not by a mask either; what is not present may be NaN.
+            # Not by a mask either: absent values may be NaN.
             values = tl.where(present[None, :], values, 0.0)
         values = tl.trans(values)
     return values
@@ -91,7 +91,7 @@ def load_values(
 
 @triton.jit
 def _load_rows(cache, page, offset, head, dim, present, page_stride, token_stride, head_stride):
-    """K or V of tokens in unified pages; 0 where they are not present."""
+    """K or V of tokens in unified pages; 0 if they are not present."""
     row = page * page_stride + offset.to(tl.int64) * token_stride
     places = (row + head * head_stride)[:, None] + dim[None, :]
     if present is None:

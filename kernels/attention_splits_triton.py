@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """How the cached tokens of a sequence are split over programs when there are too few of them, and
-one output from the parts that splits leave.
+how the parts of a sequence are merged into one output.
 
 A launch fixes the most splits there can be; every sequence is cut by its own lengths, on the
-device, so that a captured launch suits whatever context its sequences have. Parts are combined in
-split order, so the result does not depend on which finished first.
+device, so that a captured launch suits any context. Parts are combined in split order, so the
+result does not depend on which finished first.
 
-Bytes: the parts that a sequence has, fp32, once; the output once. A merge is short and waiting is
-most of it: a program asks for its parts before it knows which sequence they are of.
+Bytes: the parts that a sequence has, fp32, once; the output once. A merge is short and mostly waits
+for loads, so a program starts them before it knows their sequence.
 """
 
 import torch
@@ -18,16 +18,17 @@ from torch import Tensor
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.early_start import may_start_early
 
-# The most keys of any kernel's tile, and what a split's tokens are a multiple of.
+# The most keys in any kernel's tile; a split's tokens are a multiple of it.
 SPLIT_STEP = 128
 # Splits whose loads are under way together. One number for all launches, so that a result does not
-# depend on what else is merged with it.
+# depend on other merges.
 SPLITS_AT_ONCE = 8
 HEADS_AT_ONCE = 8
 
 
 def most_splits(num_programs: int, wave: int, max_context: int) -> int:
-    """Splits for each of ``num_programs`` programs without any, up to ``wave`` programs at once.
+    """Splits for each program if there were ``num_programs`` without splits, up to ``wave``
+    programs at a time.
 
     A pure function of the launch shape: the same forward is always split the same way.
     """
@@ -35,7 +36,7 @@ def most_splits(num_programs: int, wave: int, max_context: int) -> int:
 
 
 def partial_results(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Memory for what `merge_splits` merges, uninitialised; next to none without splits.
+    """Uninitialised memory for `merge_splits`; almost none without splits.
 
     ([splits, T, Hq, D] and [splits, T, Hq], both fp32) for ``q`` [T, Hq, D].
     """
@@ -90,16 +91,16 @@ def merge_splits(
 def tokens_per_split(context, num_rows, splits, SPLIT_STEP: tl.constexpr):
     """Tokens of each split but the last, which also has the in-flight rows: as even as steps allow.
 
-    A sequence has ``ceil(context / tokens_per_split)`` splits, and no fewer than one. Takes numbers
-    or tensors of them.
+    A sequence has ``ceil(context / tokens_per_split)`` splits, at least one. Takes numbers or
+    tensors.
     """
     steps = splits * SPLIT_STEP
-    # Fewer rows than a step are no reason for longer splits.
+    # A launch with fewer rows than a step does not need longer splits.
     counted = context + num_rows // SPLIT_STEP * SPLIT_STEP
     return tl.maximum(1, (counted + steps - 1) // steps) * SPLIT_STEP
 
 
-# One kernel for all of them: a new kind of count must not compile while requests wait.
+# One kernel for all counts: a new kind of count must not compile while requests wait.
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "splits"])
 def _merge_kernel(
     partial_out,
@@ -124,7 +125,7 @@ def _merge_kernel(
 ):
     """Combine some heads of a token over its splits, a fixed number at a time, in split order.
 
-    An element of the result never meets another: a thread needs no other one to get its own.
+    Each element of the result is computed by one thread, without exchange.
     """
     token = tl.program_id(0)
     head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
@@ -183,13 +184,13 @@ def _count_splits(
     cu_seqlens, context_lens, num_seqs, token, splits, MAX_SEQS: tl.constexpr,
     SPLIT_STEP: tl.constexpr,
 ):  # fmt: skip
-    """The splits of the sequence that ``token`` is of."""
+    """The splits of the sequence to which ``token`` belongs."""
     sequence = tl.arange(0, MAX_SEQS)
     present = sequence < num_seqs
     begins = tl.load(cu_seqlens + sequence, mask=present, other=0)
     ends = tl.load(cu_seqlens + sequence + 1, mask=present, other=0)
     contexts = tl.load(context_lens + sequence, mask=present, other=0)
-    # Of every sequence, so that one sum is all that threads exchange.
+    # Counted over all sequences, so that threads exchange a single sum.
     shares = tokens_per_split(contexts, ends - begins, splits, SPLIT_STEP)
     counts = (contexts + shares - 1) // shares
     return tl.sum(tl.where((begins <= token) & (token < ends), counts, 0), 0)
@@ -197,7 +198,7 @@ def _count_splits(
 
 @triton.jit
 def _combine(weights, values, held, result, total, peak):
-    """One step of online softmax; splits from ``held`` on may be anything."""
+    """One step of online softmax; splits from ``held`` on are undefined."""
     new_peak = peak
     for split in tl.static_range(len(weights)):
         new_peak = tl.maximum(new_peak, tl.where(split < held, weights[split], -1.0e30))

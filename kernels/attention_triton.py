@@ -1,15 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel of block-parallel attention and the launch of all; `attention` is the way in.
+"""The Triton kernel of block-parallel attention and the launch of all kernels; call it through
+`attention`.
 
-On Hopper 16-bit types in unified pages go to `attention_hopper`; this kernel covers other devices,
-fp32, other head dims and strides and the distinct layout, and computes the same, which tests
-without a GPU rest on. One program takes a tile of 64 rows (query, head in group) of one KV head:
-first all cached pages of the sequence, then its in-flight rows under the block-causal mask, then
-output and log-sum-exp. Layouts differ in how cached tokens are read, `attention_pages_triton`. Long
-caches are split over programs and merged. Launch parameters depend on shapes alone.
+On Hopper, 16-bit types in unified pages use `attention_hopper`. This kernel covers other devices,
+fp32, other head dims and strides, and the distinct layout. Both compute the same, on which tests
+without a GPU rely. One program takes a tile of 64 rows (query, head in group) of one KV head: first
+all cached pages of the sequence, then its in-flight rows under the block-causal mask, then output
+and log-sum-exp. `attention_pages_triton` reads the cached tokens of both layouts. Long caches are
+split over programs and merged. Launch parameters depend only on shapes.
 
-Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence
-once a tile (from L2 for all tiles but the first).
+Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence once
+for each tile (from L2 except for the first tile).
 """
 
 from dataclasses import dataclass
@@ -68,9 +69,9 @@ def launch(
 ) -> None:
     """Fill ``out`` [T, Hq, D] and, if given, ``lse`` [T, Hq] fp32 (natural log).
 
-    Caches are views of either layout, as `attention.block_attention` takes them. ``splits``
-    overrides `most_splits`. Raises ValueError for head dims that tensor cores do not take
-    and for rows of D elements that do not lie together.
+    Caches are views of either layout, as in `attention.block_attention`. ``splits`` overrides
+    `most_splits`. Raises ValueError for head dims that tensor cores do not support, and for rows
+    whose D elements are not contiguous.
     """
     tokens, _, head_dim = q.shape
     num_seqs = len(batch.context_lens)
@@ -166,7 +167,7 @@ def launch_portable(
 
 
 def _page_strides(cache: Tensor, distinct: bool) -> tuple[int, int | None, int]:
-    """Of a page, of a token and of a head. How tokens of a distinct page lie is no choice."""
+    """Of a page, of a token and of a head. Strides within a distinct page are fixed."""
     if distinct:
         return cache.stride(0), None, cache.stride(1)
     page, token, head, _ = cache.stride()
@@ -190,7 +191,7 @@ def _find_sequence(cu_seqlens, num_seqs, tile, GROUPS: tl.constexpr, TILE_ROWS: 
 
 @triton.jit
 def _block_of(position, origin, BLOCK_SIZE: tl.constexpr):
-    """Diffusion block of a position; -1 for all that lies before the origin."""
+    """Diffusion block of a position; -1 before the origin."""
     relative = position - origin
     return tl.where(relative < 0, -1, relative // BLOCK_SIZE)
 
@@ -208,7 +209,7 @@ def _accumulate(scores, values, accumulator, total, peak, scale, PRECISION: tl.c
     return accumulator, total, new_peak
 
 
-# One kernel for all of them: a new kind of count must not compile while requests wait.
+# One kernel for all counts: a new kind of count must not compile while requests wait.
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
 def _attention_kernel(
     q,
@@ -347,7 +348,7 @@ def _attention_kernel(
                 scores, values, accumulator, total, peak, scale, PRECISION
             )
 
-    # Stage 3: normalise; every valid row has seen a key, except in no split at all.
+    # Stage 3: normalise; every valid row has seen a key, unless it is in no split.
     result = accumulator / total[:, None]
     row_lse = peak + tl.log2(total)
     if SPLIT_STEP > 0 and num_splits > 1:

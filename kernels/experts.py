@@ -1,7 +1,8 @@
-"""A mixture of experts in place of a layer's MLP: which experts a row goes to, and what they give.
+"""A mixture of experts instead of a layer's MLP: the choice of each row's experts, and their
+results.
 
-Nothing here waits for the device or has a shape that depends on what was chosen, so that it can be
-captured in CUDA graphs. On a CPU the experts are gone through one by one.
+No function waits for the device or has a shape that depends on the choice, so that CUDA graphs can
+capture it. A CPU computes one expert after another.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from effuse.kernels.rowwise import WeightedParts, linear, swiglu, swiglu_ref
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts of each row. K is `Routing.num_picks`; the shared experts come last."""
+    """The experts of each row. K is `Routing.num_picks`; shared experts come last."""
 
     experts: Tensor  # [T, K] int32
     weights: Tensor  # [T, K] fp32
@@ -30,7 +31,7 @@ def router_logits(x: Tensor, router: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
-    """Routes of ``logits`` [T, E] fp32. ``bias`` [E] fp32 counts for the choice, not the weight.
+    """Routes of ``logits`` [T, E] fp32. ``bias`` [E] fp32 affects the choice but not the weight.
 
     Of equal experts the lower number is chosen first.
     """
@@ -55,11 +56,12 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
 
 
 def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> WeightedParts:
-    """Of each row's experts the weight times their gated MLP of x [T, H], to be summed to [T, H].
+    """The sum [T, H] over each row's experts of the weight times the expert's gated MLP of x [T,
+    H].
 
-    ``gate_up`` is [E, 2I, H], the gate first, ``down`` [E, H, I], all in the dtype of x. What an
-    expert gives is rounded to it; whoever reads it next takes the sum, and saves it a way to memory
-    and back.
+    ``gate_up`` is [E, 2I, H], the gate first, ``down`` [E, H, I], all in the dtype of x. Each
+    expert's result is rounded to it. The sum is not taken here: its reader takes it, which saves a
+    round trip to memory.
     """
     if x.is_cuda:
         from effuse.kernels import experts_triton
@@ -75,7 +77,7 @@ def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Weig
 
 
 def route_ref(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
-    """`route` row by row, as its definition reads."""
+    """`route` row by row, exactly as defined."""
     experts, weights = [], []
     for row in logits.double():
         scores = row.softmax(0) if routing.scores == "softmax" else 1 / (1 + (-row).exp())
@@ -96,7 +98,7 @@ def route_ref(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
 
 
 def expert_mlp_ref(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-    """`expert_mlp` pick by pick, as its definition reads, in the dtype of x."""
+    """`expert_mlp` pick by pick, exactly as defined, in the dtype of x."""
     out = torch.zeros_like(x)
     for row, (experts, weights) in enumerate(zip(routes.experts, routes.weights, strict=True)):
         for expert, weight in zip(experts.tolist(), weights.tolist(), strict=True):

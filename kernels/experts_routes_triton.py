@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels that choose experts, and sort what was chosen; `experts` is the way in.
+"""The Triton kernels that choose experts and sort the picks; call them through `experts`.
 
-A pick is one of a row's K experts, numbered row * K + place. Sorted by expert, picks lie without
-gaps, and tiles go over them, of as many as a program of the products takes rows. A tile has one
-expert, and the last one of an expert may hold less. Sorting takes two launches, a program for every
-few picks: the first counts, the second sorts its own and knows by all counts where they go. The
-order is always the same, and nothing is left over from the layer before.
+A pick is one of a row's K experts, numbered row * K + place. Sorted by expert, picks are
+contiguous, and each tile covers as many as a program of the products has rows. A tile has one
+expert, and the last tile of an expert may be partial. Sorting takes two launches with a program for
+every few picks: the first counts, the second sorts its own picks and computes their places from all
+counts. The order is always the same, and no state remains from the previous layer.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from effuse.kernels.experts_routing import Routing
 
-# Picks that a program sorts: few are shared out among several.
+# Picks that a program sorts; small numbers are spread over several programs.
 FEW_PICKS, MANY_PICKS = 128, 512
-PARTS_TOGETHER = 8  # whose counts are added up at once
+PARTS_TOGETHER = 8  # whose counts are added up together
 
 
 def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -53,24 +53,24 @@ def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class SortedPicks:
-    """Picks by expert, in their own order within one, and the tiles over them. All int32."""
+    """Picks by expert, in ascending order within each, and the tiles over them. All int32."""
 
     order: Tensor  # [picks]
     ranks: Tensor  # [picks]: each pick's place in the order
-    ends: Tensor  # [E]: where each expert's picks end in it
+    ends: Tensor  # [E]: where each expert's picks end in the order
     owners: Tensor  # [tiles]: each tile's expert, or -1
     starts: Tensor  # [tiles]: where each tile with an expert begins in the order
 
 
 def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPicks:
-    """Sorts the picks of ``experts`` [T, K], and lays tiles of so many rows over them."""
+    """Sorts the picks of ``experts`` [T, K], and lays tiles of `rows` rows over them."""
     num_picks, device = experts.numel(), experts.device
     num_tiles = most_tiles(num_picks, num_experts, tile_rows)
     sizes = (num_picks, num_picks, num_experts, num_tiles, num_tiles)
     found = SortedPicks(*(torch.empty(n, dtype=torch.int32, device=device) for n in sizes))
     part = FEW_PICKS if num_picks <= 8 * FEW_PICKS else MANY_PICKS
     num_parts = triton.cdiv(num_picks, part)
-    tile = triton.next_power_of_2(num_experts + 1)  # what is no pick counts as the last
+    tile = triton.next_power_of_2(num_experts + 1)  # invalid picks count as the last expert
     counts = torch.empty((num_parts, num_experts), dtype=torch.int32, device=device)
     _count_kernel[(num_parts,)](
         experts,
@@ -104,7 +104,7 @@ def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPick
 
 
 def most_tiles(num_picks: int, num_experts: int, tile_rows: int) -> int:
-    """Tiles that any choice of experts fits in: but for one of each expert they are full."""
+    """The most tiles for any choice of experts: all are full except for one of each expert."""
     return min(num_picks, num_picks // tile_rows + num_experts)
 
 
@@ -139,13 +139,13 @@ def _route_kernel(
     choice = score
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=mask, other=0.0)
-    # A row that is not a number chooses like one whose experts are equal.
+    # A row with NaN chooses as if its experts were equal.
     choice = tl.where(choice == choice, choice, 0.0)
     choice = tl.where(mask, choice, float("-inf"))
     if GROUPS > 1:
         choice = _within_best_groups(choice, GROUPS, TOP_GROUPS, TILE)
     place = tl.arange(0, WIDTH)
-    picked = EXPERTS + place - TOP_K  # right for the shared ones
+    picked = EXPERTS + place - TOP_K  # correct for shared experts
     weight = tl.zeros([WIDTH], tl.float32)
     for turn in tl.static_range(TOP_K):
         best = tl.argmax(choice, 0)
@@ -163,7 +163,7 @@ def _route_kernel(
 
 @triton.jit
 def _within_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """`choice` [TILE] with -inf outside of the best groups, by the sum of their two best."""
+    """`choice` [TILE] with -inf outside of the best groups, ranked by the sum of their two best."""
     grouped = tl.reshape(choice, [GROUPS, TILE // GROUPS])
     member = tl.arange(0, TILE // GROUPS)[None, :]
     first = tl.argmax(grouped, 1)[:, None]
@@ -215,7 +215,7 @@ def _sort_kernel(
     expert = tl.arange(0, TILE)
     exists = expert < EXPERTS
     picks = tl.zeros([TILE], tl.int32)  # of each expert
-    earlier = tl.zeros([TILE], tl.int32)  # those in parts before this one
+    earlier = tl.zeros([TILE], tl.int32)  # those in earlier parts
     for begin in range(0, num_parts, PARTS):
         row = begin + tl.arange(0, PARTS)[:, None]
         mask = (row < num_parts) & exists[None, :]
@@ -227,7 +227,7 @@ def _sort_kernel(
     first = end - picks
     if part == 0:
         tl.store(ends + expert, end, mask=exists)
-    # A pick's place in its sorted part, less what is smaller there, is its place among its own.
+    # A pick's place in its sorted part, minus the smaller ones there, is its place among its own.
     place = tl.arange(0, PART)
     base = first + earlier - (tl.cumsum(own, 0) - own)
     owner = tl.load(
@@ -238,7 +238,7 @@ def _sort_kernel(
     rank = tl.gather(base, key // PART, 0) + place
     tl.store(order + rank, pick, mask=pick < num_picks)
     tl.store(ranks + pick, rank, mask=pick < num_picks)
-    # Each program lays some tiles of every expert, and marks some of those that are left over.
+    # Each program lays some tiles of every expert, and marks some of the unused tiles.
     tiles = (picks + TILE_ROWS - 1) // TILE_ROWS
     last_tile = tl.cumsum(tiles, 0)
     for number in range(part, tl.max(tiles, 0), num_parts):

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels of the products of a mixture of experts; `experts` is the way in.
+"""The Triton kernels of the products of a mixture of experts; call them through `experts`.
 
-They go over tiles of picks (`experts_routes_triton`), as many as any choice may need; programs of
-those that are left over end at once. Rows are read where they lie, and what is between the products
-lies in the picks' order. Bytes: the weights of each chosen expert once, as its tiles run side by
-side and meet in the L2 cache; activations, and what experts give, once a pick.
+They cover tiles of picks (`experts_routes_triton`), as many as any choice may need; programs of
+unused tiles end immediately. Rows are read in place, and intermediate results are in the picks'
+order. Bytes: the weights of each chosen expert once, because its tiles run side by side and meet in
+the L2 cache; activations and results once for each pick.
 """
 
 import math
@@ -20,7 +20,7 @@ from effuse.kernels.experts_routes_triton import SortedPicks, launch_sort
 from effuse.kernels.rowwise import WeightedParts
 
 PICKS_THAT_GROUP = 56
-"""So many picks an expert on average, and `grouped_mlp` is faster (H200, bf16)."""
+"""From this many picks for an expert on average, `grouped_mlp` is faster (H200, bf16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class ProductTile:
     depth: int
     num_warps: int
     num_stages: int
-    by_descriptor: bool = False  # whether the weights are copied by the tensor memory accelerator
+    by_descriptor: bool = False  # whether the tensor memory accelerator copies the weights
 
 
 WIDE_TILE = ProductTile(128, 128, 64, num_warps=8, num_stages=4, by_descriptor=True)
-"""Of the first product where experts have many picks each (H200, bf16)."""
+"""For the first product if experts have many picks each (H200, bf16)."""
 
 
 def launch_mlp(
@@ -67,22 +67,22 @@ def grouped_mlp(
 
 
 def tiles_of(num_picks: int, gate_up: Tensor, down: Tensor) -> tuple[ProductTile, ProductTile]:
-    """Of both products of so many picks, alike in their rows."""
+    """Tiles of both products for this many picks, with the same rows."""
     inner = gate_up.shape[1] // 2
     return _tile_of(num_picks, gate_up, inner, 64), _tile_of(num_picks, down, down.shape[1], 128)
 
 
 def rows_of_tiles(num_picks: int, num_experts: int) -> int:
-    """Rows of a tile: the power of two that is nearest to what an expert gets on average.
+    """Rows of a tile: the power of two nearest to an expert's average picks.
 
-    Larger ones are left half empty, and take longer than the weights do that they share (H200).
+    Larger tiles are half empty, and take longer than the weights that they share (H200).
     """
     average = num_picks / num_experts
     return min(64, max(16, 1 << max(0, round(math.log2(average)))))
 
 
 def launch_gate_up(x: Tensor, gate_up: Tensor, picks: SortedPicks, shape: ProductTile) -> Tensor:
-    """silu(gate) * up of the picks in their order, [picks, I]; x [T, H], gate_up [E, 2I, H]."""
+    """silu(gate) * up of the picks in sorted order, [picks, I]; x [T, H], gate_up [E, 2I, H]."""
     num_picks, inner, hidden = len(picks.order), gate_up.shape[1] // 2, x.shape[1]
     activated = torch.empty((num_picks, inner), dtype=x.dtype, device=x.device)
     _gate_up_kernel[(len(picks.owners) * triton.cdiv(inner, shape.columns),)](
@@ -110,7 +110,7 @@ def launch_gate_up(x: Tensor, gate_up: Tensor, picks: SortedPicks, shape: Produc
 
 
 def launch_down(activated: Tensor, down: Tensor, picks: SortedPicks, shape: ProductTile) -> Tensor:
-    """What each pick gives, [picks, H] by their numbers; activated [picks, I], down [E, H, I]."""
+    """The result of each pick, [picks, H] by pick; activated [picks, I], down [E, H, I]."""
     hidden, inner = down.shape[1:]
     given = torch.empty((len(activated), hidden), dtype=activated.dtype, device=activated.device)
     _down_kernel[(len(picks.owners) * triton.cdiv(hidden, shape.columns),)](
@@ -135,7 +135,7 @@ def launch_down(activated: Tensor, down: Tensor, picks: SortedPicks, shape: Prod
 
 
 def _weights(weights: Tensor, shape: ProductTile) -> Tensor | TensorDescriptor:
-    """[E, O, H] as a kernel of this tile takes them."""
+    """[E, O, H] in the form that a kernel with this tile needs."""
     if not shape.by_descriptor:
         return weights
     rows = weights.view(-1, weights.shape[-1])
@@ -143,9 +143,10 @@ def _weights(weights: Tensor, shape: ProductTile) -> Tensor | TensorDescriptor:
 
 
 def _tile_of(num_picks: int, weights: Tensor, columns: int, widest: int) -> ProductTile:
-    """Of a product of so many picks with weights [E, O, H], at most `widest` of its columns wide.
+    """The tile of a product of this many picks with weights [E, O, H], with at most `widest`
+    columns.
 
-    Two or three programs fit a processor, with some 100 KB of weights on their way to it.
+    Two or three programs fit a processor, with about 100 KB of weights under way.
     """
     rows = rows_of_tiles(num_picks, len(weights))
     is_half = weights.dtype != torch.float32
@@ -184,7 +185,7 @@ def _gate_up_kernel(
         return
     place = tl.load(starts + tile) + tl.arange(0, TILE_ROWS)
     held = place < tl.load(ends + expert)
-    # Places that hold nothing compute row 0.
+    # Unused places compute row 0.
     row = (tl.load(order + place, mask=held, other=0) // PICKS).to(tl.int64)
     first = tl.program_id(0) // num_tiles * TILE_COLUMNS
     column = first + tl.arange(0, TILE_COLUMNS)
@@ -202,7 +203,7 @@ def _gate_up_kernel(
             values = tl.load(source + begin)
         else:
             values = tl.load(source + begin, mask=left[None, :], other=0.0)
-        if BY_DESCRIPTOR:  # reads 0 past the end of the weights, and past a row's
+        if BY_DESCRIPTOR:  # reads 0 after the end of the weights and of a row
             gate_first = (gate_row + first).to(tl.int32)
             gates = gate_up.load([gate_first, begin]).T
             ups = gate_up.load([gate_first + INNER, begin]).T
@@ -214,7 +215,7 @@ def _gate_up_kernel(
             ups = tl.load(gate_at + INNER * HIDDEN + begin, mask=both, other=0.0)
         gate = tl.dot(values, gates, gate, input_precision="ieee")
         up = tl.dot(values, ups, up, input_precision="ieee")
-    # Rounded to the storage dtype as separate operators would.
+    # Rounded to the storage dtype like separate operators.
     dtype = activated.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
@@ -248,7 +249,7 @@ def _down_kernel(
     column = tl.program_id(0) // num_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = column < HIDDEN
     depth = tl.arange(0, DEPTH)
-    at = tl.minimum(place, end - 1).to(tl.int64)  # places that hold nothing compute the last row
+    at = tl.minimum(place, end - 1).to(tl.int64)  # unused places compute the last row
     source = activated + at[:, None] * INNER + depth[None, :]
     weight = down + expert * (HIDDEN * INNER) + column[None, :] * INNER + depth[:, None]
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)

@@ -1,10 +1,9 @@
-"""How far a running forward is, as numbers in memory that the host reads without
-waiting for the device.
+"""The progress of a running forward, in memory that the host reads without waiting for the device.
 
-On a GPU the forwards themselves say which groups of layers have stored their K and V: behind each
-group's last store a kernel writes the forward's number into pinned memory, in a CUDA graph as well
-as outside. On the CPU a forward counts as it goes, for readers on other threads. Who launches
-forwards ahead and only wants to know that they go on follows places in the device's queue.
+On a GPU the forwards themselves mark which groups of layers have stored their K and V. After each
+group's last store a kernel writes the forward's number into pinned memory, with and without CUDA
+graphs. On the CPU a forward counts directly, for readers in other threads. A host that launches
+forwards ahead and only needs to see progress follows places in the device's queue.
 """
 
 from collections import deque
@@ -16,10 +15,10 @@ from torch import Tensor
 
 
 def write_mark(number: Tensor, target: Tensor) -> None:
-    """Copies ``number`` [1] int64 into ``target`` [1] int64, behind what was queued before.
+    """Copies ``number`` [1] int64 into ``target`` [1] int64, after all work queued before.
 
-    On a GPU ``target`` is pinned memory of the host: whoever finds the number there knows that all
-    kernels before this call have ended. A kernel does it, so a CUDA graph may hold it.
+    On a GPU ``target`` is pinned memory of the host: once the number is there, all kernels before
+    this call have ended. A kernel copies it, so a CUDA graph may contain it.
     """
     if number.is_cuda:
         from effuse.kernels import marks_triton
@@ -34,16 +33,16 @@ class LayerMarks:
 
     def __init__(self, num_layers: int, num_groups: int, device: torch.device) -> None:
         if num_layers % num_groups:
-            raise ValueError(f"{num_layers} layers are not {num_groups} equal groups")
+            raise ValueError(f"{num_layers} layers cannot form {num_groups} equal groups")
         self._group_layers = num_layers // num_groups
         self._on_cuda = device.type == "cuda"
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of the present forward
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of the current forward
         self._marks = torch.zeros(num_groups, dtype=torch.int64, pin_memory=self._on_cuda)
         self._seen = self._marks.numpy()
         self._num_begun = 0
 
     def begin(self) -> Callable[[], int]:
-        """Begins a forward; what it returns says how many groups of that forward are stored."""
+        """Begins a forward; returns a function that counts the stored groups of that forward."""
         self._num_begun += 1
         number = self._num_begun
         self._number.add_(1)
@@ -62,10 +61,10 @@ class LayerMarks:
 
 
 class Place(Protocol):
-    """A place in a device's queue, as torch.cuda.Event records it."""
+    """A place in a device's queue, as recorded by torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether all before it has ended."""
+        """Whether all work before it has ended."""
         ...
 
     def synchronize(self) -> None:
@@ -74,12 +73,14 @@ class Place(Protocol):
 
 
 class QueuedLayers:
-    """Layers that a device is yet to end. Tells of each that has ended where its host looks or
-    waits: a forward is launched long before it ends."""
+    """Layers that a device has not ended yet. A forward is launched long before it ends, so ended
+    layers are reported when the host looks or waits.
+    """
 
     def __init__(self, place: Callable[[], Place], on_ended: Callable[[], None]) -> None:
-        """`place` is that behind all that was queued so far; `on_ended` is called for each layer,
-        by who looks or waits."""
+        """`place` returns the place after all work queued so far; `on_ended` is called for each
+        layer, in the thread that looks or waits.
+        """
         self._place = place
         self._on_ended = on_ended
         self._places: deque[Place] = deque()
@@ -90,21 +91,20 @@ class QueuedLayers:
         self._places.append(self._place())
 
     def look(self) -> None:
-        """Tells of those that have ended; waits for none."""
+        """Reports those that have ended, without waiting."""
         while self._places and self._places[0].query():
             self._places.popleft()
             self._on_ended()
 
     def wait(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Waits for one after the other, for all or until `is_over`, and tells of each as it
-        ends."""
+        """Waits for one after another, for all or until `is_over`, and reports each as it ends."""
         while self._places and not is_over():
             self._places[0].synchronize()
             self.look()
 
 
 def place_on_cuda() -> Place:
-    """The place behind all that the current stream holds."""
+    """The place after all work of the current stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel that writes a mark; `write_mark` is the way in."""
+"""The Triton kernel that writes a mark; call it through `write_mark`."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def launch(number: Tensor, target: Tensor) -> None:
-    """``target`` [1] int64 is memory that the device reaches, pinned memory of the host too."""
+    """``target`` [1] int64 is memory that the device can write, for example pinned memory of the
+    host.
+    """
     _mark_kernel[(1,)](number, target, num_warps=1)
 
 

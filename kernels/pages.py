@@ -1,9 +1,9 @@
-"""Moving K and V between packed rows and pages, in either of two layouts: store and load.
+"""Moves K and V between packed rows and pages of either layout: store and load.
 
 Unified pages are views [pages, page_size, Hkv, D] of any strides. In the distinct layout of
 D2F-vLLM K lies in pieces of 16 bytes, [pages, Hkv, D / x, page_size, x] with x elements a piece; V
-lies dimension by dimension, [pages, Hkv, D, page_size]. Five dimensions of K tell it from the
-unified one. A page is addressed by its id in the pool's memory; who may use it is not decided here.
+lies dimension by dimension, [pages, Hkv, D, page_size]. K has five dimensions only in this layout.
+A page is addressed by its id in the pool's memory; other modules decide which request may use it.
 """
 
 import torch
@@ -16,8 +16,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Write rows of k and v [T, Hkv, D] into one layer's views [pages, page_size, Hkv, D], or
     into views of the distinct layout.
 
-    ``slot_mapping`` [T] int64 holds ``page * page_size + offset``; -1 stores nothing. A slot must
-    not occur twice.
+    ``slot_mapping`` [T] int64 is ``page * page_size + offset``; -1 stores nothing. A slot must not
+    occur twice.
     """
     if is_distinct(k_cache):
         _store_distinct(k, v, k_cache, v_cache, slot_mapping)
@@ -74,7 +74,7 @@ def distinct_views(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of one layer over the memory of ``keys`` and ``values`` [pages, Hkv, page_size, D].
 
     Both may be of any page and head stride, but a head's part of a page must be contiguous. Raises
-    ValueError where pieces do not divide D.
+    ValueError if pieces do not divide D.
     """
     pages, heads, page_size, dim = keys.shape
     x = piece_elements(keys.dtype)
@@ -88,7 +88,7 @@ def distinct_views(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def zero_distinct_tail(keys: Tensor, values: Tensor, num_tokens: int) -> None:
-    """Zero what lies behind the first ``num_tokens`` tokens of one or more pages' views."""
+    """Set to zero everything after the first ``num_tokens`` tokens of one or more pages' views."""
     keys[..., num_tokens:, :].zero_()
     values[..., num_tokens:].zero_()
 

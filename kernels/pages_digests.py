@@ -1,11 +1,11 @@
-"""Digests of pieces of KV pages, the same bits on a CPU and on a GPU: pages never visit the host.
+"""Digests of pieces of KV pages, the same bits on a CPU and on a GPU: pages never move to the host.
 
 A digest is xxh3_64 of a piece under a seed. It catches accidents: flipped bits, words, runs and
-pieces in the wrong place, bytes that never arrived or belong to another page. How often it misses
-is known from experience alone, not proven: in xxHash's own tests, and in ours over corruptions of
-pages, digests of different pieces agree as often as a random function's, once in 2**64. Each life
-of a receiver has a seed of its own, so that what one misses is found by another. It is no defence
-against an attacker: xxh3 is not cryptographic.
+pieces in the wrong place, bytes that never arrived or belong to another page. Its rate of misses is
+measured and not proven: in xxHash's own tests, and in ours with corrupted pages, digests of
+different pieces agree as often as a random function's, once in 2**64. Each life of a receiver has
+its own seed, so that one life finds errors that another misses. It is no defence against an
+attacker, because xxh3 is not cryptographic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_PIECE_BYTES = 16384
 # Shorter inputs take other paths through xxh3 than the one that the kernel computes.
 LEAST_PIECE_BYTES = 256
 
-# Where in a key its parts begin, in words of 64 bits.
+# Offsets of a key's parts, in words of 64 bits.
 SECRET_WORD, LAST_WORD, MERGE_WORD, START_WORD, SEED_WORD, KEY_WORDS = 0, 24, 32, 40, 48, 49
 
 # The constants of xxh3's specification: its primes and its secret.
@@ -42,10 +42,10 @@ _SECRET = bytes.fromhex(
 
 
 def piece_bytes_of(layer_bytes: int) -> int:
-    """Bytes of a piece of a page whose layers take ``layer_bytes`` each.
+    """Bytes of a piece of a page with ``layer_bytes`` for each layer.
 
     The longest multiple of 64 that divides the layer's share and is at most 16384; the whole share
-    where that would be below 256, or where the share is no multiple of 64.
+    if that would be below 256, or if the share is not a multiple of 64.
     """
     stripes, rest = divmod(layer_bytes, STRIPE_BYTES)
     if rest or stripes <= 0:
@@ -57,7 +57,7 @@ def piece_bytes_of(layer_bytes: int) -> int:
 
 
 def digest_key(seed: int) -> Tensor:
-    """What `piece_digests` needs of a seed in 0 .. 2**64 - 1: [49] int64 on the CPU.
+    """The key of a seed in 0 .. 2**64 - 1 for `piece_digests`: [49] int64 on the CPU.
 
     Made once for a seed and copied to the pages' device. It holds the seed's secret (24 words),
     the secret's words for the last stripe and for the end (8 each), the first accumulators (8) and
@@ -91,22 +91,23 @@ def piece_digests(
 
     ``pages`` [num_pages, elements] of any dtype has contiguous rows, each a page; ``page_ids`` [N]
     int32 or int64 may come in any order and repeat; ``key`` is `digest_key`'s; ``out``, if given,
-    is what is filled and returned. All lie on one device; on a GPU nothing waits for the host, and
-    an id outside the pool is not detected. The range begins at ``first_byte`` of a page and is
-    ``num_bytes`` long, by default all that is left of it. A digest has the bits of the unsigned
-    number that ``xxhash.xxh3_64_intdigest(piece, seed)`` is.
+    is filled and returned. All are on one device; on a GPU nothing waits for the host, and an id
+    outside the pool is not detected. The range begins at ``first_byte`` of a page and is
+    ``num_bytes`` long, by default the rest of it. A digest has the bits of the unsigned number that
+    ``xxhash.xxh3_64_intdigest(piece, seed)`` is.
 
-    Raises ValueError for a range that is not whole pieces inside a page; for tensors of other
-    shapes, dtypes or devices; and on a GPU for pieces below 256 bytes, or where pieces, the range
-    or the pages do not begin at multiples of 64 bytes. IndexError for ids outside a CPU's pool.
+    Raises ValueError for a range that is not whole pieces inside a page, and for tensors of other
+    shapes, dtypes or devices. On a GPU it also raises it for pieces below 256 bytes, and if pieces,
+    the range or the pages do not begin at multiples of 64 bytes. IndexError for ids outside a CPU's
+    pool.
     """
     page_bytes = pages.shape[-1] * pages.element_size()
     if num_bytes is None:
         num_bytes = page_bytes - first_byte
     if not _is_whole(page_bytes, piece_bytes, first_byte, num_bytes):
         raise ValueError(
-            f"{num_bytes} bytes from byte {first_byte} of a page of {page_bytes} are no whole "
-            f"pieces of {piece_bytes} bytes inside it"
+            f"expected whole pieces of {piece_bytes} bytes within a page of {page_bytes}, got "
+            f"{num_bytes} bytes from byte {first_byte}"
         )
     shape = len(page_ids), num_bytes // piece_bytes
     if out is None:
@@ -121,19 +122,20 @@ def piece_digests(
 
 
 class PoolDigests:
-    """`piece_digests` of one GPU's pool on one stream, for whom the host's time counts.
+    """`piece_digests` of one GPU's pool on one stream, for callers that must save the host's time.
 
-    The pool is checked once and the kernel looked up once; what a call brings is not checked. Not
-    for several threads at once.
+    The pool is checked and the kernel looked up only once; arguments of calls are not checked. Not
+    thread-safe.
     """
 
     def __init__(self, pages: Tensor, piece_bytes: int, stream: torch.cuda.Stream) -> None:
-        """``pages`` and ``piece_bytes`` as `piece_digests` has them. Raises ValueError as it does,
-        and for pages that are not on a GPU."""
+        """``pages`` and ``piece_bytes`` as in `piece_digests`. Raises ValueError like it, and for
+        pages that are not on a GPU.
+        """
         from effuse.kernels.pages_digests_triton import Launcher
 
         if pages.device.type != "cuda" or pages.dim() != 2 or pages.stride(1) != 1:
-            raise ValueError(f"rows on a GPU are needed, got {pages.shape} on {pages.device}")
+            raise ValueError(f"expected rows on a GPU, got {pages.shape} on {pages.device}")
         _check_stripes(pages, piece_bytes, 0)
         self._launch = Launcher(pages, piece_bytes, stream)
 
@@ -150,21 +152,21 @@ class PoolDigests:
         """Queues the digests of ``num_pieces`` pieces, from ``first_byte`` of each page on, of the
         first ``num_ids`` pages of ``page_ids`` [at least num_ids] int32.
 
-        They go to the begin of ``out`` [at least num_ids * num_pieces] int64, page by page. Both
-        lie on the GPU or in pinned memory of the host, which saves their copies.
+        They go to the beginning of ``out`` [at least num_ids * num_pieces] int64, page by page.
+        Both are on the GPU or in pinned memory of the host, which saves copies.
         """
         self._launch(page_ids, key, out, num_ids, first_byte, num_pieces)
 
 
 def _check_stripes(pages: Tensor, piece_bytes: int, first_byte: int) -> None:
-    """Raises ValueError where the kernel could not read such pieces."""
+    """Raises ValueError if the kernel could not read such pieces."""
     stride = pages.stride(0) * pages.element_size()
     if piece_bytes < LEAST_PIECE_BYTES or any(
         count % STRIPE_BYTES for count in (piece_bytes, first_byte, stride)
     ):
         raise ValueError(
-            f"on {pages.device}, pieces of at least {LEAST_PIECE_BYTES} bytes at multiples of "
-            f"{STRIPE_BYTES} are needed, got pieces of {piece_bytes} from byte {first_byte} on of "
+            f"on {pages.device}: expected pieces of at least {LEAST_PIECE_BYTES} bytes at "
+            f"multiples of {STRIPE_BYTES}, got pieces of {piece_bytes} from byte {first_byte} in "
             f"pages {stride} bytes apart"
         )
 
@@ -179,18 +181,20 @@ def _check(
     pages: Tensor, page_ids: Tensor, key: Tensor, out: Tensor, shape: tuple[int, int]
 ) -> None:
     if pages.dim() != 2 or pages.stride(1) != 1:
-        raise ValueError(f"pages need two dimensions and contiguous rows, got {pages.shape}")
+        raise ValueError(f"pages must have two dimensions and contiguous rows, got {pages.shape}")
     if page_ids.dim() != 1 or page_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"page ids are [N] int32 or int64, got {page_ids.shape} {page_ids.dtype}")
+        raise ValueError(
+            f"expected page ids as [N] int32 or int64, got {page_ids.shape} {page_ids.dtype}"
+        )
     if not page_ids.is_contiguous():
         raise ValueError("page ids must be contiguous")
     if key.shape != (KEY_WORDS,) or key.dtype != torch.int64 or not key.is_contiguous():
-        raise ValueError(f"a key is what digest_key returns, got {key.shape} {key.dtype}")
+        raise ValueError(f"expected a key from digest_key, got {key.shape} {key.dtype}")
     if out.shape != shape or out.dtype != torch.int64 or not out.is_contiguous():
         raise ValueError(f"out must be contiguous {shape} int64, got {out.shape} {out.dtype}")
     devices = {tensor.device for tensor in (pages, page_ids, key, out)}
     if len(devices) > 1:
-        raise ValueError(f"one device is needed, got {sorted(map(str, devices))}")
+        raise ValueError(f"expected one device, got {sorted(map(str, devices))}")
 
 
 def _on_host(
@@ -210,5 +214,5 @@ def _on_host(
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same bits."""
+    """The int64 with the same bits."""
     return word - 2**64 if word >= 2**63 else word

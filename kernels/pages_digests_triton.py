@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel of digests of pieces; `piece_digests` is the way in.
+"""The Triton kernel of digests of pieces; call it through `piece_digests`.
 
-xxh3_64 of 256 bytes and more, as xxHash's specification has it: eight accumulators of 64 bits take
-in stripes of 64 bytes, and are scrambled after each round of 16 stripes. What a stripe adds depends
-on its bytes and its place in the round alone, so a warp shares out a round: each thread sums what
-two of its stripes add to one pair of accumulators, and only sums and scrambles have an order.
+xxh3_64 of 256 bytes and more, from xxHash's specification: eight accumulators of 64 bits take in
+stripes of 64 bytes, and are scrambled after each round of 16 stripes. A stripe's addend depends
+only on its bytes and its place in the round, so a warp divides a round among its threads: each
+thread sums what two of its stripes add to one pair of accumulators, and only sums and scrambles are
+ordered.
 
-Bytes: every piece read once, in loads of 16 bytes. The rounds after those in work are under way.
+Bytes: every piece read once, in loads of 16 bytes. The next rounds are loaded meanwhile.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ _PRIME_END = tl.constexpr(0x165667919E3779F9)
 def launch(
     pages: Tensor, page_ids: Tensor, key: Tensor, piece_bytes: int, first_byte: int, out: Tensor
 ) -> Tensor:
-    """Fills ``out`` [N, pieces] contiguous int64, as `piece_digests` says.
+    """Fills ``out`` [N, pieces] contiguous int64, as `piece_digests` describes.
 
     Pieces, the range and the distance of pages are multiples of 64 bytes.
     """
@@ -57,10 +58,10 @@ def launch(
 
 
 class Launcher:
-    """Launches of one pool's digests on one stream, as `PoolDigests` says.
+    """Launches of one pool's digests on one stream, for `PoolDigests`.
 
-    Looking the kernel up by its arguments, as Triton does in every launch, takes the host longer
-    than launching it: so it is kept from the first launch on.
+    Looking the kernel up by its arguments, which Triton does in every launch, takes the host longer
+    than the launch, so the first launch keeps it.
     """
 
     def __init__(self, pages: Tensor, piece_bytes: int, stream: torch.cuda.Stream) -> None:
@@ -83,7 +84,7 @@ class Launcher:
         grid = num_ids * num_pieces, 1, 1
         sizes = self._page_stripes, first_byte // STRIPE_BYTES, num_pieces
         if self._kernel is not None:
-            # Addresses instead of tensors: the driver would be asked about each of those.
+            # Addresses instead of tensors, because Triton would query the driver for each tensor.
             places = self._address, page_ids.data_ptr(), key.data_ptr(), out.data_ptr()
             constants = self._piece_stripes, AHEAD
             self._kernel[grid](*places, *sizes, *constants, stream=self._queue)
@@ -149,12 +150,12 @@ def _words(source):
 
 @triton.jit
 def _round_keys(key, sharer, pair, COUNT: tl.constexpr, IS_LAST: tl.constexpr):
-    """The secret's words for stripes below COUNT: of each of a thread's an even and an odd [32]."""
+    """The secret's words for stripes below COUNT, an even and an odd one for each [32]."""
     keys = ()
     for first in tl.static_range(0, COUNT, _SHARERS):
         stripe = first + sharer
         if IS_LAST:
-            # The last stripe of all takes words of its own.
+            # The very last stripe has its own words.
             stripe = tl.where(stripe == COUNT - 1, _LAST, stripe)
         keys += (_words(key + stripe + pair),)  # type: ignore[assignment]
     return keys
@@ -162,7 +163,7 @@ def _round_keys(key, sharer, pair, COUNT: tl.constexpr, IS_LAST: tl.constexpr):
 
 @triton.jit
 def _load_stripes(source, COUNT: tl.constexpr, sharer):
-    """Stripes below COUNT, counted from ``source``: of each of a thread's its pair, [32, 2]."""
+    """Stripes below COUNT, counted from ``source``, as pairs [32, 2]."""
     tiles = ()
     for first in tl.static_range(0, COUNT, _SHARERS):
         words = (source + first * 8)[:, None] + tl.arange(0, 2)[None, :]
@@ -185,7 +186,9 @@ def _rounds(even, odd, tiles, COUNT: tl.constexpr, keys, scramble):
 
 @triton.jit
 def _sums(tiles, ROUND: tl.constexpr, keys, COUNT: tl.constexpr, sharer):
-    """What the first COUNT stripes of a round add to the even and to the odd accumulators [4]."""
+    """The sum that the first COUNT stripes of a round add to the even and to the odd accumulators
+    [4].
+    """
     even_sum, odd_sum = tl.zeros_like(keys[0][0]), tl.zeros_like(keys[0][0])
     for first in tl.static_range(0, COUNT, _SHARERS):
         tile = tiles[(ROUND * _STRIPES + first) // _SHARERS].to(tl.uint64, bitcast=True)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels that move K and V between rows and distinct pages; `pages` is the way in.
+"""The Triton kernels that move K and V between rows and distinct pages; call them through `pages`.
 
-Bytes: each stored or loaded row of K and V is read once and written once. One program takes 32
-rows of a head, so that the tokens of a block lie side by side where V is written: by the row alone
-each element of V would cost a sector of 32 bytes.
+Bytes: each stored or loaded row of K and V is read once and written once. One program takes 32 rows
+of a head, so that V is written with a block's tokens side by side: row by row, each element of V
+would cost a sector of 32 bytes.
 """
 
 import torch
@@ -115,7 +115,7 @@ def _store_distinct_kernel(
     values = tl.load(v + v_rows, mask=mask, other=0.0)
     k_places, v_places = _places(slots, dim, kc_page, vc_page, PAGE_SIZE, PIECE)
     tl.store(k_cache + head * kc_head + k_places, keys, mask=mask)
-    # Blocks mostly lie in runs of 8 tokens from a multiple of 8 on: then 16 bytes at once.
+    # Blocks are mostly runs of 8 tokens from a multiple of 8 on, so this writes 16 bytes at a time.
     lane = tl.arange(0, TILE_TOKENS)
     begins = tl.load(slot_mapping + token - lane % 8, mask=token < num_tokens, other=-1)
     in_runs = (slots == begins + lane % 8) & (begins % 8 == 0)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels that move K and V between rows and pages; `pages` is the way in.
+"""The Triton kernels that move K and V between rows and pages; call them through `pages`.
 
 Bytes: each stored or loaded row of K and V is read once and written once.
 """

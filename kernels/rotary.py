@@ -1,8 +1,8 @@
 """Rotary position embedding in the half-rotation convention of Hugging Face models.
 
-Applies a table that the caller builds once with `make_cos_sin_cache`; scaling variants (YaRN and
-the like) would be other tables, not other operators. A table narrower than a head rotates the
-head's first dimensions and leaves the rest as they are.
+Applies a table that the caller builds once with `make_cos_sin_cache`; scaling variants such as YaRN
+would only need other tables. A table narrower than a head rotates the head's first dimensions and
+leaves the rest unchanged.
 """
 
 import torch
@@ -45,8 +45,8 @@ def rotary_store_kv(
 ) -> tuple[Tensor, Tensor]:
     """`rotary`, then `pages.store_kv` of the rotated k and of v.
 
-    One kernel on CUDA for the unified layout. For the distinct one two: a program for each token,
-    which is what rotation wants, would write its V in pieces of two bytes.
+    One kernel on CUDA for the unified layout. Two kernels for the distinct one, because a program
+    for each token, which suits rotation, would write V in pieces of two bytes.
     """
     if q.is_cuda and not is_distinct(k_cache):
         from effuse.kernels import rotary_triton

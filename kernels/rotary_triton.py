@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel of rotary embedding, alone or with the KV store; `rotary` is the way in.
+"""The Triton kernel of rotary embedding, with or without the KV store; call it through `rotary`.
 
-Bytes: q and k read and written once; with storing, v read once and the stored rows written once.
+Bytes: q and k read and written once; with the store, v read once and the stored rows written once.
 """
 
 import torch
@@ -87,7 +87,7 @@ def _rotary_kernel(
     position = tl.load(positions + token).to(tl.int64)
     dim = tl.arange(0, HALF)[None, :]
     table = cos_sin + position * (2 * HALF)
-    # Rounded to the storage dtype first, as the models' own implementations do.
+    # Rounded to the storage dtype first, like the models' own implementations.
     cos = tl.load(table + dim).to(q.dtype.element_ty).to(tl.float32)
     sin = tl.load(table + HALF + dim).to(q.dtype.element_ty).to(tl.float32)
     q_from, q_to = q + token * q_token, q_out + token * (Q_HEADS * DIM)
@@ -123,7 +123,7 @@ def launch(
     positions: Tensor,
     stored: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotated q and k; ``stored`` is (v, k_cache, v_cache, slot_mapping) when K and V are kept."""
+    """Rotated q and k; ``stored`` is (v, k_cache, v_cache, slot_mapping) if K and V are stored."""
     tokens, q_heads, dim = q.shape
     kv_heads, rotary_dim = k.shape[1], cos_sin_cache.shape[1]
     for name, size in (("head_dim", dim), ("rotated dimensions", rotary_dim)):
@@ -131,7 +131,7 @@ def launch(
             raise ValueError(f"{name} must be a power of two, got {size}")
     if rotary_dim not in (dim, dim // 2):
         raise ValueError(
-            f"{rotary_dim} of {dim} dimensions cannot be rotated: all, or half of them"
+            f"cannot rotate {rotary_dim} of {dim} dimensions: expected all or half of them"
         )
     q_out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     k_out = torch.empty((tokens, kv_heads, dim), dtype=k.dtype, device=k.device)

@@ -1,8 +1,8 @@
-"""What is done to each row by itself: normalisation, alone or with the residual addition before it,
-the gated activation of Llama-type MLPs, and a product whose rows do not depend on each other.
+"""Operations on each row by itself: normalisation with or without the addition of the residual, the
+gated activation of Llama-type MLPs, and a product whose rows do not depend on each other.
 
-Means are taken in fp32 whatever the dtype, in an order that does not depend on other rows.
-Triton is imported where a CUDA tensor is met, here and in the neighbours: a CPU engine needs none.
+Means are taken in fp32 whatever the dtype, in an order that does not depend on other rows. Triton
+is imported only for CUDA tensors, as in the other operators, because a CPU engine does not need it.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.
+# On the CPU fp32 products of 4 or more rows agree bitwise with each other; smaller ones do not.
 MIN_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedParts:
-    """Rows [T, H] as sums over K parts each, not yet taken."""
+    """Rows [T, H] that are sums of K parts each, not yet added up."""
 
     parts: Tensor  # [N, H]
-    places: Tensor | None  # [T, K] int32: where each part of each row is; None: K after K, in order
+    # [T, K] int32: the index of each part of each row; None: K after K, in order
+    places: Tensor | None
     weights: Tensor  # [T, K] fp32
 
     def total(self) -> Tensor:
@@ -37,7 +38,7 @@ class WeightedParts:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] times ``weight`` [out, in], never computed with fewer than MIN_ROWS rows."""
+    """x [T, in] times ``weight`` [out, in], always computed with at least MIN_ROWS rows."""
     num_rows = len(x)
     if num_rows >= MIN_ROWS:
         return functional.linear(x, weight, bias)
@@ -59,8 +60,8 @@ def rms_norm_residual(
 ) -> tuple[Tensor, Tensor]:
     """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to its dtype.
 
-    ``x`` may be parts of a sum: [P, T, H] of a wider type, as a product split in two leaves, or
-    weighted ones, whose own sum is rounded before the residual is added.
+    ``x`` may be parts of a sum: [P, T, H] of a wider type from a split product, or weighted parts,
+    whose own sum is rounded before the residual is added.
     """
     if residual.is_cuda:
         from effuse.kernels import rowwise_triton
@@ -82,14 +83,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` as its definition reads (Zhang and Sennrich, 2019)."""
+    """`rms_norm` exactly as defined (Zhang and Sennrich, 2019)."""
     values = x.float() if x.dtype != torch.float64 else x
     scale = torch.sqrt((values * values).mean(dim=-1, keepdim=True) + eps)
     return (values / scale).to(x.dtype) * weight
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
-    """`swiglu` as its definition reads (Shazeer, 2020)."""
+    """`swiglu` exactly as defined (Shazeer, 2020)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gate / (1 + (-gate).exp()) * up
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels of normalisation and of the gated activation; `rowwise` is the way in.
+"""The Triton kernels of normalisation and of the gated activation; call them through `rowwise`.
 
 Bytes of normalisation: x (and residual) read once, the results written once. A row is reduced by
 one program in one order, whatever the batch. Bytes of the activation: 2I elements of a row read and
@@ -131,7 +131,7 @@ def _rms_norm_kernel(
     target = row[:, None] * WIDTH + column[None, :]
     if WEIGHTED == 0:
         values = tl.load(x + source[:, None] + column[None, :], mask=mask, other=0.0)
-    # Asked for early, so that it arrives while the row is reduced.
+    # Loaded early, so that it arrives while the row is reduced.
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
@@ -144,12 +144,12 @@ def _rms_norm_kernel(
                     at = tl.load(places + at, mask=row < num_rows, other=0).to(tl.int64)
                 more = x + at[:, None] * row_stride + column[None, :]
                 values += tl.load(more, mask=mask, other=0.0).to(tl.float32) * share[:, None]
-            values = values.to(x.dtype.element_ty)  # as when it was summed by itself
+            values = values.to(x.dtype.element_ty)  # like a separate sum
         added += values.to(tl.float32)
         for part in tl.static_range(1, PARTS):
             more = x + part * part_stride + source[:, None] + column[None, :]
             added += tl.load(more, mask=mask, other=0.0).to(tl.float32)
-        # The sum is rounded before it is normalised: it is what the next layer reads.
+        # The sum is rounded before it is normalised, because the next layer reads the rounded one.
         values = added.to(out.dtype.element_ty)
         tl.store(total + target, values, mask=mask)
     values = values.to(tl.float32)
@@ -168,7 +168,7 @@ def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, TILE: t
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + INTERMEDIATE, mask=mask, other=0.0)
-    # Rounded to the storage dtype before the product, as separate torch operators do.
+    # Rounded to the storage dtype before the product, like separate torch operators.
     activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
     result = activated.to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * INTERMEDIATE + column, result.to(out.dtype.element_ty), mask=mask)

@@ -1,7 +1,7 @@
-"""From logits to one candidate token a row with its confidence and its ranking score.
+"""From logits to one candidate token for each row, with its confidence and ranking score.
 
-Filters (temperature, top-p, top-k), drawing and probability; which candidates are then written is
-decided by the decode worker, not here.
+Filters (temperature, top-p, top-k), drawing and probability. The decode worker decides which
+candidates are written.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from effuse.kernels.sampling_philox import gumbel_noise
 
 
 class ScoreCode(IntEnum):
-    """What ranks candidates when no confidence passes the threshold; larger is better."""
+    """The score that ranks candidates if no confidence passes the threshold; larger is better."""
 
     CONFIDENCE = 0
     MARGIN = 1
@@ -57,18 +57,18 @@ def sample_confidence(
     """Choose a token for every row of ``logits`` [R, V], V >= 2, any float dtype; all in fp32.
 
     The mask token is excluded first. Rows with temperature T > 0 are divided by T. Top-p keeps a
-    token iff the probability mass before it, in descending order with ties by lowest id, is at most
-    top_p. Top-k then keeps the k largest of what is left, and all that equal the k-th. With
-    ``top_k_first`` top-k comes first, and top-p counts only the mass that top-k kept. The authors
-    of the families have both rules. The distribution is the softmax of what is kept.
-    T = 0 takes its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with
-    the noise of `sampling_philox.gumbel_noise`. Scores: the confidence; the difference of the two
-    largest probabilities; sum of p log p. A row with nothing but -inf gives confidence 0 and the
-    lowest allowed id, one with NaN or +inf a confidence that is NaN and any id.
+    token if the probability mass before it, in descending order with ties by lowest id, is at most
+    top_p. Top-k then keeps the k largest of the remaining ones, and all that equal the k-th. With
+    ``top_k_first`` top-k comes first, and top-p counts only the mass that top-k kept. Different
+    families use different rules. The distribution is the softmax of the kept logits. T = 0 takes
+    its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with the noise of
+    `sampling_philox.gumbel_noise`. Scores: the confidence; the difference of the two largest
+    probabilities; sum of p log p. A row with only -inf gives confidence 0 and the lowest allowed
+    id. A row with NaN or +inf gives a NaN confidence and any id.
     """
     rows, vocab_size = logits.shape
     if vocab_size < 2 or not 0 <= mask_token_id < vocab_size:
-        raise ValueError(f"logits {rows} x {vocab_size} have no place for mask id {mask_token_id}")
+        raise ValueError(f"logits {rows} x {vocab_size} have no column for mask id {mask_token_id}")
     if logits.is_cuda:
         return _launch_triton(logits, sampling, mask_token_id, top_k_first)
     kept = _kept_logits(logits, sampling, mask_token_id, top_k_first)
@@ -82,7 +82,7 @@ def sample_confidence(
 def sample_confidence_ref(
     logits: Tensor, sampling: RowSampling, mask_token_id: int, *, top_k_first: bool = False
 ) -> Candidates:
-    """`sample_confidence` row by row, by the definitions, with fp64 probabilities."""
+    """`sample_confidence` row by row, exactly as defined, with fp64 probabilities."""
     rows = [
         _row_ref(logits[r], sampling, r, mask_token_id, top_k_first) for r in range(len(logits))
     ]
@@ -119,7 +119,7 @@ def _launch_triton(
 def _kept_logits(
     logits: Tensor, sampling: RowSampling, mask_token_id: int, top_k_first: bool
 ) -> Tensor:
-    """Scaled fp32 logits [R, V], -inf where a token is excluded."""
+    """Scaled fp32 logits [R, V], -inf for excluded tokens."""
     kept = logits.to(torch.float32, copy=True)
     kept[:, mask_token_id] = float("-inf")
     drawn = sampling.temperature > 0
@@ -136,7 +136,7 @@ def _kept_logits(
 
 
 def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor, top_k_first: bool) -> Tensor:
-    """``logits`` [N, V] with -inf for what top-p [N] and top-k [N] drop."""
+    """``logits`` [N, V] with -inf for tokens that top-p [N] and top-k [N] drop."""
     ordered, token = logits.sort(dim=-1, descending=True, stable=True)
     if top_k_first:
         ordered = _drop_below_kth(ordered, top_k)
@@ -149,7 +149,7 @@ def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor, top_k_first: bool) -> 
 
 
 def _drop_below_kth(ordered: Tensor, top_k: Tensor) -> Tensor:
-    """Descending rows [N, V] with -inf for what is less than the value of rank top_k [N]."""
+    """Descending rows [N, V] with -inf for values below the value of rank top_k [N]."""
     kth = ordered.gather(1, top_k[:, None].long() - 1)
     return ordered.masked_fill(ordered < kth, float("-inf"))
 
@@ -160,7 +160,7 @@ def _choose(kept: Tensor, sampling: RowSampling, mask_token_id: int) -> Tensor:
     if drawn.numel():
         noise = _noise(sampling, drawn, kept.shape[1])
         token[drawn] = (kept[drawn] + noise).argmax(dim=-1)
-    # Among nothing but -inf the first id wins, which may be the mask.
+    # If all logits are -inf, the first id wins, which may be the mask.
     return torch.where(best == float("-inf"), int(mask_token_id == 0), token)
 
 
@@ -220,7 +220,7 @@ def _row_ref(
 
 
 def _tied_ref(descending: list[float], top_k: int) -> int:
-    """How many of these values top-k keeps: the first, and what equals the last of them."""
+    """How many of these values top-k keeps: the first k, and those that equal the k-th."""
     return sum(value >= descending[min(top_k, len(descending)) - 1] for value in descending)
 
 

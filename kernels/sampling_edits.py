@@ -1,8 +1,7 @@
-"""Logits changed before a token is drawn: penalties, biases and barred ids, and min-p.
+"""Changes of logits before a token is drawn: penalties, biases and barred ids, and min-p.
 
-A pass of its own before `sampling.py` and `sampling_llada.py`, which know nothing of it: rows of
-requests that change nothing are not read once more. Which ids are changed, and by how much, is the
-decode worker's business.
+A pass of its own before `sampling.py` and `sampling_llada.py`, so that rows of requests without
+changes are not read again. The decode worker decides which ids change, and by how much.
 """
 
 from __future__ import annotations
@@ -15,28 +14,29 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """What is changed in R rows. Rows may share entries; within a row no id comes twice."""
+    """The changes of R rows. Rows may share entries; no id occurs twice in a row."""
 
     begin: Tensor  # [R] int32, a row's first entry
-    end: Tensor  # [R] int32, behind its last one
+    end: Tensor  # [R] int32, after its last one
     token: Tensor  # [E] int32
-    penalty: Tensor  # [E] fp32, above 0: divides logits above 0 and multiplies others; 1 is none
-    add: Tensor  # [E] fp32, added then; -inf bars the id
-    gap: Tensor  # [R] fp32, how far below its largest logit a row keeps others; inf keeps all
+    # [E] fp32, above 0: divides logits above 0 and multiplies others; 1 has no effect
+    penalty: Tensor
+    add: Tensor  # [E] fp32, added afterwards; -inf bars the id
+    gap: Tensor  # [R] fp32, how far below its largest logit a row keeps logits; inf keeps all
 
     def of_rows(self, first: int, end: int) -> LogitEdits:
-        """Those of the rows [first, end), as views."""
+        """The changes of the rows [first, end), as views."""
         rows = slice(first, end)
         begin, behind, gap = self.begin[rows], self.end[rows], self.gap[rows]
         return replace(self, begin=begin, end=behind, gap=gap)
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor:
-    """``logits`` [R, V], any float dtype, as changed ones [R, V] fp32; the input stays.
+    """The changed logits [R, V] fp32 of ``logits`` [R, V], any float dtype; the input is unchanged.
 
-    Entries first (repetition penalty: arXiv 1909.05858), then min-p (arXiv 2407.01082): what is
-    more than the row's gap below its largest logit, the mask id's left out, becomes -inf. The gap
-    is -T * log(min_p), for the temperature T that the row is drawn at. NaN stays.
+    Entries first (repetition penalty: arXiv 1909.05858), then min-p (arXiv 2407.01082): a logit
+    that is more than the row's gap below the largest one (without the mask id's) becomes -inf. The
+    gap is -T * log(min_p), for the row's temperature T. NaN stays NaN.
     """
     changed = logits.to(torch.float32, copy=True)
     if changed.is_cuda:
@@ -56,7 +56,7 @@ def edit_logits(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor
 
 
 def edit_logits_ref(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor:
-    """`edit_logits` entry by entry, by the definitions, in fp64."""
+    """`edit_logits` entry by entry, exactly as defined, in fp64."""
     changed = logits.double()
     for row in range(len(changed)):
         for entry in range(int(edits.begin[row]), int(edits.end[row])):

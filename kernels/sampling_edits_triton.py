@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels of logit edits; `sampling_edits` is the way in and defines what they do.
+"""The Triton kernels of logit edits; `sampling_edits` defines and calls them.
 
-Both work in place, one program a row. Entries go first, in a kernel of their own, so that the
-row's largest logit is looked for where all of them have landed.
+Both work in place, with one program for each row. Entries have a separate kernel before, so that
+the search for a row's largest logit sees all of them.
 
-Bytes: 12 B an entry and 8 B a logit that it changes; rows with min-p are read twice.
+Bytes: 12 B for each entry and 8 B for each logit that it changes; rows with min-p are read twice.
 """
 
 import triton
@@ -35,7 +35,7 @@ def launch(
         edits.add,
         CHUNK=CHUNK_OF_ENTRIES,
         num_warps=NUM_WARPS,
-        # Penalties are rounded before what is added, as on a host.
+        # Penalties are rounded before the additions, like on a host.
         enable_fp_fusion=False,
     )
     _min_p_kernel[(rows,)](

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""What a row of logits loses before a token is chosen: mask token, temperature, top-p, top-k.
+"""The steps before a token is chosen: mask token, temperature, top-p, top-k.
 
-The first two as device functions that other kernels call. The filters become one pair a row, the
-value and the id of the last token kept, found by a search with three thresholds a reading: about
-8 readings of a filtered row in 16 bits, 20 in fp32, and none of other rows.
+The first two are device functions that other kernels call. The filters become one pair for each
+row: the value and the id of the last kept token. A search with three thresholds in each reading
+finds it: about 8 readings of a filtered row in 16 bits, 20 in fp32, and none of other rows.
 """
 
 import torch
@@ -33,9 +33,11 @@ def launch_cutoff(
     num_warps: int,
     top_k_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(value [R] fp32, id [R] int32): kept is what is larger, or as large with no larger id.
+    """(value [R] fp32, id [R] int32): a token is kept if its logit is larger, or equal with an id
+    that is not larger.
 
-    ``top_k_first`` takes top-p of the mass that top-k keeps, and not of all."""
+    ``top_k_first`` takes top-p of the mass that top-k keeps instead of the whole mass.
+    """
     rows, vocab_size = logits.shape
     cut_value = torch.empty(rows, dtype=torch.float32, device=logits.device)
     cut_token = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -55,16 +57,16 @@ def launch_cutoff(
         LANES=tile.lanes,
         ELEMENTS=tile.elements,
         num_warps=num_warps,
-        # Without a bound some compilers keep one register in memory; two searches need more.
+        # Without a bound some compilers spill a register to memory; two searches need more.
         maxnreg=112 if top_k_first else 96,
-        enable_fp_fusion=False,  # bases are rounded once and then the same for all
+        enable_fp_fusion=False,  # bases are rounded once and are then the same everywhere
     )
     return cut_value, cut_token
 
 
 @triton.jit
 def tile_offsets(DEPTH: tl.constexpr, WIDTH: tl.constexpr):
-    """[DEPTH, WIDTH]: places of a tile's tokens behind its first."""
+    """[DEPTH, WIDTH]: offsets of a tile's tokens from its first."""
     return tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
@@ -76,7 +78,7 @@ def by_lane(values, DEPTH: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.const
 
 @triton.jit
 def scaled(raw, tokens, start, mask_token_id, temperature, CHUNK: tl.constexpr):
-    """A chunk's logits in fp32 over the temperature, -inf for the mask token."""
+    """A chunk's logits in fp32 divided by the temperature, -inf for the mask token."""
     values = raw.to(tl.float32)
     if (temperature > 0) & (temperature != 1.0):
         # The quotient as IEEE rounds it, from the reciprocal and one correction.
@@ -91,14 +93,15 @@ def scaled(raw, tokens, start, mask_token_id, temperature, CHUNK: tl.constexpr):
 
 @triton.jit
 def exp_from(values, base):
-    """exp(values) over 2 ** base. One product and sum in one rounding, so that a base that was
-    rounded from a value is the same base for all."""
+    """exp(values) over 2 ** base. A fused product and sum rounds once, so that a rounded base is
+    the same everywhere.
+    """
     return tl.exp2(tl.fma(values, tl.zeros_like(values) + LOG2_E, -base))
 
 
 @triton.jit
 def cut(values, tokens, value_cut, token_cut):
-    """-inf for what the row's filters drop; NaN stays, or the row would look finite."""
+    """-inf for logits that the row's filters drop; NaN stays, since the row must not look finite."""
     drop = (values < value_cut) | ((values == value_cut) & (tokens > token_cut))
     return tl.where(drop, float("-inf"), values)
 
@@ -106,7 +109,7 @@ def cut(values, tokens, value_cut, token_cut):
 @triton.jit
 def load_scaled(row_logits, tokens, start, vocab_size, mask_token_id, temperature,
                 CHUNK: tl.constexpr):  # fmt: skip
-    """The chunk that begins at ``start``, scaled; -inf past the end of the vocabulary."""
+    """The chunk that begins at ``start``, scaled; -inf after the end of the vocabulary."""
     raw = tl.load(row_logits + tokens, mask=tokens < vocab_size, other=float("-inf"))
     return scaled(raw, tokens, start, mask_token_id, temperature, CHUNK)
 
@@ -125,8 +128,8 @@ def top_of_lanes(values):
 
 @triton.jit
 def _order_of(value, SPARE: tl.constexpr):
-    """int64 with the order of the floats that leave ``SPARE`` bits zero; -0.0 equals 0.0."""
-    # By way of a tensor: the bits of a scalar cannot be read in the interpreter.
+    """int64 in the order of floats whose ``SPARE`` lowest bits are zero; -0.0 equals 0.0."""
+    # Through a tensor, because the interpreter cannot read the bits of a scalar.
     values = tl.zeros([16], tl.float32) + value
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SPARE
@@ -144,7 +147,7 @@ def _value_of(order, SPARE: tl.constexpr):
 
 @triton.jit
 def _between(low, high, quarter, linear, SPARE: tl.constexpr):
-    """A threshold at 1, 2 or 3 quarters from ``low`` to ``high``: of their values, or of orders."""
+    """A threshold at 1, 2 or 3 quarters from ``low`` to ``high``, in values or in orders."""
     order = low + ((high - low) * quarter >> 2)
     if linear:
         begin = _value_of(low, SPARE)
@@ -159,10 +162,10 @@ def _search(
     low, high, top_p, top_k, by_top_p, by_top_k,
     SPARE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest order so that what lies above it is at most ``top_p`` of the mass and fewer than
-    ``top_k``, with that mass and that count, and the count above the order below it. That one is
-    FAR if the search never moved ``low``. ``low`` is too small, ``high`` large enough; masses are
-    added up where ``by_top_p``, counts where ``by_top_k``.
+    """The smallest order above which the mass is at most ``top_p`` and the count below ``top_k``,
+    with that mass and count, and the count above the next lower order. The latter is FAR if the
+    search never moved ``low``. ``low`` is too small and ``high`` is large enough; masses are added
+    up if ``by_top_p``, counts if ``by_top_k``.
     """
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
     mass_above = total * 0.0
@@ -243,7 +246,7 @@ def _cutoff_kernel(
     LANES: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """The value and the id of the last token that top-p and top-k keep; -inf where all are kept."""
+    """The value and the id of the last token that top-p and top-k keep; -inf if all are kept."""
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
     row = tl.program_id(0)
     top_p = tl.load(top_ps + row)
@@ -257,8 +260,8 @@ def _cutoff_kernel(
     row_logits = logits + row.to(tl.int64) * row_stride
     temperature = tl.load(temperatures + row)
     offsets = tile_offsets(DEPTH, LANES * ELEMENTS)
-    # What is compared: logits of 16 bits as they are, since dividing keeps their order and their
-    # ties; others over the temperature, which may make two of them one.
+    # The compared values: logits of 16 bits unchanged, because a division keeps their order and
+    # ties; others divided by the temperature, which may make two of them equal.
     divisor = temperature
     factor = temperature * 0.0 + LOG2_E  # of a key in base 2
     if SPARE > 0:
@@ -289,16 +292,16 @@ def _cutoff_kernel(
         tl.store(cut_token + row, vocab_size)
         return
 
-    # The cut is no lower than the least value, nor than where all tokens together could not make
-    # up what top-p drops.
+    # The cut is at least the smallest value, and at least the value below which all tokens together
+    # have less mass than top-p drops.
     by_top_k = top_k < vocab_size
     by_top_p = top_p < 1.0
     low = _order_of(tl.min(least, 0), SPARE) - 1
     high = _order_of(peak, SPARE)
     if TOP_K_FIRST:  # noqa: SIM102 - known when it is compiled, the other ones are not
         if by_top_k & by_top_p:
-            # Of all, top-p is less by the share of what top-k keeps: whole ties, so all of them
-            # if no order below was found to keep more.
+            # Top-p of the whole mass is less by the share that top-k keeps: whole ties, so all of
+            # them if the search found no lower order with more.
             order, mass, count, count_low = _search(
                 row_logits, offsets, vocab_size, mask_token_id, divisor, factor, base, total,
                 low, high, total * 0.0 + 2.0, top_k, True, True,
@@ -326,7 +329,7 @@ def _cutoff_kernel(
     by_mass = (top_p - mass_above / total) / tl.maximum(each, 1.0e-30)
     ties = 1 + tl.floor(tl.minimum(by_mass, 1.0e9)).to(tl.int32)
     last = count_above * 0 + vocab_size
-    # Not counted for top-p alone.
+    # Not counted if only top-p is used.
     if by_top_p & ((not by_top_k) | (count_above_low - count_above > ties)):
         seen = count_above * 0
         for start in range(0, vocab_size, CHUNK):

@@ -1,8 +1,8 @@
-"""From logits to candidates as LLaDA draws them: Gumbel-max in fp64, surest by plain probability.
+"""From logits to candidates with LLaDA's rules: Gumbel-max in fp64, ranked by plain probability.
 
-Unlike `sampling.py` the temperature changes which token is drawn and not how sure the model is of
-it, and nothing is filtered. Plain torch on every device. Source: arXiv 2502.09992 and its generate;
-why fp64: arXiv 2409.02908.
+Unlike in `sampling.py`, the temperature changes the drawn token but not its confidence, and there
+are no filters. Plain torch on every device. Source: arXiv 2502.09992 and its generate; reason for
+fp64: arXiv 2409.02908.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from torch import Tensor
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.sampling_philox import philox_4x32
 
-_POSITION_WORDS = (1 << 32) - 1  # beyond the counters of all tokens
-_MOST_ROWS = 64  # at once: the noise of one takes 8 bytes a token, several times over
+_POSITION_WORDS = (1 << 32) - 1  # larger than the counters of all tokens
+_MOST_ROWS = 64  # rows at a time: the noise of one row takes 8 bytes for each token, several times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +26,18 @@ class LladaDraw:
     temperature: float  # 0 is greedy
     seed: int  # uint64
     answer_index: int
-    never: tuple[int, ...]  # ids that are not drawn
-    last: tuple[int, ...]  # ids whose confidence is 0; the rest share the probability
+    never: tuple[int, ...]  # ids that are never drawn
+    last: tuple[int, ...]  # ids with confidence 0; the others share the probability
 
 
 def sample_llada(logits: Tensor, draw: LladaDraw, positions: Tensor, steps: Tensor) -> Candidates:
-    """A token for each row of ``logits`` [R, V], any float dtype; all but the noise in fp32.
+    """A token for each row of ``logits`` [R, V], any float dtype; everything except the noise in
+    fp32.
 
-    ``positions`` and ``steps`` [R] int64 are the rows' places in the sequence and the forwards
-    before this one. The token is the argmax of logits + temperature * Gumbel noise, computed in
-    fp64 (ties: lowest id); its confidence and score are its softmax probability without
-    temperature, among all ids but `never` and `last`.
+    ``positions`` and ``steps`` [R] int64 are the rows' positions in the sequence and the earlier
+    forwards. The token is the argmax of logits + temperature * Gumbel noise, computed in fp64
+    (ties: lowest id). Its confidence and score are its softmax probability without temperature,
+    among all ids except `never` and `last`.
     """
     tokens, confidences = [], []
     for first in range(0, len(logits), _MOST_ROWS):
@@ -67,7 +68,8 @@ def gumbel_noise_64(
 ) -> Tensor:
     """Standard Gumbel noise [R, vocab_size] fp64 from uniform numbers of 52 bits.
 
-    Token i takes words 2 * (i % 2) and the next of counter (i // 2, position, step, answer_index).
+    Token i takes words 2 * (i % 2) and the next one of counter (i // 2, position, step,
+    answer_index).
     """
     pairs = torch.arange((vocab_size + 1) // 2, device=positions.device)
     words = _words(pairs[None, :], positions[:, None], steps[:, None], answer_index, seed)
@@ -78,7 +80,9 @@ def gumbel_noise_64(
 def position_noise(
     seed: int, positions: npt.NDArray[np.int64], step: int, answer_index: int
 ) -> npt.NDArray[np.float64]:
-    """A uniform number in (0, 1) for each position at a step, apart from all that tokens take."""
+    """A uniform number in (0, 1) for each position at a step, independent of all numbers for
+    tokens.
+    """
     where, number = torch.from_numpy(positions), torch.tensor(step)
     words = _words(torch.tensor(_POSITION_WORDS), where, number, answer_index, seed)
     drawn: npt.NDArray[np.float64] = _uniform(*words[:2]).numpy()
@@ -93,5 +97,5 @@ def _words(
 
 
 def _uniform(high: Tensor, low: Tensor) -> Tensor:
-    """Midpoints of 2**52 equal parts of (0, 1): fp64 holds all of them, and neither end is one."""
+    """Midpoints of 2**52 equal parts of (0, 1): exact in fp64, and never 0 or 1."""
     return ((high << 20) + (low >> 12)).double().add_(0.5).mul_(2.0**-52)

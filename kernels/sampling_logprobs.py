@@ -1,7 +1,7 @@
-"""How likely a model holds tokens to be: logarithms, before anything that a request changes.
+"""Log-probabilities of tokens by the model, before any change that a request asks for.
 
-Not the confidence by which masks are written: that is a probability after temperature and filters
-(`sampling.py`). Plain torch on every device.
+Masks are written by another number, a probability after temperature and filters (`sampling.py`).
+Plain torch on every device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MOST_ROWS = 256  # at once: a row takes 8 bytes a token beside its logits
+_MOST_ROWS = 256  # rows at a time: a row takes 8 bytes for each token beside its logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class Logprobs:
 
 def token_logprobs(logits: Tensor, token: Tensor, mask_token_id: int, num_top: int) -> Logprobs:
     """Log-probabilities of ``token`` [R] int64 by ``logits`` [R, V], any float dtype, in fp32: the
-    softmax over all ids but the mask's. K is ``num_top``, or one less than V where that is less."""
+    softmax over all ids except the mask's. K is ``num_top``, but at most V - 1.
+    """
     num_top = min(num_top, logits.shape[1] - 1)
     parts = [
         _of_rows(logits[first : first + _MOST_ROWS], token[first : first + _MOST_ROWS],
@@ -40,7 +41,9 @@ def token_logprobs(logits: Tensor, token: Tensor, mask_token_id: int, num_top: i
 def token_logprobs_ref(
     logits: Tensor, token: Tensor, mask_token_id: int, num_top: int
 ) -> list[tuple[float, list[tuple[int, float]]]]:
-    """`token_logprobs` row by row by the definition: of the token, and (id, its own) of the top."""
+    """`token_logprobs` row by row, exactly as defined: of the token, and (id, log-probability) of
+    the top.
+    """
     found = []
     for row, chosen in zip(logits.double().tolist(), token.tolist(), strict=True):
         values = {i: value for i, value in enumerate(row) if i != mask_token_id}

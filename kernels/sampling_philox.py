@@ -1,6 +1,6 @@
 """Counter-based randomness: Philox4x32-10 and the Gumbel noise drawn from it.
 
-The same (key, counter) gives the same number on every device and in every batch; no state is kept.
+The same (key, counter) gives the same number on every device and in every batch; there is no state.
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 """
 
@@ -21,7 +21,7 @@ def philox_4x32(counter: Words, seed: Tensor) -> Words:
     """Four words of 32 bits, each as int64 in 0..2**32-1, for broadcastable int64 tensors.
 
     ``seed`` is the bit pattern of a uint64: its low half is the first key word, its high half the
-    second. Counter words are taken modulo 2**32.
+    second. Counter words are modulo 2**32.
     """
     c0, c1, c2, c3 = (word & LOW_32 for word in counter)
     key_0, key_1 = seed & LOW_32, (seed >> 32) & LOW_32

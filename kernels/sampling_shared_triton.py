@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""What the sampling kernels share: how a row is cut, random bits and Gumbel noise on the device.
+"""Shared parts of the sampling kernels: cutting a row, random bits and Gumbel noise on the device.
 
 The random bits are those of the counters that `sampling_philox` defines. Noise is computed in fp32,
 within about 1e-6 of the fp64 definition for every possible uniform.
@@ -16,8 +16,9 @@ MAX_CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class SamplingShape:
-    """Launch parameters. Segments depend on the vocabulary alone, so a row's sums do not depend
-    on the batch."""
+    """Launch parameters. Segments depend only on the vocabulary, so a row's sums do not depend on
+    the batch.
+    """
 
     segments: int
     chunk: int  # tokens in a tile
@@ -26,8 +27,9 @@ class SamplingShape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tokens that a program reads at once, [depth, lanes * elements]: a lane is a thread's, which
-    reads ``elements`` of 16 bytes at ``depth`` places."""
+    """Tokens that a program reads together, [depth, lanes * elements]: a thread has one lane, and
+    reads ``elements`` that fill 16 bytes at ``depth`` places.
+    """
 
     depth: int
     lanes: int
@@ -35,7 +37,9 @@ class Tile:
 
     @classmethod
     def of(cls, dtype: torch.dtype, chunk: int, num_warps: int) -> "Tile":
-        """``chunk`` tokens (a power of two, at least 16), one lane for each thread if it can be."""
+        """``chunk`` tokens (a power of two, at least 16), if possible with one lane for each
+        thread.
+        """
         elements = 16 // dtype.itemsize
         lanes = min(32 * num_warps, chunk // elements)
         return cls(chunk // elements // lanes, lanes, elements)

@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels of candidate sampling; `sampling` is the way in.
+"""The Triton kernels of candidate sampling; call them through `sampling`.
 
-Logits are read once and no probability is written. Each thread folds the columns of its tiles into
-a peak, a sum of exponentials and a runner-up of its own, so nothing crosses threads in the loop;
-each segment of a row leaves their combination and the tile of its peak. The last kernel combines a
-row's segments and looks again only into the tile that holds the answer. Rows without temperature,
-filters and entropy have a kernel to themselves; the other one returns at once for them, and draws
-in the same reading: a Gumbel draw is one more maximum. `sampling_filters_triton` finds cut-offs.
+Logits are read once and no probability is written. Each thread reduces the columns of its tiles to
+a peak, a sum of exponentials and a runner-up, so that threads exchange nothing in the loop. Each
+segment of a row stores the combination and the tile of its peak. The last kernel combines a row's
+segments and only reads the tile with the answer again. Rows without temperature, filters and
+entropy have a separate kernel; the other one returns immediately for them. That one draws in the
+same reading, because a Gumbel draw is one more maximum. `sampling_filters_triton` finds cut-offs.
 
-Bytes: R * V logits once, one tile a row again; filtered rows about 8 times more (in 16 bits).
+Bytes: R * V logits once, one tile of each row again; filtered rows about 8 times more (in 16 bits).
 """
 
 import torch
@@ -39,8 +39,8 @@ from effuse.kernels.sampling_shared_triton import (
 MARGIN = tl.constexpr(1)
 NEG_ENTROPY = tl.constexpr(2)
 FAR = tl.constexpr(2147483647)
-LOWEST = tl.constexpr(-1.0e30)  # finite: a tile may hold nothing but -inf
-MOST_NOISE = tl.constexpr(17.4)  # Gumbel noise is less: -log(-log(1 - 2**-25)) = 17.33
+LOWEST = tl.constexpr(-1.0e30)  # finite, because a tile may have only -inf
+MOST_NOISE = tl.constexpr(17.4)  # Gumbel noise is smaller: -log(-log(1 - 2**-25)) = 17.33
 
 
 def launch(
@@ -77,8 +77,8 @@ def launch(
     )
     rows_of = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)
     limits = (cut_value, cut_token, score_kind)
-    # A base is rounded once and then the same for all: no other product may join its difference.
-    # In one dimension: along a second one there may be no more than 65535 rows.
+    # A base is rounded once and is then the same everywhere: no other product may be fused with its
+    # difference. In one dimension, because a second one is limited to 65535 rows.
     _greedy_kernel[(num_segments * rows,)](
         *rows_of,
         *limits,
@@ -124,20 +124,20 @@ def launch(
 
 @triton.jit
 def _segment_and_row(vocab_size, SEGMENT: tl.constexpr):
-    """Of this program: segment after segment of one row, then of the next."""
+    """The segments of this program: segment after segment of one row, then of the next."""
     num_segments = tl.cdiv(vocab_size, SEGMENT)
     return tl.program_id(0) % num_segments, tl.program_id(0) // num_segments
 
 
 @triton.jit
 def _is_plain(temperature, value_cut, score_kind):
-    """Whether a row needs no more than peak and sum."""
+    """Whether a row only needs peak and sum."""
     return (temperature <= 0) & (value_cut == float("-inf")) & (score_kind != NEG_ENTROPY)
 
 
 @triton.jit
 def _fold(values, start, peaks, sums, tiles, runners_up):
-    """Takes a tile into each lane's peak, sum, tile of the peak and largest value elsewhere."""
+    """Adds a tile to each lane's peak, sum, tile of the peak and largest value elsewhere."""
     tops = top_of_lanes(values)
     tiles = tl.where(tops > peaks, start, tiles)
     runners_up = tl.maximum(runners_up, tl.minimum(peaks, tops))
@@ -150,7 +150,7 @@ def _fold(values, start, peaks, sums, tiles, runners_up):
 
 @triton.jit
 def _leave(parts, places, peaks, sums, tiles, runners_up):
-    """Combines the lanes of a segment and stores what the last kernel needs of it."""
+    """Combines the lanes of a segment and stores the inputs of the last kernel."""
     peak = tl.max(peaks, 0)
     tile = tl.min(tl.where(peaks == peak, tiles, FAR), 0)
     runner_up = tl.max(tl.where(tiles == tile, runners_up, peaks), 0)
@@ -261,12 +261,13 @@ def _drawn_kernel(
         )
         if value_cut > float("-inf"):
             values = cut(values, tokens, value_cut, token_cut)
-        # Most tiles of a row that is sure of a few tokens cannot hold the drawn one.
+        # If a row is sure of a few tokens, most of its tiles cannot have the drawn one.
         if (temperature > 0) & (tl.max(tl.max(values, 1), 0) + MOST_NOISE > best):
             seed = tl.load(seeds + row)
             words = words_of_quads(seed, start // 4 + quads, position, denoise_count, answer_index)
-            # Nor can most others: noise beats the best only where 1 - u < -log(u) < exp(value -
-            # best), and that needs no logarithm. The slack covers the rounding of both sides.
+            # Most other tokens cannot either: noise beats the best one only if 1 - u < -log(u) <
+            # exp(value - best), and that needs no logarithm. The slack covers the rounding of both
+            # sides.
             rest = (words ^ 0xFFFFFFFF).to(tl.uint32) >> 8
             room = exp_from(values, best * LOG2_E) * 1.05 - rest.to(tl.float32) * 0.5**24
             if tl.max(tl.max(room, 1), 0) > 0:
@@ -334,7 +335,7 @@ def _finish_kernel(
     shrink = tl.exp2(peaks * LOG2_E - base)
     total = tl.sum(sums * shrink, 0)
     if total == 0:
-        # Nothing but -inf: the lowest allowed id, without any confidence.
+        # Only -inf: the lowest allowed id, with confidence 0.
         tl.store(token_out + row, tl.where(mask_token_id == 0, 1, 0).to(tl.int64))
         tl.store(confidence_out + row, 0.0)
         tl.store(score_out + row, tl.where(kind == NEG_ENTROPY, float("-inf"), 0.0))
@@ -387,7 +388,7 @@ def _finish_kernel(
         confidence = exp_from(value, base) / total
         if kind == 0:
             score = confidence
-    # NaN equals nothing: no token was found, and who looks up this one must find it.
+    # NaN equals nothing, so no token was found; a reader of this one must find it.
     token = tl.minimum(token, vocab_size - 1)
     tl.store(token_out + row, token.to(tl.int64))
     tl.store(confidence_out + row, confidence)

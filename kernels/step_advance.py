@@ -1,8 +1,8 @@
-"""Unmask and advance: from a step's candidates to the state of the next step, for all slots.
+"""Unmask and advance: from a step's candidates to the next step's state, for all slots.
 
-Stores, writes, settles, ends, appends and activates exactly as the decode worker's pure machine
-does (arXiv 2508.09192 and SDAR), on the slot table where it lies; the record tells the host. This
-file holds the definition in torch operators, which the CPU runs; CUDA runs `step_advance_triton`.
+Stores, writes, settles, ends, appends and activates exactly like the decode worker's pure machine
+(arXiv 2508.09192 and SDAR), directly in the slot table; the record reports it to the host. This
+file has the definition in torch operators, which the CPU runs; CUDA runs `step_advance_triton`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def advance(
 ) -> None:
     """Apply `candidates` [R] to `table` and open the next step; `records` [S, record_width] int32.
 
-    `first_candidate` [S] int32 is each slot's first entry in the candidates, one entry a mask in
-    ascending order; -1 where the slot took no part. A slot with a candidate that is not finite
+    `first_candidate` [S] int32 is each slot's first entry in the candidates, one entry for each
+    mask in ascending order; -1 if the slot took no part. A slot with a candidate that is not finite
     becomes FAILED and keeps its state.
     """
     if table.rows.is_cuda:
@@ -68,7 +68,7 @@ def advance(
 class _Flight:
     """The blocks in flight in their order, [S, ring] or [S, ring, block_size]."""
 
-    place: Tensor  # int64, where in the ring
+    place: Tensor  # int64, place in the ring
     index: Tensor  # [ring]
     exists: Tensor  # bool
     position: Tensor  # of each cell
@@ -135,7 +135,7 @@ def _columns(candidates: Candidates) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _choose(table: SlotTable, flight: _Flight, proposed: _Proposals) -> Tensor:
-    """Cells that are written [S, ring, block_size] bool, by each slot's rule."""
+    """Cells that are written [S, ring, block_size] bool, according to each slot's rule."""
 
     def column(name: Column) -> Tensor:
         return table.column(name)[:, None, None]
@@ -169,8 +169,9 @@ def _rank(score: Tensor, masked: Tensor) -> Tensor:
 
 
 def _within_entropy(score: Tensor, rank: Tensor, masked: Tensor, bound: Tensor) -> Tensor:
-    """How many of each block's masks, the surest first, have entropies that add up to less than
-    ``bound`` [S, 1, 1]; at least one. [S, ring, 1], summed in fp64 by rank."""
+    """How many of each block's masks, surest first, have entropies that add up to less than
+    ``bound`` [S, 1, 1]; at least one. [S, ring, 1], summed in fp64 by rank.
+    """
     entropy = (-score.double()).where(masked, 0.0)
     ordered = torch.zeros_like(entropy)
     for place in range(score.shape[2]):
@@ -184,7 +185,7 @@ def _share(table: SlotTable, flight: _Flight) -> Tensor:
     """Masks that the coming step of block diffusion fills [S, ring]; the remainder goes first."""
     steps = table.column(Column.STEPS).clamp(min=1)[:, None]
     step = torch.minimum(flight.count, steps - 1)
-    size = table.layout.block_size  # a prompt's tail in the block does not make it less
+    size = table.layout.block_size  # a prompt's tail in the block does not reduce it
     even = size // steps + (step < size % steps).int()
     return torch.minimum(even.clamp(min=1), flight.left)
 
@@ -202,7 +203,7 @@ def _write(
 
 
 def _settle(table: SlotTable, flight: _Flight, stepped: Tensor, goes: Tensor) -> None:
-    """Settles in order, ends, and opens the next step of those that go on."""
+    """Settles in order, ends, and opens the next step of continuing slots."""
     size = table.layout.block_size
     start, num_blocks = table.column(Column.START), table.column(Column.NUM_BLOCKS)
     settled = table.column(Column.NUM_SETTLED)
@@ -231,7 +232,7 @@ def _settle(table: SlotTable, flight: _Flight, stepped: Tensor, goes: Tensor) ->
 
 
 def _append(table: SlotTable, flight: _Flight, done: Tensor, opens: Tensor) -> Tensor:
-    """Appends a block of masks where the rule wants one; [S] int32 of how many."""
+    """Appends a block of masks if the rule asks for one; returns [S] int32, the number appended."""
     size = table.layout.block_size
     num_blocks = table.column(Column.NUM_BLOCKS)
     end = table.column(Column.START) + num_blocks * size
@@ -257,7 +258,9 @@ def _append(table: SlotTable, flight: _Flight, done: Tensor, opens: Tensor) -> T
 def _activate(
     table: SlotTable, flight: _Flight, stored: Tensor, appended: Tensor, opens: Tensor
 ) -> None:
-    """Marks blocks full whose predecessor is far enough; all of them in block diffusion."""
+    """Marks blocks as full if enough of their predecessor is written; in block diffusion all of
+    them.
+    """
     is_far = flight.progress >= table.real(Column.FULL)[:, None]
     after_far = is_far.roll(1, dims=1)
     is_first = flight.index == stored[:, None]
@@ -281,7 +284,7 @@ def _store(table: SlotTable, flight: _Flight) -> None:
 
 
 def _record(table: SlotTable, flight: _Flight, records: Tensor, written: Tensor) -> None:
-    """The state as it is now, blocks counted from the new START."""
+    """The current state, with blocks counted from the new START."""
     ring = table.layout.ring
     records[:, :NUM_RECORD_COLUMNS] = 0
     for name in (

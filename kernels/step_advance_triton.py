@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel of unmask-and-advance; `advance` is the way in and defines what it does.
+"""The Triton kernel of unmask-and-advance; `advance` defines and calls it.
 
-One program a slot holds its blocks in flight in registers, in their order: each element is loaded
-and stored by the same lane, so the ring needs no second copy. Nothing is read back by the host.
+One program for each slot has its blocks in flight in registers, in order. The same lane loads and
+stores each element, so the ring needs no second copy. The host reads nothing back.
 
-Bytes: the blocks in flight read and written once, 12 B a candidate, the record written.
+Bytes: the blocks in flight read and written once, 12 B for each candidate, the record written.
 """
 
 import triton
@@ -128,8 +128,9 @@ def _rank_by_score(score, masked, cell, SIZE: tl.constexpr):
 
 @triton.jit
 def _within_entropy(score, masked, rank, bound, SIZE: tl.constexpr):
-    """How many of each block's masks, the surest first, have entropies that add up to less than
-    ``bound``; at least one. Summed in fp64 by rank."""
+    """How many of each block's masks, surest first, have entropies that add up to less than
+    ``bound``; at least one. Summed in fp64 by rank.
+    """
     num_masked = tl.sum(masked, 1)
     total = tl.sum(score * 0.0, 1).to(tl.float64)
     below = num_masked * 0
@@ -205,7 +206,7 @@ def _advance_kernel(
     answer_end = tl.load(fields + ANSWER_END)
     is_d2f = tl.load(fields + ALGORITHM) == 0
 
-    # The blocks in flight, in their order; one more place than may be taken.
+    # The blocks in flight, in order; with one more place than may be in use.
     block = tl.arange(0, RING)
     cell = tl.arange(0, TILE_SIZE)
     place = ((start - tl.load(fields + ORIGIN)) // SIZE + block) % RING
@@ -221,7 +222,7 @@ def _advance_kernel(
     masked = tl.load(cells + MASKED_AT, mask=in_block & exists[:, None], other=0)
     position = start + block[:, None] * SIZE + cell[None, :]
 
-    # What the forward proposes for each mask.
+    # The forward's proposal for each mask.
     of_block = tl.sum(masked, 1)
     before = (tl.cumsum(of_block, 0) - of_block)[:, None] + tl.cumsum(masked, 1) - masked
     asks = tl.where(stepped, masked, 0) == 1
@@ -290,7 +291,7 @@ def _advance_kernel(
     fills = fills & opens & (block >= stored) & (block < num_after)
     full = tl.where(fills, 1, full)
 
-    # Put back what may have changed.
+    # Write back everything that may have changed.
     kept = block < num_after
     tl.store(blocks + BLOCK_BIRTH * RING, birth, mask=kept)
     tl.store(blocks + BLOCK_LEFT * RING, left, mask=kept)
@@ -307,7 +308,7 @@ def _advance_kernel(
     tl.store(fields + NUM_MASKS, num_masks)
     tl.store(fields + STOP_SEEN, stop_seen)
 
-    # Tell the host.
+    # Report to the host.
     record = records + slot * RECORD_WIDTH
     tl.store(record + REC_STATUS, status)
     tl.store(record + REC_GENERATION, tl.load(fields + GENERATION))

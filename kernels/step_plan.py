@@ -1,8 +1,8 @@
-"""Lays out the rows of a denoise step from the slot table, on the device: who takes part, ids,
-positions, page slots, what attention needs, and which rows want a candidate.
+"""Lays out the rows of a denoise step from the slot table, on the device: slots that take part,
+ids, positions, page slots, attention's inputs, and the rows that need a candidate.
 
-Slots are packed in turn until the rows or the candidates of the bucket are used up; who did not fit
-is first in the next step. What a forward then changes is `advance`.
+Slots are packed in turn until the rows or the candidates of the bucket are used up; a slot without
+room is first in the next step. `advance` then applies the forward's results.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def plan_step(
 ) -> None:
     """Fill `rows` for the coming step; `control` [4] int32 gives limits and the first slot.
 
-    A slot takes part with all its blocks in flight, if it runs and its pages cover what the step
-    stores, as long as no more than `num_rows` rows and the control's number of candidates are
+    A slot takes part with all its blocks in flight, if it runs, if its pages cover the rows that
+    the step stores, and if no more than `num_rows` rows and the control's number of candidates are
     used. Rows and candidates beyond those in use are harmless: token 0 at position 0, not stored.
     With `shift`, position p is predicted by the row of p - 1, or by the slot's boundary vector.
     """
@@ -43,7 +43,9 @@ def plan_step(
 
 
 def _choose(table: SlotTable, control: Tensor, num_rows: int) -> Tensor:
-    """Slots that take part [N] int64, in the order of their rows; notes who is first next time."""
+    """Slots that take part [N] int64, in the order of their rows; stores the first slot of the next
+    step.
+    """
     layout = table.layout
     first = int(control[Control.FIRST_SLOT])
     order = (first + torch.arange(layout.num_slots)) % layout.num_slots

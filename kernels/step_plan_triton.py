@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel that lays out a denoise step; `plan_step` is the way in.
+"""The Triton kernel that lays out a denoise step; call it through `plan_step`.
 
-One program a slot, and one for what lies beyond the rows in use. Every program scans the slots for
-itself, so that one launch is enough; nothing is read back by the host.
+One program for each slot, and one for the unused rows. Every program scans the slots by itself, so
+that one launch is enough; the host reads nothing back.
 
-Bytes: the blocks in flight once, the page lists of the slots once, some 70 B a row.
+Bytes: the blocks in flight once, the page lists of the slots once, about 70 B for each row.
 """
 
 import triton
@@ -133,7 +133,7 @@ def _plan_kernel(
 ):
     slot = tl.program_id(0)
 
-    # Who takes part: slots in turn from the first one, while rows and candidates last.
+    # The slots that take part: in turn from the first one, while there are rows and candidates.
     first_slot = tl.load(control + FIRST_SLOT)
     turn = tl.arange(0, TILE_SLOTS)
     order = (first_slot + turn) % NUM_SLOTS
@@ -153,7 +153,7 @@ def _plan_kernel(
     used = tl.sum(tl.where(taken, own_rows, 0), 0)
 
     if slot == NUM_SLOTS:
-        # What lies beyond: sequences without rows, rows and candidates without meaning.
+        # The rest: sequences without rows, and unused rows and candidates.
         left_out = tl.min(tl.where(runs & (fits == 0), turn, NUM_SLOTS), 0)
         next_first = tl.where(left_out < NUM_SLOTS, (first_slot + left_out) % NUM_SLOTS, first_slot)
         tl.store(control + NEXT_FIRST_SLOT, next_first)
@@ -231,7 +231,7 @@ def _plan_kernel(
     page_slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
     tl.store(slot_mapping + row, tl.where(is_stored, page_slot, -1), mask=exists)
 
-    # Its masks, each of which wants a candidate.
+    # Its masks, each of which needs a candidate.
     of_block = tl.sum(masked, 1)
     before = (tl.cumsum(of_block, 0) - of_block)[:, None] + tl.cumsum(masked, 1) - masked
     wanted = first_wanted + before

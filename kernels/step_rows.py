@@ -1,9 +1,9 @@
-"""The rows of a denoise step, as `plan_step` lays them out and the forward takes them: buffers that
-every step fills anew, and the rows that leave its last layer.
+"""The rows of a denoise step, between `plan_step` and the forward: buffers that every step fills
+again, and the rows that leave its last layer.
 
 A step needs hidden rows of its candidates and, for models that shift their logits, of each slot's
-last stored position. That one is kept as the slot's boundary, from which the first position in
-flight is predicted. `plan_step` says which rows those are.
+last stored position. The latter is kept as the slot's boundary, from which the first position in
+flight is predicted. `plan_step` selects these rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from effuse.kernels.step_slots import SlotLayout
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """One step's rows, in buffers of T rows and S slots that every step fills anew."""
+    """One step's rows, in buffers of T rows and S slots that every step fills again."""
 
     cu_seqlens: Tensor  # [S+1] int32
     context_lens: Tensor  # [S] int32
     page_table: Tensor  # [S, max_pages] int32
     block_origins: Tensor  # [S] int32
-    first_candidate: Tensor  # [S] int32 by slot, -1 where it takes no part
-    kept_rows: Tensor  # [S] int64 by slot: its last stored row, -1 where it stores none
+    first_candidate: Tensor  # [S] int32 by slot, -1 if it takes no part
+    kept_rows: Tensor  # [S] int64 by slot: its last stored row, -1 if it stores none
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64, -1 where nothing is stored
+    slot_mapping: Tensor  # [T] int64, -1 if nothing is stored
     hidden_rows: Tensor  # [T] int64 by candidate: the row that predicts it
-    boundary_slots: Tensor  # [T] int32 by candidate: predicted by this slot's boundary; or -1
+    boundary_slots: Tensor  # [T] int32 by candidate: the slot whose boundary predicts it; or -1
     sampling: RowSampling  # [T] by candidate
 
     @classmethod
@@ -70,7 +70,8 @@ class StepRows:
     def attention(
         self, layout: SlotLayout, num_rows: int, *, page_size: int, max_context: int
     ) -> AttentionBatch:
-        """The batch over these buffers for a bucket of `num_rows`; no slot has fewer than a block.
+        """The batch over these buffers for a bucket of `num_rows`; no slot has fewer rows than a
+        block.
 
         `max_context` bounds the cached tokens of every slot that takes part.
         """
@@ -108,11 +109,11 @@ def gather_rows(
 def exchange_boundaries(
     hidden: Tensor, boundary_slots: Tensor, kept: Tensor, boundary: Tensor
 ) -> None:
-    """Between hidden [R + S, H] of `gather_rows` and boundary [S, H], in place.
+    """Exchanges rows between hidden [R + S, H] of `gather_rows` and boundary [S, H], in place.
 
-    Row i takes the boundary of slot `boundary_slots` [R] where that is not -1; slot s takes row
-    R + s where `kept` [S] is not -1. No slot does both: one that stores has its first candidate
-    behind what it stores.
+    Row i takes the boundary of slot `boundary_slots` [R] unless that is -1; slot s takes row R + s
+    unless `kept` [S] is -1. No slot does both, because a slot that stores has its first candidate
+    after the stored rows.
     """
     if hidden.is_cuda:
         from effuse.kernels import step_rows_triton

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The Triton kernels that gather a step's last rows and exchange boundaries, for `step_rows`.
 
-Bytes: every gathered row read and written once; a boundary read or written where it is exchanged.
+Bytes: every gathered row read and written once; a boundary read or written if it is exchanged.
 """
 
 import triton

@@ -1,8 +1,8 @@
-"""Where the decode state of every request lies on the device: one row of int32 a slot.
+"""The decode state of every request on the device: one row of int32 for each slot.
 
-A row holds counters, settings, the blocks in flight (a ring by their place on the block grid),
-stop ids and the page list, so that a request joins by one copy. What the numbers mean to a step is
-`plan_step` and `advance`; the decode worker decides who gets a slot.
+A row holds counters, settings, the blocks in flight (a ring by their place on the block grid), stop
+ids and the page list, so that one copy adds a request. `plan_step` and `advance` interpret the
+numbers; the decode worker decides which request gets a slot.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Status(IntEnum):
-    """What a slot's request is doing."""
+    """The state of a slot's request."""
 
     EMPTY = 0
     RUNNING = 1
@@ -23,13 +23,13 @@ class Status(IntEnum):
 
 
 class Column(IntEnum):
-    """First columns of a row; the first seven change on the device. fp32 is kept as bits."""
+    """First columns of a row; the first seven change on the device. fp32 is stored as bits."""
 
     STATUS = 0
-    GENERATION = 1  # tells requests of one slot apart
+    GENERATION = 1  # distinguishes requests of one slot
     START = 2  # first position in flight; all before it is cached
     NUM_BLOCKS = 3  # in flight
-    NUM_SETTLED = 4  # of them, the first ones: the coming forward stores their KV
+    NUM_SETTLED = 4  # the first of them: the coming forward stores their KV
     NUM_MASKS = 5  # in flight
     STOP_SEEN = 6  # a stop id was written
     PROMPT_LEN = 7
@@ -54,16 +54,16 @@ class Column(IntEnum):
 
 
 class BlockColumn(IntEnum):
-    """What is kept of each block in flight."""
+    """The state of each block in flight."""
 
-    BIRTH = 0  # masks it was born with
-    LEFT = 1  # masks it has
+    BIRTH = 0  # masks at its beginning
+    LEFT = 1  # masks left
     FULL = 2
     COUNT = 3  # forwards that have denoised it
 
 
 class RecordColumn(IntEnum):
-    """First columns of a slot's result: the state after the step, then what the step did."""
+    """First columns of a slot's result: the state after the step, then the step's actions."""
 
     STATUS = 0
     GENERATION = 1
@@ -101,7 +101,7 @@ class SlotLayout:
 
     @property
     def ring(self) -> int:
-        """Blocks that a row has room for: a power of two above the window.
+        """Blocks for which a row has room: a power of two above the window.
 
         A whole window may be settled while one block is denoised and the next is appended.
         """
@@ -121,7 +121,7 @@ class SlotLayout:
 
     @property
     def storable_at(self) -> int:
-        """Number of tokens that the pages behind it cover."""
+        """Number of tokens that the following page list covers."""
         return self.stops_at + self.max_stops
 
     @property

@@ -127,7 +127,8 @@ class FieldMismatch:
 
     def __str__(self) -> str:
         return (
-            f"fingerprint field {self.name!r} differs: ours {self.ours!r}, theirs {self.theirs!r}"
+            f"fingerprint field {self.name!r} differs: ours is {self.ours!r}, theirs is "
+            f"{self.theirs!r}"
         )
 
 

@@ -74,7 +74,7 @@ class Hub:
             moved = [exchange.turn(exchange.hear()) for exchange in members]
             if not any(moved):
                 return
-        raise AssertionError("the members of a hub never come to rest")
+        raise AssertionError("the members of a hub never stop sending")
 
 
 @dataclass(slots=True, eq=False)

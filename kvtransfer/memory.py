@@ -74,7 +74,7 @@ class PageMemory:
         """Writable raw bytes of `count` consecutive pages, or of some groups of layers of one page,
         without a copy. Host memory only."""
         if self._host is None:
-            raise ValueError(f"pages on {self.device} have no view on the host")
+            raise ValueError(f"the host cannot see pages on {self.device}")
         if not 0 <= page_id <= page_id + count <= self.num_pages:
             raise IndexError(f"pages {page_id}..{page_id + count} of a pool of {self.num_pages}")
         start, size = page_id * self.page_bytes, count * self.page_bytes

@@ -249,4 +249,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: 
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # last: deep nesting
-        raise MalformedMessage(f"not a message of the expected form: {error}") from error
+        raise MalformedMessage(f"not a valid message: {error}") from error

@@ -154,7 +154,7 @@ class NixlAgent:
         try:
             new: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except UnicodeDecodeError as error:  # NIXL's own binding; what came with it is lost, too
-            LOG.warning("an agent whose name is not UTF-8 said something: %s", error)
+            LOG.warning("an agent whose name is not UTF-8 sent a notification: %s", error)
             return []
         return [(peer, message) for peer, messages in new.items() for message in messages]
 

@@ -96,7 +96,7 @@ class NixlPeers:
         try:
             self._remove(peer)
         except HandoffRefused as error:
-            LOG.warning("the memory of %s stays in use: %s", peer.name, error)
+            LOG.warning("the memory of %s remains in use: %s", peer.name, error)
 
     def _add(self, reservation: Reservation) -> NixlPeer:
         address = reservation.address
@@ -107,7 +107,8 @@ class NixlPeers:
                 if name not in self._peers:
                     self._agent.remove_peer(name)
                 raise HandoffRefused(
-                    Cause.PEER, f"the metadata is of agent {name}, not {address.agent_name}"
+                    Cause.PEER,
+                    f"expected metadata of agent {address.agent_name}, got that of {name}",
                 )
             lists = pool_lists(
                 self._agent,
@@ -129,7 +130,7 @@ class NixlPeers:
         if peer.num_pushes:
             self._peers[peer.name] = peer
             raise HandoffRefused(
-                Cause.PEER, f"agent {peer.name} has changed, and writes to it are in flight"
+                Cause.PEER, f"agent {peer.name} changed while writes to it are in flight"
             )
 
         def remove() -> None:
@@ -148,7 +149,7 @@ class NixlPeers:
             return
         idle = next((peer for peer in self._peers.values() if not peer.num_pushes), None)
         if idle is None:
-            raise HandoffRefused(Cause.PEER, f"pushes to {MOST_PEERS} peers are in flight already")
+            raise HandoffRefused(Cause.PEER, f"pushes to {MOST_PEERS} peers are already in flight")
         del self._peers[idle.name]
         self._remove(idle)
 
@@ -168,7 +169,7 @@ class NixlWriters:
     def learn(self, incarnation: str, metadata: bytes) -> None:
         """Takes note of a writer. Raises HandoffRefused where its metadata is of no use."""
         if not metadata:
-            raise HandoffRefused(Cause.MALFORMED, "the writer does not say how it is answered")
+            raise HandoffRefused(Cause.MALFORMED, "the writer's message has no address for answers")
         digest = metadata[:DIGEST_BYTES]
         if digest not in self._names:
             if len(self._names) >= MOST_PEERS:

@@ -294,7 +294,7 @@ class NixlTransport:
 
     def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
         """The peer has placed them."""
-        raise AssertionError("over NIXL, the sender places pages")
+        raise AssertionError("over NIXL the sender places the pages")
 
     # Fencing.
 

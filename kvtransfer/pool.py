@@ -150,7 +150,7 @@ class PagePool:
             )
         strange = [i for i in self._more_holders if self._states[i] is not PageState.COMMITTED]
         if strange:
-            raise AuditError(f"pages shared that nobody may read: {strange}")
+            raise AuditError(f"shared pages that no attempt may read: {strange}")
         if held is not None:
             self._audit_holders(list(held))
 
@@ -168,9 +168,9 @@ class PagePool:
             raise AuditError(f"{len(leaked)} pages leaked: {named}")
         freed = sorted(i for i in ids if self._states[i] is PageState.FREE)
         if freed:
-            raise AuditError(f"pages held although free: {freed}")
+            raise AuditError(f"pages held although they are free: {freed}")
         if fewer := sorted(self._more_holders - more):
-            raise AuditError(f"pages held by fewer than share them: {fewer}")
+            raise AuditError(f"pages with fewer holders than sharers: {fewer}")
 
     def _enter(self, count: int, event: PageEvent) -> tuple[PageRef, ...] | None:
         if count < 0:
@@ -206,8 +206,8 @@ class PagePool:
         current = self._generations[page.page_id]
         if page.generation != current:
             raise PageError(
-                f"page {page.page_id} is at generation {current}, "
-                f"the reference is of {page.generation}"
+                f"page {page.page_id} is at generation {current}, the reference is to generation "
+                f"{page.generation}"
             )
 
 

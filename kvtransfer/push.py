@@ -134,7 +134,8 @@ class Push:
         if first < 0 or span.stop > len(self.reservation.pages):
             raise HandoffRefused(
                 Cause.COVERAGE,
-                f"pages {first}..{span.stop} of {len(self.reservation.pages)} reserved ones",
+                f"pages {first}..{span.stop} are not within the {len(self.reservation.pages)} "
+                "reserved ones",
             )
         if not self.covered.isdisjoint(span):
             raise HandoffRefused(Cause.COVERAGE, f"pages {first}..{span.stop} overlap earlier ones")
@@ -156,7 +157,7 @@ class Push:
     def _manifest(self, boundary: BoundaryState) -> Manifest:
         missing = len(self.reservation.pages) - len(self.covered)
         if missing:
-            raise HandoffRefused(Cause.COVERAGE, f"{missing} pages were never pushed")
+            raise HandoffRefused(Cause.COVERAGE, f"{missing} pages were not pushed")
         return Manifest(
             attempt=self.reservation.attempt,
             source_incarnation=self.origin.incarnation,
@@ -177,7 +178,8 @@ def check_push(reservation: Reservation, origin: Origin, transport: str) -> Rese
     if reservation.address.connector != transport:
         raise HandoffRefused(
             Cause.PEER,
-            f"the reservation is for {reservation.address.connector}, this is {transport}",
+            f"the reservation is for the connector {reservation.address.connector}, this worker "
+            f"has {transport}",
         )
     found = mismatch(origin.fingerprint, reservation.fingerprint)
     if found is not None:
@@ -185,6 +187,7 @@ def check_push(reservation: Reservation, origin: Origin, transport: str) -> Rese
     if reservation.page_bytes != origin.layout.page_bytes:
         raise HandoffRefused(
             Cause.SIZE,
-            f"pages have {origin.layout.page_bytes} bytes here, {reservation.page_bytes} there",
+            f"pages have {origin.layout.page_bytes} bytes here, but {reservation.page_bytes} at "
+            "the receiver",
         )
     return reservation

@@ -102,8 +102,8 @@ class HandoffReceiver:
         The reservation that it returns may be sent at once.
         """
         if attempt.transfer_id in self._handoffs:
-            raise ValueError(f"transfer {attempt.transfer_id} is reserved already")
-        assert self._connector is not None, "nothing can be received"
+            raise ValueError(f"transfer {attempt.transfer_id} is already reserved")
+        assert self._connector is not None, "this worker cannot receive now"
         self._time = now
         reservation = self._reservation(attempt, pages, self._connector.describe())
         machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._identity.lease_s)
@@ -129,7 +129,7 @@ class HandoffReceiver:
         over, or it is gone. Returns what became of a handoff that was still open."""
         if transfer_id not in self._handoffs:
             return None
-        reason = Cause.PEER, "the prefill worker is gone"
+        reason = Cause.PEER, "the prefill worker has ended"
         return self._handle(transfer_id, ReceiverEvent.WRITER_GONE, reason, has_drained)
 
     def poll(self, now: float) -> list[Arrived | HandoffFailed]:
@@ -205,7 +205,7 @@ class HandoffReceiver:
     ) -> HandoffFailed | None:
         handoff = self._handoffs[transfer_id]
         pages = handoff.reservation.pages
-        assert self._connector is not None, "something was received"
+        assert self._connector is not None, "the reservation has received data"
         failed = None
         for do in handoff.machine.handle(event, self._time):
             match do:
@@ -221,7 +221,7 @@ class HandoffReceiver:
                     assert reason is not None, event
                     failed = HandoffFailed(transfer_id, *reason)
                 case _:
-                    raise AssertionError(f"{do.name} does not follow from {event.name}")
+                    raise AssertionError(f"{event.name} does not lead to {do.name}")
         if handoff.machine.state is ReceiverState.RELEASED:
             del self._handoffs[transfer_id]
         return failed

@@ -149,7 +149,7 @@ class Receptions:
         layout, since = self._destination.layout, self._now()
         self._expected[transfer_id] = Expected(reservation, writer, layout, since)
         if reservation.address in self._shut:
-            why = "its address was shut off, as another writer had died"
+            why = "its connection was shut off, because another writer on it died"
             self._emit(ArrivalRefused(transfer_id, Cause.PEER, why))
             self.forget(transfer_id)
 
@@ -225,13 +225,14 @@ class Receptions:
     def _take_pages(self, pages: Pages, payload: Sequence[memoryview]) -> None:
         expected = self._identified(pages.attempt, pages.source, pages.destination)
         if expected.reply is None:
-            raise HandoffRefused(Cause.FINGERPRINT, "pages came before their fingerprint")
+            raise HandoffRefused(Cause.FINGERPRINT, "pages arrived before their fingerprint")
         check_span(expected.reservation, pages.first, pages.pages)
         groups = range(pages.group, pages.end_group)
         if not groups or groups.stop > expected.layout.num_groups:
             raise HandoffRefused(
                 Cause.COVERAGE,
-                f"groups {groups.start}..{groups.stop} of {expected.layout.num_groups}",
+                f"groups {groups.start}..{groups.stop} are not within the "
+                f"{expected.layout.num_groups} groups",
             )
         span = expected.span(pages)
         if expected.covered[span].any():
@@ -244,7 +245,7 @@ class Receptions:
             self._check_size(len(ids), groups, payload)
             self._transport.place(ids, groups, payload)
         elif payload:
-            raise HandoffRefused(Cause.MALFORMED, "pages that were written came with bytes, too")
+            raise HandoffRefused(Cause.MALFORMED, "written pages also arrived as bytes")
         expected.covered[span] = True
         job = self._digester.begin(ids, groups, expected.reservation.digest_seed)
         expected.digesting.append((pages, job))
@@ -255,11 +256,12 @@ class Receptions:
         if num_pages * size > self._transport.chunk_bytes:  # there is no more room on a GPU's way
             raise HandoffRefused(
                 Cause.SIZE,
-                f"{num_pages * size} bytes in one piece, at most {self._transport.chunk_bytes}",
+                f"{num_pages * size} bytes in one piece, expected at most "
+                f"{self._transport.chunk_bytes}",
             )
         if sum(sizes) != num_pages * size or any(nbytes % size for nbytes in sizes):
             raise HandoffRefused(
-                Cause.SIZE, f"{num_pages} pieces of {size} bytes are expected, got {sizes}"
+                Cause.SIZE, f"expected {num_pages} pieces of {size} bytes, got {sizes}"
             )
 
     def _take_manifest(self, finish: Finish) -> None:
@@ -268,7 +270,7 @@ class Receptions:
             manifest.attempt, manifest.source_incarnation, manifest.destination_incarnation
         )
         if expected.manifest is not None:
-            raise HandoffRefused(Cause.MALFORMED, "a second manifest came")
+            raise HandoffRefused(Cause.MALFORMED, "a second manifest arrived")
         if finish.seal != seal_of(manifest, finish.elapsed_us):
             raise HandoffRefused(Cause.SEAL, "the end of the push does not match its seal")
         self._check_fingerprint(manifest.fingerprint)
@@ -286,7 +288,7 @@ class Receptions:
         try:
             check_digest(manifest.digest, pages_digest(expected.pieces))
         except HandoffRefused as refusal:
-            assert expected.reply is not None, "its manifest was taken"
+            assert expected.reply is not None, "its manifest was accepted"
             self._refuse(transfer_id, refusal, expected.reply)
             return
         del self._expected[transfer_id]
@@ -306,19 +308,19 @@ class Receptions:
         own = self._destination.incarnation
         if destination != own:
             raise HandoffRefused(
-                Cause.INCARNATION, f"meant for incarnation {destination}, this is {own}"
+                Cause.INCARNATION, f"it is for incarnation {destination}, this is {own}"
             )
         expected = self._expected.get(attempt.transfer_id)
         if expected is None:
             raise HandoffRefused(
-                Cause.UNKNOWN_TRANSFER, f"transfer {attempt.transfer_id} is not expected here"
+                Cause.UNKNOWN_TRANSFER, f"no transfer {attempt.transfer_id} is expected here"
             )
         if attempt != expected.reservation.attempt:
             ours = expected.reservation.attempt
-            raise HandoffRefused(Cause.ATTEMPT, f"reserved for {ours}, written for {attempt}")
+            raise HandoffRefused(Cause.ATTEMPT, f"expected the attempt {ours}, got {attempt}")
         if expected.writer is not None and source != expected.writer:
             raise HandoffRefused(
-                Cause.INCARNATION, f"writer {expected.writer} is expected, {source} wrote"
+                Cause.INCARNATION, f"expected the writer {expected.writer}, got {source}"
             )
         return expected
 
@@ -353,21 +355,22 @@ def check_span(reservation: Reservation, first: int, pages: Sequence[PageRef]) -
     if first < 0 or len(reserved) != len(pages):
         raise HandoffRefused(
             Cause.COVERAGE,
-            f"pages {first}..{first + len(pages)} of {len(reservation.pages)} reserved ones",
+            f"pages {first}..{first + len(pages)} are not within the {len(reservation.pages)} "
+            "reserved ones",
         )
     if reserved == tuple(pages):
         return
     for index, (ours, theirs) in enumerate(zip(reserved, pages, strict=True), first):
         if ours != theirs:
             cause = Cause.GENERATION if ours.page_id == theirs.page_id else Cause.COVERAGE
-            raise HandoffRefused(cause, f"page {index}: {ours} is reserved, {theirs} was written")
+            raise HandoffRefused(cause, f"page {index}: expected {ours}, got {theirs}")
 
 
 def check_num_bytes(reservation: Reservation, written: int) -> None:
     """As many bytes were written, by their writer's account, as are reserved."""
     num_bytes = len(reservation.pages) * reservation.page_bytes
     if written != num_bytes:
-        raise HandoffRefused(Cause.SIZE, f"{num_bytes} bytes are reserved, {written} were written")
+        raise HandoffRefused(Cause.SIZE, f"expected {num_bytes} bytes, got {written}")
 
 
 def check_digest(claimed: bytes, found: bytes) -> None:
@@ -375,5 +378,5 @@ def check_digest(claimed: bytes, found: bytes) -> None:
     if claimed != found:
         raise HandoffRefused(
             Cause.DIGEST,
-            f"the pages' digest {claimed.hex()} was sent, {found.hex()} is in memory",
+            f"the sender's digest of the pages is {claimed.hex()}, the memory's is {found.hex()}",
         )

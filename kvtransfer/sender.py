@@ -166,7 +166,7 @@ class HandoffSender:
                 continue
             if handoff.reservation is None:
                 cause = Cause.UNRESERVED
-                text = f"no reservation came within {self._reservation_s:g} s"
+                text = f"no reservation arrived within {self._reservation_s:g} s"
             else:
                 cause = Cause.LEASE
                 lease_s = handoff.reservation.lease_s
@@ -195,7 +195,7 @@ class HandoffSender:
                     self._reports.append(report)
 
     def _push(self, handoff: _Outgoing) -> None:
-        assert handoff.reservation is not None, "pages go nowhere yet"
+        assert handoff.reservation is not None, "the pages have no destination yet"
         for pages, num_final in handoff.ready:
             self._connector.push_pages(handoff.reservation, pages, handoff.num_pushed, num_final)
             handoff.num_pushed += len(pages)

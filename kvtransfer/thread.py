@@ -182,7 +182,9 @@ class ThreadConnector:
         if not self._opened.wait(OPEN_S):
             raise ValueError(f"the {self._thread.name} did not open within {OPEN_S} s")
         if self._ended.is_set():
-            raise ValueError(f"the {self._thread.name} cannot open: {self._error}") from self._error
+            raise ValueError(
+                f"the {self._thread.name} could not open: {self._error}"
+            ) from self._error
 
     def close(self) -> None:
         """Ends the thread; may be called twice."""

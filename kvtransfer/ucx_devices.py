@@ -40,7 +40,9 @@ def confine(host: str, environment: MutableMapping[str, str] = os.environ) -> No
     if address.is_loopback:  # lo has all of 127.0.0.0/8, and tells one address of it
         names = names or [name for name, own in addresses() if own.is_loopback]
     if not names:
-        raise ValueError(f"--host: no interface of this machine has the address {address}")
+        raise ValueError(
+            f"--host: expected the address of an interface of this machine, got {address}"
+        )
     rdma = [] if address.is_loopback else list(_rdma_ports())
     environment[DEVICES] = ",".join([*dict.fromkeys(names), *rdma])
     environment.setdefault(FAMILIES, "inet6" if address.version == 6 else "inet")
@@ -65,7 +67,9 @@ def _resolve(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ValueError(f"--host: {host!r} stands for no address: {error}") from error
+        raise ValueError(
+            f"--host: expected a host with an address, got {host!r}: {error}"
+        ) from error
     return ipaddress.ip_address(str(found[0][4][0]).partition("%")[0])
 
 

@@ -131,7 +131,7 @@ class Connection:
         try:
             self.twin.shutdown(socket.SHUT_RDWR)
         except OSError as error:
-            LOG.debug("a connection had ended already: %s", error)
+            LOG.debug("a connection had already ended: %s", error)
 
 
 @dataclass(slots=True)
@@ -254,11 +254,11 @@ class ZmqListener:
         for descriptor, connection in list(self._connections.items()):
             waiting = connection.num_waiting(now)
             if waiting > self._most_waiting:
-                self._cut(descriptor, f"{waiting} bytes without an end")
+                self._cut(descriptor, f"{waiting} bytes of an unfinished message")
 
     def _cut(self, descriptor: int, sent: str) -> None:
         """Ends a connection, if it is known; what it sent is for the log."""
-        LOG.warning("cut a connection that sent %s", sent)
+        LOG.warning("closed a connection that sent %s", sent)
         connection = self._connections.pop(descriptor, None)
         if connection is not None:
             connection.cut()

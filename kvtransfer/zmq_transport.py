@@ -164,7 +164,9 @@ class ZmqTransport:
         peer = self._peers.get(endpoint)
         if peer is None:
             if not endpoint.startswith("tcp://"):
-                raise HandoffRefused(Cause.PEER, f"endpoint {endpoint!r} is not tcp://host:port")
+                raise HandoffRefused(
+                    Cause.PEER, f"endpoint {endpoint!r} does not have the form tcp://host:port"
+                )
             try:
                 peer = ZmqPeer(self._context, endpoint, self._now(), self._keys)
             except zmq.ZMQError as error:
@@ -240,7 +242,7 @@ class ZmqTransport:
             if peer.socket in ready or peer.monitor in ready:
                 self._hear_peer(peer, heard)
             elif not peer.is_connected and self._now() - peer.opened_at > CONNECT_S:
-                self._lose(peer, f"cannot be reached within {CONNECT_S} s", heard)
+                self._lose(peer, f"did not accept a connection within {CONNECT_S} s", heard)
         return heard
 
     def _send_fetched(self, heard: list[Heard]) -> None:

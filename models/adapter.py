@@ -98,7 +98,7 @@ def _targets(keys: ConfigKeys, base: Mapping[str, Shape]) -> dict[str, Shape]:
             leaves = sorted({name.rsplit(".", 1)[-1] for name in linears})
             raise keys.error(
                 "target_modules",
-                f"no module of the model is called {target!r}; it has {', '.join(leaves)}",
+                f"the model has no module {target!r}; it has {', '.join(leaves)}",
             )
         chosen |= found
     return chosen
@@ -119,4 +119,6 @@ def _check(path: Path, files: TensorFiles, modules: Mapping[str, Shape], rank: i
             what = "is missing" if found is None else f"has shape {list(found)}"
             raise CheckpointError(f"{path}: tensor {name} {what}, expected {list(shape)}")
     for name in sorted(files.locations.keys() - expected.keys()):
-        raise CheckpointError(f"{path}: tensor {name} belongs to no target module of the adapter")
+        raise CheckpointError(
+            f"{path}: tensor {name} does not belong to a target module of the adapter"
+        )

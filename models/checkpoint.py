@@ -279,7 +279,7 @@ def weight_files(directory: Path) -> list[Path]:
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
     if not (directory / INDEX_FILE).exists():
-        raise CheckpointError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+        raise CheckpointError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
     return [directory / name for name in sorted(set(weight_map(directory).values()))]
 
 
@@ -316,7 +316,9 @@ def weight_map(directory: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: weight_map: expected an object that names shards")
     for name, shard in entries.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{path}: {name}: {shard!r} is not the name of a file beside it")
+            raise CheckpointError(
+                f"{path}: {name}: {shard!r} is not the name of a file in its directory"
+            )
     return entries
 
 

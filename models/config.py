@@ -69,8 +69,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads: "
-                "the first must be a multiple of the second"
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads: the "
+                "number of heads must be a multiple of the number of KV heads"
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
@@ -81,7 +81,7 @@ class ModelConfig:
             if not 0 <= token < self.vocab_size:
                 raise CheckpointError(f"{name} {token} lies outside 0..{self.vocab_size - 1}")
         if self.mask_token_id in self.eos_token_ids:
-            raise CheckpointError(f"mask_token_id {self.mask_token_id} is an eos_token_id too")
+            raise CheckpointError(f"mask_token_id {self.mask_token_id} is also an eos_token_id")
         if self.block_size < 1:
             raise CheckpointError(f"block_size must be at least 1, got {self.block_size}")
 

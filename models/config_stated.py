@@ -138,8 +138,8 @@ def _check_rotated(
     if _num_rotated(name, value, head_dim) != rotated:
         raise keys.error(
             where,
-            f"{_shown(value)} is not supported; accepted: the {rotated} of {head_dim} dimensions "
-            "of a head that are rotated",
+            f"{_shown(value)} is not supported; accepted: {rotated}, the rotated dimensions out of "
+            f"the {head_dim} of a head",
         )
 
 
@@ -172,7 +172,9 @@ def _check_unknown(keys: ConfigKeys, path: tuple[str, ...], value: object) -> No
     if any(_NO_EFFECT.search(part) for part in path) or not _OF_THE_FORWARD.search(where.lower()):
         return
     if not _is_off(path[-1], value):
-        why = "not supported, and may change the forward; delete it if the model has no use for it"
+        why = (
+            "not supported, and may change the forward pass; delete it if the model does not use it"
+        )
         raise keys.error(where, f"{_shown(value)} is {why}")
 
 

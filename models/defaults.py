@@ -63,7 +63,7 @@ def read_defaults(
     family = family_of(config.architecture)
     stated = ConfigKeys.read(directory / "config.json")
     if stated.values.get(family.block_size_key) is None and config.block_size == family.block_size:
-        sources["block_size"] = f"{family.origin}, as config.json states none"
+        sources["block_size"] = f"{family.origin}, because config.json has none"
     sources["eos_token_ids"] = " and ".join(stated_end_ids(directory, stated)) or family.origin
     settings = _settings(keys, config, algorithm, adapted, sources)
     sampling, max_tokens = _sampling(keys), _number(keys, "max_new_tokens", MAX_TOKENS)
@@ -139,7 +139,7 @@ def unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
         wanted = "whose prompt attends to all of itself"
     else:
         return None
-    return f"{algorithm} needs a model {wanted}, which {config.architecture} is not"
+    return f"{algorithm} needs a model {wanted}, and {config.architecture} is not one"
 
 
 def block_steps(settings: DecodeSettings, config: ModelConfig, max_tokens: int) -> DecodeSettings:

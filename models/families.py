@@ -179,7 +179,7 @@ MISSING: Final[Mapping[str, str]] = {
         f"a canvas of random tokens that is denoised by renoising, and {_EXPERTS}"
     ),
     "NemotronLabsDiffusionModel": "Ministral's layers, which scale queries by their position",
-    "WeDLMForCausalLM": "causal attention over positions that are put in another order",
+    "WeDLMForCausalLM": "causal attention over reordered positions",
     "MMadaModelLM": _MANY_PARTS,
 }
 """What is missing for families that are known and not served, by the class that config.json
@@ -207,5 +207,5 @@ def find_family(keys: ConfigKeys) -> Family:
     missing = next((MISSING[name] for name in classes if name in MISSING), None)
     called = f"{model_type!r} ({', '.join(classes)})" if classes else repr(model_type)
     served = ", ".join(f"{one.model_types[0]} ({', '.join(one.classes)})" for one in FAMILIES)
-    why = f"{missing} would be needed" if missing else f"accepted: {served}"
-    raise keys.error("model_type", f"{called} is not served: {why}")
+    why = f"it would need {missing}" if missing else f"accepted: {served}"
+    raise keys.error("model_type", f"effuse does not serve {called}: {why}")

@@ -147,8 +147,8 @@ def _candidate_rows(part: Part, shift: bool) -> Integers:
 def _boundary(part: Part) -> Tensor:
     if part.boundary is None:
         raise ValueError(
-            f"position {part.start} wants a candidate, which needs the boundary vector of "
-            f"position {part.start - 1}; the part carries none"
+            f"position {part.start} is a candidate, which needs the boundary vector of position "
+            f"{part.start - 1}, but the part has none"
         )
     return part.boundary
 

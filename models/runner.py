@@ -72,7 +72,7 @@ class ModelRunner:
     ) -> None:
         if len(kv) != model.config.num_layers:
             raise ValueError(
-                f"K and V of {len(kv)} layers were given, the model has {model.config.num_layers}"
+                f"expected K and V of the model's {model.config.num_layers} layers, got {len(kv)}"
             )
         self.model = model
         self._kv = kv
@@ -86,7 +86,7 @@ class ModelRunner:
     def progress(self) -> Callable[[], int]:
         """A function that any thread may call: how many groups of layers the next forward has
         stored."""
-        assert self._marks is not None, "this runner was made without marks"
+        assert self._marks is not None, "this runner has no marks"
         return self._marks.begin()
 
     @torch.inference_mode()

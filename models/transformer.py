@@ -224,7 +224,7 @@ class Transformer:
 
     def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
         """The experts of each row of x [rows, H]."""
-        assert self.config.experts is not None, "weights with a router come with its rule"
+        assert self.config.experts is not None, "weights with a router need its rule"
         return route(router_logits(x, router), bias, self.config.experts.routing)
 
     def _add_norm(

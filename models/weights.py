@@ -110,8 +110,8 @@ def check_memory(
     free = free_bytes(device)
     if needed > free:
         raise CheckpointError(
-            f"{directory}: the weights are {needed / 1e9:.1f} GB in {dtype}, {device} has "
-            f"{free / 1e9:.1f} GB free, and a worker uses one device"
+            f"{directory}: the weights take {needed / 1e9:.1f} GB in {dtype}, but {device} has "
+            f"only {free / 1e9:.1f} GB free, and a worker uses one device"
         )
 
 
@@ -208,8 +208,8 @@ def _check_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -
         return
     if not torch.equal(files.take(head), files.take(f"{names.embedding}.weight")):
         raise CheckpointError(
-            f"{directory}: tensor {head} differs from {names.embedding}.weight, "
-            "though the configuration ties them"
+            f"{directory}: tensor {head} differs from {names.embedding}.weight, although the "
+            "configuration ties them"
         )
 
 

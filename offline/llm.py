@@ -1,7 +1,7 @@
-"""`effuse.LLM`: a batch of prompts, answered in this process as a fleet would answer them.
+"""`effuse.LLM`: answers a batch of prompts in this process like a fleet.
 
 The engine is a decode worker's, which prefills for itself; checks, defaults, tokens and stop
-strings are the router's. So a request means here what it means there.
+strings are the router's. So a request means the same in both.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from effuse.worker.gpus import check_device
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
 Progress = Callable[[int, int], None]
-"""Told how many answers are done, and of how many."""
+"""Called with the number of finished answers and of all answers."""
 _DEFAULTS = Params()
-_MOST_REQUEST_S = 1e9  # who asked for a batch waits for it, for days on a slow machine
+_MOST_REQUEST_S = 1e9  # the caller waits for its batch, for days on a slow machine
 Result = TypeVar("Result")
 
 
 class EngineOptions(TypedDict, total=False):
-    """A decode worker's flags of these names, with its defaults."""
+    """A decode worker's flags with these names, and its defaults."""
 
     device: Device
     dtype: Dtype
@@ -70,7 +70,7 @@ class EngineOptions(TypedDict, total=False):
 class LLM:
     """A model in this process. One thread at a time may use it.
 
-    `model` says what it is: name, block size, context, vocabulary.
+    `model` has its name, block size, context and vocabulary.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class LLM:
         adapter: Path | str | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """model: checkpoint directory, the bundled one if it is None. Raises TypeError for an
-        unknown option, and ValueError, CheckpointError or TokenizerError if files or settings do
-        not fit."""
+        """model: checkpoint directory, or None for the bundled one. Raises TypeError for an unknown
+        option, and ValueError, CheckpointError or TokenizerError if files or settings do not fit.
+        """
         _check_options(options)
         directory = bundled_directory() if model is None else Path(model)
         refuse_unserved(directory, options.get("block_size"))
@@ -90,7 +90,7 @@ class LLM:
             model=directory,
             adapter=None if adapter is None else Path(adapter),
             max_request_s=_MOST_REQUEST_S,
-            connector="zmq",  # no page leaves: nothing is to be tried
+            connector="zmq",  # pages never leave the process, so no connector is needed
             **options,
         )
         check_device(config.device)
@@ -98,7 +98,7 @@ class LLM:
         with _threads_kept():
             engine = build(config, "offline", connects=False)
             self._num_threads = torch.get_num_threads()  # that an engine computes with
-        assert isinstance(engine.core, DecodeEngine), "a decode worker's engine is one"
+        assert isinstance(engine.core, DecodeEngine), "a decode worker's engine is a decode engine"
         self._core, self.model = engine.core, engine.ready.model
         self._most = config.max_num_seqs
         self._busy = threading.Lock()
@@ -112,15 +112,15 @@ class LLM:
         progress: Progress | None = None,
         on_answer: Callable[[int, Answer], None] | None = None,
     ) -> list[Answer]:
-        """The answers in the order of the prompts; one prompt gives a list of one. Where `n` asks
-        for several, the first one has the others.
+        """The answers in the order of the prompts; one prompt gives a list of one. If `n` asks for
+        several, the first answer has the others.
 
-        on_answer: called with the place of each prompt and its answer, once that is complete.
+        on_answer: called with the index of each prompt and its answer, once that is complete.
 
-        params: of all prompts, or one for each. Raises EffuseError for the first request that is
-        wrong or fails; nothing is computed then, or goes on. Raises TypeError for what is no prompt
-        or no Params, ValueError unless there are as many params as prompts, and RuntimeError while
-        another batch is answered.
+        params: for all prompts, or one for each. Raises EffuseError for the first request that is
+        wrong or fails; then nothing more is computed. Raises TypeError for wrong types of prompts
+        or params, ValueError unless there are as many params as prompts, and RuntimeError while
+        another batch is running.
         """
         listed = _listed(prompts)
         each = _each(params, len(listed))
@@ -149,9 +149,11 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Two batches at once would take each other's events, and wait for ever."""
+        """Two batches at a time would take each other's events, and wait for ever."""
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("this LLM answers another batch; one thread at a time may use it")
+            raise RuntimeError(
+                "this LLM is answering another batch; only one thread at a time may use it"
+            )
         try:
             with _threads_kept():
                 torch.set_num_threads(self._num_threads)
@@ -170,7 +172,7 @@ class LLM:
         progress: Progress | None,
         ended: Callable[[_Running], None],
     ) -> None:
-        """Runs these requests to their ends."""
+        """Runs these requests to their end."""
         waiting, running = list(reversed(whole)), dict[str, _Running]()
         num_done = 0
         try:
@@ -192,10 +194,12 @@ class LLM:
             raise
 
     def _check(self, prompt: Prompt, params: Params) -> list[_Running]:
-        """Its answers, each a request of the engine's."""
+        """Its answers, each of which is a request of the engine."""
         request = make_request(prompt, params)
         if request.HasField("model") and request.model != self.model.name:
-            raise NotFound(f"model {request.model!r} is not the one here, {self.model.name!r}")
+            raise NotFound(
+                f"expected the model {self.model.name!r} of this LLM, got {request.model!r}"
+            )
         asked = validate(
             request,
             self.model,
@@ -228,7 +232,7 @@ class LLM:
             time.sleep(0)
 
     def _take(self, event: CoreEvent, running: dict[str, _Running]) -> _Running | None:
-        """Takes in what the engine said; the request whose answer is complete by it."""
+        """Takes an event of the engine; returns the request whose answer it completes."""
         match event:
             case Failed(attempt=attempt) if attempt.transfer_id in running:
                 raise to_error(event)
@@ -236,7 +240,7 @@ class LLM:
                 one = running.get(attempt.transfer_id)
                 if one is None or not one.take(event):
                     return None
-                self._core.handle(Abort(attempt=attempt, reason="a stop string came"))
+                self._core.handle(Abort(attempt=attempt, reason="found a stop string"))
                 del running[attempt.transfer_id]
                 return one
             case Finished(attempt=attempt):
@@ -249,7 +253,7 @@ class LLM:
 
     def _abort(self, running: Iterable[_Running]) -> None:
         for one in running:
-            self._core.handle(Abort(attempt=one.start.attempt, reason="the batch was given up"))
+            self._core.handle(Abort(attempt=one.start.attempt, reason="the batch was abandoned"))
         self._core.outbox()
 
 
@@ -278,7 +282,7 @@ class _Running:
         self.began = time.monotonic()
 
     def take(self, event: Committed) -> bool:
-        """Takes tokens in; True where a stop string ends the answer."""
+        """Takes tokens; True if a stop string ends the answer."""
         self.first_block_s = self.first_block_s or time.monotonic() - self.began
         self.pieces.append(self.text.push(event.token_ids))
         self.token_ids += event.token_ids
@@ -300,7 +304,7 @@ class _Running:
         self._end()
 
     def answer(self, model: str) -> Answer:
-        """All of it, once it has ended."""
+        """The whole answer, once it has ended."""
         is_length = self.is_length and not self.text.is_stopped
         tokens, forwards = self.text.num_tokens, self.forward_passes
         index = self.start.sampling.answer_index
@@ -335,7 +339,7 @@ class _Running:
 
 
 def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> StartDecode:
-    """One of the answers to a prompt, whose KV they share."""
+    """One of the answers to a prompt, which share its KV."""
     return StartDecode(
         attempt=AttemptId(request_id=name, attempt=index + 1, transfer_id=f"{name}/{index}"),
         prompt_token_ids=ids,
@@ -353,14 +357,16 @@ def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> Star
 
 
 def _result_of(work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` comes to, in a thread of its own: in this one a loop may run, a notebook's."""
+    """The result of `work`, run in its own thread because this one may have a loop, as in a
+    notebook.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
 
 @contextmanager
 def _threads_kept() -> Iterator[None]:
-    """Torch computes with as many threads as before in the end: their number is the process's."""
+    """Restores torch's number of threads at the end, because it is global in the process."""
     before = torch.get_num_threads()
     try:
         yield

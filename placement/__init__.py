@@ -1,1 +1,1 @@
-"""Who is alive and what lives where; the only folder that speaks Redis."""
+"""Live workers and the places of requests; the only folder that uses Redis."""

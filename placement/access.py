@@ -1,7 +1,7 @@
-"""How a process reaches Redis: user, password, whom to trust; and why it does not, in one line.
+"""How a process reaches Redis: user, password and authorities; and why it cannot, in one line.
 
-User, password and whom to trust stand in no address, because command lines and logs show addresses.
-A file is read anew for each connection, so that a password changes without a restart.
+User, password and authorities are not in the address, because command lines and logs show
+addresses. Each connection reads the file again, so that a password can change without a restart.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from redis.retry import Retry
 
 CREDENTIALS_VARIABLE: Final = "EFFUSE_REDIS_CREDENTIALS"
 RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
-"""The rights of a fleet's user, as Redis lists its users: those that the fleet needs, no more."""
+"""The rights of a fleet's user, in Redis's own form: only those that the fleet needs."""
 _WRITE: Final = "return redis.call('set', KEYS[1], '', 'PX', 1)"
 _FINAL: Final = (AuthenticationError, ResponseError, InvalidResponse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAccess:
-    """How one process reaches Redis. `credentials`: a file with `user:password`, or a password
-    alone, which is the default user's; if absent the environment's EFFUSE_REDIS_CREDENTIALS holds
-    the same. `ca`: PEM certificates that sign that of a `rediss://` server; the system's if
-    absent."""
+    """How one process reaches Redis. `credentials`: a file with `user:password`, or only a
+    password, which is the default user's. If absent, the variable EFFUSE_REDIS_CREDENTIALS has the
+    same content. `ca`: PEM certificates of the authorities for a `rediss://` server; the system's
+    if absent.
+    """
 
     credentials: Path | None = None
     ca: Path | None = None
@@ -56,10 +57,11 @@ class RedisAccess:
         return found
 
     def silence(self, url: str, fleet: str) -> Silence | None:
-        """Asks a Redis once, each question for a second at most; None if it answers and the fleet
-        may write there."""
+        """Asks a Redis once, with a second for each question; None if it answers and the fleet may
+        write there.
+        """
         try:
-            # Its own retries would take seconds, and wait for a password to become right.
+            # Its own retries would take seconds, and would wait for a password to become right.
             once = {"socket_timeout": 1.0, "retry": Retry(NoBackoff(), 0), **self.arguments(url)}
             with redis.Redis.from_url(url, **once) as client:
                 client.ping()
@@ -70,14 +72,15 @@ class RedisAccess:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether an answer of Redis's is another one once its memory or its role has changed."""
+    """Whether the answer may change once Redis's memory or role has changed."""
     return isinstance(error, ReadOnlyError | OutOfMemoryError | ClusterError)
 
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Why a Redis does not answer, and whether it never will, because it refuses what is asked, or
-    because it is no Redis."""
+    """Why a Redis does not answer, and whether it never will, because it refuses the call or is not
+    Redis.
+    """
 
     why: str
     is_final: bool
@@ -88,7 +91,7 @@ class _Credentials(CredentialProvider):
         self._path = path
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Raises OSError, which counts as no answer of Redis's."""
+        """Raises OSError, which counts as a missing answer of Redis."""
         path, named = self._path, os.environb.get(CREDENTIALS_VARIABLE.encode(), b"")
         try:
             given = (named if path is None else path.read_bytes()).decode("utf-8-sig")
@@ -98,20 +101,22 @@ class _Credentials(CredentialProvider):
         return (user, password) if colon else (user,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same: a file this small is read at once. redis-py's own warns at each connection."""
+        """The same: a file this small is read at once. redis-py's own version warns at each
+        connection.
+        """
         return self.get_credentials()
 
 
 def told(error: Exception, access: RedisAccess) -> str:
-    """Why Redis does not answer, in one line that names the flag which helps."""
+    """Why Redis does not answer, in one line that names the flag that helps."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, InvalidResponse):
-        return f"what listens there is no Redis ({text})"
+        return f"the server there is not Redis ({text})"
     if not isinstance(error, AuthenticationError):
         return text
     if not access.has_credentials:
-        return "it needs a password: --redis-credentials names a file with user:password"
+        return "Redis needs a password: --redis-credentials names a file with user:password"
     return (
-        "it refuses the user or the password of --redis-credentials "
-        "(a password alone that contains a colon needs default: before it)"
+        "Redis refuses the user or the password of --redis-credentials (write a password that "
+        "contains a colon as default:PASSWORD)"
     )

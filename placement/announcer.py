@@ -1,6 +1,6 @@
-"""Keeps a worker's lease in Redis for as long as the worker lives.
+"""Keeps a worker's lease in Redis as long as the worker lives.
 
-Runs beside everything else: that Redis is gone stops nothing here. The decisions are `lease.py`'s.
+Runs beside everything else; a lost Redis stops nothing here. `lease.py` makes the decisions.
 """
 
 import asyncio
@@ -22,11 +22,12 @@ class Superseded(Exception):
 
 
 class Announcer:
-    """Announces what `describe` returns, at once after `changed`, else every `times.renew_s`.
+    """Announces the result of `describe`, immediately after `changed`, otherwise every
+    `times.renew_s`.
 
-    The lease is the process's, whichever engine's life its record tells of: `holder` is its id, and
-    ids of later processes sort after those of earlier ones.
-    `describe` returns None while there is nothing to announce: no engine was ready yet.
+    The lease belongs to the process, whichever engine's life its record describes. `holder` is the
+    process's id, and ids of later processes sort after those of earlier ones. `describe` returns
+    None while there is nothing to announce, because no engine was ready yet.
     """
 
     def __init__(
@@ -43,23 +44,22 @@ class Announcer:
         self._holder = holder
         self._now = now
         self._lease = Lease(times or LeaseTimes())
-        self._is_heard = True  # as far as the log has told
+        self._is_heard = True  # as far as the log shows
         self._wake = asyncio.Event()
-        # A release waits for the announcement under way: its answer would undo the release.
+        # A release waits for the running announcement, whose answer would undo the release.
         self._turn = asyncio.Lock()
 
     @property
     def state(self) -> LeaseState:
-        """Where the lease stands."""
+        """The state of the lease."""
         return self._lease.state
 
     def changed(self) -> None:
-        """Announces soon: the record has changed in a way that must not wait."""
+        """Announces soon, because an urgent part of the record has changed."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Announces until the lease is given back; raises `Superseded` once a later process has
-        it."""
+        """Announces until the lease is released; raises `Superseded` if a later process has it."""
         while self._lease.action is not Action.STOP:
             record = self._describe()
             if record is None:
@@ -73,7 +73,7 @@ class Announcer:
             raise Superseded("another process announces itself under this worker's id")
 
     async def release(self) -> None:
-        """Says that this worker is gone, so that nobody waits for its lease to run out."""
+        """Removes this worker, so that no process waits for its lease to expire."""
         async with self._turn:
             record = self._describe()
             if record is not None and self._lease.state is LeaseState.HELD:
@@ -85,7 +85,7 @@ class Announcer:
         try:
             await self._ask(last)
         except StoreUnavailable as error:
-            LOG.warning("the lease was not released and will run out: %s", error)
+            LOG.warning("the lease was not released and will expire: %s", error)
 
     async def _announce(self, record: WorkerRecord) -> None:
         before = self._lease

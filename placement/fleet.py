@@ -1,8 +1,9 @@
 """The fleet as one process sees it: live workers, in memory, refreshed beside the requests.
 
-Reading it costs nothing and never fails. When a lease runs out it drops the worker by its own
-clock, but only while it hears: after a time in which Redis was gone, or this process itself stood
-still, workers have as long as ever to show that they live. Choosing among them is the router's.
+Reading it costs nothing and never fails. When a lease expires by the reader's own clock, the worker
+is dropped, but only while the reader gets answers. After a time without Redis, or in which this
+process was stopped, workers have a full period to show that they live. The router chooses among
+them.
 """
 
 import asyncio
@@ -19,38 +20,42 @@ from effuse.placement.store import Store, StoreUnavailable
 LOG = logging.getLogger(__name__)
 
 DEAF_S: Final = 2.0
-"""Who heard nothing for so long has missed polls, and judges no lease."""
+"""A reader without an answer for this long has missed polls, and judges no lease."""
 GRACE_S: Final = LeaseTimes().ttl_s
-"""How long a worker that we could not hear has to be heard again."""
+"""Time for a worker to appear again after the reader missed polls."""
 MOST_PARDONS: Final = 3
-"""How often in a row it is given that: Redis may be lost again before it was heard."""
+"""How often in a row it gets this time: Redis may be lost again before the worker appears."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A worker and how long its lease holds by our clock."""
+    """A worker, and until when its lease holds by our clock."""
 
     record: WorkerRecord
     expires_at: float
-    pardons: int = 0  # how often it was given time anew since it was heard, after we were deaf
+    pardons: int = 0  # new periods since it last appeared, because the reader missed polls
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one reader knows at one moment."""
+    """The knowledge of one reader at one moment."""
 
     sightings: dict[str, Sighting]  # in the order of their ids
     is_current: bool  # the last poll was answered
     malformed: int = 0  # records ignored so far because they broke their schema
-    heard_at: float = float("-inf")  # when the last poll that was answered was asked
-    faults: frozenset[str] = frozenset()  # what is wrong with the records ignored in its answer
+    heard_at: float = float("-inf")  # when the last answered poll was sent
+    faults: frozenset[str] = frozenset()  # errors of the records ignored in its answer
 
     def is_deaf(self, now: float) -> bool:
-        """Whether it cannot know who is gone: Redis does not answer, or we did not ask in time."""
+        """Whether it cannot know which workers are gone: Redis does not answer, or the last poll
+        was late.
+        """
         return not self.is_current or now - self.heard_at > DEAF_S
 
     def alive(self, now: float) -> list[WorkerRecord]:
-        """Workers whose lease holds, all of them while it is deaf; in the order of their ids."""
+        """Workers whose lease holds, or all of them while the reader is deaf; in the order of their
+        ids.
+        """
         is_deaf = self.is_deaf(now)
         return [s.record for s in self.sightings.values() if is_deaf or s.expires_at > now]
 
@@ -60,11 +65,11 @@ def merge(
 ) -> Snapshot:
     """Returns the view after one poll; `answer` is (stored record, lease left in seconds).
 
-    A worker that is missing from the answer stays until the lease we knew of runs out: a Redis that
-    was emptied or restarted takes nobody with it. If we were deaf it stays for `GRACE_S` at least:
-    it may have stood still as we did, or has to come back to a Redis that was gone. That is given
-    `MOST_PARDONS` times in a row, so that who always asks late sees the dead all the same. One that
-    has released its lease goes at once.
+    A worker that is missing from the answer stays until its last known lease expires, so that an
+    emptied or restarted Redis removes no worker. If the reader was deaf, the worker stays for at
+    least `GRACE_S`: it may have been stopped too, or must return to a Redis that was lost. It gets
+    this period at most `MOST_PARDONS` times in a row, so that even a reader that is always late
+    sees dead workers. A worker that has released its lease leaves immediately.
     """
     found: dict[str, Sighting] = {}
     malformed, faults = before.malformed, set[str]()
@@ -95,7 +100,7 @@ def _pardon(sighting: Sighting, now: float) -> Sighting:
 
 
 class FleetView:
-    """Polls Redis in `run` and answers from memory."""
+    """Polls Redis in `run`, and answers from memory."""
 
     def __init__(
         self, store: Store, *, poll_s: float = 0.5, now: Callable[[], float] = time.monotonic
@@ -132,7 +137,7 @@ class FleetView:
             await asyncio.sleep(self._poll_s)
 
     async def poll(self) -> None:
-        """Refreshes the view once; keeps it where Redis does not answer."""
+        """Refreshes the view once; keeps it if Redis does not answer."""
         asked_at = self._now()
         try:
             answer = await self._store.workers()
@@ -140,12 +145,12 @@ class FleetView:
             self._keep_last_view(error)
         else:
             if not self._snapshot.is_current:
-                LOG.info("the view of the fleet is current")
+                LOG.info("the view of the fleet is current again")
             self._snapshot = merge(self._snapshot, answer, asked_at, self._now())
         self._polled.set()
 
     async def first_poll(self) -> None:
-        """Returns once Redis was asked for the first time."""
+        """Returns once the first poll has ended."""
         await self._polled.wait()
 
     def _keep_last_view(self, error: StoreUnavailable) -> None:
@@ -153,4 +158,4 @@ class FleetView:
             LOG.warning("keeping the last known view of the fleet: %s", error)
             self._snapshot = replace(self._snapshot, is_current=False)
         elif not self._polled.is_set():
-            LOG.warning("nobody of the fleet is known yet: %s", error)
+            LOG.warning("no process of the fleet is known yet: %s", error)

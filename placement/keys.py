@@ -1,6 +1,6 @@
 """Names of the Redis keys of one fleet.
 
-All keys of a fleet share a hash tag, so that a script touches one slot and two fleets never meet.
+All keys of a fleet share a hash tag, so that a script uses one slot and fleets never share keys.
 """
 
 import re
@@ -10,10 +10,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(kind: str, name: str) -> str:
-    """Returns `name` if it may be part of a key; else ValueError states the form."""
+    """Returns `name` if it may be part of a key; otherwise raises ValueError with the form."""
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{kind} {name!r} is not a name: expected 1 to 128 letters, digits, dots, "
+            f"{kind} {name!r} is not a valid name: expected 1 to 128 letters, digits, dots, "
             "underscores or hyphens, beginning with a letter or digit"
         )
     return name
@@ -34,12 +34,12 @@ class Keys:
 
     @property
     def worker_prefix(self) -> str:
-        """What all worker keys begin with."""
+        """Prefix of all worker keys."""
         return f"effuse:{{{self.fleet}}}:worker:"
 
     @property
     def workers(self) -> str:
-        """Key of the set of worker ids, dead ones included until a reader prunes them."""
+        """Key of the set of worker ids, with dead ones until a reader prunes them."""
         return f"effuse:{{{self.fleet}}}:workers"
 
     def request(self, request_id: str) -> str:
@@ -48,7 +48,7 @@ class Keys:
 
     @property
     def request_prefix(self) -> str:
-        """What all placement keys begin with."""
+        """Prefix of all placement keys."""
         return f"effuse:{{{self.fleet}}}:request:"
 
     def router(self, router_id: str) -> str:
@@ -57,37 +57,38 @@ class Keys:
 
     @property
     def router_prefix(self) -> str:
-        """What all router keys begin with."""
+        """Prefix of all router keys."""
         return f"effuse:{{{self.fleet}}}:router:"
 
     @property
     def routers(self) -> str:
-        """Key of the set of router ids, dead ones included until another router prunes them."""
+        """Key of the set of router ids, with dead ones until another router prunes them."""
         return f"effuse:{{{self.fleet}}}:routers"
 
     def answer(self, request_id: str) -> str:
-        """Key of a request's answer: a hash of what was asked, as a digest, and the response."""
+        """Key of a request's answer: a hash of the request's digest and the response."""
         return f"{self.answer_prefix}{request_id}"
 
     @property
     def answer_prefix(self) -> str:
-        """What all answer keys begin with."""
+        """Prefix of all answer keys."""
         return f"effuse:{{{self.fleet}}}:answer:"
 
     @property
     def answers(self) -> str:
-        """Key of the sorted set of ids of kept answers, by when they run out."""
+        """Key of the sorted set of ids of kept answers, by their expiry."""
         return f"effuse:{{{self.fleet}}}:answers-until"
 
     @property
     def answer_sizes(self) -> str:
-        """Key of the hash of their bytes by id, with the sum of all under an empty one."""
+        """Key of the hash of their bytes by id; the empty id has the sum."""
         return f"effuse:{{{self.fleet}}}:answer-bytes"
 
     @property
     def refused(self) -> str:
-        """Key of the digests of requests that engines died of: a set sorted by when each one is
-        forgotten, in ms of Redis's clock."""
+        """Key of the digests of requests under which engines died: a set sorted by expiry, in ms of
+        Redis's clock.
+        """
         return f"effuse:{{{self.fleet}}}:refused"
 
     @property
@@ -97,5 +98,5 @@ class Keys:
 
     @property
     def ended(self) -> str:
-        """Key of the same of ended requests, as many as are kept."""
+        """The same for ended requests, as many as are kept."""
         return f"effuse:{{{self.fleet}}}:ended-until"

@@ -1,7 +1,8 @@
-"""A worker's lease as its holder sees it: a table of states and events, and what is due when.
+"""A worker's lease as its holder sees it: a table of states and events, and when the next action is
+due.
 
-Pure: events come in, the next action goes out, the clock is an argument. Redis is spoken to by
-`announcer.py`. Time is in monotonic seconds of this process; no timestamp leaves it.
+Pure: events come in, the next action goes out, and the clock is an argument. `announcer.py` calls
+Redis. Time is in monotonic seconds of this process; no timestamp leaves it.
 """
 
 from collections.abc import Mapping
@@ -11,16 +12,16 @@ from typing import Final
 
 
 class LeaseState(Enum):
-    """Where the holder stands."""
+    """The state of the lease."""
 
     ABSENT = "absent"  # not taken yet
     HELD = "held"
-    SUPERSEDED = "superseded"  # a later process of this worker's id has taken it; final
-    RELEASED = "released"  # given back; final
+    SUPERSEDED = "superseded"  # a later process with this worker's id has taken it; final
+    RELEASED = "released"  # released; final
 
 
 class LeaseEvent(Enum):
-    """What Redis answered, or did not."""
+    """The answer of Redis, or that there was none."""
 
     HELD = "held"  # taken or renewed
     SUPERSEDED = "superseded"
@@ -29,9 +30,9 @@ class LeaseEvent(Enum):
 
 
 class Action(Enum):
-    """What the holder does next."""
+    """The holder's next action."""
 
-    TAKE = "take"  # from whoever holds it
+    TAKE = "take"  # from any holder
     RENEW = "renew"  # unless a later process holds it
     STOP = "stop"
 
@@ -40,7 +41,7 @@ class IllegalLeaseEvent(Exception):
     """An event that cannot happen in this state."""
 
     def __init__(self, state: LeaseState, event: LeaseEvent) -> None:
-        super().__init__(f"a lease that is {state.value} cannot be told {event.value}")
+        super().__init__(f"a lease in state {state.value} does not accept the event {event.value}")
 
 
 _S, _E = LeaseState, LeaseEvent
@@ -50,7 +51,7 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (_S.ABSENT, _E.RELEASED): _S.RELEASED,
     (_S.HELD, _E.HELD): _S.HELD,
     (_S.HELD, _E.SUPERSEDED): _S.SUPERSEDED,
-    (_S.HELD, _E.UNREACHABLE): _S.HELD,  # renewing later is safe: the renewal compares holders
+    (_S.HELD, _E.UNREACHABLE): _S.HELD,  # renewing late is safe: the renewal compares holders
     (_S.HELD, _E.RELEASED): _S.RELEASED,
 }
 _ACTIONS: Final[Mapping[LeaseState, Action]] = {
@@ -65,9 +66,9 @@ _ACTIONS: Final[Mapping[LeaseState, Action]] = {
 class LeaseTimes:
     """Durations of a lease, in seconds."""
 
-    ttl_s: float = 3.0  # a worker that is silent this long is gone
+    ttl_s: float = 3.0  # a worker that is silent for this long is gone
     renew_s: float = 0.5  # from one renewal to the next
-    retry_s: float = 0.25  # to the next try after Redis did not answer
+    retry_s: float = 0.25  # until the next attempt after Redis did not answer
 
     def __post_init__(self) -> None:
         if not 0 < self.retry_s <= self.renew_s < self.ttl_s:
@@ -87,7 +88,7 @@ class Lease:
 
     @property
     def action(self) -> Action:
-        """What to do once it is due."""
+        """The action that is due then."""
         return _ACTIONS[self.state]
 
     def wait_s(self, now: float) -> float:
@@ -96,7 +97,7 @@ class Lease:
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float) -> Lease:
-    """Returns the lease after `event`; raises `IllegalLeaseEvent` naming both."""
+    """Returns the lease after `event`; raises `IllegalLeaseEvent` that names both."""
     state = TRANSITIONS.get((lease.state, event))
     if state is None:
         raise IllegalLeaseEvent(lease.state, event)

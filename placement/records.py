@@ -1,4 +1,4 @@
-"""What the fleet knows about itself: workers, models, load, and where requests live.
+"""The fleet's records about itself: workers, models, load, and the places of requests.
 
 Plain data with a schema: values read from Redis are decoded into these structs or refused. No I/O,
 no clock.
@@ -14,10 +14,10 @@ from effuse.config.decoding import DecodingDefaults
 
 Role = Literal["prefill", "decode"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
-# Only a worker that is ready is given requests. One that is starting has lost its engine: its
-# record is that of the life that is over, without load or links, until another life is ready.
+# Only a worker that is ready gets requests. A starting worker has lost its engine: its record is
+# that of the ended life, without load or links, until another life is ready.
 WorkerState = Literal["starting", "ready", "draining", "released"]
-# As far as the fields of protobuf reach in which clients are told of them.
+# The range of the protobuf fields that carry these numbers to clients.
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 Positive = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
@@ -25,43 +25,43 @@ PlacementState = Literal["running", "finished", "failed", "cancelled"]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model a worker serves, in the terms a router needs to check and place requests."""
+    """The model of a worker, with all that a router needs to check and place requests."""
 
-    name: str  # name to ask for
-    architecture: str  # as `models.families` names it
+    name: str  # name by which requests ask for it
+    architecture: str  # its name in `models.families`
     block_size: Positive  # tokens in a diffusion block
     max_model_len: Positive  # most tokens of prompt and answer together
     vocab_size: Positive
     mask_token_id: U32
     eos_token_ids: tuple[U32, ...]
     prompt_attention: PromptAttention
-    defaults: DecodingDefaults  # of knobs that a request leaves out
+    defaults: DecodingDefaults  # of settings that a request leaves out
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has and does, at one moment. Counters start with the incarnation."""
+    """State and counters of an engine at one moment. Counters start with the incarnation."""
 
-    running: U32 = 0  # attempts that hold pages, those waiting for a peer included
+    running: U32 = 0  # attempts that hold pages, including those that wait for a peer
     waiting: U32 = 0  # attempts that hold none yet
-    runnable: U32 = 0  # attempts that the next step can move without anything from outside
+    runnable: U32 = 0  # attempts that the next step can advance without outside help
     total_pages: U32 = 0
     free_pages: U32 = 0
-    reserved_pages: U32 = 0  # promised to a writer that was not told of them yet
-    receiving_pages: U32 = 0  # that a writer fills now
+    reserved_pages: U32 = 0  # reserved for a writer that has not received the reservation yet
+    receiving_pages: U32 = 0  # that a writer is filling now
     quarantined_pages: U32 = 0  # pages that a late writer may still reach
     queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
     blocks_left: U63 = 0  # blocks still to denoise
     steps: U63 = 0  # forwards so far
-    step_requests: U63 = 0  # requests in them, added up
-    step_tokens: U63 = 0  # rows of them, added up
+    step_requests: U63 = 0  # sum of the requests in each forward
+    step_tokens: U63 = 0  # sum of the rows of each forward
     preemptions: U63 = 0
-    prompts_shared: U63 = 0  # whose KV another attempt had
+    prompts_shared: U63 = 0  # whose KV came from another attempt
     kv_bytes: U63 = 0  # KV bytes pushed or received
-    prefix_queries: U63 = 0  # prompt tokens whose KV a prefill worker looked for
-    prefix_hits: U63 = 0  # those of them whose KV it had
+    prefix_queries: U63 = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: U63 = 0  # those that were found
 
     def pages_by_state(self) -> dict[str, int]:
-        """Every page once, by the state that it is in (`kvtransfer/pool.py`)."""
+        """Every page once, by its state (`kvtransfer/pool.py`)."""
         pages = {
             "free": self.free_pages,
             "reserved": self.reserved_pages,
@@ -72,7 +72,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker can hold, fixed for an incarnation."""
+    """The capacity of a worker, fixed for an incarnation."""
 
     total_pages: U32
     page_size: Positive  # tokens in a page
@@ -80,17 +80,17 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Positive
 
 
-FEW_PAGES = 8  # which a link warms up with, however busy its two ends are
-MOST_LINKS = 1024  # of one worker; with them a record stays below 150 kB
+FEW_PAGES = 8  # for warming up a link, however busy its two ends are
+MOST_LINKS = 1024  # of one worker; a record with this many stays below 150 kB
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True):
-    """The way from a prefill worker to one life of a decode worker, as a rehearsal found it."""
+    """The link from a prefill worker to one life of a decode worker, as measured by a rehearsal."""
 
     peer: Annotated[str, Meta(max_length=128)]  # worker id
     peer_incarnation: Annotated[str, Meta(max_length=128)]
-    transport: Annotated[str, Meta(max_length=64)]  # what moves the bytes, such as cuda_ipc
-    bytes_per_second: Annotated[float, Meta(ge=0)]  # digests and the last answer included
+    transport: Annotated[str, Meta(max_length=64)]  # the transport, such as cuda_ipc
+    bytes_per_second: Annotated[float, Meta(ge=0)]  # including digests and the last answer
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -98,11 +98,11 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
         return self.bytes_per_second / 1e9
 
 
-MOST_QUARANTINES = 64  # of one worker, the oldest ones
+MOST_QUARANTINES = 64  # of one worker, only the oldest ones
 
 
 class Quarantine(msgspec.Struct, frozen=True, array_like=True):
-    """Pages of given-up handoffs that one prefill worker may still write into."""
+    """Pages of abandoned handoffs that one prefill worker may still write into."""
 
     writer: Annotated[str, Meta(max_length=300)]  # host:port of its front
     pages: U32
@@ -117,10 +117,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     address: str  # host:port of its front
     incarnation: str
     engine_port: Annotated[int, Meta(ge=0, le=65535)] = (
-        0  # beside the front's: open for as long as this life's engine is
+        0  # beside the front's: open as long as this life's engine
     )
     place: Annotated[str, Meta(max_length=256)] = ""  # kernel and namespaces: `worker.peer.Place`
-    connector: Annotated[str, Meta(max_length=20)] = ""  # by which pages move; empty: not told
+    connector: Annotated[str, Meta(max_length=20)] = ""  # that moves the pages; empty if not known
     state: WorkerState
     fingerprint: tuple[tuple[str, str], ...]  # (name, value), compared field by field
     model: ModelInfo
@@ -128,21 +128,21 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     load: Load
     # Of a prefill worker: the decode workers that it can push to, as far as they were measured,
     links: Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)] = ()
-    # and below which rate no prompt may take one of them; 0 is no limit.
+    # and the rate below which no prompt may take a link; 0 is no limit.
     min_handoff_gbps: float = 0.0
-    # Of a prefill worker: whether prompts take no other ways than those in `links`, which are warm.
+    # Of a prefill worker: whether prompts only take the links in `links`, which are warm.
     warms_links: bool = False
-    # Of a decode worker: whom its pages in quarantine wait for.
+    # Of a decode worker: the writers for which its pages in quarantine wait.
     quarantines: Annotated[tuple[Quarantine, ...], Meta(max_length=MOST_QUARANTINES)] = ()
 
     @cached_property
     def life(self) -> tuple[str, str]:
-        """Which life of which worker: its id and incarnation."""
+        """A life of a worker: its id and incarnation."""
         return self.worker_id, self.incarnation
 
     @cached_property
     def fingerprint_text(self) -> str:
-        """The fingerprint as one value that is compared, and looked up by, in no time."""
+        """The fingerprint as one value, for fast comparison and lookup."""
         return repr(self.fingerprint)
 
     @cached_property
@@ -150,15 +150,15 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {(link.peer, link.peer_incarnation): link for link in self.links}
 
     def link_to(self, peer: "WorkerRecord") -> Link | None:
-        """What is known of the way to this life of a decode worker."""
+        """The measured link to this life of a decode worker."""
         return self._links_by_life.get((peer.worker_id, peer.incarnation))
 
     def has_connector_of(self, peer: "WorkerRecord") -> bool:
-        """Whether pages move the same way at both, as far as they tell."""
+        """Whether both move pages with the same connector, as far as known."""
         return not (self.connector and peer.connector) or self.connector == peer.connector
 
     def may_push_to(self, peer: "WorkerRecord") -> bool:
-        """Whether connectors are the same, the way to `peer` is warm, and the limit allows it."""
+        """Whether connectors match, the link to `peer` is warm, and the limit allows it."""
         if not self.has_connector_of(peer):
             return False
         link = self.link_to(peer)
@@ -167,7 +167,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return link.gigabytes_per_second >= self.min_handoff_gbps
 
     def is_cold_to(self, peer: "WorkerRecord") -> bool:
-        """Whether prompts may take the way to `peer` once it was warmed up."""
+        """Whether prompts may take the link to `peer` once it is warm."""
         return (
             self.warms_links
             and self.fingerprint == peer.fingerprint
@@ -184,7 +184,9 @@ class PlacedOn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one attempt at a request lives, or which router has it before its first."""
+    """The place of one attempt at a request, or the router that has the request before its first
+    attempt.
+    """
 
     request_id: str
     attempt: U32  # 0 before the first; an older attempt never overwrites a newer one
@@ -193,20 +195,20 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: PlacementState
     model: str
     decode: PlacedOn | None = None  # None before the first attempt
-    prefill: PlacedOn | None = None  # None where the decode worker prefills for itself
+    prefill: PlacedOn | None = None  # None if the decode worker prefills
     prompt_tokens: U32 = 0
     num_tokens: U32 = 0  # tokens of the answer, known at its end
-    seed: int = 0  # of its randomness
-    tenant: str = ""  # whose it is, where clients have keys
-    asked: str = ""  # digest of what was asked, where a client chose the id
+    seed: int = 0  # seed of its randomness
+    tenant: str = ""  # the request's tenant, if clients have keys
+    asked: str = ""  # digest of the request, if the client chose the id
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 1 << 64:  # beyond what msgspec's own bounds can say
-            raise ValueError(f"seed: expected 64 bits without a sign, got {self.seed}")
+        if not 0 <= self.seed < 1 << 64:  # beyond the bounds that msgspec can express
+            raise ValueError(f"seed: expected an unsigned 64-bit integer, got {self.seed}")
 
 
 class RoutedLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What a router has on one life of a decode worker."""
+    """The load that a router has on one life of a decode worker."""
 
     worker_id: str
     incarnation: str
@@ -214,16 +216,16 @@ class RoutedLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router tells others of itself."""
+    """A router's record for other routers."""
 
     router_id: str
-    address: str  # host:port where clients find it; routers may share one
-    waiting: U32 = 0  # requests without a seat
-    waiting_by_model: dict[str, U32] | None = None  # the same, for each model that has requests
+    address: str  # host:port for clients; routers may share one
+    waiting: U32 = 0  # requests without a place on a worker
+    waiting_by_model: dict[str, U32] | None = None  # the same for each model that has requests
     loads: tuple[RoutedLoad, ...] = ()
 
 
-# msgspec's own, a string that is not UTF-8, values nested too deeply.
+# msgspec's own error, a string that is not UTF-8, or values nested too deeply.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -232,12 +234,12 @@ class MalformedRecord(ValueError):
 
 
 def encode(record: WorkerRecord | PlacementRecord | RouterRecord) -> bytes:
-    """Returns the stored form: JSON, so that a person can read it with any Redis client."""
+    """Returns the stored form: JSON, which a person can read with any Redis client."""
     return msgspec.json.encode(record)
 
 
 def decode_worker(value: bytes) -> WorkerRecord:
-    """Reads a worker's stored form; raises `MalformedRecord` naming the field at fault."""
+    """Reads a worker's stored form; raises `MalformedRecord` that names the bad field."""
     try:
         return msgspec.json.decode(value, type=WorkerRecord)
     except _UNREADABLE as error:
@@ -245,7 +247,7 @@ def decode_worker(value: bytes) -> WorkerRecord:
 
 
 def decode_placement(value: bytes) -> PlacementRecord:
-    """Reads a placement's stored form; raises `MalformedRecord` naming the field at fault."""
+    """Reads a placement's stored form; raises `MalformedRecord` that names the bad field."""
     try:
         return msgspec.json.decode(value, type=PlacementRecord)
     except _UNREADABLE as error:
@@ -253,7 +255,7 @@ def decode_placement(value: bytes) -> PlacementRecord:
 
 
 def decode_router(value: bytes) -> RouterRecord:
-    """Reads a router's stored form; raises `MalformedRecord` naming the field at fault."""
+    """Reads a router's stored form; raises `MalformedRecord` that names the bad field."""
     try:
         return msgspec.json.decode(value, type=RouterRecord)
     except _UNREADABLE as error:

@@ -1,9 +1,8 @@
-"""The Redis commands of a fleet, each one script, with a timeout and behind a circuit: one of the
-leases, and one of the placements, whose failures never keep a lease from being renewed.
+"""The Redis commands of a fleet, each of which is one script with a timeout. One circuit breaker is
+for leases and one for placements, so that failing placements never stop the renewal of a lease.
 
-Raises `StoreUnavailable` where there is no answer in time. Never retries: its callers are loops
-that come again. What the answers mean for a lease or a view is decided elsewhere. How Redis is
-reached is `access.py`'s.
+Raises `StoreUnavailable` if there is no answer in time. It never retries, because its callers are
+loops. Callers decide about leases and views; `access.py` connects to Redis.
 """
 
 import asyncio
@@ -28,13 +27,15 @@ Announcement = Literal["held", "superseded"]
 Placing = Literal["placed", "stale", "duplicate", "foreign"]
 
 MOST_ENDED = 50_000
-"""Placements of ended requests that a fleet keeps, the newest ones; about 50 MB in Redis."""
+"""Most placements of ended requests that a fleet keeps, the newest ones; about 50 MB in Redis."""
 MOST_ANSWERS = 20_000
 MOST_ANSWER_BYTES = 64 << 20
-"""Answers that a fleet keeps, and their bytes together."""
-_MOST_LOOKUPS = 4  # at once; clients cause them, and must never take the last connection
+"""Most answers that a fleet keeps, and their bytes together."""
+_MOST_LOOKUPS = 4  # at a time; clients cause them, and must never take the last connection
 MOST_CONNECTIONS = _MOST_LOOKUPS + 4
-"""Of one process to Redis: lookups, the view of the fleet, placements, refusals, other routers."""
+"""Connections of one process to Redis: lookups, the view of the fleet, placements, refusals, other
+routers.
+"""
 
 
 class StoreUnavailable(Exception):
@@ -42,23 +43,24 @@ class StoreUnavailable(Exception):
 
 
 class StoreFull(StoreUnavailable):
-    """Redis has reached its `maxmemory` and takes no more placements; it still answers."""
+    """Redis has reached its `maxmemory` and accepts no more placements; it still answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What came of claiming a request id. It is this router's where nothing else is set."""
+    """The result of claiming a request id. The id is this router's if no other field is set."""
 
     response: bytes | None = None  # the kept answer, undecoded
     earlier: bytes | None = None  # the placement of a router that is gone, undecoded
     elsewhere: bytes | None = None  # the placement of another live router, undecoded
-    lease_s: float = 0.0  # that the other router's lease holds
+    lease_s: float = 0.0  # for as long as the other router's lease holds
 
 
 @dataclass(slots=True)
 class Circuit:
-    """Whether it is worth asking Redis now: after failures in a row callers are refused, for
-    `first_s` after the first, doubling to `most_s`. Asks nothing itself."""
+    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
+    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
+    """
 
     now: Callable[[], float]  # monotonic seconds
     first_s: float = 0.1
@@ -68,23 +70,23 @@ class Circuit:
 
     @property
     def is_open(self) -> bool:
-        """True while nobody should ask."""
+        """True while callers should not ask."""
         return self.now() < self.open_until
 
     def succeeded(self) -> None:
-        """An answer came."""
+        """Redis answered."""
         self.failures = 0
         self.open_until = 0.0
 
     def failed(self) -> None:
-        """None came."""
+        """Redis did not answer."""
         pause = min(self.first_s * 2.0**self.failures, self.most_s)
         self.failures = min(self.failures + 1, 32)
         self.open_until = self.now() + pause
 
 
 class Store:
-    """One fleet's keys in one Redis. Make it, use it, and close it in one event loop."""
+    """One fleet's keys in one Redis. Construct it, use it, and close it in one event loop."""
 
     def __init__(
         self,
@@ -137,7 +139,8 @@ class Store:
         """Takes or renews the worker's lease for the process `holder`, and replaces the record.
 
         Ids of later processes sort after those of earlier ones. With `takes`, for a process that
-        has not held the lease, it is taken from whoever did; else a later process keeps it.
+        has not held the lease, it takes the lease from any holder. Otherwise a later process keeps
+        it.
         """
         keys = [self.keys.worker(record.worker_id), self.keys.workers]
         action = "take" if takes else "renew"
@@ -156,20 +159,21 @@ class Store:
     async def place(
         self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()
     ) -> list[Placing]:
-        """Writes placements, each for so many seconds, in one round trip; of ended ones the oldest
-        go beyond `most_ended`.
+        """Writes placements, each for a number of seconds, in one round trip; if more than
+        `most_ended` have ended, the oldest go.
 
-        Over one that runs, an older attempt or, as long as its own lives, another router's is
-        refused, an id of `held` also over what another router ended, the end of what never ran over
-        any of another router's, and each over what is "foreign", of another kind. Raises
-        `StoreFull` where Redis has no memory left for one of them; those before it are written.
+        Redis keeps an existing placement in some cases. If it is running, an older attempt or,
+        while its own router lives, another router does not replace it. An id of `held` does not
+        replace one that another router has ended, and the end of a request that never ran does not
+        replace any of another router. A value of another kind is "foreign" and is never replaced.
+        Raises `StoreFull` if Redis has no memory left for one; those before it are written.
         """
 
         async def write() -> object:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for number, (record, lifetime_s) in enumerate(placements):
                     keys, args = self._placing(record, lifetime_s, record.request_id in held)
-                    # The first one brings the script: nobody has to ask whether Redis has it.
+                    # The first one loads the script, so that no further call is needed.
                     place = self._place
                     script = ("EVALSHA", place.sha) if number else ("EVAL", place.script)
                     pipeline.execute_command(*script, len(keys), *keys, *args)  # only put into it
@@ -198,18 +202,20 @@ class Store:
         return [keys.request(record.request_id), keys.running, keys.ended], args
 
     async def placement(self, request_id: str) -> bytes | None:
-        """Returns the stored placement of a request, undecoded; None where there is none.
+        """Returns the stored placement of a request, undecoded; None if there is none.
 
-        Waits for its turn: many at once say nothing against Redis.
+        Lookups wait for their turn, because a burst of them does not mean that Redis fails.
         """
         (record,) = await self._look_up(self.keys.request(request_id), "record")
         return record
 
     async def claim(self, record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
-        """Writes `record`, of a request that is to run, for `lifetime_s`, unless another live
-        router runs it, or an answer to what `digest` stands for is kept under its id.
+        """Writes `record`, for a request that is about to run, for `lifetime_s`. It does not if
+        another live router runs the request, or if an answer to the request of `digest` is kept
+        under its id.
 
-        Waits for its turn, as `placement` does. Raises `StoreFull` where there is no memory."""
+        Waits for its turn like `placement`. Raises `StoreFull` if there is no memory.
+        """
         keys, name = self.keys, record.request_id
         args = (name, record.router_id, encode(record), _ms(lifetime_s), digest, keys.router_prefix)
         await self._wait_for_turn()
@@ -232,9 +238,10 @@ class Store:
     async def keep_answer(
         self, request_id: str, digest: str, response: bytes, keep_s: float, holder: str = ""
     ) -> None:
-        """Keeps the answer to what `digest` stands for; beyond `MOST_ANSWERS` and
-        `MOST_ANSWER_BYTES` those that run out first go. One of a router that has held the id, its
-        `holder`, is not kept where that is another's by now. Raises `StoreFull`."""
+        """Keeps the answer to the request of `digest`; beyond `MOST_ANSWERS` and
+        `MOST_ANSWER_BYTES` those that expire first go. If a router has held the id as its `holder`
+        and another router holds it by now, the answer is not kept. Raises `StoreFull`.
+        """
         keys = self.keys
         args: list[str | bytes | int] = [request_id, digest, response, _ms(keep_s)]
         args += [MOST_ANSWERS, MOST_ANSWER_BYTES, keys.answer_prefix, keys.router_prefix, holder]
@@ -243,8 +250,9 @@ class Store:
         await self._run_script(self._keep, script_keys, args, self.placement_circuit)
 
     async def answer(self, request_id: str, digest: str) -> bytes | None:
-        """Returns the kept answer to what `digest` stands for, undecoded; None where there is none:
-        the id may be another request's by now."""
+        """Returns the kept answer to the request of `digest`, undecoded; None if there is none. The
+        id may belong to another request by now.
+        """
         kept, response = await self._look_up(self.keys.answer(request_id), "digest", "response")
         return response if kept == digest.encode() else None
 
@@ -256,7 +264,7 @@ class Store:
         return cast(list[bytes], await self._run_script(self._routers, own, args))
 
     async def release_router(self, router_id: str) -> None:
-        """Ends a router's lease: what it ran is nobody's from now on."""
+        """Ends a router's lease; other routers may take its requests from now on."""
         key = self.keys.router(router_id)
         await self._ask_redis(
             lambda: cast(Awaitable[object], self._redis.delete(key)), self.circuit
@@ -270,8 +278,9 @@ class Store:
         return cast(list[bytes], answer)
 
     async def share_refusals(self, refused: Mapping[str, float], most: int) -> dict[str, float]:
-        """Adds digests that Redis lacks, each for so many seconds, and returns all it has with the
-        seconds left. Beyond `most` of them the first to run out are dropped."""
+        """Adds digests that Redis lacks, each for a number of seconds, and returns all digests with
+        their seconds left. Beyond `most` of them those that expire first are dropped.
+        """
         args: list[str | bytes | int] = [most]
         for digest, left_s in refused.items():
             args += [digest, _ms(left_s)]
@@ -300,7 +309,7 @@ class Store:
             async with asyncio.timeout(2 * self._timeout_s):
                 await self._lookups.acquire()
         except TimeoutError as error:
-            raise StoreUnavailable("too many placements are looked up at once") from error
+            raise StoreUnavailable("too many lookups of placements at a time") from error
 
     def _load_script(self, name: str) -> AsyncScript:
         source = resources.files(__package__).joinpath(f"{name}.lua").read_text()
@@ -324,28 +333,29 @@ class Store:
         task = asyncio.current_task()
         cancelled = task.cancelling() if task else 0
         try:
-            # Twice the socket's timeout: an unknown script is loaded and asked again.
+            # Twice the socket's timeout, because an unknown script is loaded and called again.
             async with asyncio.timeout(2 * self._timeout_s):
                 answer = await command()
         except OutOfMemoryError as error:
-            circuit.succeeded()  # it answers, and what only reads is answered as ever
+            circuit.succeeded()  # Redis answers, and read-only calls still succeed
             raise StoreFull(f"Redis is full: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
-            if not str(error).startswith("WRONGTYPE"):  # a value that is not ours: Redis answers
+            if not str(error).startswith("WRONGTYPE"):  # the value is not ours, but Redis answers
                 circuit.failed()
             if isinstance(error, ReadOnlyError):
                 await self._let_go()
             raise StoreUnavailable(f"Redis: {told(error, self._access)}") from error
         finally:
             if task and task.cancelling() > cancelled:
-                # redis-py writes by asyncio.wait_for, in which Python 3.11 may lose it.
+                # redis-py writes through asyncio.wait_for, in which Python 3.11 may lose it.
                 raise asyncio.CancelledError
         circuit.succeeded()
         return answer
 
     async def _let_go(self) -> None:
-        """Ends connections to a replica, which was the master when they were made: its address may
-        lead elsewhere by now."""
+        """Closes connections to a replica that was the master when they were made; its address may
+        lead elsewhere by now.
+        """
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._redis.connection_pool.disconnect(inuse_connections=False)

@@ -1,8 +1,9 @@
-"""Writes placements and answers to Redis beside the requests: a bounded queue, the newest per
-request.
+"""Writes placements and answers to Redis beside the requests, from a bounded queue that keeps the
+newest of each request.
 
-`put` never waits and never fails; what does not fit is counted and dropped, oldest first. Records
-of running requests are written again before they expire, so that a dead router's vanish.
+`put` never waits and never fails. If the queue is full, the oldest records are dropped and counted.
+Records of running requests are renewed before they expire, so that those of a dead router
+disappear.
 """
 
 import asyncio
@@ -23,27 +24,27 @@ LOG = logging.getLogger(__name__)
 class WriterTimes:
     """Durations of placement records, in seconds."""
 
-    running_s: float = 15.0  # a running request's record lives this long without renewal
+    running_s: float = 15.0  # without renewal, a running request's record lives this long
     renew_s: float = 5.0
-    finished_s: float = 300.0  # an ended request can be looked up this long
+    finished_s: float = 300.0  # time to look up an ended request
     retry_s: float = 0.25
-    linger_s: float = 0.1  # a write waits this long: a request that is over by then is written once
+    linger_s: float = 0.1  # delay of a write: a request that ends within it is written only once
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """What is kept of a request that ended well."""
+    """The kept answer of a request that ended well."""
 
-    digest: str  # of what was asked
+    digest: str  # digest of the request
     response: bytes
     keep_s: float
 
 
 MOST_TOGETHER: Final = 64
-"""Records in one round trip: a call to Redis costs a router several times what a record does."""
+"""Records in one round trip: a call to Redis costs a router several times as much as a record."""
 
 MOST_PENDING_BYTES: Final = 32 << 20
-"""Of answers that wait to be written."""
+"""Bytes of answers that wait to be written."""
 
 
 class PlacementWriter:
@@ -65,21 +66,23 @@ class PlacementWriter:
         self._answers: dict[str, KeptAnswer] = {}  # of pending records
         self._answer_bytes = 0
         self._renew_at: dict[str, tuple[float, PlacementRecord]] = {}
-        self._writing: set[str] = set()  # ids of records under way, less those that were put again
-        self._held: set[str] = set()  # ids that Redis has had from here; their end is not written
+        self._writing: set[str] = set()  # ids of records under way, without those put again
+        self._held: set[str] = set()  # ids that were written; the end of others is not written
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
-        self.is_full = False  # Redis said so last
-        self.dropped = 0  # records never written
+        self.is_full = False  # Redis refused writes at the last call
+        self.dropped = 0  # records that were never written
         self.dropped_answers = 0
-        self.refused = 0  # records that Redis held something newer for
+        self.refused = 0  # records for which Redis had a newer one
 
     def put(self, record: PlacementRecord, *, is_claimed: bool = False) -> None:
-        """Writes `record` soon, instead of what still waits for the same request.
+        """Writes `record` soon, in place of one that still waits for the same request.
 
-        What Redis has had from here, by a claim or written, and is another router's by now was lost
-        to it, as where this process stood still: then nothing more is written of the request."""
+        If this process has written a record and it belongs to another router by now, this process
+        has lost the request, for example while it was stopped. Nothing more of the request is
+        written.
+        """
         if is_claimed:
             self._held.add(record.request_id)
         self._writing.discard(record.request_id)
@@ -96,8 +99,9 @@ class PlacementWriter:
         self._wake.set()
 
     def keep(self, request_id: str, digest: str, response: bytes, keep_s: float) -> None:
-        """Writes an answer for `keep_s`, right before the record of its end, which `put` is to be
-        given next."""
+        """Writes an answer for `keep_s`, right before the record of its end, which must be the next
+        `put`.
+        """
         self._take_answer(request_id)
         if self._answer_bytes + len(response) > MOST_PENDING_BYTES:
             self.dropped_answers += 1
@@ -106,7 +110,7 @@ class PlacementWriter:
         self._answer_bytes += len(response)
 
     def unwritten_answer(self, request_id: str, digest: str) -> bytes | None:
-        """An answer to what `digest` stands for that Redis was not given yet."""
+        """An answer to the request of `digest` that is not in Redis yet."""
         kept = self._answers.get(request_id)
         return kept.response if kept is not None and kept.digest == digest else None
 
@@ -119,7 +123,7 @@ class PlacementWriter:
                 await asyncio.sleep(self.times.retry_s)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until nothing is pending; False if that took too long."""
+        """Waits until nothing is pending; False if that takes too long."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -131,7 +135,7 @@ class PlacementWriter:
         while self._renew_at:
             request_id, (due, record) = next(iter(self._renew_at.items()))
             if due > self._now():
-                return  # kept in the order of their due times
+                return  # kept in the order of due times
             del self._renew_at[request_id]
             self._pending.setdefault(request_id, record)
 
@@ -151,7 +155,7 @@ class PlacementWriter:
                     self._note_full(str(error))
                 return False
             if self.is_full:
-                LOG.warning("Redis takes placements again")
+                LOG.warning("Redis accepts placements again")
                 self.is_full = False
             for record, answer in zip(records, told, strict=True):
                 self._note_answer(record, answer)
@@ -160,7 +164,7 @@ class PlacementWriter:
         return True
 
     async def _write_answer(self, record: PlacementRecord) -> None:
-        """Before its record, so that nobody finds an end without it."""
+        """Before its record, so that no reader finds an end without its answer."""
         request_id = record.request_id
         kept = self._answers.get(request_id)
         if kept is None:
@@ -178,7 +182,9 @@ class PlacementWriter:
 
     def _note_full(self, why: str) -> None:
         if not self.is_full:
-            LOG.warning("placements wait and get lost, requests and leases go on: %s", why)
+            LOG.warning(
+                "placements wait and may be lost, while requests and leases continue: %s", why
+            )
             self.is_full = True
 
     def _note_answer(self, record: PlacementRecord, answer: Placing) -> None:
@@ -195,7 +201,9 @@ class PlacementWriter:
     def _tell_refused(self, record: PlacementRecord, answer: Placing) -> None:
         if answer == "foreign":
             key = self._store.keys.request(record.request_id)
-            LOG.warning("a placement is lost: Redis has a value of another kind under %s", key)
+            LOG.warning(
+                "a placement is lost, because Redis has a value of another kind under %s", key
+            )
         else:
             LOG.warning("placement of %s is %s", record.request_id, answer)
 

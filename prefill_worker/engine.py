@@ -154,7 +154,7 @@ class PrefillEngine:
     def _start(self, message: StartPrefill) -> None:
         attempt = message.attempt
         if attempt.transfer_id in self._over:
-            self._outbox.failed(attempt, "ABORTED", "the attempt has ended, or was aborted before")
+            self._outbox.failed(attempt, "ABORTED", "the attempt has ended, or was aborted earlier")
         elif attempt.transfer_id in self._prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
         else:
@@ -198,16 +198,16 @@ class PrefillEngine:
         if transfer_id in self._over or (prompt and transfer_id not in self._live):
             return  # it has ended, and its front was told
         if prompt is None or prompt.attempt != attempt:
-            self._outbox.failed(attempt, "INVALID_ARGUMENT", "no prompt of this attempt is here")
+            self._outbox.failed(attempt, "INVALID_ARGUMENT", "this attempt has no prompt here")
             return
         found = mismatch(self._fingerprint, reservation.fingerprint)
         needed = self._limits.pages_for(prompt.num_paged)
         if found is not None:
             self._fail(prompt, "FAILED_PRECONDITION", str(found), field=found.name)
         elif self._sender.reservation(transfer_id) is not None:
-            self._fail(prompt, "INVALID_ARGUMENT", "a second reservation came")
+            self._fail(prompt, "INVALID_ARGUMENT", "a second reservation arrived")
         elif len(reservation.pages) != needed:
-            text = f"the prompt fills {needed} pages, {len(reservation.pages)} are reserved"
+            text = f"the prompt needs {needed} pages, {len(reservation.pages)} are reserved"
             self._fail(prompt, "INVALID_ARGUMENT", text)
         else:
             self._sender.address(reservation)

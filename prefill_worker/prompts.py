@@ -194,7 +194,9 @@ def push_failed(attempt: AttemptId, report: PushFailed) -> Failed:
             "request %s, attempt %d: its pages could not be pushed: %s",
             *(attempt.request_id, attempt.attempt, message),
         )
-        message = "the pages could not be pushed: the decode worker's pool is out of reach"
+        message = (
+            "the pages could not be pushed, because the decode worker's pool cannot be reached"
+        )
     return Failed(
         attempt=attempt,
         code=CODES.get(report.cause, "DATA_LOSS"),

@@ -50,7 +50,10 @@ class RehearsalSender:
         has_room = may_start and 2 * count <= self._cache.num_free
         pages = self._cache.allocate(count) if has_room else None
         if pages is None:
-            text = f"prompts come first: {count} of {self._cache.num_free} free pages are too many"
+            text = (
+                f"prompts need the pages: a rehearsal cannot have {count} of "
+                f"{self._cache.num_free} free pages"
+            )
             self._outbox.failed(attempt, "RESOURCE_EXHAUSTED", text, retryable=True)
             return
         self._held[attempt.transfer_id] = attempt, pages

@@ -161,7 +161,7 @@ class Rehearsals:
             if few < most_pages:
                 pushed = await self._rehearse(stub, own, peer, most_pages, in_groups=True)
         except Overloaded as error:
-            LOG.debug("%s lends no more than a few pages now: %s", peer.worker_id, error)
+            LOG.debug("%s cannot lend enough pages now: %s", peer.worker_id, error)
         rate = pushed.bytes / max(pushed.moved_s, pushed.push_s, 1e-9)
         self._links.warmed(peer, pushed.transport, rate, self._now())
         self._publish(own)
@@ -195,12 +195,12 @@ class Rehearsals:
                 first = await _next(call, peer.worker_id)
                 reserved = wire.reservation(first.reservation)
                 if reserved.transfer_id != name or len(reserved.pages) > request.most_pages:
-                    raise InvalidRequest.of("reservation", "not what was asked for")
+                    raise InvalidRequest.of("reservation", "not the answer to the question")
                 push = PushRehearsal(reservation=reserved, in_groups=in_groups)
                 pushed = await self._push(push, own.incarnation)
                 await _next(call, peer.worker_id)
                 if self._links.own != own.incarnation:
-                    raise PeerLost("another engine runs here now")
+                    raise PeerLost("another engine runs at this address now")
                 return pushed
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, peer.worker_id) from error
@@ -215,7 +215,7 @@ class Rehearsals:
             if isinstance(event, Failed):
                 raise to_error(event)
             if not isinstance(event, PromptPushed):
-                raise Bug(f"a rehearsal gave {type(event).__name__}")
+                raise Bug(f"a rehearsal sent {type(event).__name__}")
             shell.attempts.close(attempt)
             return event
         finally:
@@ -235,13 +235,14 @@ def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
     """Logs what a link is; loudly where it is slow by nobody's wish, or refused."""
     found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
     if not link.bytes_per_second:
-        LOG.warning("%s: REFUSED, --connector has to be the same at both", found)
+        LOG.warning("%s: REFUSED, because both ends must have the same --connector", found)
     elif link.gigabytes_per_second < min_gbps:
-        LOG.warning("%s: REFUSED, --min-handoff-gbps asks for %.10g", found, min_gbps)
+        LOG.warning("%s: REFUSED, because --min-handoff-gbps is %.10g", found, min_gbps)
     elif is_fallback:
         LOG.warning(
-            "%s: SLOW, pages of GPUs go over TCP or through the host's memory. Look at UCX_TLS; "
-            "--min-handoff-gbps refuses such a link, --connector zmq says that it is meant so",
+            "%s: SLOW, because pages of GPUs go over TCP or through the host's memory. Check "
+            "UCX_TLS; --min-handoff-gbps refuses such a link, and --connector zmq accepts it "
+            "without this warning",
             found,
         )
     else:
@@ -257,7 +258,7 @@ async def _next(
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise PeerLost(f"{peer} broke off the call") from None
+        raise PeerLost(f"{peer} closed the call") from None
     if not isinstance(response, pb.RehearseResponse):
         raise PeerLost(f"{peer} ended its call before the pages were checked")
     return response

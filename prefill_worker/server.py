@@ -139,7 +139,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
                 stream.is_reserved, stream.reader = True, reservation.incarnation
                 self._shell.send(stream.attempt, PushTo(reservation=reservation))
             if not stream.is_reserved:
-                raise InvalidRequest.of("reservation", "the stream was closed before it came")
+                raise InvalidRequest.of("reservation", "the stream ended before it")
         except EffuseError as error:
             stream.attempt.fail(error)
 
@@ -173,7 +173,7 @@ def _response(event: CoreEvent) -> pb.PrefillResponse:
                 pushed=pb.PrefillPushed(pages=event.pages, bytes=event.bytes, push_s=event.push_s)
             )
         case _:
-            raise Bug(f"a prefill engine said {type(event).__name__}")
+            raise Bug(f"a prefill engine sent {type(event).__name__}")
 
 
 def make_role(config: PrefillConfig) -> Role:

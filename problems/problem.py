@@ -53,7 +53,7 @@ class Verdict:
 def problem(seed: int, index: int, split: Split = "train") -> Problem:
     """Problem `index` of the stream `seed`, drawn again until its prompt lies in `split`."""
     if seed < 0 or index < 0:
-        raise ValueError(f"seed and index must be 0 or more, got {seed} and {index}")
+        raise ValueError(f"expected a seed and an index of 0 or more, got {seed} and {index}")
     rng = random.Random(f"{split}/{seed}/{index}")
     while True:
         drawn = _draw(rng)

@@ -1,1 +1,1 @@
-"""The wire: contracts and their committed stubs, and the servers and channels that speak it."""
+"""The protos with their committed stubs, and the servers and channels that use them."""

@@ -1,11 +1,11 @@
-"""Channels whose calls all carry credentials; those between the processes of a fleet above all.
+"""Channels that add credentials to every call, mainly those between the processes of a fleet.
 
-grpc.aio's interceptors would carry them, too, but wrap calls in others that behave differently
-where they are cancelled or end early.
+grpc.aio's interceptors could add them too, but they wrap calls in objects that behave differently
+when a call is cancelled or ends early.
 
-What the processes of a fleet show each other before anything is told: with certificates both ends
-show theirs as they connect. With a secret every call carries a digest of it, and `prove` asks the
-other end for one. Not here: what a server lets in (`gate.py`).
+The processes of a fleet authenticate each other before they exchange anything. With certificates,
+both ends show theirs on connecting. With a secret, every call carries a digest of it, and `prove`
+asks the other end for one. `gate.py` decides which calls a server accepts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
 from effuse.v1 import proof_pb2
 
 FLEET_NAME: Final = "effuse-fleet"
-"""DNS name that every certificate of a fleet holds; addresses of pods are in none."""
+"""DNS name in every certificate of a fleet; certificates cannot list addresses of pods."""
 PROVE_S: Final = 2.0
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class MetadataChannel(grpc.aio.Channel):
-    """Stands before another channel, and adds `metadata` to what callers give."""
+    """Wraps another channel and adds `metadata` to the metadata of each call."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         self._channel = channel
@@ -48,19 +48,19 @@ class MetadataChannel(grpc.aio.Channel):
         return with_metadata
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As grpc.aio.Channel's."""
+        """As in grpc.aio.Channel."""
         return self._carry_of("unary_unary", args, kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As grpc.aio.Channel's."""
+        """As in grpc.aio.Channel."""
         return self._carry_of("unary_stream", args, kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As grpc.aio.Channel's."""
+        """As in grpc.aio.Channel."""
         return self._carry_of("stream_unary", args, kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As grpc.aio.Channel's."""
+        """As in grpc.aio.Channel."""
         return self._carry_of("stream_stream", args, kwargs)
 
     def _carry_of(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -68,19 +68,19 @@ class MetadataChannel(grpc.aio.Channel):
         return self._carry(getattr(self._channel, kind)(*args, **kwargs))
 
     async def close(self, grace: float | None = None) -> None:
-        """As grpc.aio.Channel's."""
+        """As in grpc.aio.Channel."""
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As grpc.aio.Channel's."""
+        """As in grpc.aio.Channel."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As grpc.aio.Channel's."""
+        """As in grpc.aio.Channel."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """As grpc.aio.Channel's."""
+        """As in grpc.aio.Channel."""
         await self._channel.channel_ready()
 
     async def __aenter__(self) -> Self:
@@ -91,12 +91,13 @@ class MetadataChannel(grpc.aio.Channel):
 
 
 class LoopChannel(MetadataChannel):
-    """A channel that the first event loop that uses it makes, and that belongs to that loop.
+    """A channel that is made in the first event loop that uses it, and belongs to that loop.
 
-    Each use in another loop raises RuntimeError, and so does a use outside of loops."""
+    A use in another loop, or outside of loops, raises RuntimeError.
+    """
 
     def __init__(self, make: Callable[[], grpc.aio.Channel], metadata: Metadata) -> None:
-        """make: runs in that loop."""
+        """make: called in that loop."""
         self._make = make
         self._metadata = tuple(metadata)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,8 +110,8 @@ class LoopChannel(MetadataChannel):
             self._loop, self._inner = loop, self._make()
         elif loop is not self._loop:
             raise RuntimeError(
-                "this client belongs to one event loop, the first that used it; "
-                "make another one in each further loop"
+                "this client belongs to the first event loop that used it; make another client for "
+                "each further loop"
             )
         return self._inner
 
@@ -126,7 +127,7 @@ class LoopChannel(MetadataChannel):
         return self._carry(call)
 
     async def close(self, grace: float | None = None) -> None:
-        """As grpc.aio.Channel's; a channel that is not made yet has nothing to close."""
+        """As in grpc.aio.Channel; if the channel is not made yet, there is nothing to close."""
         if self._inner is not None:
             await self._channel.close(grace)
 
@@ -135,11 +136,12 @@ class LoopChannel(MetadataChannel):
 
 
 class FleetAccess:
-    """How a process shows that it belongs to the fleet, and knows who does; by default not at
-    all."""
+    """How a process proves that it belongs to the fleet and recognises others; by default not at
+    all.
+    """
 
     def __init__(self, tls: TlsFiles | None = None, secret: FleetSecret | None = None) -> None:
-        """Raises OSError where certificates cannot be used."""
+        """Raises OSError if certificates cannot be used."""
         self.secret = secret
         self._files = tls
         self._tls = None if tls is None else ChannelTls(tls)
@@ -148,7 +150,7 @@ class FleetAccess:
     def read(
         cls, cert: Path | None, key: Path | None, ca: Path | None, secret: Path | None
     ) -> FleetAccess:
-        """What these files hold. Raises OSError where they cannot be used."""
+        """The credentials in these files. Raises OSError if they cannot be used."""
         tls = None if cert is None else TlsFiles(cert=cert, key=key, ca=ca)
         if tls is not None:
             tls.check()
@@ -156,12 +158,13 @@ class FleetAccess:
         return cls(tls, None if secret is None else FleetSecret.read(secret))
 
     def server_tls(self) -> ServerTls | None:
-        """Of a server that answers none but the fleet."""
+        """Credentials of a server that answers only its fleet."""
         return None if self._files is None else ServerTls(self._files)
 
     def look(self) -> int:
-        """Looks for new certificates; returns how often there were any. Channels that were made
-        before have the old ones."""
+        """Reads certificates again if their files changed; returns how often that has happened.
+        Channels made before keep the old ones.
+        """
         if self._tls is None:
             return 0
         self._tls.look()
@@ -185,11 +188,11 @@ class FleetAccess:
 
 
 OPEN: Final = FleetAccess()
-"""Of a fleet whose processes take anybody's calls."""
+"""The identity of a fleet whose processes accept every client's calls."""
 
 
 class FleetChannel(MetadataChannel):
-    """A channel whose calls carry the fleet's token, where there is a secret."""
+    """A channel whose calls carry the fleet's token, if there is a secret."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, secret: FleetSecret | None) -> None:
         super().__init__(channel, [] if secret is None else [(TOKEN_KEY, secret.token(address))])
@@ -198,8 +201,9 @@ class FleetChannel(MetadataChannel):
         self._is_proven = False
 
     async def prove(self) -> None:
-        """Returns once who answers at the address has shown that it knows the secret, which it does
-        once in each connection. Raises `PeerLost` where it has not."""
+        """Returns once the process at the address has proved that it knows the secret, which it
+        does once in each connection. Raises `PeerLost` if it does not.
+        """
         if self._secret is None:
             return
         if self._is_proven and self.get_state() is grpc.ChannelConnectivity.READY:
@@ -211,7 +215,7 @@ class FleetChannel(MetadataChannel):
             request = proof_pb2.ProveRequest(nonce=nonce)
             answer = await stub.Prove(request, timeout=PROVE_S)
         except grpc.aio.AioRpcError as error:
-            text = f"{self._address} did not show that it belongs to the fleet"
+            text = f"{self._address} did not prove that it belongs to the fleet"
             raise PeerLost(f"{text}: {error.code().name}") from error
         if not hmac.compare_digest(answer.digest, self._secret.proof(self._address, nonce)):
             raise PeerLost(f"{self._address} does not belong to the fleet")

@@ -1,7 +1,7 @@
 """Errors that cross a process border, and the one mapping between them and gRPC statuses.
 
-Scope: the exception types that servicers raise, `to_status` and `from_rpc_error`. Not here:
-catching them (`interceptor.py`), deciding what to retry (the router), logging.
+This file has the exception types that servicers raise, `to_status` and `from_rpc_error`.
+`interceptor.py` catches them, and the router decides which calls to retry.
 
     EffuseError
     ├── CallerError            the same call fails again, wherever it goes
@@ -9,19 +9,19 @@ catching them (`interceptor.py`), deciding what to retry (the router), logging.
     │   ├── NotFound           NOT_FOUND            no model or request of that name
     │   ├── AlreadyRunning     ALREADY_EXISTS       a request of that id is running
     │   ├── NotSupported       UNIMPLEMENTED        the model or the server cannot do it
-    │   ├── Unauthenticated    UNAUTHENTICATED      the caller has not shown who it is
+    │   ├── Unauthenticated    UNAUTHENTICATED      the caller has not proved its identity
     │   └── Poisonous          FAILED_PRECONDITION  engines died of this very request
     ├── Refused                FAILED_PRECONDITION  meant for another attempt, layout or role
     │   └── Replaced           FAILED_PRECONDITION  meant for a life of the worker that is over
     ├── Aborted                ABORTED              the attempt was ended before
-    ├── Overloaded             RESOURCE_EXHAUSTED   full: again later, or elsewhere; RetryInfo
-    ├── Unavailable            UNAVAILABLE          nobody can do it now; RetryInfo
+    ├── Overloaded             RESOURCE_EXHAUSTED   full: try later, or elsewhere; RetryInfo
+    ├── Unavailable            UNAVAILABLE          no worker can do it now; RetryInfo
     │   ├── Starting           UNAVAILABLE          has no engine yet
     │   ├── Draining           UNAVAILABLE          admits nothing more
     │   ├── EngineLost         UNAVAILABLE          its engine ended while the request ran
     │   ├── PeerLost           UNAVAILABLE          the other side went away, or never was there
     │   └── TransferFailed     UNAVAILABLE          KV did not arrive, or arrived wrong
-    │       └── Unreserved     UNAVAILABLE          nobody said in time where KV should go
+    │       └── Unreserved     UNAVAILABLE          no place for KV was named in time
     ├── DeadlineExceeded       DEADLINE_EXCEEDED    the caller's time is over
     ├── Cancelled              CANCELLED            the caller went away
     └── Bug                    INTERNAL             ours; the caller sees a fixed text and an id
@@ -42,34 +42,36 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN: Final = "effuse"
 DETAILS_KEY: Final = "grpc-status-details-bin"
 REQUEST_ID_KEY: Final = "x-request-id"
-"""Trailing metadata of every error and of every answer: what to ask for, and what logs have."""
+"""Trailing metadata of every error and every answer: the id that the logs have."""
 
 MAX_MESSAGE_CHARS: Final = 1000
-"""Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default): gRPC tells of a
-larger one that resources are exhausted. So all of it is ASCII, of which each character is one, but
-for those of the message that gRPC sends as three, which count so."""
+"""Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default). gRPC reports a
+larger one as exhausted resources. So all text is ASCII with one byte for each character, except for
+those in the message that gRPC sends as three bytes.
+"""
 _MOST_VIOLATIONS: Final = 8
 _FIELD_CHARS: Final = 100
 _DESCRIPTION_CHARS: Final = 250
-_TOO_LARGE: Final = "message larger than max"  # as the library says it, of either end
+_TOO_LARGE: Final = "message larger than max"  # the library's text, at either end
 
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """What is wrong with one field: its path in the request, and a sentence with both sides.
+    """An error of one field: its path in the request, and a sentence.
 
-    The sentence names the accepted form and what was found."""
+    The sentence names the accepted form and what was found.
+    """
 
     field: str
     description: str
 
 
 class EffuseError(Exception):
-    """An outcome that the other side of a call is told about; `message` is written for it.
+    """An outcome that is sent to the other side of a call; `message` is written for it.
 
-    `retryable`: another worker, or the same one later, may do what this one did not; the class
-    says what is usual. `retry_after_s`: when to try again. `labels`: short facts for programs
-    (ErrorInfo.metadata)."""
+    `retryable`: another worker, or the same one later, may succeed; the class has the usual value.
+    `retry_after_s`: when to try again. `labels`: short facts for programs (ErrorInfo.metadata).
+    """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
@@ -99,7 +101,7 @@ class CallerError(EffuseError):
 
 
 class InvalidRequest(CallerError):
-    """One or more fields are wrong; every one that was found is named."""
+    """One or more fields are wrong; the error names all that were found."""
 
     reason = "INVALID_REQUEST"
 
@@ -113,7 +115,7 @@ class InvalidRequest(CallerError):
         self.violations: tuple[FieldViolation, ...] = tuple(violations)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pool of processes would make one of the text, and break at what it cannot make."""
+        """A process pool pickles an exception by its text, and cannot restore this one from it."""
         return type(self), (self.violations,), vars(self)
 
     @classmethod
@@ -144,28 +146,28 @@ class NotSupported(CallerError):
 
 
 class Unauthenticated(CallerError):
-    """The caller has not shown that it may call; nothing else is told."""
+    """The caller has not proved that it may call; the error has no other facts."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
 
 
 class EndedById(CallerError):
-    """Somebody has asked for the request's end by its id."""
+    """A client has asked for the request's end by its id."""
 
     code = grpc.StatusCode.ABORTED
     reason = "ENDED_BY_ID"
 
 
 class Poisonous(CallerError):
-    """Engines died of this very request; it is refused for a while."""
+    """Engines died of this request; it is refused for a while."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "POISONOUS"
 
 
 class Refused(EffuseError):
-    """A message meant for another attempt, another layout, or another role."""
+    """The message is for another attempt, another layout, or another role."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "REFUSED"
@@ -173,13 +175,13 @@ class Refused(EffuseError):
 
 
 class Replaced(Refused):
-    """A message meant for a life of the worker that is over: another one has followed."""
+    """The message is for a life of the worker that is over."""
 
     reason = "REPLACED"
 
 
 class Aborted(EffuseError):
-    """The attempt has been ended already."""
+    """The attempt has already ended."""
 
     code = grpc.StatusCode.ABORTED
     reason = "ABORTED"
@@ -203,30 +205,30 @@ class Unavailable(EffuseError):
 
 
 class Starting(Unavailable):
-    """The worker has no engine yet, or not again."""
+    """The worker has no engine yet, or none again."""
 
     reason = "STARTING"
 
 
 class Draining(Unavailable):
-    """The process is ending and admits nothing more."""
+    """The process is ending and accepts nothing more."""
 
     reason = "DRAINING"
 
 
 class EngineLost(Unavailable):
-    """The worker's engine ended while the request ran in it; the label `ending` says how."""
+    """The worker's engine ended while the request ran in it; the label `ending` has the kind."""
 
     reason = "ENGINE_LOST"
 
     @property
     def may_be_outside(self) -> bool:
-        """Whether it was killed or hung, as happens from outside, too, whatever runs in it."""
+        """Whether it was killed or hung, which may have causes outside of the engine."""
         return self.labels.get("ending") in ("killed", "hung", "stopped")
 
     @property
     def is_outside(self) -> bool:
-        """Whether a signal from outside stopped it, so that nothing that ran in it is the cause."""
+        """Whether a signal from outside stopped it, so that no request in it is the cause."""
         return self.labels.get("ending") == "stopped"
 
 
@@ -237,13 +239,13 @@ class PeerLost(Unavailable):
 
 
 class TransferFailed(Unavailable):
-    """KV pages did not arrive, or did not arrive as they were sent."""
+    """KV pages did not arrive, or arrived altered."""
 
     reason = "TRANSFER_FAILED"
 
 
 class Unreserved(TransferFailed):
-    """No pages were held for a computed prompt in time: the receiver is late, not the writer."""
+    """No pages were reserved in time for a computed prompt: the receiver is late."""
 
     reason = "UNRESERVED"
 
@@ -263,13 +265,13 @@ class Cancelled(EffuseError):
 
 
 class Bug(EffuseError):
-    """An invariant of ours does not hold. The caller sees only `Bug.told(id)`."""
+    """An invariant of effuse does not hold. The caller sees only `Bug.told(id)`."""
 
     @classmethod
     def told(cls, correlation_id: str, *, retryable: bool = False) -> Bug:
-        """What a caller is told of an unexpected exception: the id under which our log has it."""
+        """The message to the caller after an unexpected exception: the id of the log's entry."""
         return cls(
-            f"internal error; the server's log has it under id {correlation_id}",
+            f"internal error; find it in the server's log under id {correlation_id}",
             retryable=retryable,
             labels={"correlation_id": correlation_id},
         )
@@ -284,8 +286,9 @@ _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind
 
 
 def to_status(error: EffuseError) -> status_pb2.Status:
-    """Maps an error to the status that callers get: code, message, ErrorInfo, and RetryInfo or
-    BadRequest where they apply."""
+    """Maps an error to the status of the call: code, message, ErrorInfo, and RetryInfo or
+    BadRequest if they apply.
+    """
     code: int = error.code.value[0]
     status = status_pb2.Status(code=code, message=_cut_message(error.message))
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.labels)
@@ -301,7 +304,7 @@ def to_status(error: EffuseError) -> status_pb2.Status:
 
 
 def _bad_request(violations: Sequence[FieldViolation]) -> error_details_pb2.BadRequest:
-    """As many as fit, and how many more there are."""
+    """As many violations as fit, and the number of further ones."""
     bad = error_details_pb2.BadRequest()
     for one in violations[:_MOST_VIOLATIONS]:
         told = _cut(one.description, _DESCRIPTION_CHARS)
@@ -327,26 +330,27 @@ def _cut(text: str, most: int) -> str:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
-    """Maps what a call of ours ended with back to the tree.
+    """Maps the error of a call back to an exception of the tree.
 
-    A status without our ErrorInfo was made by the library on either side: the transport broke, or
-    the answer was no message of ours. All such are `PeerLost` with `peer` in the text, but for the
-    deadline and the cancellation, which are our own doing, and a message that is too large, which
-    it is the next time, too. What the library says of others names hosts and ports: it goes to our
-    log and not to the caller."""
+    A status without our ErrorInfo comes from the library at either end: the connection broke, or
+    the answer was not one of our messages. These become `PeerLost` with `peer` in the text.
+    Exceptions are the deadline and the cancellation, which this process caused, and a message that
+    is too large, which would fail again. The library's text names hosts and ports, so it goes to
+    the log and not to the caller.
+    """
     code = error.code()
     status = _status_of(error)
     info = error_details_pb2.ErrorInfo()
     if status is not None and any(d.Unpack(info) for d in status.details) and info.domain == DOMAIN:
         return _from_details(status, info)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(f"{peer} did not end before the deadline")
+        return DeadlineExceeded(f"{peer} did not finish before the deadline")
     if code is grpc.StatusCode.CANCELLED:
         return Cancelled(f"the call to {peer} was cancelled")
     told = error.details() or ""
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in told:
         return InvalidRequest.of("", f"a message of the call to {peer} is too large: {told}")
-    return PeerLost(f"{peer} broke off with {code.name}")
+    return PeerLost(f"{peer} closed the call with {code.name}")
 
 
 def _from_details(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> EffuseError:

@@ -1,13 +1,13 @@
-"""Who may call a server: each call shows what it has, and is let in or told UNAUTHENTICATED alone;
-and the secret that the processes of a fleet share, of which they show each other digests.
+"""Decides which calls a server accepts: each call shows its credentials, and a bad one only gets
+UNAUTHENTICATED. Also the secret that the processes of a fleet share, and their digests of it.
 
-A call carries a digest of the secret and of the address that it goes to: who listens there learns
-nothing that opens another door. Before anything else is sent, who is called proves by a digest of a
-fresh nonce and of its own address that it knows the secret, so that a stranger cannot pass the
-question on to one who does. Against who reads or changes what is on the wire only TLS helps.
+A call carries a digest of the secret and of the address that it goes to, so that a process that
+listens there learns nothing that opens another one. Before the first call, the callee proves that
+it knows the secret by a digest of a fresh nonce and its own address. A stranger cannot forward that
+question to a real process. Against an attacker who reads or changes traffic only TLS helps.
 
-Health is open, and so is that proof, which gives nothing away. Not here: calls (`channels.py`),
-certificates (`tls.py`).
+Health checks and that proof need no credentials, because they reveal nothing. Calls are in
+`channels.py`, certificates in `tls.py`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LEAST_BYTES: Final = 16
 MOST_BYTES: Final = 4096
 NONCE_BYTES: Final = 32
 OPEN_SERVICES: Final = ("/grpc.health.v1.Health/", "/effuse.v1.ProofService/")
-TOLD: Final = "this call needs credentials that are known here"
-"""All that a refused caller hears, whatever is wrong."""
+TOLD: Final = "this call needs credentials that this server accepts"
+"""The whole answer to a refused caller, whatever is wrong."""
 
 _LONGEST_NONCE: Final = 64
 
@@ -43,14 +43,14 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 _ProveContext: TypeAlias = "grpc.aio.ServicerContext[pb.ProveRequest, pb.ProveResponse]"
 
 CALLER: Final[ContextVar[str]] = ContextVar("caller", default="")
-"""Whose call it is that is being answered; empty where nobody asks."""
+"""The tenant of the call that is being answered; empty outside of calls."""
 
 
 class FleetSecret:
-    """The secret, which nothing prints."""
+    """The secret, which is never printed."""
 
     def __init__(self, secret: bytes) -> None:
-        """Raises OSError for one that is short, or a file of something else."""
+        """Raises OSError if the file is too short or too long."""
         if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
             raise OSError(
                 f"--fleet-secret: expected {LEAST_BYTES} to {MOST_BYTES} bytes, got {len(secret)}"
@@ -59,25 +59,27 @@ class FleetSecret:
 
     @classmethod
     def read(cls, path: Path) -> FleetSecret:
-        """The content of a file, less white space around it. Raises OSError."""
+        """The content of a file without surrounding white space. Raises OSError."""
         return cls(path.read_bytes().strip())
 
     @staticmethod
     def make(path: Path) -> None:
-        """Writes a new one into a file that its owner alone may read."""
+        """Writes a new secret into a file that only its owner may read."""
         path.touch(0o600, exist_ok=False)
         path.write_text(secrets.token_hex(32))
 
     def token(self, address: str) -> str:
-        """What a call to the process announced as `address` ("host:port") carries."""
+        """The token of a call to the process announced as `address` ("host:port")."""
         return self.derive("call", address.encode()).hex()
 
     def proof(self, address: str, nonce: bytes) -> bytes:
-        """What the process announced as `address` answers to a nonce."""
+        """The answer of the process announced as `address` to a nonce."""
         return self.derive("proof", nonce, address.encode())
 
     def derive(self, purpose: str, *parts: bytes) -> bytes:
-        """32 bytes that follow from the secret, for one purpose; nobody else can tell them."""
+        """32 bytes derived from the secret for one purpose; without the secret they cannot be
+        computed.
+        """
         told = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
         return hmac.digest(self._secret, told, "sha256")
 
@@ -86,11 +88,11 @@ class Doorkeeper(Protocol):
     """Decides on one call."""
 
     def admit(self, shown: dict[str, str | bytes]) -> None:
-        """Returns where the metadata of a call lets it in; raises `Unauthenticated`."""
+        """Returns if the metadata of a call gives access; raises `Unauthenticated` otherwise."""
 
 
 class FleetOnly:
-    """Lets in who knows the fleet's secret, and calls the process announced as `address()`."""
+    """Accepts calls with the fleet's secret for the process announced as `address()`."""
 
     def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
         self._secret = secret
@@ -106,7 +108,7 @@ class FleetOnly:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Stands before everything else of a server, what keeps handlers by name included."""
+    """Comes before all handlers of a server, including those found by name."""
 
     def __init__(self, doorkeeper: Doorkeeper) -> None:
         self._doorkeeper = doorkeeper
@@ -118,7 +120,7 @@ class Gate(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
-        """Returns the handler of the method that is called, or one that refuses the call."""
+        """Returns the handler of the method, or one that refuses the call."""
         if not str(handler_call_details.method).startswith(OPEN_SERVICES):
             try:
                 self._doorkeeper.admit(dict(handler_call_details.invocation_metadata or ()))
@@ -128,7 +130,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 async def _refuse(requests: AsyncIterator[object], context: _Context) -> None:
-    """Ends a call before anything that it carries is read."""
+    """Ends a call before its message is read."""
     status = to_status(error := Unauthenticated(TOLD))
     details = ((DETAILS_KEY, status.SerializeToString()),)
     await context.abort(error.code, status.message, details)
@@ -141,7 +143,7 @@ _REFUSAL: Final[grpc.RpcMethodHandler[object, object]] = grpc.stream_stream_rpc_
 
 
 class ProofServicer(pb_grpc.ProofServiceServicer):
-    """Answers for the process that `address()` is the announced address of."""
+    """Proves for the process whose announced address is `address()`."""
 
     def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
         self._secret = secret

@@ -1,7 +1,7 @@
-"""gRPC's health service: what a process can do now, for who asks once and for who watches.
+"""gRPC's health service: whether a process can work now, for single checks and for watches.
 
-Unlike grpcio's own it ends its watches once it drains: an open stream would keep the server from
-stopping for as long as its caller likes.
+grpcio's own service keeps watches open while the server drains, which would delay its end as long
+as a caller likes. This one ends them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio ships no types
-    """One per server. Knows "" (the process answers) and whatever `set` was told."""
+    """One per server. Knows "" (the process answers) and the services given to `set`."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": _SERVING}
@@ -29,13 +29,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio sh
         self._is_draining = False
 
     def set(self, service: str, *, serving: bool) -> None:
-        """Says whether `service` can do its work now; changes nothing once it drains."""
+        """Sets whether `service` can work now; has no effect once the server drains."""
         if not self._is_draining:
             self._statuses[service] = _SERVING if serving else _NOT_SERVING
             self._announce()
 
     def drain(self) -> None:
-        """Says NOT_SERVING for every service from now on, and ends every watch with that."""
+        """Sets NOT_SERVING for every service from now on, and ends every watch with that."""
         self._is_draining = True
         self._statuses = dict.fromkeys(self._statuses, _NOT_SERVING)
         self._announce()
@@ -43,16 +43,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio sh
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> health_pb2.HealthCheckResponse:
-        """How a service is now; raises `NotFound` where there is none of that name."""
+        """The status of a service now; raises `NotFound` if there is no service of that name."""
         status = self._statuses.get(request.service)
         if status is None:
-            raise NotFound(f"there is no service {request.service[:100]!r} here")
+            raise NotFound(f"this server has no service {request.service[:100]!r}")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(
         self, request: health_pb2.HealthListRequest, context: _Context
     ) -> health_pb2.HealthListResponse:
-        """How every service is now. Called where grpcio-health-checking knows it (from 1.82 on)."""
+        """The status of every service now. Called if grpcio-health-checking has it (since 1.82)."""
         statuses = {
             service: health_pb2.HealthCheckResponse(status=status)
             for service, status in self._statuses.items()
@@ -60,8 +60,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio sh
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
-        """How a service is, now and after each change, until this server drains. Waits for changes
-        without a deadline by intent: its caller ends it."""
+        """The status of a service, now and after each change, until this server drains. It waits
+        for changes without a deadline on purpose: the caller ends it.
+        """
         told: int | None = None
         while True:
             changed = self._changed

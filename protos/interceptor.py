@@ -1,9 +1,9 @@
-"""What stands between gRPC and every servicer: requests that do not parse, and exceptions.
+"""Wraps every servicer: handles requests that do not parse, and exceptions.
 
 grpcio answers both with UNKNOWN and the exception's text. Here a request that does not parse is
-INVALID_ARGUMENT, an error of the tree is its status, and anything else is INTERNAL with a fixed
-text and an id under which the log has the traceback. That id is the request's where it has one; it
-is in the trailing metadata of every error. Not here: what an error means (`errors.py`).
+INVALID_ARGUMENT, and an error of the tree becomes its status. Any other exception is INTERNAL with
+a fixed text and an id under which the log has the traceback. That id is the request's if there is
+one; it is in the trailing metadata of every error. `errors.py` defines the errors.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ _Response = TypeVar("_Response")
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Stands in for a request whose bytes are not the message that the method takes."""
+    """Replaces a request whose bytes are not a message of the method."""
 
     num_bytes: int
 
     def error(self) -> InvalidRequest:
-        """What the caller is told."""
+        """The message to the caller."""
         return InvalidRequest.of(
             "",
-            f"the {self.num_bytes} bytes received are not the protobuf message this method takes "
+            f"the {self.num_bytes} bytes received are not a valid protobuf message of this method "
             "(malformed encoding, or a string that is not UTF-8)",
         )
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler of a server once; calls after the first find it in a table."""
+    """Wraps every handler of a server once; later calls find it in a table."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, _Handler] = {}
         self.num_calls = 0
-        """Calls that were taken in so far."""
+        """Calls accepted so far."""
 
     async def intercept_service(
         self,
@@ -69,12 +69,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
-        """Returns the wrapped handler of the method that is called, or one that refuses it."""
+        """Returns the wrapped handler of the method, or one that refuses it."""
         self.num_calls += 1
         method = str(handler_call_details.method)
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
-            if handler is None:  # not kept: callers may make up any number of names
+            if handler is None:  # not kept, because callers may invent any number of names
                 return cast("grpc.RpcMethodHandler[_Request, _Response]", _refusing(method))
             self._wrapped[method] = _wrap(cast(_Handler, handler), method)
         return cast("grpc.RpcMethodHandler[_Request, _Response]", self._wrapped[method])
@@ -168,7 +168,7 @@ def _guard_generator(
 
 async def _abort(context: _Context, error: Exception, method: str) -> None:
     if isinstance(error, NotImplementedError):  # a library's servicer that lacks a method
-        error = NotSupported(f"{method[:100]} is not offered here")
+        error = NotSupported(f"this server has no method {method[:100]}")
     trailers = tuple(context.trailing_metadata() or ())
     request_id = next((str(value) for key, value in trailers if key == REQUEST_ID_KEY), "")
     if not request_id:

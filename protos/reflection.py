@@ -1,9 +1,9 @@
 """Server reflection in both of its versions, from one servicer.
 
-grpcio's package has v1alpha alone, which newer tools try second or no more. Version 1 has the same
-messages under another package, field by field, so its bytes are the same: the library's servicer
-answers both, and v1's descriptors are made from those of v1alpha. Not here: the descriptors of
-other services, which their stubs register.
+grpcio's package only has v1alpha, which newer tools try second or not at all. Version 1 has the
+same messages under another package, so its bytes are the same. The library's servicer answers both,
+and v1's descriptors are made from those of v1alpha. The stubs of other services register their own
+descriptors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _V1_FILE: Final = f"{_V1_PACKAGE.replace('.', '/')}/reflection.proto"
 
 
 def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
-    """Has `server` describe `services`, given by their full names, and reflection itself."""
+    """Makes `server` describe `services`, given by their full names, and reflection itself."""
     names = [*services, V1, ALPHA]
     servicer = reflection.aio.ReflectionServicer(names, pool=SymbolPool())
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -38,10 +38,10 @@ def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
 
 
 class SymbolPool:
-    """Finds descriptors for server reflection, methods by their full name included.
+    """Finds descriptors for server reflection, including methods by their full name.
 
-    The protocol asks for that (`package.Service.Method` is a symbol) and ghz does too; the default
-    pool knows files, messages, enums and services only.
+    The protocol needs methods (`package.Service.Method` is a symbol) and ghz asks for them; the
+    default pool only knows files, messages, enums and services.
     """
 
     def __init__(self) -> None:
@@ -66,16 +66,16 @@ class SymbolPool:
         return self._pool.FindMessageTypeByName(name)
 
     def FindExtensionByNumber(self, message: Descriptor, number: int) -> FieldDescriptor:
-        """Raises KeyError where the message has no such extension."""
+        """Raises KeyError if the message has no such extension."""
         return self._pool.FindExtensionByNumber(message, number)
 
     def FindAllExtensions(self, message: Descriptor) -> list[FieldDescriptor]:
-        """All extensions of a message that are known here."""
+        """All known extensions of a message."""
         return self._pool.FindAllExtensions(message)
 
 
 def _version_1() -> descriptor_pool.DescriptorPool:
-    """v1alpha's file under v1's names; in a pool of its own, as other packages may bring theirs."""
+    """v1alpha's file under v1's names, in a separate pool, since other packages may add theirs."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     file.ClearField("options")

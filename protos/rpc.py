@@ -1,7 +1,8 @@
 """A gRPC server with limits and health, and a channel to one.
 
-Scope: options that were measured, health and reflection, ports, SIGTERM and drain. Not here: any
-servicer, mapping of errors (`errors.py`, `interceptor.py`), who may call (`gate.py`, `tls.py`).
+It has measured options, health and reflection, ports, SIGTERM and drain. Servicers are elsewhere;
+errors are mapped in `errors.py` and `interceptor.py`, and `gate.py` and `tls.py` decide about
+access.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from effuse.protos.tls import ServerTls
 
 MIB: Final = 1 << 20
 LAST_S: Final = 5.0
-"""What calls get that still run once a drain is over: what was said last has to reach them."""
+"""Time for calls that still run at the end of a drain, so that their last messages arrive."""
 _SETTLE_S: Final = 1.0
 _LOOK_S: Final = 0.001
 _LOOKS: Final = 5
@@ -35,18 +36,19 @@ _LOOKS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageLimits:
-    """What a server takes from one peer."""
+    """Limits for one peer of a server."""
 
     max_message_bytes: int
     max_concurrent_streams: int
     max_metadata_bytes: int = 8192
     handshake_timeout_s: float = 5.0
     max_idle_s: float = 3600.0
-    """After which a connection without calls is closed, with a word to its owner."""
+    """Time after which a connection without calls is closed, with a message to its owner."""
     min_ping_interval_s: float = 0.5
     max_age_s: float | None = None
-    """After which a connection is closed once its calls have ended, so that clients connect anew
-    and servers that have joined get some of them; gRPC varies it by a tenth. None: never."""
+    """Age at which a connection closes once its calls have ended. Clients then connect again, and
+    new servers get some of them. gRPC varies it by a tenth. None: never.
+    """
 
 
 PUBLIC_LIMITS: Final = MessageLimits(
@@ -58,13 +60,14 @@ FLEET_LIMITS: Final = MessageLimits(max_message_bytes=64 * MIB, max_concurrent_s
 """For the router's calls to workers: all of its requests share one connection."""
 
 PROBE_LIMITS: Final = MessageLimits(max_message_bytes=4096, max_concurrent_streams=16)
-"""For who asks for health alone."""
+"""For callers that only check health."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
     """How soon a silent peer counts as gone. With these values a stopped process was noticed in 1
-    to 3 s, a blocked event loop in 3.3 s, a partition in 1 s. A loop must not block that long."""
+    to 3 s, a blocked event loop in 3.3 s, and a partition in 1 s. A loop must not block that long.
+    """
 
     time_s: float = 1.0
     timeout_s: float = 1.0
@@ -74,16 +77,18 @@ class Keepalive:
 FLEET_KEEPALIVE: Final = Keepalive()
 
 CALLER_KEEPALIVE: Final = Keepalive(time_s=20.0, timeout_s=20.0, ping_timeout_s=20.0)
-"""How soon a caller counts as gone to a server: what its calls hold is free again then. So does a
-router to clients."""
+"""How soon a caller counts as gone for a server, which then frees everything that its calls hold.
+Clients also use it for a router.
+"""
 
 Options = list[tuple[str, int]]
 
 
 def near_options() -> Options:
-    """Of a channel within a fleet or a machine: none goes by way of the proxy for the web that the
-    environment names (http_proxy), as gRPC's do by default, even to loopback, and tell it all. One
-    in gRPC's own variable is meant."""
+    """Option of a channel within a fleet or a machine: it ignores the web proxy of the environment
+    (http_proxy). gRPC would use that by default, even for loopback, and the proxy would see
+    everything. A proxy in gRPC's own variable is used.
+    """
     is_meant = os.environ.get("grpc_proxy")  # noqa: SIM112  # as gRPC spells it
     return [] if is_meant else [("grpc.enable_http_proxy", 0)]
 
@@ -91,22 +96,24 @@ def near_options() -> Options:
 def server_options(
     limits: MessageLimits, keepalive: Keepalive, *, shares_port: bool = False
 ) -> Options:
-    """Channel arguments of a server. With `shares_port` others that share it, too, may listen on
-    the same port, and each gets a part of the connections."""
+    """Channel arguments of a server. With `shares_port` other servers that also share it may listen
+    on the same port, and each gets a part of the connections.
+    """
     return [
-        # gRPC's own choice is to share: a second server on a taken port gets half of the calls.
+        # By default gRPC shares: a second server on a taken port would get half of the calls.
         ("grpc.so_reuseport", int(shares_port)),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", FLEET_LIMITS.max_message_bytes),
         ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
-        # Refused beyond it. gRPC refuses by chance between this and another bound, twice as high.
+        # Larger messages are refused. Between this and another limit, twice as high, gRPC refuses
+        # at random.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
-        # Else what the library itself refuses is told 0.1 to 1 s later, to slow down who is
-        # hostile: he has other connections, and who erred waits.
+        # By default the library delays its own refusals by 0.1 to 1 s to slow down attackers. They
+        # have other connections, and an honest caller would wait.
         ("grpc.http.tarpit", 0),
         ("grpc.max_connection_idle_ms", _ms(limits.max_idle_s)),
-        # Without a grace of its own: calls that run end first, however long they are.
+        # Without a grace period: running calls end first, however long they are.
         *(
             []
             if limits.max_age_s is None
@@ -120,8 +127,9 @@ def server_options(
 
 
 def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Options:
-    """Channel arguments of a client. Calls are never retried by the library: streams are resumed
-    by our own rule of offsets."""
+    """Channel arguments of a client. The library never retries calls, because streams are resumed
+    by our own rule of offsets.
+    """
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -132,11 +140,13 @@ def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Opti
 
 
 def reconnect_options() -> Options:
-    """Channel arguments by which a client finds a server again soon: gRPC's own pauses grow to two
-    minutes, and it asks DNS for new addresses twice a minute at most."""
+    """Channel arguments that let a client find a server again soon. gRPC's own pauses grow to two
+    minutes, and it asks DNS at most twice a minute.
+    """
     return [
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # By its name a pause; in fact what one attempt to connect may take, handshake included.
+        # The name suggests a pause, but it is the time limit of one attempt to connect, handshake
+        # included.
         ("grpc.min_reconnect_backoff_ms", 3000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
@@ -144,7 +154,7 @@ def reconnect_options() -> Options:
 
 
 def keepalive_options(keepalive: Keepalive) -> Options:
-    """Channel arguments, of either end, by which a silent peer is found out."""
+    """Channel arguments, at either end, that detect a silent peer."""
     return [
         ("grpc.keepalive_time_ms", _ms(keepalive.time_s)),
         ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),
@@ -169,7 +179,8 @@ class RpcServer:
     """A gRPC server with errors mapped, health and reflection.
 
     Use: construct, add servicers to `.server`, `await start(services)`, then `serve` or `stop`.
-    Health knows "" (the process answers) and whatever `set_serving` was told."""
+    Health knows "" (the process answers) and the services given to `set_serving`.
+    """
 
     def __init__(
         self,
@@ -180,7 +191,7 @@ class RpcServer:
         tls: ServerTls | None = None,
         doorkeeper: Doorkeeper | None = None,
     ) -> None:
-        """tls: None is plain text. doorkeeper: who is let in; None lets in everybody."""
+        """tls: None is plain text. doorkeeper: decides about access; None accepts every caller."""
         gates = [] if doorkeeper is None else [Gate(doorkeeper)]
         options = server_options(limits, keepalive, shares_port=shares_port)
         self._border = ErrorInterceptor()
@@ -194,8 +205,9 @@ class RpcServer:
     async def start(self, address: str, services: Iterable[str]) -> int:
         """Binds `address` ("host:port"; port 0 takes a free one), starts, returns the port.
 
-        `services`: full names for reflection; each begins as NOT_SERVING.
-        Raises OSError where the port is taken or the host is not ours."""
+        `services`: full names for reflection; each begins as NOT_SERVING. Raises OSError if the
+        port is in use or the host is not an address of this machine.
+        """
         names = list(services)
         add_reflection([*names, health.SERVICE_NAME], self.server)
         for name in names:
@@ -205,8 +217,10 @@ class RpcServer:
         return port
 
     async def start_health(self, address: str) -> int:
-        """Answers health at `address` as well, in plain text and to anybody, and nothing else;
-        returns the port, which is shared where that of `start` is. Raises OSError as that does."""
+        """Also answers health checks, and nothing else, at `address`, in plain text and for every
+        caller; returns the port. The port is shared if that of `start` is. Raises OSError like
+        `start`.
+        """
         options = server_options(PROBE_LIMITS, CALLER_KEEPALIVE, shares_port=self._shares_port)
         self._probed = _make_server(options, [ErrorInterceptor()])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
@@ -215,31 +229,32 @@ class RpcServer:
         return port
 
     def set_serving(self, service: str, serving: bool) -> None:
-        """Says whether `service` can do its work now."""
+        """Sets whether `service` can work now."""
         if self._serving.get(service) != serving:
             self._serving[service] = serving
             self._health.set(service, serving=serving)
 
     def drain(self) -> None:
-        """Says NOT_SERVING for every service, from now on; calls are still taken."""
+        """Sets NOT_SERVING for every service from now on; calls are still accepted."""
         self._health.drain()
 
     async def settle(self, until: float) -> None:
-        """Returns in a moment in which no call waits to be taken in; after `_SETTLE_S` or at
-        `until`, a time of the loop, at the latest. To be called before `stop`: the library tells
-        those that wait then CANCELLED, which no client but ours asks again for."""
+        """Returns at a moment at which no call waits to be accepted; at the latest after
+        `_SETTLE_S` or at `until`, a time of the loop. Call it before `stop`: the library would end
+        waiting calls with CANCELLED, which clients other than ours do not retry.
+        """
         looks, loop = 0, asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(min(until, loop.time() + _SETTLE_S)):
                 while looks < _LOOKS:
                     before, began = self._border.num_calls, loop.time()
                     await asyncio.sleep(_LOOK_S)
-                    # Where this process stood still, calls came that nobody could take in.
+                    # If this process was stopped, calls arrived meanwhile that it could not accept.
                     is_quiet = loop.time() - began < 3 * _LOOK_S
                     looks = looks + 1 if is_quiet and self._border.num_calls == before else 0
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, lets what runs end within `grace_s`, cancels what is left."""
+        """Refuses new calls, lets running ones end within `grace_s`, and cancels the rest."""
         await self.server.stop(grace_s)
         if self._probed is not None:
             await self._probed.stop(0.0)
@@ -250,13 +265,15 @@ def _make_server(
 ) -> grpc.aio.Server:
     """A server that finds a call's method by its name.
 
-    Methods that are registered cost each call a look at all of them, and where the server stops in
-    the moment in which a call comes, the call is lost and hangs to its deadline (grpcio 1.85)."""
+    With registered methods the library searches all of them for each call. If the server also stops
+    at the moment at which a call arrives, the call is lost and hangs until its deadline (grpcio
+    1.85).
+    """
 
     def register_none(
         service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
     ) -> None:
-        """They are known as generic handlers already."""
+        """They are already generic handlers."""
 
     server = grpc.aio.server(interceptors=interceptors, options=options)
     server.add_registered_method_handlers = register_none  # type: ignore[method-assign]
@@ -269,7 +286,10 @@ def _listen(server: grpc.aio.Server, address: str, tls: ServerTls | None) -> int
             return server.add_insecure_port(address)
         return server.add_secure_port(address, tls.credentials())
     except RuntimeError as error:
-        text = f"cannot listen on {address}: the port is taken or the host is not ours"
+        text = (
+            f"cannot listen on {address}: the port is in use, or the host is not an address of "
+            "this machine"
+        )
         raise OSError(text) from error
 
 
@@ -295,19 +315,20 @@ async def serve(
     on_drain: Callable[[], Awaitable[None]] | None = None,
     closes_first: bool = False,
 ) -> None:
-    """Serves until `stop` is set, then drains: unhealthy first, `on_drain`, then calls that still
-    run get what is left of `drain_s`, but `LAST_S` at most: one that came in the moment in which
-    the server stopped may be lost in the library, and nothing else ends it.
+    """Serves until `stop` is set, then drains: it becomes unhealthy, awaits `on_drain`, and gives
+    running calls the rest of `drain_s`, at most `LAST_S`. A call that arrived at the moment of the
+    stop may be lost in the library, and only this limit ends it.
 
-    `closes_first`: before `on_drain` it stops listening and tells callers to connect elsewhere
-    (GOAWAY), and only calls that it has taken go on. For a server in whose place there is another
-    one: callers go there by themselves, and what was on its way is sent again by the library.
-    Without it callers are answered meanwhile, if only to be refused."""
+    `closes_first`: before `on_drain` it stops listening and sends callers elsewhere (GOAWAY), so
+    that only accepted calls continue. This is for a server with a replacement: callers go there
+    automatically, and the library sends again what was on its way. Without it, callers still get
+    answers, which may be refusals.
+    """
     loop = asyncio.get_running_loop()
     closing: asyncio.Task[None] | None = None
     grace_s = 0.0
     try:
-        # Waits for ever by intent: this is the life of the process.
+        # Waits without a deadline on purpose: this is the life of the process.
         await stop.wait()
         until = loop.time() + drain_s
         rpc.drain()
@@ -330,15 +351,18 @@ async def serve(
 
 
 def write_ready_file(path: Path, address: str, **facts: str) -> None:
-    """Writes {"address": "host:port", "pid": ...} and other facts to `path`, in one step, for
-    processes that wait for this one."""
+    """Writes {"address": "host:port", "pid": ...} and other facts to `path`, atomically, for
+    processes that wait for this one.
+    """
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps({"address": address, **facts, "pid": os.getpid()}) + "\n")
     partial.replace(path)
 
 
 def update_ready_file(path: Path, address: str, **facts: str) -> None:
-    """The same with other facts, unless the file is gone or another process's by now."""
+    """Writes it again with other facts, unless the file is gone or belongs to another process by
+    now.
+    """
     with contextlib.suppress(FileNotFoundError):
         if json.loads(path.read_text())["pid"] == os.getpid():
             write_ready_file(path, address, **facts)

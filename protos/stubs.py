@@ -1,7 +1,7 @@
-"""The generated stubs over an asyncio channel, with the types that calls on one have.
+"""The generated stubs on an asyncio channel, with asyncio's types of calls.
 
-The generator writes the asyncio types into the stub files only; at run time there is one class for
-both. Not here: anything but the casts.
+The generator writes the asyncio types only into the stub files; at run time one class serves both.
+This file only has the casts.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
 
 
 def generation_stub(channel: grpc.aio.Channel) -> generation_pb2_grpc.GenerationServiceAsyncStub:
-    """What clients call to generate."""
+    """The stub that clients use to generate."""
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
     return cast("generation_pb2_grpc.GenerationServiceAsyncStub", stub)
 
 
 def model_stub(channel: grpc.aio.Channel) -> model_pb2_grpc.ModelServiceAsyncStub:
-    """What clients call to list models."""
+    """The stub that clients use to list models."""
     return cast("model_pb2_grpc.ModelServiceAsyncStub", model_pb2_grpc.ModelServiceStub(channel))
 
 
 def monitor_stub(channel: grpc.aio.Channel) -> monitor_pb2_grpc.MonitorServiceAsyncStub:
-    """What clients call to watch."""
+    """The stub that clients use to watch requests."""
     stub = monitor_pb2_grpc.MonitorServiceStub(channel)
     return cast("monitor_pb2_grpc.MonitorServiceAsyncStub", stub)
 
 
 def prefill_stub(channel: grpc.aio.Channel) -> worker_pb2_grpc.PrefillServiceAsyncStub:
-    """What the router calls on a prefill worker."""
+    """The router's stub for a prefill worker."""
     stub = worker_pb2_grpc.PrefillServiceStub(channel)
     return cast("worker_pb2_grpc.PrefillServiceAsyncStub", stub)
 
 
 def decode_stub(channel: grpc.aio.Channel) -> worker_pb2_grpc.DecodeServiceAsyncStub:
-    """What the router calls on a decode worker."""
+    """The router's stub for a decode worker."""
     stub = worker_pb2_grpc.DecodeServiceStub(channel)
     return cast("worker_pb2_grpc.DecodeServiceAsyncStub", stub)
 
 
 def worker_stub(channel: grpc.aio.Channel) -> worker_pb2_grpc.WorkerServiceAsyncStub:
-    """What the router, and a decode worker's front, call on any worker."""
+    """The stub of the router, and of a decode worker's front, for any worker."""
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     return cast("worker_pb2_grpc.WorkerServiceAsyncStub", stub)
 
 
 def proof_stub(channel: grpc.aio.Channel) -> proof_pb2_grpc.ProofServiceAsyncStub:
-    """What a process of the fleet asks of another one before it sends anything."""
+    """The stub by which a process of the fleet asks another one for its proof."""
     return cast("proof_pb2_grpc.ProofServiceAsyncStub", proof_pb2_grpc.ProofServiceStub(channel))

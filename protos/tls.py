@@ -1,7 +1,7 @@
 """Certificates from files, for servers and for channels; read again when the files change.
 
-gRPC does the TLS. What is here decides which files it gets, and keeps those it has where new ones
-are unreadable or do not belong together, as in the midst of a renewal.
+gRPC does the TLS. This file decides which files gRPC gets. It keeps the previous ones while new
+files are unreadable or do not match, for example during a renewal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOG: Final = logging.getLogger(__name__)
 
 _CERTIFICATE: Final = b"CERTIFICATE"
 _KEY: Final = b"PRIVATE KEY"
-_NOT_NOW: Final = (9, 10)  # OpenSSL's codes of a certificate before and after its time
+_NOT_NOW: Final = (9, 10)  # OpenSSL's codes for a certificate before and after its validity
 
 T = TypeVar("T")
 Stamp = tuple[tuple[int, int, int], ...]
@@ -30,10 +30,11 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files of one end of a connection. `ca` signs the other end: None trusts, of a client, the
-    system's authorities, and asks, of a server, no certificate of clients.
+    """PEM files of one end of a connection. `ca` signs the other end's certificate. None means that
+    a client trusts the system's authorities, and that a server asks clients for no certificate.
 
-    Raises ValueError for a certificate without a key, or a key without one; a file may hold both.
+    Raises ValueError for a certificate without a key or a key without a certificate; one file may
+    have both.
     """
 
     cert: Path | None = None
@@ -41,18 +42,19 @@ class TlsFiles:
     ca: Path | None = None
 
     def __post_init__(self) -> None:
-        if (self.cert is None) != (self.key is None):  # gRPC ends the process at that
+        if (self.cert is None) != (self.key is None):  # gRPC would abort the process
             found = "cert" if self.key is None else "key"
-            raise ValueError(f"expected cert and key, or neither, got {found} alone")
+            raise ValueError(f"expected both cert and key, or neither, got only {found}")
 
     def stamp(self) -> Stamp:
-        """Changes with the files. Raises OSError where one is missing."""
+        """A value that changes when the files do. Raises OSError if one is missing."""
         states = [path.stat() for path in (self.cert, self.key, self.ca) if path is not None]
         return tuple((one.st_dev, one.st_ino, one.st_mtime_ns) for one in states)
 
     def check(self) -> None:
-        """Raises OSError that names the file at fault: one of another kind, a key of another
-        certificate, a certificate that is not valid now."""
+        """Raises OSError that names the bad file: another kind of file, another certificate's key,
+        or a certificate that is not valid now.
+        """
         if self.cert is not None and self.key is not None:
             _expect(self.cert, _CERTIFICATE)
             _expect(self.key, _KEY)
@@ -62,12 +64,12 @@ class TlsFiles:
             _trusting(self.ca)
 
     def check_authority(self) -> None:
-        """Raises OSError where `ca` has no certificate of an authority."""
+        """Raises OSError if `ca` has no certificate of an authority."""
         if self.ca is not None and not _trusting(self.ca).get_ca_certs():
             raise OSError(f"{self.ca}: expected certificates of an authority, found others")
 
     def check_signature(self) -> None:
-        """Raises OSError where `ca` did not sign `cert`, as it does in a fleet."""
+        """Raises OSError if `ca` did not sign `cert`, as it must in a fleet."""
         if self.cert is None or self.key is None or self.ca is None:
             return
         try:
@@ -78,10 +80,10 @@ class TlsFiles:
 
 
 def _expect(path: Path, kind: bytes) -> None:
-    """Raises OSError where a file has no PEM block of this kind."""
+    """Raises OSError if a file has no PEM block of this kind."""
     found = path.read_bytes()
-    if found.startswith(codecs.BOM_UTF8):  # gRPC finds nothing behind it
-        raise OSError(f"{path}: expected no byte-order mark before the PEM text")
+    if found.startswith(codecs.BOM_UTF8):  # gRPC finds nothing after a byte-order mark
+        raise OSError(f"{path}: expected PEM text without a byte-order mark")
     if kind in found:
         return
     others = [one.decode().lower() for one in (_CERTIFICATE, _KEY) if one in found]
@@ -93,39 +95,41 @@ def _check_pair(cert: Path, key: Path) -> None:
     try:
         _shake_hands(_showing(cert, key), _trusting(cert))
     except ssl.SSLCertVerificationError as error:
-        if error.verify_code in _NOT_NOW:  # each reader of the certificate judges others
+        if error.verify_code in _NOT_NOW:  # other errors depend on the verifier
             raise OSError(f"{cert}: {error.verify_message}") from error
 
 
 def _showing(cert: Path, key: Path) -> ssl.SSLContext:
-    """A server's side. Raises OSError that names the file at fault."""
+    """Credentials of a server. Raises OSError that names the bad file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, _no_password)
     except ssl.SSLError as error:
         if "MISMATCH" in str(error):
             raise OSError(f"{key} is not the key of the certificate in {cert}") from error
-        raise OSError(f"{cert} or {key} cannot be used: {error}") from error
+        raise OSError(f"cannot use {cert} or {key}: {error}") from error
     except OSError as error:
         raise OSError(f"{key}: {error}") from error
     return context
 
 
 def _trusting(ca: Path) -> ssl.SSLContext:
-    """A client's side, which trusts each certificate of a file. Raises OSError."""
+    """Credentials of a client, which trusts each certificate in a file. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC, on every Python
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # like gRPC, on every version of Python
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError as error:
-        raise OSError(f"{ca} cannot be used: {error}") from error
+        raise OSError(f"cannot use {ca}: {error}") from error
     return context
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """A handshake in memory. Raises SSLCertVerificationError where the client does not trust."""
+    """A handshake in memory. Raises SSLCertVerificationError if the client does not trust the
+    server.
+    """
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
     for end in ends * 3:
@@ -133,27 +137,28 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
             end.do_handshake()
         except ssl.SSLCertVerificationError:
             raise
-        except ssl.SSLError:  # it waits for the other end, or OpenSSL cannot do what gRPC can
+        except ssl.SSLError:  # it waits for the other end, or needs a feature that only gRPC has
             continue
 
 
 def _no_password() -> str:
-    raise OSError("the key is encrypted; expected one without a password")
+    raise OSError("expected a key without a password, got an encrypted one")
 
 
 class Renewal:
-    """Reads files when they have changed and can be used."""
+    """Reads files again once they have changed and can be used."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises OSError where they cannot be used now."""
+        """Raises OSError if they cannot be used now."""
         self._files = files
-        self._trouble = ""  # with the files, as it was told
+        self._trouble = ""  # the last logged problem with the files
         self._stamp = files.stamp()
         files.check()
 
     def newest(self, read: Callable[[], T]) -> T | None:
-        """What `read` makes of them, once for each change to files that can be used; others are
-        logged, once, and looked at again."""
+        """The result of `read`, made once for each change to usable files. Unusable ones are logged
+        once and checked again later.
+        """
         try:
             stamp = self._files.stamp()
             if stamp == self._stamp:
@@ -162,12 +167,12 @@ class Renewal:
             self._files.check()
             found = read()
         except OSError as error:
-            if str(error) != self._trouble:  # not at each look
-                LOG.warning("keeping the certificates that were read before: %s", error)
+            if str(error) != self._trouble:  # not at each check
+                LOG.warning("keeping the previous certificates: %s", error)
             self._trouble = str(error)
             return None
         self._stamp, self._trouble = stamp, ""
-        LOG.info("took new certificates from %s", self._files.cert or self._files.ca)
+        LOG.info("loaded new certificates from %s", self._files.cert or self._files.ca)
         return found
 
 
@@ -175,14 +180,16 @@ class ServerTls:
     """Credentials of a server, which takes new files at the next handshake after a change."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises OSError where they cannot be used."""
+        """Raises OSError if they cannot be used."""
         self._files = files
         self._renewal = Renewal(files)
         files.check_authority()
         self._first = self._configuration()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`. Clients need a certificate where the files name who signs it."""
+        """For `add_secure_port`. Clients need a certificate if the files name an authority for
+        them.
+        """
         return grpc.dynamic_ssl_server_credentials(
             self._first,
             self._changed,  # type: ignore[arg-type]  # None is documented, and not in the types
@@ -190,7 +197,9 @@ class ServerTls:
         )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What is new; None keeps what is there. Runs in a thread of gRPC at each handshake."""
+        """New credentials, or None to keep the old ones. gRPC calls it in a thread at each
+        handshake.
+        """
         return self._renewal.newest(self._configuration)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
@@ -200,11 +209,12 @@ class ServerTls:
 
 
 class ChannelTls:
-    """Credentials of channels. A channel keeps those that it was made with: `version` counts the
-    files that were read since, for who would rather make a new one."""
+    """Credentials of channels. A channel keeps those with which it was made; `version` counts the
+    reads since, for callers that want to make a new channel.
+    """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises OSError where they cannot be used."""
+        """Raises OSError if they cannot be used."""
         self._files = files
         self._renewal = Renewal(files)
         self.credentials = self._read_all()
@@ -224,8 +234,9 @@ class ChannelTls:
 
 
 def _system_authorities() -> bytes | None:
-    """PEM certificates of those that this system trusts, where OpenSSL looks for them. None, for
-    those that gRPC brings along, where there are none, or where gRPC's own variable names some."""
+    """PEM certificates that this system trusts, from OpenSSL's places. None, which means those that
+    gRPC brings along, if there are none or gRPC's own variable names a file.
+    """
     paths = ssl.get_default_verify_paths()
     if os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
         return None

@@ -299,20 +299,20 @@ class Admission:
         slots = self.slots_of(need.model)
         wait_s = slots.holds.wait_s(self._num_beyond(slots), slots.pace)
         late_s = slots.holds.hold_s(need.size, TURN_MARGIN) + wait_s - left_s
-        return self._shed("its turn came late", left_s, late_s) if late_s > 0 else None
+        return self._shed("its turn came too late", left_s, late_s) if late_s > 0 else None
 
     def _shed(self, why: str, left_s: float, late_s: float) -> Overloaded:
         self.num_shed += 1
         return Overloaded(
-            f"{why}, and it would end some {late_s:.2g} s after its deadline, which is in "
+            f"{why}, so that it would end about {late_s:.2g} s after its deadline, which is in "
             f"{left_s:.3g} s; try again later",
             retry_after_s=max(LEAST_RETRY_S, late_s),
         )
 
     def _refusal(self) -> Overloaded:
         return Overloaded(
-            f"{self.num_running} requests are running and {self.num_waiting} are waiting, which "
-            "is all this router takes; try again later",
+            f"{self.num_running} requests are running and {self.num_waiting} are waiting, which is "
+            "this router's limit; try again later",
             retry_after_s=1.0,
         )
 

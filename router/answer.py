@@ -187,7 +187,9 @@ class AnswerRun:
         stalled_s = self._request.setbacks.stalled_s(self._router.now())
         if stalled_s > self._router.config.recovery_s:
             missing = self._router.fleet.what_is_missing(need)
-            raise self._unavailable(f"no worker could go on within {stalled_s:.3g} s: {missing}")
+            raise self._unavailable(
+                f"no worker could continue it within {stalled_s:.3g} s: {missing}"
+            )
 
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request
@@ -221,7 +223,7 @@ class AnswerRun:
         # Next time its pages come first.
         request.is_patient = request.is_patient or failure.outcome is FailureKind.LATE
         if request.setbacks.losses_in_a_row > router.config.max_losses:
-            text = f"{request.setbacks.losses_in_a_row} workers were lost under it in a row"
+            text = f"the request lost {request.setbacks.losses_in_a_row} workers in a row"
             raise self._unavailable(text, retryable=False) from error
         if isinstance(error, EngineLost):
             await asyncio.sleep(TOGETHER_S)
@@ -250,7 +252,7 @@ class AnswerRun:
             raise self._unavailable(text) from error
         if isinstance(error, InvalidRequest) and _is_ours(error):
             raise Bug(
-                f"{failure.worker.worker_id} does not take what it is sent: {error.message}"
+                f"{failure.worker.worker_id} refuses the router's message: {error.message}"
             ) from error
         if failure.outcome is FailureKind.FINAL:
             raise error
@@ -269,12 +271,12 @@ class AnswerRun:
 def time_is_over(router: Router, request: AnyRequest) -> EffuseError:
     """What is told where a request's own time has run out, or that of its router."""
     if request.is_ended_by_id:
-        return EndedById("somebody has ended this request by its id", labels=request.labels())
+        return EndedById("the request was cancelled by its id", labels=request.labels())
     if router.requests.is_cut_off:
-        why = "this router has ended, and the answer was not; ask again"
+        why = "this router ended before the answer was complete; send the request again"
         text = _sentences(why, request.tell_progress())
         return Draining(text, retry_after_s=RETRY_AFTER_S, labels=request.labels())
-    why = f"not answered within {request.limit_s:.3g} s; it was {request.tell_state()}"
+    why = f"not answered within {request.limit_s:.3g} s; the request was {request.tell_state()}"
     return DeadlineExceeded(_sentences(why, request.tell_progress()), labels=request.labels())
 
 

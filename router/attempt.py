@@ -116,7 +116,7 @@ class Attempt:
             self._end_calls_now()
         else:
             self._router.cleanup.settle_calls([decode], self._readers(), self._end_calls)
-        assert self._reason is not None, "relayed to the end"
+        assert self._reason is not None, "sent completely"
         return self._reason
 
     @contextmanager

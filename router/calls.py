@@ -68,7 +68,7 @@ async def read_message(call: Readable[Message], peer: str) -> Message:
     except asyncio.CancelledError:
         if is_task_cancelled():
             raise
-        raise PeerLost(f"{peer} broke off the call") from None
+        raise PeerLost(f"{peer} closed the call") from None
 
 
 @contextmanager
@@ -146,7 +146,7 @@ class PrefillCall:
             await self._read_all()
         except EffuseError as error:
             if self.is_pushed or self._request.state is State.DECODING:
-                LOG.info("after its pages had arrived, %s failed: %s", self._peer, error.message)
+                LOG.info("after the pages arrived, %s failed: %s", self._peer, error.message)
                 return
             if self._is_unheard and await self._has_lost_its_status():
                 error = await self._ask_why()
@@ -160,10 +160,10 @@ class PrefillCall:
 
     async def _ask_why(self) -> EffuseError:
         """What the worker's lost error must have said, by how the worker is now."""
-        told = f"{self._peer} had ended its call when the reservation came"
+        told = f"{self._peer} ended its call before the reservation arrived"
         condition = await self._ask(self.worker)
         if condition is None:
-            return PeerLost(f"{told}, and does not answer")
+            return PeerLost(f"{told}, and it does not answer")
         if condition is Condition.STARTING:
             return EngineLost(f"{told}, and its engine is lost")
         return Unreserved(told)
@@ -273,11 +273,11 @@ class Cleanup:
         except TimeoutError:
             LOG.info("%s did not answer an abort in time", worker.worker_id)
         except PeerLost as error:
-            LOG.info("%s is not told of an abort: %s", worker.worker_id, error.message)
+            LOG.info("%s does not receive the abort: %s", worker.worker_id, error.message)
         except grpc.aio.AioRpcError as error:
             LOG.info("%s did not answer an abort: %s", worker.worker_id, error.code().name)
         except grpc.aio.UsageError as error:  # its channel was closed as it was proven
-            LOG.info("%s is not told of an abort: %s", worker.worker_id, error)
+            LOG.info("%s does not receive the abort: %s", worker.worker_id, error)
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise

@@ -82,7 +82,7 @@ class Catalogue:
         if not models:
             raise Unavailable(f"no worker serves {name!r} now", retry_after_s=1.0)
         there = ", ".join(sorted(models))
-        raise NotFound(f"there is no model {shown(name)}; this fleet serves {there}")
+        raise NotFound(f"model {shown(name)} does not exist; this fleet serves {there}")
 
     def _only_model(self, models: dict[str, ModelInfo]) -> ModelInfo:
         if not models:

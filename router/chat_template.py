@@ -74,7 +74,9 @@ class ChatTemplate:
                 special = config | _read_json(directory / "special_tokens_map.json")
             origin, sources = _sources_of(directory, config)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ChatTemplateError(f"the files of the chat template: {error}") from error
+            raise ChatTemplateError(
+                f"cannot read the files of the chat template: {error}"
+            ) from error
         if not sources:
             return None
         named = {name: _text_of(special.get(name)) for name in VARIABLES}
@@ -154,7 +156,7 @@ def _compile(source: str) -> Template:
     try:
         return environment.from_string(source)
     except Exception as error:  # a text that is no template may break Jinja anywhere
-        raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
+        raise ChatTemplateError(f"cannot compile the chat template: {error}") from error
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -192,7 +194,7 @@ def _limited(limit_s: float) -> Iterator[None]:
         if frame.f_code.co_filename != _TRACED:
             return None
         if time.thread_time() > end:
-            raise TimeoutError(f"it was not rendered within {limit_s:g} s of computing")
+            raise TimeoutError(f"rendering took more than {limit_s:g} s of computing")
         return trace
 
     before = sys.gettrace()
@@ -209,7 +211,7 @@ def _joined(pieces: Iterator[str], most_bytes: int) -> str:
     for piece in pieces:
         left -= len(piece.encode())
         if left < 0:
-            raise ValueError(f"expected a chat of at most {most_bytes} bytes once it is rendered")
+            raise ValueError(f"expected a chat of at most {most_bytes} bytes after rendering")
         texts.append(piece)
     return "".join(texts)
 
@@ -253,7 +255,7 @@ def _open_last(message: dict[str, Any], tail: str) -> str:
         message["content"] = content + tail
         return content
     if not content:
-        raise ChatTemplateError("the last message cannot be continued: it has no text")
+        raise ChatTemplateError("the last message cannot be continued, because it has no text")
     text: str = content[-1]["text"]
     content[-1] = {**content[-1], "text": text + tail}
     return text
@@ -271,7 +273,9 @@ def _cut_open(text: str, last: str, mark: str) -> str:
     for escape in escapes_of(mark):
         text = text.replace(escape, mark)
     if last not in text or mark not in text:
-        raise ChatTemplateError("the last message cannot be continued: the template changes it")
+        raise ChatTemplateError(
+            "the last message cannot be continued, because the template changes it"
+        )
     open_text, behind = text[: text.rindex(mark)], text[text.rindex(mark) + 1 :]
     return open_text if behind.startswith(" ") else open_text.rstrip()
 

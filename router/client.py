@@ -137,11 +137,11 @@ class AnswerStream(Generic[Told]):
         # Unlike a timeout this leaves the write alone: see `settle`.
         await asyncio.wait({writing}, timeout=self._stalled_s)
         if not writing.done():
-            raise ClientGone(f"the client has taken nothing for {self._stalled_s:g} s")
+            raise ClientGone(f"the client has read nothing for {self._stalled_s:g} s")
         try:
             writing.result()
         except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            raise ClientGone("the client's call is over") from error
+            raise ClientGone("the client's call ended") from error
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:

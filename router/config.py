@@ -30,69 +30,82 @@ class RouterConfig(Access):
         int | None, "port of OpenAI's HTTP API; 0 takes a free one (default: no HTTP)"
     ] = None
     share_port: Annotated[
-        bool, "let other routers listen on the same port, as one that takes this one's place"
+        bool, "allow other routers to listen on the same port, such as one that replaces this one"
     ] = False
-    tls_cert: Annotated[Path | None, "PEM certificate shown to clients; turns TLS on"] = None
+    tls_cert: Annotated[Path | None, "PEM certificate for clients; turns on TLS"] = None
     tls_key: Annotated[Path | None, "PEM key of tls-cert"] = None
     tls_client_ca: Annotated[
-        Path | None, "PEM certificates that sign those of clients; others are refused"
+        Path | None,
+        "PEM certificates of the authorities that sign clients' certificates; other clients are "
+        "refused",
     ] = None
     keys: Annotated[
-        Path | None, "file of clients' keys (see effuse token); without it anybody may ask"
+        Path | None,
+        "file of clients' keys (see effuse token); without it any client may send requests",
     ] = None
-    max_message_bytes: Annotated[int, "largest message taken from a client"] = 4 << 20
+    max_message_bytes: Annotated[int, "most bytes in a message from a client"] = 4 << 20
 
     # The fleet.
-    redis_url: Annotated[str, "Redis of the fleet, redis://host:port/db"] = "redis://127.0.0.1:6379"
-    fleet: Annotated[str, "fleet to route for; fleets that share a Redis never meet"] = "effuse"
+    redis_url: Annotated[str, "Redis of the fleet, as redis://host:port/db"] = (
+        "redis://127.0.0.1:6379"
+    )
+    fleet: Annotated[str, "name of the fleet; fleets with different names can share a Redis"] = (
+        "effuse"
+    )
     prefill: Annotated[
         PrefillMode,
-        "who prefills: prefill workers (remote), the decode worker itself (local), or prefill "
-        "workers as long as there are any (auto)",
+        "which workers prefill: prefill workers (remote), the decode worker itself (local), or "
+        "prefill workers while any are alive (auto)",
     ] = "auto"
 
     show_requests: Annotated[
-        bool, "let whoever watches running requests see their ids, prompts and texts"
+        bool, "show ids, prompts and texts of running requests to every viewer"
     ] = False
 
     # Text.
     model: Annotated[
-        Path | None, "checkpoint whose tokenizer.json to use (default: the bundled one)"
+        Path | None, "checkpoint with the tokenizer.json to use (default: the bundled one)"
     ] = None
     tokenizer_threads: Annotated[int, "threads that encode long prompts"] = 2
 
     # Limits.
     max_concurrent_requests: Annotated[
-        int, "requests on workers at once, at most as many as decode workers take (max-num-seqs)"
+        int, "most requests on workers at a time, within the decode workers' max-num-seqs"
     ] = 1024
-    max_queue: Annotated[int, "requests that wait behind them"] = 1024
-    max_answers: Annotated[int, "answers that one request may ask for (n)"] = 8
+    max_queue: Annotated[int, "most requests that wait for a worker"] = 1024
+    max_answers: Annotated[int, "most answers to one request (n)"] = 8
     max_losses: Annotated[
-        int, "workers that may be lost under a request, one after the other without a new block"
+        int, "most workers that a request may lose in a row without a new block"
     ] = 8
     retry_share: Annotated[
-        float, "attempts after losses that each request allows, on average; beyond that they wait"
+        float,
+        "retries that each request adds to a shared budget; an empty budget delays retries",
     ] = 0.2
 
     # Time, in seconds.
-    max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
+    max_request_s: Annotated[float, "most time for one request"] = 3600.0
     recovery_s: Annotated[
-        float, "longest that a request waits for a worker that goes on with it"
+        float, "most time that a request waits for a worker that can continue it"
     ] = 60.0
     connection_age_s: Annotated[
-        float, "after which clients are asked to connect anew, once their calls have ended"
+        float, "age at which a connection closes once its calls have ended"
     ] = 60.0
     keep_answers_s: Annotated[
-        float, "how long the answer to a request id that a client chose is kept; 0 keeps none"
+        float, "time to keep the answer to a request id that a client chose; 0 keeps none"
     ] = 120.0
-    drain_s: Annotated[float, "longest that running requests are waited for at the end"] = 30.0
+    drain_s: Annotated[float, "most time for running requests to end at shutdown"] = 30.0
 
-    ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
-    log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
-    otlp_traces_endpoint: Annotated[
-        str | None, "send OpenTelemetry spans here, as http://host:4317 (extra `traces`)"
+    ready_file: Annotated[
+        Path | None, "write the address to this file, as JSON, once the router listens"
     ] = None
-    log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
+    log_level: Annotated[LogLevel, "lowest level of messages to log"] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        "send OpenTelemetry spans to this address, such as http://host:4317 (extra `traces`)",
+    ] = None
+    log_format: Annotated[LogFormat, "form of log lines: text, or one JSON object for each"] = (
+        "text"
+    )
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
@@ -102,7 +115,7 @@ class RouterConfig(Access):
         for name in ("tls_cert", "tls_key", "tls_client_ca", "keys"):
             checks.file(name, getattr(self, name))
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("--tls-client-ca: expected --tls-cert, --tls-key beside it")
+            raise ValueError("--tls-client-ca: expected --tls-cert and --tls-key with it")
         for name, low, high in (
             ("port", 0, 65535),
             ("max_message_bytes", 1024, 1 << 30),

@@ -113,19 +113,21 @@ def check_input(
         case "prompt_token_ids":
             _check_prompt_ids(request.prompt_token_ids, model, refused, findings)
         case "chat" if not takes_chats:
-            form = f"a prompt that is no chat: model {model.name!r} has no chat template"
+            form = f"text or token ids, because model {model.name!r} has no chat template"
             findings.add("chat", form, "chat")
         case "chat":
             chat = _check_chat(request.chat, model, findings)
     if request.parse_special_tokens and request.HasField("prompt_token_ids"):
-        findings.add("parse_special_tokens", "it unset with ids, which are not parsed", "true")
+        findings.add(
+            "parse_special_tokens", "it unset with token ids, which are not parsed", "true"
+        )
     return chat
 
 
 def _check_bytes(name: str, num_bytes: int, model: ModelInfo, findings: Findings) -> None:
     most = most_prompt_bytes(model)
     if num_bytes > most:
-        context = f"the model takes {model.max_model_len} tokens"
+        context = f"the model accepts {model.max_model_len} tokens"
         findings.add(name, f"at most {most} bytes ({context})", f"{num_bytes} bytes")
 
 
@@ -149,7 +151,7 @@ def _check_chat(sent: pb.ChatInput, model: ModelInfo, findings: Findings) -> Cha
         return None
     _check_messages(chat, findings)
     for argument in sorted(NOT_ARGUMENTS & chat.template_arguments.keys()):
-        form = f"names but {' and '.join(sorted(NOT_ARGUMENTS))}, which are fields"
+        form = f"names except {' and '.join(sorted(NOT_ARGUMENTS))}, which are fields"
         is_json = bool(sent.template_arguments_json)
         findings.add(f"chat.template_arguments{'_json' * is_json}", form, argument)
     return chat
@@ -169,9 +171,9 @@ def _check_messages(chat: Chat, findings: Findings) -> None:
         return
     last, role = f"{name}[{len(chat.messages) - 1}].role", chat.messages[-1].role
     if role != "assistant":
-        findings.add(last, "assistant, whose last message is continued", shown(role))
+        findings.add(last, "assistant, because the last message is continued", shown(role))
     if chat.add_generation_prompt:
-        form = "false where the last message is continued"
+        form = "false if the last message is continued"
         findings.add("chat.add_generation_prompt", form, "true")
 
 

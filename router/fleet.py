@@ -188,7 +188,7 @@ class RoutedFleet:
         if any(holder.digest == other.digest for other in self._kept.values()):
             return
         for record in choose_own(self.candidates(), need):
-            LOG.info("%s is kept for request %s alone", record.worker_id, holder.request_id)
+            LOG.info("%s is reserved for request %s", record.worker_id, holder.request_id)
             self._kept[record.life] = holder
 
     def release_workers(self, holder: Holder) -> None:

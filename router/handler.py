@@ -184,7 +184,7 @@ class Handler:
         *events, last = events_of(kept)
         for event in events:
             await self._shared.send(event)
-        request.apply_event(Event.FINISHED, router.now(), "kept from before")
+        request.apply_event(Event.FINISHED, router.now(), "an answer that was kept")
         request.status, request.was_kept = "OK", True
         router.note_end(request, "OK", kept.stats)
         self._annotate(last)

@@ -98,7 +98,7 @@ class HttpServer(uvicorn.Server):
     async def run_until(self, stop: asyncio.Event, drain_s: float) -> None:
         """Serves until `stop` is set. Then it takes no more connections, and calls that run have
         `drain_s` seconds to end."""
-        assert self.taken is not None, "listen comes first"
+        assert self.taken is not None, "call listen first"
         self.config.timeout_graceful_shutdown = max(1, round(drain_s))
         with self.taken:
             await self._run_until(stop, self.taken)

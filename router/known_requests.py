@@ -120,7 +120,9 @@ class KnownRequests:
     def check_id(self, request_id: str) -> None:
         """Raises `AlreadyRunning` where a request has this id."""
         if request_id in self._running:
-            raise AlreadyRunning(f"a request with id {request_id!r} is running; choose another id")
+            raise AlreadyRunning(
+                f"a request with id {request_id!r} is already running; choose another id"
+            )
 
     @contextmanager
     def running(self, request: AnyRequest) -> Iterator[None]:
@@ -196,7 +198,7 @@ class KnownRequests:
             raise Unavailable(text, retry_after_s=1.0) from error
         except MalformedRecord:
             LOG.warning("the stored placement of %s is malformed", request_id)
-        raise NotFound(f"no request {request_id!r} is running or ended a short while ago")
+        raise NotFound(f"no request {request_id!r} is running or ended recently")
 
     def _was_asked_elsewhere(self, record: PlacementRecord, digest: str) -> bool:
         """Whether another router runs, or has answered, what ended badly here: its client may have

@@ -57,7 +57,7 @@ def request_of(asked: kserve.ModelInferRequest) -> pb.GenerateRequest:
 def check_version(version: str) -> None:
     """Raises `NotFound` for a version of a model that is not the only one."""
     if version not in ("", VERSION):
-        raise NotFound(f"a model has version {VERSION} alone, there is no {shown(version)}")
+        raise NotFound(f"the only version of a model is {VERSION}, got {shown(version)}")
 
 
 def answer_of(
@@ -154,7 +154,7 @@ def _check_plain(
     given = ((name, value.string_param) for name, value in parameters.items())
     if strange := [one[0] for one in given if one[0] not in _OF_HTTP and one != _IS_TEXT]:
         found = shown(min(strange))
-        findings.add(f"{where}.parameters", "none, as tensors travel in the message", found)
+        findings.add(f"{where}.parameters", "none, because tensors travel in the message", found)
 
 
 def _settings_of(

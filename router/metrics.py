@@ -38,11 +38,9 @@ class RouterMetrics(ProcessMetrics):
         )
         # Of both, those that were counted last behind the others.
         self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()
-        self.workers = self.gauge(
-            "workers", "Workers by what they do and how they are", "worker_role", "state"
-        )
+        self.workers = self.gauge("workers", "Workers by role and state", "worker_role", "state")
         self.stalled = self.gauge(
-            "num_requests_stalled", "Requests that wait for a worker, by why", "reason"
+            "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
         )
         self._time_requests()
 
@@ -50,18 +48,20 @@ class RouterMetrics(ProcessMetrics):
         self.requests = self.counter(
             "requests", "Requests by the status they ended with", MODEL, "status"
         )
-        self.refused = self.counter("refused", "Requests refused at the door", "status")
+        self.refused = self.counter("refused", "Requests refused before they began", "status")
         self.http = self.counter("http_responses", "Responses of the HTTP API", "route", "status")
-        self.poison = self.counter("refused_poison", "Requests refused since engines died of them")
-        self.repeated = self.counter("answers_repeated", "Answers given that were kept from before")
+        self.poison = self.counter(
+            "refused_poison", "Requests refused because engines died under them"
+        )
+        self.repeated = self.counter("answers_repeated", "Requests answered with a kept answer")
         self.tenants = self.counter(
             "tenant_requests",
-            "Requests of keys' owners, by how they ended",
+            "Requests of tenants, by how they ended",
             "tenant",
             "status",
         )
         self.tenant_tokens = self.counter(
-            "tenant_tokens", "Tokens of their prompts and answers", "tenant"
+            "tenant_tokens", "Tokens of tenants' prompts and answers", "tenant"
         )
         self.prompt_tokens = self.counter(
             "prompt_tokens", "Prompt tokens of answered requests", MODEL
@@ -70,19 +70,19 @@ class RouterMetrics(ProcessMetrics):
 
     def _time_requests(self) -> None:
         self.queue_time = self.histogram(
-            "request_queue_time_seconds", "Arrival to a seat on the fleet", MODEL
+            "request_queue_time_seconds", "From arrival to a place on the fleet", MODEL
         )
         self.first_block = self.histogram(
-            "time_to_first_block_seconds", "Arrival to first committed block", MODEL
+            "time_to_first_block_seconds", "From arrival to the first committed block", MODEL
         )
         self.inter_block = self.histogram(
             "inter_block_latency_seconds", "From one commit of an answer to the next", MODEL
         )
         self.latency = self.histogram(
-            "e2e_request_latency_seconds", "Arrival to the end of a request", MODEL
+            "e2e_request_latency_seconds", "From arrival to the end of a request", MODEL
         )
         self.tokens_per_forward = self.histogram(
-            "tokens_per_forward", "Tokens of an answer by its forwards", MODEL,
+            "tokens_per_forward", "Tokens of an answer divided by its forwards", MODEL,
             bounds=TOKENS_PER_FORWARD,
         )  # fmt: skip
 

@@ -104,7 +104,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
                     async with asyncio.timeout(STALLED_S):
                         await cast(Awaitable[None], context.write(self._snapshot()))
                 except TimeoutError:
-                    raise Unavailable("nothing was read for too long") from None
+                    raise Unavailable("the caller read nothing for too long") from None
                 with suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await over.wait()

@@ -91,7 +91,7 @@ class HttpCall:
         except ClientDisconnect:
             raise Cancelled("the client closed the connection") from None
         except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
+            raise HTTPException(408, f"the body did not arrive within {BODY_S:g} s") from None
         return parse_body(b"".join(pieces))
 
     async def gone(self) -> None:
@@ -110,7 +110,7 @@ class HttpCall:
                 body = {"type": "http.response.body", "body": data, "more_body": not is_last}
                 await self._send(body)
         except (TimeoutError, OSError) as error:
-            raise ClientGone("the client takes nothing") from error
+            raise ClientGone("the client reads nothing") from error
 
     async def respond(self, response: Response) -> None:
         """Sends a whole response."""
@@ -281,7 +281,7 @@ class OpenAiApi:
 
     async def _health(self, call: HttpCall) -> None:
         can_serve = self._router.can_serve()
-        status = "ok" if can_serve else "no live worker can take a request"
+        status = "ok" if can_serve else "no live worker can accept a request"
         await call.respond(_json({"status": status}, status=200 if can_serve else 503))
 
 

@@ -119,7 +119,7 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
     prompts = _chat(given, findings) if endpoint == "chat" else _prompts(given, findings)
     settings, num_logprobs = _settings(given, endpoint, findings)
     if "request_id" in given and len(prompts) > 1:
-        findings.add("request_id", "it unset beside several prompts", "a value")
+        findings.add("request_id", "it unset with several prompts", "a value")
     findings.raise_any()
     for name, why in misfits(settings).items():
         is_other = name == "max_tokens" and name not in given
@@ -214,7 +214,7 @@ def _prompts(given: Json, findings: Findings) -> list[Prompt]:
     if isinstance(prompt, str) or kinds == {int}:
         return [prompt]
     if len(kinds) > 1:
-        findings.add("prompt", "texts alone, or token ids alone", "both")
+        findings.add("prompt", "only texts, or only token ids", "both")
         return []
     if not 1 <= len(prompt) <= MOST_PROMPTS:
         findings.add("prompt", f"from 1 to {MOST_PROMPTS} prompts", len(prompt))
@@ -229,7 +229,7 @@ def _settings(given: Json, endpoint: Endpoint, findings: Findings) -> tuple[Json
     if most:
         settings["max_tokens"] = given[most[0]]
     if len({given[name] for name in most}) > 1:
-        findings.add("max_tokens", "it unset beside max_completion_tokens", "another number")
+        findings.add("max_tokens", "it unset with max_completion_tokens", "another number")
     if "seed" in given:
         settings["seed"] = given["seed"] % SEEDS
     if "stop" in given:
@@ -260,7 +260,7 @@ def _logprobs(given: Json, endpoint: Endpoint, findings: Findings) -> int | None
     else:
         found = None
         if given.get("top_logprobs"):
-            findings.add("top_logprobs", "logprobs beside it", "it alone")
+            findings.add("top_logprobs", "logprobs with it", "it alone")
     if found is not None and found < 0:
-        findings.add("logprobs", "a count from 0 on", found)
+        findings.add("logprobs", "a count of 0 or more", found)
     return found

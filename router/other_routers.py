@@ -82,7 +82,7 @@ class OtherRouters:
         try:
             told = await self._store.announce_router(own, LEASE_S)
         except StoreUnavailable as error:
-            LOG.debug("other routers are not heard: %s", error)
+            LOG.debug("other routers cannot be seen: %s", error)
             self._is_current = False
             return
         others, faults = {}, set[str]()
@@ -97,7 +97,7 @@ class OtherRouters:
                 others[record.router_id] = record
         self._faults = faults
         for router_id in sorted(others.keys() ^ self._others.keys()):
-            gone = "has ended" if router_id in self._others else "routes for this fleet, too"
+            gone = "has ended" if router_id in self._others else "also routes for this fleet"
             LOG.info("%s %s", router_id, gone)
         self._others, self._is_current = others, True
         self._add_up()
@@ -107,7 +107,7 @@ class OtherRouters:
         try:
             await self._store.release_router(self._id)
         except StoreUnavailable as error:
-            LOG.warning("the router's lease was not released and will run out: %s", error)
+            LOG.warning("the router's lease was not released and will expire: %s", error)
 
     def seats(self, worker: WorkerRecord) -> int:
         """How many requests we may have on a decode worker.

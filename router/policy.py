@@ -231,16 +231,16 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
         refused, key=lambda ends: (ends[0].has_connector_of(ends[1]), _rate(*ends))
     )
     if not prefill.has_connector_of(decode):
-        ways = f"{prefill.worker_id} moves pages by {prefill.connector} and {decode.worker_id}"
-        return f"{ways} by {decode.connector}, --connector has to be the same"
+        ways = f"{prefill.worker_id} moves pages with {prefill.connector}, but {decode.worker_id}"
+        return f"{ways} with {decode.connector}; both need the same --connector"
     link = prefill.link_to(decode)
     found = "has not been measured yet"
     if link is not None:
         found = f"({link.transport}) moves {link.gigabytes_per_second:.4g} GB/s"
     others = f" ({len(refused)} links are refused, this is the fastest)" if refused[1:] else ""
     return (
-        f"the link {prefill.worker_id} to {decode.worker_id} {found}, "
-        f"--min-handoff-gbps asks for {prefill.min_handoff_gbps:.10g}{others}"
+        f"the link {prefill.worker_id} to {decode.worker_id} {found}, but --min-handoff-gbps is "
+        f"{prefill.min_handoff_gbps:.10g}{others}"
     )
 
 
@@ -256,15 +256,15 @@ def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
     if need.mode == "remote" and (refused := why_refused(candidates, need.model)):
         return refused
     if need.fingerprint is not None:
-        return "no live decode worker has the weights and settings that the answer began with"
-    return f"no prefill worker of {need.model!r} fits a decode worker or reaches one"
+        return "no live decode worker has the weights and settings with which the answer began"
+    return f"no prefill worker of {need.model!r} matches a decode worker or reaches one"
 
 
 def _state(candidate: Candidate, need: AttemptNeeds) -> str:
     """How a worker is that cannot be used."""
     if candidate.condition is not Condition.READY:
         return str(candidate.condition.value)
-    return "failing" if candidate.life in need.excluded else "kept for another request"
+    return "failing" if candidate.life in need.excluded else "reserved for another request"
 
 
 def live_workers(

@@ -159,7 +159,9 @@ async def _start(router: Router) -> RpcServer:
     try:
         if config.health_port is not None:
             health_at = host_and_port(config.host, config.health_port)
-            LOG.info("health alone is on %s:%d", config.host, await server.start_health(health_at))
+            LOG.info(
+                "gRPC health checks are on %s:%d", config.host, await server.start_health(health_at)
+            )
         if config.ready_file is not None:
             rpc.write_ready_file(config.ready_file, _address(router), **_ready_facts(router))
     except OSError:
@@ -251,7 +253,9 @@ def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
 
 async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> None:
     """The same, once the other router has ended."""
-    LOG.info("port %s has another router's metrics; ours follow", router.config.metrics_port)
+    LOG.info(
+        "port %s serves another router's metrics; this router's follow", router.config.metrics_port
+    )
     while not _serve_metrics(router, stack):  # noqa: ASYNC110  # no port tells that it is free
         await asyncio.sleep(METRICS_S)
 
@@ -280,7 +284,7 @@ def _tell_workers(router: Router, told: dict[str, str], counts: tuple[int, int])
         try:
             rpc.update_ready_file(path, _address(router), **facts)
         except (OSError, ValueError) as error:  # a full disk, or a file that is no JSON any more
-            LOG.warning("%s is not written: %s", path, error)
+            LOG.warning("%s could not be written: %s", path, error)
     return facts
 
 

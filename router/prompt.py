@@ -39,8 +39,8 @@ async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
         return list(asked.prompt_token_ids)
     if max(ids, default=0) >= asked.model.vocab_size:
         raise Unavailable(
-            f"the router's tokenizer does not fit the model: it made id {max(ids)}, "
-            f"the vocabulary has {asked.model.vocab_size}",
+            f"the router's tokenizer does not fit the model: it returned id {max(ids)}, but the "
+            f"vocabulary has only {asked.model.vocab_size}",
             retryable=False,
         )
     return ids
@@ -51,7 +51,7 @@ def _telling_template_errors() -> Iterator[None]:
     try:
         yield
     except ChatTemplateError as error:
-        why = f"the model's chat template does not take it: {shown(str(error), most=400)}"
+        why = f"the model's chat template refuses it: {shown(str(error), most=400)}"
         raise InvalidRequest.of("chat", why) from error
 
 
@@ -62,7 +62,7 @@ def _check_special(asked: Asked, tokenizer: Tokenizer) -> None:
         for part in tokenizer.special_tokens.cut(text):
             if not isinstance(part, str) and part.id in asked.refused_ids:
                 what = f"the {asked.refused_ids[part.id]} token {shown(part.text)}"
-                findings.add(name, "special tokens that a prompt may hold", what)
+                findings.add(name, "special tokens that a prompt may contain", what)
                 break
     findings.raise_any()
 

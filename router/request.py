@@ -215,7 +215,7 @@ class Request:
         # Before anything is taken: what is, counts as delivered, and is not sent again.
         wanted = 0 if self.asked.num_logprobs is None else len(commit.token_ids)
         if len(commit.logprobs) != wanted:
-            raise BrokenStream(f"{len(commit.logprobs)} log-probabilities in place of {wanted}")
+            raise BrokenStream(f"{len(commit.logprobs)} log-probabilities instead of {wanted}")
         new = self.accept_tokens(commit.token_offset, commit.token_ids, commit.frontier)
         if new:
             self.setbacks.add_progress()
@@ -238,10 +238,12 @@ class Request:
         """
         delivered = len(self.token_ids)
         if offset > delivered:
-            raise BrokenStream(f"a commit begins at {offset}, but only {delivered} are delivered")
+            raise BrokenStream(
+                f"a commit begins at {offset}, but only {delivered} tokens were delivered"
+            )
         overlap = delivered - offset
         if list(token_ids[:overlap]) != self.token_ids[offset : offset + len(token_ids)]:
-            raise BrokenStream(f"a commit at {offset} changes tokens that are delivered")
+            raise BrokenStream(f"a commit at {offset} changes tokens that were already delivered")
         new = list(token_ids[overlap:])
         self.token_ids += new
         if offset + len(token_ids) == len(self.token_ids):
@@ -253,7 +255,9 @@ class Request:
         Raises `IllegalRequestEvent`, `BrokenStream`."""
         delivered = len(self.token_ids)
         if finished.num_tokens != delivered:
-            raise BrokenStream(f"{finished.num_tokens} tokens at the end, {delivered} delivered")
+            raise BrokenStream(
+                f"{finished.num_tokens} tokens at the end, but {delivered} were delivered"
+            )
         if self.state is not State.DECODING:
             raise IllegalRequestEvent(self.state, Event.FINISHED)
         self.forwards = finished.forward_passes

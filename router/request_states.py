@@ -71,6 +71,8 @@ class IllegalRequestEvent(Exception):
     """An event that cannot happen in this state; a worker broke the protocol, or we did."""
 
     def __init__(self, state: State, event: Event) -> None:
-        super().__init__(f"a request that is {state.value} cannot be {event.value}")
+        super().__init__(
+            f"a request in state {state.value} does not accept the event {event.value}"
+        )
         self.state = state
         self.event = event

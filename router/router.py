@@ -169,7 +169,7 @@ class Router:
             async with asyncio.timeout(self.config.drain_s):
                 await self.requests.idle.wait()
         except TimeoutError:
-            LOG.warning("ending %d requests that still run", self.requests.num_running)
+            LOG.warning("ending %d requests that are still running", self.requests.num_running)
             self.requests.cut_off()
             await self.requests.idle.wait()  # its caller brings the deadline
 
@@ -207,8 +207,8 @@ class Router:
             return
         self.metrics.poison.inc()
         why = (
-            "engines died whenever this request ran in them, the last one with nothing else in it; "
-            f"what it asks is refused for another {left_s} s"
+            "engines died every time this request ran in them, the last one while it ran only this "
+            "request; such requests are refused for another {left_s} s"
         )
         texts = filter(None, (why, request.tell_progress()))
         labels = {**request.labels(), "refused_for_s": str(left_s)}
@@ -264,7 +264,7 @@ class Router:
         try:
             told = await self.store.share_refusals(self.verdicts.refused(), MOST_KEPT)
         except StoreUnavailable as error:
-            LOG.debug("what is refused is not shared: %s", error)
+            LOG.debug("the list of refused requests is not shared: %s", error)
         else:
             self.verdicts.learn(told)
 
@@ -280,21 +280,25 @@ class Router:
         ):
             self.metrics.read_gauges(name, about, MODEL, by_model)
         for gauge, text, read in (
-            ("num_requests_alone", "Requests that workers are kept for",
+            ("num_requests_alone", "Requests that have workers reserved for them",
              lambda: self.fleet.num_alone),
-            ("retry_budget", "Attempts after losses that need not wait",
+            ("retry_budget", "Retries that need not wait",
              lambda: self.retry_budget.left(self.now())),
             ("other_routers", "Other live routers", lambda: self.others.num_alive),
-            ("redis_full", "Redis refuses placements for memory", lambda: placements.is_full),
+            ("redis_full", "1 if Redis is full and refuses placements", lambda: placements.is_full),
         ):  # fmt: skip
             self.metrics.read_gauge(gauge, text, read)
         for counter, text, read in (
-            ("requests_shed", "Requests refused for their deadline", lambda: admission.num_shed),
-            ("retries", "Attempts after losses", lambda: self.num_retries),
+            (
+                "requests_shed",
+                "Requests refused because of their deadline",
+                lambda: admission.num_shed,
+            ),
+            ("retries", "Retries after losses", lambda: self.num_retries),
             ("aborts", "Attempts ended on workers", lambda: cleanup.num_aborts),
-            ("calls_ended_late", "Calls cut off at their end", lambda: cleanup.num_late),
-            ("placements_dropped", "Placements never written", lambda: placements.dropped),
-            ("answers_dropped", "Answers never kept", lambda: placements.dropped_answers),
+            ("calls_ended_late", "Calls that were ended at shutdown", lambda: cleanup.num_late),
+            ("placements_dropped", "Placements that were not written", lambda: placements.dropped),
+            ("answers_dropped", "Answers that were not kept", lambda: placements.dropped_answers),
         ):
             self.metrics.read_counter(counter, text, read)
 

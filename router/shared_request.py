@@ -90,8 +90,8 @@ class SharedRequest:
                 if not request.is_repeated and last_s < 0:
                     return None
                 request.is_anothers = True  # for all that we know
-                why = f"Redis is {'full' if is_full else 'away'}"
-                text = f"what became of this request cannot be looked up now, as {why}"
+                why = f"Redis is {'full' if is_full else 'not reachable'}"
+                text = f"the state of this request cannot be looked up now, because {why}"
                 raise Unavailable(text, retry_after_s=1.0) from error
             self._record = None  # another's, or kept; else written once more below
             if claim.elsewhere is None:

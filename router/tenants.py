@@ -147,10 +147,10 @@ class KeyRing:
             self._tenants = parse_keys(text)
         except (OSError, ValueError) as error:
             if str(error) != self._trouble:  # not at each call
-                LOG.warning("keeping the keys that were read before: %s", error)
+                LOG.warning("keeping the previous keys: %s", error)
             self._trouble = str(error)
         else:
-            LOG.info("took %d keys from %s", len(self._tenants), self._path)
+            LOG.info("loaded %d keys from %s", len(self._tenants), self._path)
 
     def _look(self) -> tuple[int, int, int]:
         state = self._path.stat()
@@ -202,7 +202,7 @@ class Quotas:
         and `InvalidRequest` where it never may."""
         most = tenant.max_requests
         if most is not None and num_answers > most:
-            found = f"expected at most {most}, as many requests as this key may have, got"
+            found = f"expected at most {most}, the limit of requests for this key, got"
             raise InvalidRequest.of("n", f"{found} {num_answers}")
         account = self._accounts.get(tenant.name)
         if account is None:
@@ -210,7 +210,7 @@ class Quotas:
         self._let_time_pass(account, tenant)
         rate = tenant.tokens_per_minute
         if most is not None and account.running + num_answers > most:
-            own = "" if num_answers == 1 else f", and this one counts as {num_answers}"
+            own = "" if num_answers == 1 else f", and this request counts as {num_answers}"
             text = (
                 f"{account.running} requests of this key's tenant run or wait{own}; "
                 f"its limit is {most}"
@@ -218,7 +218,7 @@ class Quotas:
             raise Overloaded(text, retry_after_s=AGAIN_S)
         if rate is not None and account.spent >= rate:
             wait_s = (account.spent - rate) * MINUTE_S / rate + AGAIN_S
-            text = f"the {rate} tokens a minute of this key's tenant are used up"
+            text = f"this key's tenant has used its {rate} tokens a minute"
             raise Overloaded(text, retry_after_s=math.ceil(wait_s))
 
     @contextmanager

@@ -95,7 +95,7 @@ class SpecialTokens:
         )
         marks = list(itertools.islice(free, len(firsts) + 1))
         if len(marks) <= len(firsts):
-            raise ValueError("expected text that leaves characters for private use unused")
+            raise ValueError("expected text that does not use all of Unicode's private characters")
         return Disguise(self._starts, dict(zip(firsts, marks, strict=False)), marks[-1])
 
     def _starts(self, text: str) -> set[int]:
@@ -170,13 +170,13 @@ def read_backend(directory: Path) -> tokenizers.Tokenizer:
     path = directory / FILE
     if not path.is_file():
         raise TokenizerError(
-            f"{directory} has no {FILE}; make one with `effuse convert-tokenizer {directory}`, once"
+            f"{directory} has no {FILE}; make it with `effuse convert-tokenizer {directory}`"
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         problem = pointer_problem(path) or error
-        raise TokenizerError(f"{path} cannot be read as a tokenizer: {problem}") from error
+        raise TokenizerError(f"cannot read {path} as a tokenizer: {problem}") from error
 
 
 class Tokenizer:
@@ -220,7 +220,7 @@ class Tokenizer:
         try:
             chat_template = ChatTemplate.load(directory)
         except ChatTemplateError as error:
-            LOG.warning("no chats with %s: %s", directory, error)
+            LOG.warning("%s has no chats: %s", directory, error)
             chat_template = None
         return cls(backend, chat_template, threads=threads)
 
@@ -343,5 +343,7 @@ class Tokenizer:
 def bundled_directory() -> Path:
     """Where the bundled model's files are, found without importing anything of `models`."""
     spec = find_spec("effuse.models")
-    assert spec is not None and spec.submodule_search_locations, "the package lacks its models"
+    assert spec is not None and spec.submodule_search_locations, (
+        "the package is installed without its models"
+    )
     return Path(spec.submodule_search_locations[0]) / "bundled"

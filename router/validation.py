@@ -195,13 +195,16 @@ def fit(prompt_len: int, asked: Asked) -> int:
         findings.add("prompt", limit, f"{prompt_len} tokens")
     elif max_tokens is not None and max_tokens > room:
         limit = (
-            f"at most {room}: the prompt has {prompt_len} tokens and "
-            f"the model takes {model.max_model_len} in all"
+            f"at most {room}: the prompt has {prompt_len} tokens and the model accepts "
+            f"{model.max_model_len} in all"
         )
         findings.add("stopping.max_tokens", limit, max_tokens)
     found = min(model.defaults.max_tokens, max(room, 0)) if max_tokens is None else max_tokens
     if asked.min_tokens > found and not findings.violations:
-        limit = f"at most {found}, the model's max_tokens in the room that the prompt leaves"
+        limit = (
+            f"at most {found}, which is the model's max_tokens within the room that the prompt "
+            "leaves"
+        )
         findings.add("stopping.min_tokens", limit, asked.min_tokens)
     findings.raise_any()
     return found
@@ -258,7 +261,7 @@ def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Fin
                 form = f"a string of 1 to {STOP_BYTES.high} bytes"
                 findings.add(f"stopping.stop[{at}]", form, f"{num_bytes} bytes")
         if len(set(stopping.stop)) < len(stopping.stop):
-            findings.add("stopping.stop", "strings that differ", "one of them twice")
+            findings.add("stopping.stop", "different strings", "a repeated string")
     if len(stopping.stop_token_ids) > MOST_STOP_IDS:
         form = f"at most {MOST_STOP_IDS} ids"
         findings.add("stopping.stop_token_ids", form, len(stopping.stop_token_ids))
@@ -291,7 +294,7 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
     if decoding.factor and model.architecture in ("dream", "fast_dllm_v2"):
         findings.add("decoding.factor", "it unset with a model that shifts its logits", "a value")
     if decoding.factor and decoding.HasField("confidence_threshold"):
-        findings.add("decoding.confidence_threshold", "it unset beside a factor", "a value")
+        findings.add("decoding.confidence_threshold", "it unset with a factor", "a value")
     return algorithm
 
 
@@ -319,7 +322,7 @@ def _check_algorithm(
         form = f"{others} for a model whose prompt does not attend to all of itself"
         findings.add("decoding.algorithm", form, algorithm)
     elif not decode_prefills:
-        form = f"{others}, as this fleet prefills on prefill workers alone (--prefill remote)"
+        form = f"{others}, because only prefill workers prefill in this fleet (--prefill remote)"
         findings.add("decoding.algorithm", form, algorithm)
 
 

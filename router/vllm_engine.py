@@ -112,7 +112,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         known, so that a gateway asks again before it asks for one."""
         self._router.catalogue.find(None)
         healthy = self._router.can_serve()
-        why = "" if healthy else "no live worker can take a request"
+        why = "" if healthy else "no live worker can accept a request"
         return engine.HealthCheckResponse(healthy=healthy, message=why)
 
     async def GetModelInfo(
@@ -187,7 +187,7 @@ def archive(directory: Path) -> bytes:
     bytes. Raises `NotFound`."""
     there = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not there:
-        raise NotFound("the tokenizer's files are not where they were")
+        raise NotFound("the tokenizer's files have been moved or removed")
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as zipped:
         for path in there:

@@ -137,9 +137,9 @@ def describe_model(model: ModelInfo) -> engine.GetModelInfoResponse:
 def _check(asked: engine.GenerateRequest) -> None:
     findings, params = Findings(), asked.sampling_params
     if params.logprobs < 0:
-        findings.add("sampling_params.logprobs", "a count from 0 on", params.logprobs)
+        findings.add("sampling_params.logprobs", "a count of 0 or more", params.logprobs)
     if strange := [token_id for token_id in params.logit_bias if token_id < 0]:
-        findings.add("sampling_params.logit_bias", "ids from 0 on", strange[0])
+        findings.add("sampling_params.logit_bias", "ids of 0 or more", strange[0])
     given = [f"sampling_params.{name}" for name in _PRESENCE if params.HasField(name)]
     constraint = params.WhichOneof("constraint")
     given += [f"sampling_params.{constraint}"] if constraint else []
@@ -149,5 +149,5 @@ def _check(asked: engine.GenerateRequest) -> None:
     given += ["extra_mm_inputs"] if asked.extra_mm_inputs else []
     given += ["data_parallel_rank"] if asked.data_parallel_rank else []
     for name in given:
-        findings.add(name, "it unset, as effuse does not have it", "a value")
+        findings.add(name, "it unset, because effuse does not support it", "a value")
     findings.raise_any()

@@ -1,1 +1,1 @@
-"""What a process tells those who watch it: metrics, log lines, traces. Knows no role."""
+"""Metrics, log lines and traces of a process. Knows no role."""

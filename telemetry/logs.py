@@ -1,8 +1,8 @@
-"""Log lines of a process, one each, to standard error: for people, or JSON for programs.
+"""Log lines of a process on standard error: text for people, or JSON for programs.
 
-A record may carry figures beside its message (`extra=figures(..)`): `name=value` behind it for
-people, members of the same object as JSON. What Python itself would print, uncaught exceptions and
-warnings, becomes a record, too. Not here: what native libraries write to standard error.
+A record may have figures in addition to its message (`extra=figures(..)`): text shows `name=value`,
+JSON has members of the same object. Uncaught exceptions and warnings, which Python itself would
+print, become records too. Output of native libraries to standard error is not covered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, Literal
 from effuse.telemetry import output
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-"""Least severe messages that a process logs."""
+"""Lowest level of messages that a process logs."""
 LogFormat = Literal["text", "json"]
 
 LOG: Final = logging.getLogger(__name__)
@@ -31,8 +31,9 @@ Figures = Mapping[str, str | int | float]
 
 
 def set_up(process: str, level: LogLevel, form: LogFormat = "text") -> None:
-    """Logs to standard error from now on, which never makes the process wait (`output.py`);
-    `process` is named in each line."""
+    """Logs to standard error from now on, which never makes the process wait (`output.py`); each
+    line has the name `process`.
+    """
     log_by(JsonLines(process) if form == "json" else TextLines(process), level)
     if form == "json":
         logging.captureWarnings(True)
@@ -43,10 +44,10 @@ def set_up(process: str, level: LogLevel, form: LogFormat = "text") -> None:
 
 
 def log_by(formatter: logging.Formatter, level: LogLevel = "info") -> None:
-    """Logs to standard error with this formatter, the notice of dropped lines included."""
+    """Logs to standard error with this formatter, including notices of dropped lines."""
 
     def notice(lines: int) -> str:
-        text = "%d lines were dropped, because this output was not read"
+        text = "dropped %d lines, because this output was not read"
         return formatter.format(
             LOG.makeRecord(LOG.name, logging.WARNING, "", 0, text, (lines,), None)
         )
@@ -58,7 +59,7 @@ def log_by(formatter: logging.Formatter, level: LogLevel = "info") -> None:
 
 
 def figures(values: Figures) -> dict[str, Figures]:
-    """What to hand to a logger as `extra`."""
+    """The argument `extra` for a logger."""
     return {_FIGURES: values}
 
 
@@ -75,14 +76,14 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record, a traceback included; times are UTC."""
+    """One JSON object for each record, with its traceback; times are UTC."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object; its own members go before figures of the same name."""
+        """The object; its own members take precedence over figures of the same name."""
         line: dict[str, object] = {
             **_figures_of(record),
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -114,4 +115,4 @@ def _log_uncaught(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
     if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
-        LOG.critical("%s is not caught", kind.__name__, exc_info=(kind, error, trace))
+        LOG.critical("uncaught %s", kind.__name__, exc_info=(kind, error, trace))

@@ -1,9 +1,8 @@
-"""Prometheus metrics of one process: a registry, labels that hold for all of it, and its port.
+"""Prometheus metrics of one process: a registry, labels of all metrics, and the port.
 
-Names are those of vLLM with `effuse_` in place of `vllm:`; Prometheus keeps the colon for recording
-rules. Metrics that are counted cost about a microsecond; those that are read cost nothing until
-somebody scrapes. Not here: what a router and a worker count (`router/metrics.py`,
-`worker/metrics.py`).
+Names are those of vLLM with `effuse_` instead of `vllm:`, because Prometheus reserves the colon for
+recording rules. Counting costs about a microsecond; metrics that are read cost nothing until a
+scrape. The metrics themselves are in `router/metrics.py` and `worker/metrics.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from prometheus_client.registry import Collector
 
 from effuse.telemetry.output import dropped_lines
 
-# A series more for each counter, which nobody asks for.
+# Another series for each counter, which is of no use here.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PREFIX: Final = "effuse_"
@@ -37,29 +36,30 @@ LATENCY_S: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
 )
-"""Bounds of histograms of durations, from a handoff over NVLink to a long answer."""
+"""Bounds of duration histograms, from a handoff over NVLink to a long answer."""
 TOKENS_PER_FORWARD: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 
 Read = Callable[[], float]
 
 
 class ScrapeHandler(WSGIRequestHandler):
-    """Answers one connection, and waits for no more than `timeout` seconds for what it says."""
+    """Answers one connection, and waits at most `timeout` seconds for its request."""
 
     timeout = 10.0
 
     def handle(self) -> None:
-        """One request; who says nothing or goes away is left without a word."""
+        """Handles one request; a client that is silent or leaves gets no answer."""
         with suppress(OSError):
             super().handle()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: who scrapes does so all the time."""
+        """Logs nothing, because scrapes are frequent."""
 
 
 class ProcessMetrics(Collector):
-    """All metrics of a process; nothing is global. `labels` gives what holds for each of them, at
-    the time of a scrape. Whatever is read is read by another thread than the one that writes it."""
+    """All metrics of a process; nothing is global. `labels` returns the labels of all metrics at
+    the time of a scrape. Values are read in another thread than the one that writes them.
+    """
 
     def __init__(self, labels: Callable[[], Mapping[str, str]]) -> None:
         self.registry = CollectorRegistry()
@@ -67,7 +67,7 @@ class ProcessMetrics(Collector):
         self._read: list[Callable[[], Metric]] = []
         ProcessCollector(registry=self.registry)
         dropped = (
-            "Lines of the log and of other output that were dropped, because they were not read"
+            "Lines of the log and other output that were dropped because the output was not read"
         )
         self.read_counter("log_lines_dropped", dropped, dropped_lines)
 
@@ -82,17 +82,17 @@ class ProcessMetrics(Collector):
     def histogram(
         self, name: str, text: str, *labels: str, bounds: Iterable[float] = LATENCY_S
     ) -> Histogram:
-        """Adds a histogram, of seconds where it names no other `bounds`."""
+        """Adds a histogram, of seconds unless it has other `bounds`."""
         return Histogram(PREFIX + name, text, labels, buckets=tuple(bounds), registry=self.registry)
 
     def read_gauge(self, name: str, text: str, read: Read) -> None:
-        """Adds a value that `read` gives at the time of a scrape."""
+        """Adds a value that `read` returns at the time of a scrape."""
         self._read.append(lambda: GaugeMetricFamily(PREFIX + name, text, read()))
 
     def read_gauges(
         self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
     ) -> None:
-        """The same of several, each told by the value of a label."""
+        """The same for several values, one for each value of a label."""
 
         def family() -> Metric:
             gauges = GaugeMetricFamily(PREFIX + name, text, labels=[label])
@@ -103,11 +103,11 @@ class ProcessMetrics(Collector):
         self._read.append(family)
 
     def read_counter(self, name: str, text: str, read: Read) -> None:
-        """The same of a count that only grows; `_total` is added to its name."""
+        """The same for a count that only grows; `_total` is added to its name."""
         self._read.append(lambda: CounterMetricFamily(PREFIX + name, text, read()))
 
     def value(self, name: str, labels: Mapping[str, str] | None = None) -> float | None:
-        """One sample as it would be scraped now, without the labels of the process."""
+        """The current value of one sample, without the labels of the process."""
         wanted = dict(labels or {})
         samples = (one for family in self.families() for one in family.samples)
         return next((s.value for s in samples if (s.name, s.labels) == (name, wanted)), None)
@@ -118,7 +118,7 @@ class ProcessMetrics(Collector):
         yield from (read() for read in self._read)
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, with the labels of the process where it has none of the same name."""
+        """Every metric, with the labels of the process unless it has one of the same name."""
         labels = dict(self._labels())
         for family in self.families():
             family.samples = [s._replace(labels=labels | s.labels) for s in family.samples]
@@ -126,8 +126,9 @@ class ProcessMetrics(Collector):
 
     @contextmanager
     def served(self, host: str, port: int) -> Iterator[int]:
-        """Serves the text at `host`; port 0 takes a free one. Gives the port. Raises OSError,
-        naming host and port."""
+        """Serves the metrics at `host`; port 0 takes a free one. Returns the port. Raises OSError
+        that names host and port.
+        """
         everything = CollectorRegistry()
         everything.register(self)
         try:
@@ -138,7 +139,7 @@ class ProcessMetrics(Collector):
         try:
             yield server.server_port
         finally:
-            server.socket.shutdown(SHUT_RDWR)  # wakes its thread, which looks twice a second
+            server.socket.shutdown(SHUT_RDWR)  # ends its thread, which checks twice a second
             server.shutdown()
             server.server_close()
             thread.join(5.0)

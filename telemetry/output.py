@@ -1,10 +1,10 @@
-"""Standard output and error that never make this process wait, also while they are not read.
+"""Standard output and error that never make this process wait, even if they are not read.
 
-A write to a full pipe or to a paused terminal waits for its reader: requests stop, and so does the
-end of the process. `never_wait` opens the pipe or terminal once more, for this process
-alone, so that the other processes that have it keep theirs as it was. A write without room fails at
-once: text of Python's then waits in a queue of 1 MiB, and beyond it whole lines are dropped and
-counted. C code writes to the same descriptors; the lines that it loses are not counted.
+A write to a full pipe or to a paused terminal waits for its reader, so requests and the end of the
+process would wait too. `never_wait` opens the pipe or terminal again, only for this process, so
+that other processes keep theirs unchanged. A write without room then fails immediately. Python's
+text waits in a queue of 1 MiB, and beyond it whole lines are dropped and counted. C code writes to
+the same descriptors; the lines that it loses are not counted.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
 
 _MOST_BYTES: Final = 1 << 20
 _LAST_S: Final = 1.0
-"""The longest that the end of a process waits for a reader."""
+"""How long the end of a process waits for a reader."""
 _LOOK_S: Final = 0.05
 _RELAY_BYTES: Final = 1 << 16
 
 
 class Output:
-    """Writes text to one descriptor that does not block: in order, and whole lines or nothing."""
+    """Writes text to one descriptor that does not block: in order, and only whole lines."""
 
     def __init__(
         self, number: int, notice: Callable[[int], str], most_bytes: int = _MOST_BYTES
     ) -> None:
-        """notice: makes the line, without its end, about so many dropped ones. most_bytes: that
-        wait for a reader before lines are dropped."""
+        """notice: makes the line, without its end, about this many dropped ones. most_bytes: limit
+        of the waiting bytes before lines are dropped.
+        """
         self.dropped = 0  # lines, so far
         self.notice = notice
         self._number = number
@@ -53,8 +54,8 @@ class Output:
         self._over = threading.Event()
 
     def write(self, data: bytes) -> None:
-        """Writes `data` now, or once there is room, or drops it. Raises nothing."""
-        if not self._lock.acquire(timeout=_LAST_S):  # its owner was ended with the interpreter
+        """Writes `data` now or once there is room, or drops it. Raises nothing."""
+        if not self._lock.acquire(timeout=_LAST_S):  # its owner ended with the interpreter
             return
         try:
             rest = self._try(data) if self._write_waiting() else data
@@ -69,8 +70,9 @@ class Output:
             self._lock.release()
 
     def finish(self, wait_s: float = _LAST_S) -> None:
-        """Ends the thread once nothing waits any more, or after `wait_s`; later text is written at
-        once or not at all."""
+        """Ends the thread once nothing waits, or after `wait_s`; later text is written immediately
+        or dropped.
+        """
         deadline = time.monotonic() + wait_s
         while self._waiting and time.monotonic() < deadline:
             time.sleep(_LOOK_S / 10)
@@ -79,14 +81,13 @@ class Output:
             writer.join(wait_s)
 
     def _try(self, data: bytes) -> bytes | None:
-        """The part of `data` for which there is no room yet; None where none of it can be
-        written."""
+        """The part of `data` for which there is no room yet; None if none of it can be written."""
         while data:
             try:
                 data = data[os.write(self._number, data) :]
             except BlockingIOError:
                 return data
-            except OSError:  # no reader is left, or a disk is full
+            except OSError:  # there is no reader any more, or a disk is full
                 return None
         return b""
 
@@ -96,7 +97,7 @@ class Output:
         self._unsaid += lines
 
     def _write_waiting(self) -> bool:
-        """Whether nothing waits any more, a notice about dropped lines included."""
+        """Whether nothing waits, including a notice about dropped lines."""
         while self._waiting:
             waiting = self._waiting.popleft()
             rest = self._try(waiting)
@@ -119,7 +120,7 @@ class Output:
     def _start_writer(self) -> None:
         if self._writer is None and not self._over.is_set():
             self._writer = threading.Thread(target=self._run, name="output", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no memory for one: the next line tries again
+            with contextlib.suppress(RuntimeError):  # no memory: the next line tries again
                 self._writer.start()
                 return
             self._writer = None
@@ -133,12 +134,12 @@ class Output:
                     self._writer = None
                     return
             room.poll(_LOOK_S * 1000)
-            # A terminal may claim room and take nothing; without a reader, room comes seldom.
+            # A terminal may report room and take nothing; without a reader, room is rare.
             self._over.wait(_LOOK_S / 5 if self._waiting else _LAST_S)
 
 
 class _Raw(io.RawIOBase):
-    """An `Output` as Python's streams want one."""
+    """An `Output` in the form that Python's streams need."""
 
     def __init__(self, output: Output, number: int) -> None:
         self._output, self._number = output, number
@@ -159,8 +160,9 @@ class _Raw(io.RawIOBase):
 
 
 class _Relay:
-    """Passes on what is written to a pipe of this process, from a thread that may wait: for what
-    cannot be opened once more, such as a socket. `number` is the pipe's end to write to."""
+    """Copies a pipe of this process from a thread that may wait, for outputs that cannot be opened
+    again, such as a socket. `number` is the pipe's end for writing.
+    """
 
     def __init__(self, number: int) -> None:
         self._target = os.dup(number)
@@ -172,7 +174,7 @@ class _Relay:
         threading.Thread(target=self._run, name="relay", daemon=True).start()
 
     def finish(self, wait_s: float = _LAST_S) -> None:
-        """Returns once all was passed on, or after `wait_s`."""
+        """Returns once everything was copied, or after `wait_s`."""
         deadline = time.monotonic() + wait_s
         while not (self._is_idle and self._is_empty()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S / 10)
@@ -204,9 +206,9 @@ _elsewhere = 0
 
 
 def never_wait(notice: Callable[[int], str]) -> None:
-    """Has standard output and error of this process never wait, from now on and at its end.
+    """Makes standard output and error of this process never wait, from now on and at its end.
 
-    `notice` makes the line, without its end, about so many dropped lines.
+    `notice` makes the line, without its end, about this many dropped lines.
     """
     if not _OUTPUTS:
         atexit.register(finish)
@@ -224,18 +226,18 @@ def never_wait(notice: Callable[[int], str]) -> None:
 
 
 def dropped_lines() -> int:
-    """Lines of this process's output that were dropped, and those that `count` has added."""
+    """Lines of this process's output that were dropped, and those added by `count`."""
     return sum(output.dropped for output in _OUTPUTS) + _elsewhere
 
 
 def count(lines: int) -> None:
-    """Adds lines that a process of ours has dropped."""
+    """Adds lines that another process of effuse has dropped."""
     global _elsewhere
     _elsewhere += lines
 
 
 def finish() -> None:
-    """Gives what waits a short time to be read. A process calls it before `os._exit`."""
+    """Gives waiting text a short time to be read. A process calls it before `os._exit`."""
     for output in _OUTPUTS:
         output.finish()
     for relay in _RELAYS:
@@ -243,11 +245,12 @@ def finish() -> None:
 
 
 def _open_once_more(number: int) -> None:
-    """Gives the descriptor an open file of its own, which does not block. One that never does, as
-    of a file on a disk, is left as it is."""
+    """Gives the descriptor an open file of its own, which does not block. A file on a disk never
+    blocks, and is left unchanged.
+    """
     try:
         mode = os.fstat(number).st_mode
-    except OSError:  # it was closed: the next file that is opened must not take its place
+    except OSError:  # it was closed: the next opened file must not get its number
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         return
     if stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not os.isatty(number)):
@@ -269,11 +272,11 @@ def _is_same(one: int, other: int) -> bool:
 
 
 def _stream(before: TextIO | None, output: Output, number: int) -> TextIO:
-    """A stream of Python's for the descriptor; `before` is the one so far."""
+    """A Python stream for the descriptor; `before` is the previous one."""
     encoding = "utf-8" if before is None else before.encoding
     if before is not None:
         with contextlib.suppress(OSError, ValueError):
             before.flush()
-    # The types want a buffer; the class itself takes a raw stream, and passes on whole lines.
+    # The types require a buffer; the class itself accepts a raw stream, and passes on whole lines.
     buffer = cast("io.BufferedWriter", _Raw(output, number))
     return io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True)

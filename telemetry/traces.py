@@ -1,9 +1,9 @@
-"""A request's spans across processes, by OpenTelemetry; nothing where nobody asked for them.
+"""A request's spans across processes, with OpenTelemetry; nothing unless a flag turns it on.
 
-The router's span of a request is the parent of its attempts, and an attempt that of what each
-worker does for it: the W3C context goes along as gRPC metadata. What happens in an engine's process
-comes with the engine's events as seconds, and becomes a span when it is heard of. OpenTelemetry is
-the extra `traces`; without it, and without an endpoint, a span costs a function call.
+The router's span of a request is the parent of its attempts, and an attempt is the parent of its
+workers' spans: gRPC metadata carries the W3C context. The engine's process reports its times as
+seconds in events, and the front turns them into spans. OpenTelemetry is the extra `traces`; without
+it, and without an endpoint, a span costs a function call.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Carrier = Iterable[tuple[str, str | bytes]]
 Attribute = str | int | float
 _KEYS: Final = ("traceparent", "tracestate")
 MOST_STATE: Final = 512
-"""Characters of a caller's `tracestate` that go along, as W3C asks for at least; a longer one is
-left out, since the metadata of our own calls has a limit."""
+"""Characters of a caller's `tracestate` that are passed on, which is W3C's least. A longer one is
+left out, because the metadata of our own calls has a limit.
+"""
 
 
 class TracesUnavailable(Exception):
-    """Traces were asked for where OpenTelemetry is not installed."""
+    """Traces are turned on, but OpenTelemetry is not installed."""
 
 
 class Traces:
-    """Where a process leaves its spans; off without a `provider`."""
+    """Where a process sends its spans; off without a `provider`."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
@@ -49,8 +50,8 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise TracesUnavailable(
-                "--otlp-traces-endpoint: OpenTelemetry is not installed here; "
-                "install effuse with the extra `traces`"
+                "--otlp-traces-endpoint: OpenTelemetry is not installed; install effuse with the "
+                "extra `traces`"
             ) from error
         provider = TracerProvider(resource=Resource.create({"service.name": f"effuse-{role}"}))
         exporter = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"))
@@ -63,29 +64,30 @@ class Traces:
         parent: Carrier | None = None,
         attributes: Mapping[str, Attribute] | None = None,
     ) -> AbstractContextManager[object]:
-        """What is done within it. `parent`: metadata of the call that asked for it; else the span
-        that is open here, if any. An exception is recorded, and passes."""
+        """A span around the body. `parent`: metadata of the incoming call; otherwise the open span
+        of this process, if any. An exception is recorded and raised again.
+        """
         if self._tracer is None:
             return nullcontext()
         context = None if parent is None else _context_of(parent)
         return self._tracer.start_as_current_span(name, context, attributes=attributes)
 
     def record(self, name: str, seconds: float) -> None:
-        """A span within the open one that has just ended, and took so long."""
+        """A span within the open one, which has just ended and took this time."""
         if self._tracer is not None:
             now_ns = time.time_ns()
             started = self._tracer.start_span(name, start_time=now_ns - round(seconds * 1e9))
             started.end(now_ns)
 
     def annotate(self, attributes: Mapping[str, Attribute]) -> None:
-        """Adds to the open span what turned out."""
+        """Adds results to the open span."""
         if self._tracer is not None:
             from opentelemetry.trace import get_current_span
 
             get_current_span().set_attributes(attributes)
 
     def carrier(self) -> tuple[tuple[str, str], ...]:
-        """The open span, as metadata for a call; empty where traces are off."""
+        """The open span as metadata for a call; empty if traces are off."""
         if self._tracer is None:
             return ()
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -95,7 +97,7 @@ class Traces:
         return tuple(told.items())
 
     def close(self) -> None:
-        """Sends what is left; waits for that as long as the exporter does."""
+        """Sends the rest; waits for that as long as the exporter does."""
         if self._provider is not None:
             self._provider.shutdown()
 

@@ -127,7 +127,7 @@ class FakeCore:
 
     def _start_rehearsal(self, message: StartRehearsal) -> None:
         if message.most_pages == NO_ROOM:
-            self._fail(message, "RESOURCE_EXHAUSTED", "requests come first", True)
+            self._fail(message, "RESOURCE_EXHAUSTED", "requests need the pages", True)
             return
         self._out.append(Reserved(reservation=self._reservation(message)))
         if message.most_pages == ENDLESS:  # nobody pushes

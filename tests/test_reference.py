@@ -84,8 +84,8 @@ def test_every_flag_of_a_command_is_there(name: str) -> None:
 def test_a_default_and_a_type_are_those_of_the_field() -> None:
     page = _page("processes")
     assert "| `--page-size` | whole number | 16 | tokens in a KV page |" in page
-    assert "| `--device` | `auto`, `cpu`, `cuda` | auto | where the engine computes |" in page
-    assert "| `--enforce-eager` | switch | off | never capture graphs" in page
+    assert "| `--device` | `auto`, `cpu`, `cuda` | auto | device of the engine |" in page
+    assert "| `--enforce-eager` | switch | off | never capture CUDA graphs" in page
     assert "| `--dataset FILE` | required | " in _page("commands")
 
 

@@ -193,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--wrong", type=int, default=0, help="wrong answers to print per setting")
+    parser.add_argument(
+        "--wrong", type=int, default=0, help="wrong answers to print for each setting"
+    )
     options = parser.parse_args(arguments)
     if options.count < 1 or options.seed < 0 or options.wrong < 0:
         parser.error("--count must be at least 1, --seed and --wrong at least 0")

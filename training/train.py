@@ -220,7 +220,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m effuse.training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and release")
     parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint")
-    parser.add_argument("--start", type=Path, help="begin from the weights of a released folder")
+    parser.add_argument("--start", type=Path, help="start from the weights of a released folder")
     parser.add_argument("--minutes", type=_positive, default=60.0, help="stop after this long")
     parser.add_argument(
         "--steps", type=_count, default=Plan().steps, help="steps of the whole plan"

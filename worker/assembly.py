@@ -242,8 +242,8 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
     room = share - torch.cuda.max_memory_allocated(model.device)
     if room < layout.page_bytes:
         raise ValueError(
-            f"--gpu-memory-utilization: {share} of {total} bytes leave no room for KV pages "
-            f"beside weights and a forward of {config.max_num_batched_tokens} tokens"
+            f"--gpu-memory-utilization: {share} of {total} bytes leave no room for KV pages next "
+            f"to the weights and a forward pass of {config.max_num_batched_tokens} tokens"
         )
     torch.cuda.empty_cache()
     return min(room // layout.page_bytes, MAX_POOL_PAGES)
@@ -359,14 +359,14 @@ def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
     if page_bytes > MAX_PAGE_BYTES:
         most = MAX_PAGE_BYTES * size // page_bytes
         raise ValueError(
-            f"--page-size: expected at most {most}, as pages of up to {MAX_PAGE_BYTES} bytes are "
-            f"handed over and one of {size} tokens takes {page_bytes} bytes"
+            f"--page-size: expected at most {most}, because the limit is {MAX_PAGE_BYTES} bytes a "
+            f"page and a page of {size} tokens takes {page_bytes}"
         )
     if layout.pages_for(max_model_len) > MAX_PAGES:
         raise ValueError(
-            f"--page-size: expected at least {-(-max_model_len // MAX_PAGES)}, as up to "
-            f"{MAX_PAGES} pages are handed over for a prompt, which may have {max_model_len} "
-            f"tokens, got {size}; or a lower --max-model-len"
+            f"--page-size: expected at least {-(-max_model_len // MAX_PAGES)}, because a handoff "
+            f"has at most {MAX_PAGES} pages and a prompt may have {max_model_len} tokens, got "
+            f"{size}; a lower --max-model-len also helps"
         )
 
 
@@ -390,5 +390,5 @@ def _curve_keys(config: WorkerConfig) -> CurveKeys | None:
     if not config.encrypt_pages:
         return None
     if config.fleet_secret is None:
-        raise ValueError("--encrypt-pages: expected --fleet-secret beside it")
+        raise ValueError("--encrypt-pages: expected --fleet-secret with it")
     return CurveKeys.of(FleetSecret.read(config.fleet_secret).derive("pages"))

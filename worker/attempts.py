@@ -100,9 +100,9 @@ class Attempts:
         earlier attempt may still be ending, or not know yet that its router is gone."""
         self._forget()
         if attempt_id.transfer_id in self._over:
-            raise Refused(f"transfer {attempt_id.transfer_id!r} has ended here already")
+            raise Refused(f"transfer {attempt_id.transfer_id!r} has already ended here")
         if attempt_id.transfer_id in self._running:
-            raise AlreadyRunning(f"transfer {attempt_id.transfer_id!r} is running here")
+            raise AlreadyRunning(f"transfer {attempt_id.transfer_id!r} is already running here")
         attempt = OpenAttempt(attempt_id, incarnation)
         self._running[attempt_id.transfer_id] = attempt
         self._idle.clear()

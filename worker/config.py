@@ -40,19 +40,21 @@ class WorkerConfig(Access):
     model: Annotated[Path | None, "checkpoint directory (default: the bundled model)"] = None
     adapter: Annotated[Path | None, "LoRA adapter directory, merged when weights are loaded"] = None
     served_model_name: Annotated[
-        str | None, "name that clients ask for (default: that of the directory)"
+        str | None, "name that clients ask for (default: the directory's name)"
     ] = None
-    device: Annotated[Device, "where the engine computes"] = "auto"
-    dtype: Annotated[Dtype, "type of weights and KV; auto is float32 on a CPU"] = "auto"
+    device: Annotated[Device, "device of the engine"] = "auto"
+    dtype: Annotated[Dtype, "data type of weights and KV; auto is float32 on a CPU"] = "auto"
     attention: Annotated[
-        Attention, "kernels of attention; flex is torch's, a second opinion without speed"
+        Attention, "attention kernels; flex is torch's, slow and only for comparison"
     ] = "triton"
-    enforce_eager: Annotated[bool, "never capture graphs; decode steps are run by the host"] = False
+    enforce_eager: Annotated[bool, "never capture CUDA graphs; the host runs each decode step"] = (
+        False
+    )
 
     # KV memory.
     page_size: Annotated[int, "tokens in a KV page"] = 16
     num_pages: Annotated[
-        int | None, "pages in the pool (default: what gpu-memory-utilization allows)"
+        int | None, "pages in the pool (default: as many as gpu-memory-utilization allows)"
     ] = None
     gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
     kv_layout: Annotated[KVLayoutKind, "order of KV memory in a page"] = "unified"
@@ -68,43 +70,53 @@ class WorkerConfig(Access):
     # The network.
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 0
     advertise_host: Annotated[
-        str | None, "name or address that others reach this worker by (default: host)"
+        str | None, "name or address at which other processes reach this worker (default: host)"
     ] = None
     connector: Annotated[
         Connector,
-        "how KV pages move between workers; auto is nixl on GPUs and within one host, if it is "
-        "installed and starts, else zmq",
+        "how KV pages move between workers; auto is nixl if it works and pages are on GPUs or all "
+        "workers on one host, else zmq",
     ] = "auto"
     encrypt_pages: Annotated[
-        bool, "encrypt pages over zmq, for who has the fleet-secret alone (CURVE)"
+        bool,
+        "encrypt pages over zmq for processes with the fleet-secret (CURVE)",
     ] = False
     connector_host: Annotated[
         str | None, "address of the zmq connector (default: advertise-host)"
     ] = None
 
     # The fleet.
-    redis_url: Annotated[str | None, "announce in this Redis, as redis://host:port/db"] = None
-    fleet: Annotated[str, "fleet to belong to; fleets that share a Redis never meet"] = "effuse"
+    redis_url: Annotated[
+        str | None, "announce this worker in this Redis, as redis://host:port/db"
+    ] = None
+    fleet: Annotated[str, "name of the fleet; fleets with different names can share a Redis"] = (
+        "effuse"
+    )
     worker_id: Annotated[str | None, "name of this worker (default: its role, host and port)"] = (
         None
     )
-    ready_file: Annotated[Path | None, "write address, incarnation and pid here once ready"] = None
+    ready_file: Annotated[
+        Path | None, "write address, incarnation and pid to this file once ready"
+    ] = None
 
     # Time, in seconds.
-    startup_timeout_s: Annotated[float, "longest that loading weights and warming up may take"] = (
-        300.0
-    )
+    startup_timeout_s: Annotated[float, "most time for loading weights and warming up"] = 300.0
     hang_timeout_s: Annotated[
-        float, "an engine without progress for this long, or ten of its steps, is replaced"
+        float,
+        "replace an engine that makes no progress for this long, or for ten of its steps if that "
+        "is longer",
     ] = 3.0
-    drain_s: Annotated[float, "longest that running requests are waited for at the end"] = 30.0
-    max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
+    drain_s: Annotated[float, "most time for running requests to end at shutdown"] = 30.0
+    max_request_s: Annotated[float, "most time for one request"] = 3600.0
 
-    log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    log_level: Annotated[LogLevel, "lowest level of messages to log"] = "info"
     otlp_traces_endpoint: Annotated[
-        str | None, "send OpenTelemetry spans here, as http://host:4317 (extra `traces`)"
+        str | None,
+        "send OpenTelemetry spans to this address, such as http://host:4317 (extra `traces`)",
     ] = None
-    log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
+    log_format: Annotated[LogFormat, "form of log lines: text, or one JSON object for each"] = (
+        "text"
+    )
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
@@ -126,8 +138,8 @@ class WorkerConfig(Access):
             checks.seconds(name, getattr(self, name))
         if self.hang_timeout_s < _LEAST_HANG_S:
             raise ValueError(
-                f"--hang-timeout-s: expected {_LEAST_HANG_S:g} s or more, as an engine "
-                f"without work shows twice a second that it lives, got {self.hang_timeout_s:g}"
+                f"--hang-timeout-s: expected {_LEAST_HANG_S:g} s or more, because an idle engine "
+                f"reports only twice a second, got {self.hang_timeout_s:g}"
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
@@ -167,14 +179,16 @@ class WorkerConfig(Access):
 class PrefillConfig(WorkerConfig):
     """Settings of a prefill worker. Raises ValueError naming the accepted form."""
 
-    reservation_s: Annotated[float, "longest that a computed prompt waits for a reservation"] = 60.0
+    reservation_s: Annotated[float, "most time that a computed prompt waits for a reservation"] = (
+        60.0
+    )
     min_handoff_gbps: Annotated[
         float,
-        "refuse decode workers that KV reaches slower, in 10^9 bytes a second, once several "
+        "refuse links to decode workers slower than this, in 10^9 bytes a second, once several "
         "measurements agree; 0 refuses none",
     ] = 0.0
     enable_prefix_caching: Annotated[
-        bool, "keep the KV of prompts for others that begin alike (block-causal models)"
+        bool, "keep the KV of prompts for later prompts that begin the same (block-causal models)"
     ] = True
 
     def __post_init__(self) -> None:
@@ -191,13 +205,14 @@ class DecodeConfig(WorkerConfig):
     """Settings of a decode worker. Raises ValueError naming the accepted form."""
 
     default_algorithm: Annotated[
-        Algorithm | None, "used where a request names none (default: the model's)"
+        Algorithm | None, "algorithm of requests that name none (default: the model's)"
     ] = None
     handoff_lease_s: Annotated[
-        float, "longest push of a computed prompt, and longest silence of its writer before"
+        float,
+        "most time to push a computed prompt, and longest silence of its writer before",
     ] = 60.0
-    max_window: Annotated[int, "most blocks in flight that a request may ask for"] = 8
-    max_stop_ids: Annotated[int, "most stop ids of a request, end-of-sequence ids included"] = 16
+    max_window: Annotated[int, "most blocks in flight for one request"] = 8
+    max_stop_ids: Annotated[int, "most stop ids of a request, including end-of-sequence ids"] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,10 +26,12 @@ def choose_connector(
     if config.connector != "auto":
         return config.connector
     if config.encrypt_pages:
-        LOG.info("connector: zmq, because it alone encrypts pages")
+        LOG.info("connector: zmq, because only zmq encrypts pages")
         return "zmq"
     if not (on_gpu or _is_loopback(config.host)):
-        LOG.info("connector: zmq, because pages are in host memory and workers on several hosts")
+        LOG.info(
+            "connector: zmq, because pages are in host memory and workers are on several hosts"
+        )
         return "zmq"
     why = "pages are on a GPU" if on_gpu else "all workers are on this host"
     if problem := why_no_nixl():

@@ -26,8 +26,8 @@ def make_home() -> Path:
     if len(bytes(home / SOCKET)) > _MOST_SOCKET_PATH_BYTES:
         home.rmdir()
         raise OSError(
-            f"TMPDIR: expected a path short enough for a socket in it "
-            f"({_MOST_SOCKET_PATH_BYTES} bytes), got {str(home.parent)!r}"
+            "TMPDIR: expected a shorter path, so that a socket's path has at most "
+            f"{_MOST_SOCKET_PATH_BYTES} bytes, got {str(home.parent)!r}"
         )
     try:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -35,7 +35,7 @@ def make_home() -> Path:
         (home / SOCKET).unlink()
     except OSError as error:
         shutil.rmtree(home, ignore_errors=True)
-        where = f"expected a directory that holds sockets, got {str(home.parent)!r}"
+        where = f"expected a directory in which sockets work, got {str(home.parent)!r}"
         raise OSError(f"TMPDIR: {where}: {error}") from error
     return home
 

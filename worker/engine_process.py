@@ -232,7 +232,7 @@ def die_with(front_pid: int) -> None:
     """Asks the kernel to kill this process when the front ends; ends it if that has happened."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != front_pid:
-        raise SystemExit("the front is gone")
+        raise SystemExit("the front has ended")
 
 
 def read_config(raw: msgspec.Raw, config_type: type[Config]) -> Config:

@@ -141,7 +141,7 @@ class Front:
     def undrain(self) -> None:
         """Admits again; what still runs goes on. Raises `Draining` where the process ends."""
         if self._is_ending:
-            raise Draining("this worker is ending and admits nothing more", retry_after_s=0.1)
+            raise Draining("this worker is ending and accepts no more requests", retry_after_s=0.1)
         self._stop_waiting()
         self.shell.is_draining = False
         self._changed.set()
@@ -174,7 +174,7 @@ class Front:
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
         if config.health_port is not None:
             port = await self.server.start_health(host_and_port(config.host, config.health_port))
-            LOG.info("health alone is on %s:%d", config.host, port)
+            LOG.info("gRPC health checks are on %s:%d", config.host, port)
         if config.metrics:
             served = self.shell.metrics.served(config.metrics_host, config.metrics_port)
             self._facts["metrics"] = host_and_port(config.metrics_host, stack.enter_context(served))
@@ -222,7 +222,7 @@ class Front:
         except OSError as error:
             if not self._is_told:
                 raise
-            LOG.warning("%s is not written: %s", path, error)
+            LOG.warning("%s could not be written: %s", path, error)
         self._is_told = True
 
     async def _end_all(self) -> None:
@@ -252,9 +252,11 @@ class Front:
             async with asyncio.timeout(deadline_s):
                 await attempts.wait_idle()
         except TimeoutError:
-            LOG.warning("ending %d requests that still run", len(attempts))
+            LOG.warning("ending %d requests that are still running", len(attempts))
             attempts.fail_all(
-                Draining("this worker is draining and the request took too long", retry_after_s=0.1)
+                Draining(
+                    "this worker is draining and the request did not end in time", retry_after_s=0.1
+                )
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):

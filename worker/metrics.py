@@ -37,31 +37,34 @@ class WorkerMetrics(ProcessMetrics):
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of attempts begun here")
         self.generation_tokens = self.counter("generation_tokens", "Tokens written")
         self.succeeded = self.counter(
-            "request_success", "Attempts that ended well, by how", "finished_reason"
+            "request_success", "Attempts that ended well, by outcome", "finished_reason"
         )
         self.failed = self.counter(
-            "request_failure", "Attempts that ended badly, by the engine's reason", "reason"
+            "request_failure", "Attempts that failed, by the engine's reason", "reason"
         )
         self.queue_time = self.histogram(
-            "request_queue_time_seconds", "An attempt's wait for its turn, or for its pages"
+            "request_queue_time_seconds",
+            "Time that an attempt waited for its turn or for its pages",
         )
         self.prefill_time = self.histogram(
-            "request_prefill_time_seconds", "Computing of a prompt, from its turn on"
+            "request_prefill_time_seconds", "Time to compute a prompt, from its turn on"
         )
         self.first_block = self.histogram(
-            "time_to_first_block_seconds", "Begin of an attempt to its first block"
+            "time_to_first_block_seconds", "From the start of an attempt to its first block"
         )
         self.inter_block = self.histogram(
             "inter_block_latency_seconds", "From one commit of an attempt to the next"
         )
         self.latency = self.histogram(
-            "e2e_request_latency_seconds", "Begin of an attempt to its end"
+            "e2e_request_latency_seconds", "From the start of an attempt to its end"
         )
         self.tokens_per_forward = self.histogram(
-            "tokens_per_forward", "Tokens of an attempt by its forwards", bounds=TOKENS_PER_FORWARD
+            "tokens_per_forward",
+            "Tokens of an attempt divided by its forwards",
+            bounds=TOKENS_PER_FORWARD,
         )
         self.handoff = self.histogram(
-            "kv_handoff_seconds", "Handoff of a prompt's KV, from when its pages could go",
+            "kv_handoff_seconds", "Handoff of a prompt's KV, from when its pages could be pushed",
             "transport",
         )  # fmt: skip
         self.kv_bytes = self.counter(
@@ -93,26 +96,30 @@ def _load_families(load: Load) -> Iterator[Metric]:
     yield _gauge("num_requests_waiting", "Attempts that wait for pages", load.waiting)
     used = load.total_pages - load.free_pages
     share = used / load.total_pages if load.total_pages else 0.0
-    yield _gauge("kv_cache_usage_perc", "Pages that are not free, 0 to 1", share)
+    yield _gauge("kv_cache_usage_perc", "Share of pages that are not free, 0 to 1", share)
     pages = GaugeMetricFamily(PREFIX + "kv_pages", "KV pages by state", labels=["state"])
     for state, count in load.pages_by_state().items():
         pages.add_metric([state], count)
     yield pages
     for name, text, count in (
         ("num_preemptions", "Requests that lost their pages to older ones", load.preemptions),
-        ("prefix_cache_queries", "Prompt tokens whose KV was looked for", load.prefix_queries),
-        ("prefix_cache_hits", "Those of them whose KV was there", load.prefix_hits),
-        ("prompts_shared", "Prompts whose KV another attempt had", load.prompts_shared),
+        (
+            "prefix_cache_queries",
+            "Prompt tokens that were looked up in the prefix cache",
+            load.prefix_queries,
+        ),
+        ("prefix_cache_hits", "Prompt tokens whose KV the prefix cache had", load.prefix_hits),
+        ("prompts_shared", "Prompts whose KV came from another attempt", load.prompts_shared),
         ("engine_steps", "Forwards", load.steps),
-        ("engine_step_requests", "Requests in forwards, added up", load.step_requests),
-        ("engine_step_tokens", "Rows of forwards, added up", load.step_tokens),
+        ("engine_step_requests", "Sum of the requests in each forward", load.step_requests),
+        ("engine_step_tokens", "Sum of the rows of each forward", load.step_tokens),
     ):
         yield _counter(name, text, count)
 
 
 def _link_family(links: Sequence[Link]) -> Metric:
     family = GaugeMetricFamily(
-        PREFIX + "kv_link_bytes_per_second", "Ways to decode workers as measured",
+        PREFIX + "kv_link_bytes_per_second", "Rates of links to decode workers, as measured",
         labels=["peer", "transport"],
     )  # fmt: skip
     for link in links:
@@ -121,10 +128,12 @@ def _link_family(links: Sequence[Link]) -> Metric:
 
 
 def _quarantine_families(quarantines: Sequence[Quarantine]) -> Iterator[Metric]:
-    text = "Pages that a prefill worker has not let go of"
+    text = "Pages that a prefill worker has not released"
     pages = GaugeMetricFamily(PREFIX + "kv_quarantine_pages", text, labels=["writer"])
     age = GaugeMetricFamily(
-        PREFIX + "kv_quarantine_age_seconds", "How long the oldest have waited", labels=["writer"]
+        PREFIX + "kv_quarantine_age_seconds",
+        "Time that the oldest of these pages have waited",
+        labels=["writer"],
     )
     for one in quarantines:
         pages.add_metric([one.writer], one.pages)

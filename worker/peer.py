@@ -194,8 +194,8 @@ class Quarantines:
         ages = [self._now() - one.since for one in self._held if _is_same(one.writer, writer)]
         if ages and max(ages) >= SILENT_S:
             raise TransferFailed(
-                f"the prefill worker at {writer.address} has not let go of pages here for "
-                f"{max(ages):.0f} s and gets no more",
+                f"the prefill worker at {writer.address} has not released pages here for "
+                f"{max(ages):.0f} s and gets no more of them",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
@@ -219,9 +219,9 @@ class Quarantines:
             return
         self._told.add(address)
         LOG.error(
-            "%d pages cannot be used: the prefill worker at %s, on this machine, may still write "
-            "into them, and has not answered for %.0f s. They are free once it answers or its "
-            "engine's process has ended: continue it if it is stopped, else kill it",
+            "%d pages cannot be used, because the prefill worker at %s, on this machine, may still "
+            "write into them and has not answered for %.0f s. They become free once it answers or "
+            "its engine's process ends: continue the process if it is stopped, otherwise kill it",
             sum(one.pages for one in self._of(address)),
             address,
             age_s,

@@ -89,11 +89,13 @@ class Shell:
             raise Draining("this worker is draining", retry_after_s=_STARTING_RETRY_S)
         life = self.supervisor.life
         if life is None:
-            raise Starting("the engine of this worker is starting", retry_after_s=_STARTING_RETRY_S)
+            raise Starting(
+                "this worker's engine is still starting", retry_after_s=_STARTING_RETRY_S
+            )
         if incarnation != life.incarnation:
             raise Replaced(
-                f"this is incarnation {life.incarnation} of {self.identity.worker_id}, "
-                f"the request is meant for {incarnation!r}"
+                f"this is incarnation {life.incarnation} of {self.identity.worker_id}, but the "
+                f"request is for {incarnation!r}"
             )
         return life
 
@@ -142,7 +144,7 @@ class Shell:
                 async with asyncio.timeout(_ABORT_WARN_S):
                     event = await attempt.next_event()
             except TimeoutError:
-                LOG.warning("the engine has not let go of %s yet", attempt.id)
+                LOG.warning("the engine has not released %s yet", attempt.id)
             except EffuseError as error:  # already told to whoever asked
                 LOG.debug("while ending %s: %s", attempt.id, error)
             else:

@@ -139,7 +139,7 @@ class EngineClient:
             try:
                 return self._decoder.decode(received.result())
             except _UNREADABLE as error:
-                raise EngineGone(f"the engine said what is no message: {error}") from error
+                raise EngineGone(f"the engine sent an invalid message: {error}") from error
         if self._exited.done():
             raise _exit(self._exited.result())
         return []
@@ -311,7 +311,7 @@ class Supervisor:
             now = self._now()
             self._progress, stood_still_s = look(self._progress, now, patience_s)
             if stood_still_s:
-                LOG.warning("this process stood still for %.1f s", stood_still_s)
+                LOG.warning("this process was stopped for %.1f s", stood_still_s)
             for message in messages:
                 self._take(client, message, now)
             is_stopped = now - self._progress.beat_at > limits.stopped_s and is_stopped_by_signal(
@@ -332,7 +332,7 @@ class Supervisor:
             raise EngineGone(message.message, permanent=message.permanent)
         else:
             when = "before it was ready" if self.life is None else "while it ran"
-            raise EngineGone(f"the engine said {type(message).__name__} {when}")
+            raise EngineGone(f"the engine sent {type(message).__name__} {when}")
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
         output.count(beat.dropped_lines)
@@ -367,7 +367,7 @@ class Supervisor:
         self.ended.append(client.incarnation)
         self._attempts.lose_engine(
             errors.EngineLost(
-                "the engine of this worker was lost while the request ran; another try may succeed",
+                "this worker's engine failed while the request ran; a retry may succeed",
                 retry_after_s=_RETRY_AFTER_S,
                 labels={"incarnation": client.incarnation, "ending": lost.ending},
             )

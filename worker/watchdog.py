@@ -203,14 +203,17 @@ def verdict(
         why = "because a signal stopped its process"
         return f"its loop has not turned for {silent_s:.1f} s, {why}"
     if not progress.is_ready and now - progress.began_at > limits.startup_s:
-        return f"it was not ready after {limits.startup_s:g} s, {progress.phase} at the end"
+        return f"it was not ready after {limits.startup_s:g} s; its last phase was {progress.phase}"
     limit_s = limits.silence_s(progress)
     if silent_s > limit_s:
         if progress.phase == "serving":
             return f"its loop has not turned for {silent_s:.1f} s"
         return f"it has been {progress.phase} for {silent_s:.1f} s"
     if progress.runnable and idle_s > limit_s:
-        return f"{progress.runnable} requests could go on, but no step was made for {idle_s:.1f} s"
+        return (
+            f"{progress.runnable} requests could continue, but the engine made no step for "
+            f"{idle_s:.1f} s"
+        )
     return None
 
 

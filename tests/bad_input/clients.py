@@ -153,7 +153,7 @@ def _generation(at: Facts) -> Iterator[tuple[str, Case]]:
 _BAD_JSON = {
     "no JSON": ("{", "the text of a JSON object"),
     "nested": ('{"a":' + "[" * 1000 + "]" * 1000 + "}", "levels"),
-    "a huge number": ('{"a": 1e999}', "no number that a double holds"),
+    "a huge number": ('{"a": 1e999}', "not a number within a double's range"),
     "many digits": ('{"a": ' + "9" * 3000 + "}", "3000 characters"),
     "half a character": (r'{"a": "\udc00"}', "surro"),
 }

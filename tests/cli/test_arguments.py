@@ -144,7 +144,7 @@ _HELP = "'effuse up' starts a fleet, --target names another one"
         (
             f"{_UNREACHED}Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: "
             "error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER: OK",
-            "h:1 does not speak TLS: leave out --tls and the flags that begin with it",
+            "h:1 does not speak TLS: leave out --tls and all flags that begin with --tls-",
         ),
         (
             f"{_UNREACHED}Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: "
@@ -153,17 +153,18 @@ _HELP = "'effuse up' starts a fleet, --target names another one"
         ),
         (
             f"{_UNREACHED}Hostname Verification Check failed.",
-            "the certificate of h:1 names another host",
+            "the certificate of h:1 is for another host",
         ),
         ("Tls handshake timed out", "no TLS connection to h:1: Tls handshake timed out"),
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:1.2.3.4:1: Failed "
             "parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 79)",
-            "what listens on h:1 is no router of effuse",
+            "the server on h:1 is not a router of effuse",
         ),
         (
             f"{_UNREACHED}Socket closed",
-            "h:1 broke off (Socket closed): has the router ended, or does it speak TLS (--tls-ca)?",
+            "h:1 closed the connection (Socket closed): did the router end, or does it need TLS "
+            "(--tls-ca)?",
         ),
     ],
 )
@@ -179,7 +180,9 @@ def test_a_routers_own_words_are_shown_with_the_flag_that_it_asks_for() -> None:
     told = arguments.explain(Unauthenticated("who are you"), "h:1")
     assert told == "UNAUTHENTICATED: who are you (--token-file or EFFUSE_TOKEN)"
     error = _failed(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-    assert "h:1 is no router of effuse, or not of this version" in arguments.explain(error, "h:1")
+    assert "h:1 is not a router of effuse, or not of this version" in arguments.explain(
+        error, "h:1"
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "dns:///127.0.0.1"])

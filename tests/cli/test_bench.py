@@ -34,7 +34,7 @@ def test_a_dataset_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("", "expected one JSON object a line, found none"),
+        ("", "expected one JSON object per line, found none"),
         ('{"prompt": "a"}\nnot json', ":2: expected a JSON object, got 'not json'"),
         ('{"question": "a"}', ':1: expected {"prompt": "..."}'),
         ('{"prompt": ""}', ':1: expected {"prompt": "..."}'),
@@ -126,7 +126,7 @@ def test_flags_of_a_sweep(dataset: Path, tmp_path: Path) -> None:
         (["--rate", "0"], "expected a number in (0, infinity), got 0"),
         (["--sweep", "--rate", "1"], "--sweep: expected --rate and an objective"),
         (["--sweep", "--total-within", "1"], "--sweep: expected --rate and an objective"),
-        (["--d2f-repo", "."], "--d2f-repo: expected --baseline with it"),
+        (["--d2f-repo", "."], "--d2f-repo: expected together with --baseline"),
         (["--scorer", "humaneval"], "--scorer humaneval: expected --run-model-code"),
         (["--gap-within", "0"], "--gap-within: expected a number in (0, 604800]"),
         (["--plot", "figures.txt"], "expected a name that ends with .svg, .png or .pdf"),
@@ -164,7 +164,7 @@ def test_what_is_broken_off_is_told_as_far_as_it_came(
     told = capsys.readouterr()
     assert "fleet, 4/s" in told.out and "fleet, 8/s" in told.out
     assert "the knee is at 4 requests/s" in told.out
-    assert "1 x UNAVAILABLE: gone" in told.err and "broken off" in told.err
+    assert "1 x UNAVAILABLE: gone" in told.err and "stopped early" in told.err
     assert [
         (one["rate"], one["samples"], one["failed"]) for one in json.loads(out.read_text())
     ] == [
@@ -230,7 +230,7 @@ def test_each_row_is_printed_once_it_is_measured_and_ctrl_c_keeps_what_there_is(
     assert "a rival, 1 thread" in printed[0]
     assert re.search(r"first +0\.\d\d \(1\.0x\) +\d+\.\d\d \(1\.0x\) .* 50\.0 %", printed[0])
     told = capfd.readouterr()
-    assert "second: no such module" in told.err and "broken off" in told.err
+    assert "second: no such module" in told.err and "stopped early" in told.err
     assert re.search(r"third +1 +0", told.out)
     rows_of_file = json.loads(out.read_text())
     assert [(one["name"], one["samples"]) for one in rows_of_file] == [("first", 2), ("third", 1)]
@@ -246,7 +246,7 @@ def test_broken_off_before_anything_was_measured(
 
     monkeypatch.setattr(bench, "send_in_turn", send)
     assert bench.main(["--dataset", str(dataset)]) == 130
-    assert "broken off before anything was measured" in capsys.readouterr().err
+    assert "stopped before the first measurement" in capsys.readouterr().err
 
 
 def test_a_dataset_without_what_a_scorer_needs_is_refused(
@@ -263,7 +263,7 @@ def test_prompts_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     items = read_items(path)
     assert too_long(items, [True] * 12, "512 tokens") == ""
     assert too_long(items, [at % 2 == 0 for at in range(12)], "512 tokens") == (
-        "6 of 12 prompts do not fit 512 tokens and count as failed: T/1, T/3, T/5, T/7, T/9, T/11"
+        "6 of 12 prompts do not fit 512 tokens; they count as failed: T/1, T/3, T/5, T/7, T/9, T/11"
     )
     assert too_long(items, [False] * 12, "9 tokens").endswith("T/6, T/7 and 4 more")
 
@@ -309,4 +309,4 @@ def test_answers_to_humaneval_are_run_once_a_row_is_measured(
     assert " 50.0 %\n" in capsys.readouterr().out
     monkeypatch.setattr(bench, "works", lambda: False)
     assert bench.main([*flags, "--run-model-code"]) == 2
-    assert "no sandboxed Python program runs" in capsys.readouterr().err
+    assert "a sandboxed Python program cannot run" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def test_a_good_report(capsys: pytest.CaptureFixture[str]) -> None:
         ("--p99=0.001", "p99 is "),
         ("--average=0.001", "the average is "),
         ("--slowest=0.001", "the slowest is "),
-        ("--least-rps=100000", "calls a second, expected 100000 or more"),
+        ("--least-rps=100000", "calls per second, expected at least 100000"),
         ("--count=7", "6 calls were made, 7 were asked for"),
     ],
 )
@@ -46,7 +46,7 @@ def test_failed_calls_are_told_with_their_texts(capsys: pytest.CaptureFixture[st
     assert "6 calls failed, 0 may: 6 with DeadlineExceeded; 5 x rpc error: code = Deadline" in told
     assert "p99 is not in the report" in told
     assert main([str(LATE), "--errors", "6"]) == 1
-    assert capsys.readouterr().err == "effuse check-ghz: no call ended well\n"
+    assert capsys.readouterr().err == "effuse check-ghz: no call succeeded\n"
 
 
 def test_some_calls_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,4 +66,4 @@ def test_what_is_no_report_is_refused(
     path = tmp_path / "told.json"
     path.write_bytes(content)
     assert main([str(path)]) == 2
-    assert "expected a report of ghz in JSON" in capsys.readouterr().err
+    assert "expected a ghz report in JSON" in capsys.readouterr().err

@@ -78,7 +78,10 @@ def test_code_of_a_checkpoint_is_never_run(checkpoint: Path) -> None:
     (checkpoint / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["own.X", None]}})
     )
-    told = "its class 'X' is code that it brings, which is never run; --tokenizer-class names a"
+    told = (
+        "its class 'X' is code from the checkpoint, which effuse never runs; --tokenizer-class "
+        "names a"
+    )
     with pytest.raises(ConversionError, match=told):
         convert(checkpoint, None)
 

@@ -112,22 +112,26 @@ def test_a_redis_that_does_not_answer_is_told_at_once_and_why(
         fleet = Fleet(FleetConfig(redis_url=url, router_flags=flags))
         with pytest.raises(FleetError) as failed:
             fleet.start()
-    assert f"no Redis answers at {url}: " in str(failed.value) and why in str(failed.value)
+    assert f"Redis does not answer on {url}: " in str(failed.value) and why in str(failed.value)
     (told,) = caplog.messages
-    assert f"no Redis answers at {url} yet: " in told and why in told
+    assert f"Redis does not answer on {url} yet: " in told and why in told
     assert WORD not in f"{failed.value}{told}"
 
 
 @pytest.mark.parametrize(
     ("there", "credentials", "why"),
     [
-        (one_with_a_password, None, "it needs a password: --redis-credentials names a file"),
-        (one_with_a_password, WORD, "it refuses the user or the password of --redis-credentials"),
-        (one_with_a_password, "its-pass:word", "a colon needs default: before it"),
+        (one_with_a_password, None, "Redis needs a password: --redis-credentials names a file"),
+        (
+            one_with_a_password,
+            WORD,
+            "Redis refuses the user or the password of --redis-credentials",
+        ),
+        (one_with_a_password, "its-pass:word", "a colon as default:PASSWORD"),
         (one_that_allows_nothing, WORD, "no permissions to run the 'ping' command"),
         (one_that_only_answers_pings, WORD, "no permissions to run the 'eval' command"),
         (one_without_rights_on_our_keys, WORD, "No permissions to access a key"),
-        (a_web_server, None, "what listens there is no Redis"),
+        (a_web_server, None, "the server there is not Redis"),
     ],
 )
 def test_a_redis_that_refuses_is_not_waited_for(
@@ -155,7 +159,7 @@ def test_a_redis_that_refuses_is_not_waited_for(
 
 def test_credentials_for_a_redis_of_its_own_are_refused() -> None:
     """It has a user of its own, and who shows another one's password is refused there."""
-    with pytest.raises(ValueError, match="--redis-credentials: expected --redis-url, too"):
+    with pytest.raises(ValueError, match="--redis-credentials: expected with --redis-url"):
         FleetConfig(router_flags=("--redis-credentials", "file"))
 
 

@@ -108,7 +108,7 @@ def test_without_a_prompt_standard_input_is_one(monkeypatch: pytest.MonkeyPatch)
         (["--ids", "1,x"], "expected 0 to 4294967295, got 'x'"),
         (["--ids", "1,-2"], "expected 0 to 4294967295, got -2"),
         (["--ids", "1", "--chat"], "--ids: expected text with --chat"),
-        (["a", "--system", "b"], "expected --chat with them"),
+        (["a", "--system", "b"], "expected together with --chat"),
         (["--chat", "--template-argument", "a b=1"], "expected NAME=JSON"),
         (["--chat", "--template-argument", "a"], "expected NAME=JSON"),
         (["--chat", "--request-id", "mine"], "expected one prompt, got a chat"),
@@ -117,7 +117,7 @@ def test_without_a_prompt_standard_input_is_one(monkeypatch: pytest.MonkeyPatch)
         (["--file", __file__ + "c"], "expected a file"),
         (["--file", "latin"], "expected UTF-8 text in latin, got byte 0xe9 at 0"),
         (["--file", "."], "expected a file, got '.'"),
-        (["a", "--json", "--watch"], "--json: expected no --watch with it"),
+        (["a", "--json", "--watch"], "--json: expected without --watch"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused(
     ("flags", "words"),
     [
         (["--min-tokens", "9", "--max-tokens", "8"], "min_tokens: expected at most max_tokens 8"),
-        (["--stop", "a", "--stop", "a"], "stop: expected strings that differ"),
+        (["--stop", "a", "--stop", "a"], "stop: expected different strings"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused_at_once(

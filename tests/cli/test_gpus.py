@@ -90,8 +90,8 @@ def test_how_an_assignment_reads() -> None:
     [
         (
             lambda: assign(1, 1, gpus=["0"]),
-            "2 workers (1 prefill, 1 decode) on 1 GPU (0): each needs a GPU of its own; start "
-            "fewer, or let workers share a GPU and divide its memory with --gpu-sharing",
+            "2 workers (1 prefill, 1 decode) on 1 GPU (0): each worker needs its own GPU; "
+            "start fewer workers, or let them share GPUs and memory with --gpu-sharing",
         ),
         (
             lambda: assign(2, 3, gpus=["0", "1"], decode_gpus=["0", "1", "0"]),
@@ -103,11 +103,11 @@ def test_how_an_assignment_reads() -> None:
         ),
         (
             lambda: assign(1, 1, gpus=None, prefill_gpus=["0"]),
-            "2 workers (1 prefill, 1 decode) on 1 GPU (0): each needs",
+            "2 workers (1 prefill, 1 decode) on 1 GPU (0): each worker needs",
         ),
         (
             lambda: assign(1, 1, gpus=["0", "1"], prefill_gpus=["1"], decode_gpus=["1"]),
-            "GPU 1 is named for prefill-0 and decode-0; --gpu-sharing lets workers share",
+            "GPU 1 is given to prefill-0 and decode-0; --gpu-sharing lets workers share",
         ),
         (
             lambda: assign(1, 2, gpus=["0", "1", "2"], decode_gpus=["1"]),
@@ -119,7 +119,7 @@ def test_how_an_assignment_reads() -> None:
         ),
         (
             lambda: assign(1, 1, gpus=["0", "1"], prefill_gpus=["7"]),
-            "GPU 7 is not among the GPUs of the fleet: 0, 1",
+            "GPU 7 is not one of the fleet's GPUs: 0, 1",
         ),
         (lambda: assign(1, 1, gpus=["0", "0"]), "--gpus: GPU 0 is named twice"),
         (

@@ -127,7 +127,7 @@ def test_what_cannot_be_replaced_at_once_is_replaced_once_it_can_be(
     before = fleet.processes["decode-0"]
     refusals += [no_memory(), no_memory()]
     rolling.ask()
-    watch_until("all were replaced", fleet, rolling, caplog)
+    watch_until("all workers were replaced", fleet, rolling, caplog)
     assert fleet.processes["decode-0"] is not before and before.returncode == -signal.SIGTERM
     assert caplog.text.count("decode-0 cannot be started yet: [Errno 12] Cannot allocate") == 1
 
@@ -151,7 +151,7 @@ def test_a_worker_ends_before_its_successor_begins_only_where_both_have_no_room(
     monkeypatch.setattr(Spawner, "start", start_and_look)
     monkeypatch.setattr("effuse.cli.fleet.has_room_beside", lambda *_: has_room)
     rolling.ask()
-    watch_until("all were replaced", fleet, rolling, caplog)
+    watch_until("all workers were replaced", fleet, rolling, caplog)
     assert were_there == [has_room]
     assert before.returncode == -signal.SIGTERM
 
@@ -206,5 +206,5 @@ def test_processes_that_end_together_or_once_more_are_started_again(
     with pytest.raises(KeyboardInterrupt):
         watch_over(twins, Rolling(twins))
     assert caplog.text.count("exited with status 1") == 3
-    assert caplog.text.count("it is started again in 1 s") == 1  # who ended twice
+    assert caplog.text.count("it starts again in 1 s") == 1  # who ended twice
     assert not twins._ended

@@ -74,7 +74,7 @@ def test_a_fleet_that_never_began_to_write_hides_no_other(
     """As where its Redis does not answer, or its port is taken after all."""
     empty = _fleet(home, "failed", 2.0)
     assert main([]) == 1
-    assert f"no logs in {empty}" in capsys.readouterr().err
+    assert f"{empty} has no logs" in capsys.readouterr().err
     _fleet(home, "runs", 1.0, router="here\n")
     assert main([]) == 0
     assert capsys.readouterr().out == "router     | here\n"
@@ -128,4 +128,4 @@ def test_where_none_can_be_kept_the_fleet_starts_all_the_same(
     (tmp_path / "effuse").write_text("a file is in the way")
     config = FleetConfig()
     assert keep_logs(config, ExitStack()) is config
-    assert "effuse up: logs are not kept: " in capsys.readouterr().err
+    assert "effuse up: logs are not written to files: " in capsys.readouterr().err

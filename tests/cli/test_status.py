@@ -44,7 +44,7 @@ def test_a_line_for_each_worker() -> None:
     assert links == [
         "prefill-0 to decode-0: cuda_ipc, 213 GB/s",
         "prefill-0 to decode-1: tcp, 1.2 GB/s, refused",
-        "decode-0: 4 pages in quarantine for 42 s, until 10.0.0.7:50052 lets go of them",
+        "decode-0: 4 pages in quarantine for 42 s, until 10.0.0.7:50052 releases them",
     ]
     assert summary == "1 prefill and 1 decode workers are ready"
 

@@ -47,10 +47,10 @@ def test_the_knee_is_found(first: float, capacity: float) -> None:
 def test_a_fleet_that_bears_nothing_or_everything_ends_the_sweep() -> None:
     none = _sweep(64.0, 0.0)
     assert (knee(none), len(none)) == (None, MOST_RUNS)
-    assert "no rate was borne" in verdict(none)
+    assert "no rate met the objectives" in verdict(none)
     every = _sweep(1.0, 1e9)
     assert (knee(every), len(every)) == (2.0 ** (MOST_RUNS - 1), MOST_RUNS)
-    assert "the most that was tried" in verdict(every)
+    assert "the highest rate that was tried" in verdict(every)
 
 
 def test_a_rate_whose_requests_all_failed_is_not_borne() -> None:
@@ -65,9 +65,9 @@ def test_requests_that_arrive_at_once_tell_no_rate() -> None:
         runs.append(_run_of_few(rate, 30, 50.0, most_s=1.5))
     assert [run.rate for run in runs] == [10.0, 20.0, 40.0]
     assert verdict(runs) == (
-        "the fleet bears 40 requests/s, the most that was tried; its 30 requests came within "
-        "0.75 s, too few to tell beside an objective of 1.5 s: send more with --limit, 600 or "
-        "more here"
+        "the fleet sustains 40 requests/s, the highest rate that was tried; its 30 requests "
+        "arrived within 0.75 s, too few to judge an objective of 1.5 s: send 600 or more with "
+        "--limit"
     )
 
 
@@ -78,6 +78,6 @@ def test_a_knee_of_few_requests_is_called_that() -> None:
         runs.append(_run_of_few(rate, 200, 50.0, most_s=1.5))
     found = knee(runs)
     assert found is not None and found > 60
-    assert "too few to tell beside an objective of 1.5 s" in verdict(runs)
+    assert "too few to judge an objective of 1.5 s" in verdict(runs)
     many = [_run_of_few(rate, 2000, 50.0, most_s=1.5) for rate in (50.0, 54.0)]
     assert verdict(many).startswith("the knee is at 50 requests/s") and "few" not in verdict(many)

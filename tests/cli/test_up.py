@@ -159,9 +159,9 @@ def _help() -> str:
             ["--worker-id=mine"],
             "--worker-id=mine: not a flag of `effuse up`, which sets it for each process",
         ),
-        (["--fleet", "a b"], "--fleet: fleet 'a b' is not a name: expected 1 to 128 letters"),
+        (["--fleet", "a b"], "--fleet: fleet 'a b' is not a valid name: expected 1 to 128 letters"),
         (["--routers", "0"], "expected 1 to 16, got 0"),
-        (["--routers", "2", "--metrics-port", "9"], "several routers on one machine can only"),
+        (["--routers", "2", "--metrics-port", "9"], "expected 0 with several routers"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
         (["--max-losses", "many"], "argument --max-losses: expected a whole number, got 'many'"),
         (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
@@ -253,11 +253,14 @@ def _greeting(fleet: Fleet, address: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "2 workers (1 prefill, 1 decode) on 1 GPU (0): each needs a GPU of its own; start"),
-        (["--decode", "2"], "let workers share a GPU and divide its memory with --gpu-sharing"),
+        ([], "2 workers (1 prefill, 1 decode) on 1 GPU (0): each worker needs its own GPU; start"),
+        (["--decode", "2"], "let them share GPUs and memory with --gpu-sharing"),
         (["--gpus", "0,3"], "GPU 3 is not on this machine, which has 0"),
         (["--prefill-gpus", "0,0"], "--prefill-gpus: expected 1, one for each prefill worker"),
-        (["--gpus", "0", "--device", "cpu", "--gpu-sharing"], "--device cpu: workers that compute"),
+        (
+            ["--gpus", "0", "--device", "cpu", "--gpu-sharing"],
+            "--device cpu: expected no GPU flags",
+        ),
     ],
 )
 def test_gpus_that_do_not_suffice(
@@ -325,7 +328,7 @@ def test_files_that_cannot_be_served_are_told_before_anything_starts(
     monkeypatch.setattr("effuse.cli.up.Fleet", None)
     path = write_tiny_checkpoint(tmp_path / "model", "sdar")
     (path / "tokenizer.json").write_text("{}")
-    for told in ("cannot be read as a tokenizer", "neither model.safetensors nor"):
+    for told in ("as a tokenizer", "neither model.safetensors nor"):
         assert main(["--port", "0", "--model", str(path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("effuse up: ") and told in line
@@ -350,5 +353,5 @@ def test_a_fleet_without_decode_workers_is_refused() -> None:
 
 
 def test_a_fleet_that_names_gpus_for_the_cpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="workers that compute on the CPU are given no GPU"):
+    with pytest.raises(ValueError, match="CPU workers get no GPU"):
         FleetConfig(gpus=TWO, decode_flags=("--device=cpu",))

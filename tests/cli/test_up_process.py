@@ -31,7 +31,7 @@ from effuse.cli.logs import main as logs
 from effuse.cli.ports import free_port
 
 DEADLINE_S = patient(90)
-GREETING = "effuse is ready on|OpenAI|look at it on|metrics are on|took |effuse up: ends once"
+GREETING = "effuse is ready on|OpenAI|watch the fleet on|metrics are on|took |effuse up: stopping"
 
 
 class Up:
@@ -99,7 +99,7 @@ def test_what_is_replaced_and_what_dies_is_started_again(
 ) -> None:
     up.wait_for("^took algorithm block_diffusion, .* from SDAR's generate.py$")
     ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
-    up.wait_for("look at it on")
+    up.wait_for("watch the fleet on")
     up.wait_for("metrics are on")
     assert len(up.said) <= 12, "addresses are still on the screen"
     assert int(ready[1]) > 0
@@ -137,11 +137,11 @@ def test_a_router_that_takes_anothers_place_is_scraped_where_that_was(model: Pat
     port = free_port()
     up = Up(model, "--metrics-port", str(port))
     try:
-        page = up.wait_for(r"look at it on (http://127\.0\.0\.1:\d+/)")[1]
+        page = up.wait_for(r"watch the fleet on (http://127\.0\.0\.1:\d+/)")[1]
         before = _targets(page)
         assert before["router"] == f"127.0.0.1:{port}"
         up.child.send_signal(signal.SIGUSR1)
-        up.wait_for("effuse up: all were replaced")
+        up.wait_for("effuse up: all workers were replaced")
         asyncio.run(eventually(lambda: _targets(page).get("router") == before["router"]))
         assert _targets(page).keys() == before.keys()
     finally:
@@ -195,7 +195,7 @@ def test_a_redis_that_wants_a_password_is_one_line(model: Path) -> None:
         up = Up(model, "--redis-url", f"redis://127.0.0.1:{server.port}")
         assert up.child.wait(DEADLINE_S) == 1
     (line,) = up.end_lines()
-    assert "it needs a password: --redis-credentials names a file" in line
+    assert "Redis needs a password: --redis-credentials names a file" in line
 
 
 def test_what_is_not_served_is_refused_in_a_line(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_is_not_served_is_refused_in_a_line(tmp_path: Path) -> None:
     up = Up(tmp_path)
     assert up.child.wait(DEADLINE_S) == 2
     (line,) = up.end_lines()
-    assert line.startswith("effuse up: ") and "'rnd1' (RND1LM) is not served" in line
+    assert line.startswith("effuse up: ") and "effuse does not serve 'rnd1' (RND1LM)" in line
 
 
 def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_told_to_end_twice_it_does_not_wait_for_what_runs(up: Up) -> None:
     (worker,) = [one for one in processes if "effuse.decode_worker" in one.cmdline()]
     worker.suspend()  # it cannot end in order
     up.child.send_signal(signal.SIGTERM)
-    up.wait_for("ends once what runs is answered")
+    up.wait_for("stopping after running requests end")
     assert up.end() == 0
     assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
 

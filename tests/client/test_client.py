@@ -254,7 +254,7 @@ def test_leaving_an_asyncio_stream_ends_it(router: FakeRouter, target: str) -> N
             stream = client.stream("hello")
             assert await anext(stream) == "ab"
             await stream.aclose()
-            with pytest.raises(Cancelled, match="ended before its answer"):
+            with pytest.raises(Cancelled, match="closed before its answer"):
                 await stream.answer
 
     asyncio.run(leave())
@@ -304,7 +304,9 @@ def test_an_asyncio_client_belongs_to_the_loop_that_uses_it_first(target: str) -
 
     assert asyncio.run(ask()) == "abc"
     for use in (ask, close):
-        with pytest.raises(RuntimeError, match=r"^this client belongs to one event loop, .*loop$"):
+        with pytest.raises(
+            RuntimeError, match=r"^this client belongs to the first event loop .*loop$"
+        ):
             asyncio.run(use())
 
 

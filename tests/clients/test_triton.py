@@ -21,6 +21,6 @@ def test_tritonclient(tool: Tool, fleet: Up) -> None:
     streamed = found["stream"]
     assert "".join(streamed["texts"]) == found["text"] and len(streamed["texts"]) > 1
     assert (streamed["reason"], streamed["id"]) == ("stop", "8")
-    assert "NOT_FOUND: there is no model 'nowhere'" in found["stream_error"]["error"]
-    assert found["unknown_model"].startswith("StatusCode.NOT_FOUND: there is no model 'nowhere'")
+    assert "NOT_FOUND: model 'nowhere' does not exist" in found["stream_error"]["error"]
+    assert found["unknown_model"].startswith("StatusCode.NOT_FOUND: model 'nowhere' does not exist")
     assert found["bad_setting"].startswith("StatusCode.INVALID_ARGUMENT: parameters['temperature']")

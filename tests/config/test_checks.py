@@ -76,7 +76,7 @@ def test_a_redis_without_its_scheme() -> None:
     ],
 )
 def test_a_redis_with_a_password_that_all_would_read(url: str) -> None:
-    with pytest.raises(ValueError, match=r"^--redis-url: expected no password; .*file$"):
+    with pytest.raises(ValueError, match=r"^--redis-url: expected a URL without a password; .*it$"):
         checks.redis_url("redis_url", url)
 
 

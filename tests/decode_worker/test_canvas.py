@@ -285,7 +285,7 @@ def test_a_frontier_that_lacks_blocks_is_refused(keep: int, model: Transformer) 
     ("changes", "message"),
     [
         ({"writer": "prefill-1"}, "no prefill worker"),
-        ({"max_tokens": 60, "cfg_scale": 1.0}, "one denoise step may take 122 tokens"),
+        ({"max_tokens": 60, "cfg_scale": 1.0}, "one denoise step may need 122 tokens"),
     ],
 )
 def test_what_cannot_run_here_is_refused(

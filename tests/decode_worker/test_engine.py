@@ -134,7 +134,7 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
         pytest.param(make_request("a", PROMPT, denoising_steps=5), "block size 4", id="steps"),
         pytest.param(
             make_request("a", PROMPT, resume=Resume(committed_token_ids=(9,) * 3, frontier=())),
-            "do not end at a block",
+            "do not end at the end of a block",
             id="off-grid",
         ),
         pytest.param(
@@ -143,7 +143,7 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
                 PROMPT,
                 resume=Resume(committed_token_ids=(9, 9, 9, 256), frontier=()),
             ),
-            "hold a stop id",
+            "contain a stop id",
             id="ended",
         ),
         pytest.param(

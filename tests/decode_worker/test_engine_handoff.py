@@ -261,7 +261,7 @@ def test_what_the_connector_refuses_fails_the_attempt(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        pytest.param({"prompt_len": 12}, "12 tokens was handed over", id="prompt-len"),
+        pytest.param({"prompt_len": 12}, "hold a prompt of 12 tokens", id="prompt-len"),
         pytest.param({"tail_token_ids": (99,)}, "last tokens differ", id="tail"),
     ],
 )

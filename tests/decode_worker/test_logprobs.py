@@ -109,7 +109,7 @@ def test_they_are_the_same_on_a_device_and_from_every_commit(twin: Twin) -> None
             rig = Rig(model)
             run(rig, [msgspec.structs.replace(request, resume=resume)])
             failed = rig.answers[request.attempt.transfer_id].failed
-            assert "lacks log-probabilities" in failed.message
+            assert "has no log-probabilities" in failed.message
     assert resumed
 
 

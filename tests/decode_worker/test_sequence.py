@@ -102,7 +102,7 @@ def test_committed_tokens_are_final() -> None:
 @pytest.mark.parametrize(
     ("committed", "frontier", "said"),
     [
-        pytest.param((50,), (), "do not end at a block", id="off-grid"),
+        pytest.param((50,), (), "do not end at the end of a block", id="off-grid"),
         pytest.param((50,) * 14, (), "before position 16", id="beyond-the-end"),
         pytest.param((50, STOP_ID), (), "stop id", id="ended"),
         pytest.param(

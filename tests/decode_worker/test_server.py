@@ -221,7 +221,7 @@ def test_an_abort_ends_a_running_attempt_and_refuses_a_late_one(tmp_path: Path) 
             assert not (await one.worker.Abort(asked, timeout=30)).was_running
 
             early = decode_request("early", one.incarnation)
-            asked = pb.AbortRequest(attempt=early.attempt, reason="before it came")
+            asked = pb.AbortRequest(attempt=early.attempt, reason="ended before it")
             assert not (await one.worker.Abort(asked, timeout=30)).was_running
             assert isinstance(await failure_of(one.decode.Decode(early, timeout=20)), Refused)
 

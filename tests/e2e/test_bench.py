@@ -30,7 +30,7 @@ def test_a_table_beside_a_data_parallel_fleet(
     assert head[0].startswith("set.jsonl, 5 prompts, 8 at a time; bundled, algorithm d2f")
     assert "1 thread each; base model: block_diffusion" in head[1]
     assert (
-        head[2] == "1 of 5 prompts do not fit 512 tokens with --max-tokens 176 and count as "
+        head[2] == "1 of 5 prompts do not fit 512 tokens with --max-tokens 176; they count as "
         "failed: too/long"
     )
     rows = json.loads(out.read_text())

@@ -148,7 +148,7 @@ def test_a_link_below_the_limit_is_refused(connector: str, transport: str, tmp_p
     )
     with Fleet(config) as fleet, connect(fleet.address) as client:
         until(fleet, is_refused)
-        refused = "REFUSED, --min-handoff-gbps asks for 1000000"
+        refused = "REFUSED, because --min-handoff-gbps is 1000000"
         until(fleet, lambda _: refused in log_of(fleet, "prefill-0"))
         answer = client.generate(pb.GenerateRequest(prompt=PROMPT))
         assert answer.text
@@ -168,6 +168,6 @@ def _is_told_where_prefill_is_remote(fleet: Fleet, transport: str) -> None:
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert re.fullmatch(
         rf"the link prefill-0 to decode-0 \({transport}\) moves \S+ GB/s, "
-        r"--min-handoff-gbps asks for 1000000",
+        r"but --min-handoff-gbps is 1000000",
         caught.value.details() or "",
     )

@@ -132,6 +132,6 @@ def replace_all(fleet: Fleet, rolling: Rolling) -> None:
         assert alive >= before.keys()
         return rolling.is_over
 
-    wait_until(is_over, "not all were replaced")
+    wait_until(is_over, "not all workers were replaced")
     assert not [pid for pid in before.values() if psutil.pid_exists(pid)]
     assert not {one.pid for one in fleet.processes.values()} & set(before.values())

@@ -79,7 +79,7 @@ def test_block_end_counts_from_the_origin() -> None:
     ("arguments", "message"),
     [
         pytest.param(([1], [9], [[0]], [0]), "1 pages of 8 tokens do not cover 9", id="pages"),
-        pytest.param(([1], [-1], [[0]], [0]), "none may be negative", id="negative"),
+        pytest.param(([1], [-1], [[0]], [0]), "expected none negative", id="negative"),
         pytest.param(([1, 2], [0], [[0]], [0]), "one entry per sequence", id="lengths"),
     ],
 )

@@ -66,11 +66,11 @@ def test_no_choice_needs_more_tiles(num_experts: int, tile_rows: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"num_groups": 3}, "not 3 equal groups"),
+        ({"num_groups": 3}, "cannot form 3 equal groups"),
         ({"top_groups": 5, "num_groups": 4}, "5 of 4 groups"),
-        ({"top_k": 9, "num_groups": 4, "top_groups": 2}, "9 experts cannot be chosen"),
-        ({"top_k": 0}, "0 experts cannot be chosen"),
-        ({"num_groups": 16, "top_groups": 2}, "two experts each"),
+        ({"top_k": 9, "num_groups": 4, "top_groups": 2}, "cannot choose 9 experts"),
+        ({"top_k": 0}, "cannot choose 0 experts"),
+        ({"num_groups": 16, "top_groups": 2}, "two experts in each"),
         ({"num_experts": 12, "num_groups": 2}, "power of two"),
     ],
 )

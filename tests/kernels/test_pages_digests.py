@@ -95,7 +95,7 @@ def test_bad_requests_are_refused() -> None:
     pages, ids, key = torch.zeros(2, 1024, dtype=torch.uint8), torch.tensor([0]), digest_key(0)
     refused = partial(pytest.raises, ValueError)
     for piece, first, count in ((0, 0, 512), (256, 0, 300), (256, 768, 512), (256, -256, 512)):
-        with refused(match="no whole pieces"):
+        with refused(match="expected whole pieces"):
             piece_digests(pages, ids, key, piece_bytes=piece, first_byte=first, num_bytes=count)
     with refused(match="two dimensions"):
         piece_digests(pages[0], ids, key, piece_bytes=256)

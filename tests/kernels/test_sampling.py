@@ -146,5 +146,5 @@ def test_scores_have_the_meaning_of_their_names() -> None:
 @pytest.mark.parametrize("mask_token_id", [-1, 9])
 def test_mask_id_outside_the_vocabulary_is_refused(mask_token_id: int) -> None:
     settings = sampling.make_sampling([Case(rows=2)], torch.Generator())
-    with pytest.raises(ValueError, match=f"2 x 9 have no place for mask id {mask_token_id}"):
+    with pytest.raises(ValueError, match=f"2 x 9 have no column for mask id {mask_token_id}"):
         sample_confidence(torch.zeros(2, 9), settings, mask_token_id)

@@ -221,7 +221,7 @@ def test_a_push_that_does_not_cover_its_pages_fails(pair: Pair) -> None:
     pair.push(reserved, [0])
     failed = pair.next_event(reserved)
     assert isinstance(failed, PushFailed) and failed.cause is Cause.COVERAGE
-    assert "1 pages were never pushed" in failed.message
+    assert "1 pages were not pushed" in failed.message
 
 
 def test_nothing_of_a_forgotten_transfer_is_accepted(pair: Pair) -> None:

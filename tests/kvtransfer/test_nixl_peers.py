@@ -92,7 +92,7 @@ def test_the_least_recent_idle_peer_makes_room(agent: Any, monkeypatch: pytest.M
     assert agent.removed == ["decode-2"]
     for number in (1, 3):
         peers.find(to(number)).num_pushes = 1
-    with pytest.raises(HandoffRefused, match="3 peers are in flight") as caught:
+    with pytest.raises(HandoffRefused, match="3 peers are already in flight") as caught:
         peers.find(to(4))
     assert caught.value.cause is Cause.PEER
 
@@ -163,7 +163,7 @@ def test_hundreds_of_writers_are_answered(agent: Any) -> None:
     assert len(agent.added) == 500 and len(agent.told) == 1000
     writers.tell("nobody", b"accepted")
     assert len(agent.told) == 1000
-    with pytest.raises(HandoffRefused, match="does not say how it is answered"):
+    with pytest.raises(HandoffRefused, match="has no address for answers"):
         writers.learn("life-new", b"")
 
 

@@ -89,7 +89,7 @@ def test_generations_are_bumped_at_each_allocation_and_stale_references_refused(
     second = enter(pool, 1, PageEvent.TAKE)
     assert second[0].page_id == first[0].page_id
     assert second[0].generation == first[0].generation + 1
-    with pytest.raises(PageError, match="generation 2, the reference is of 1"):
+    with pytest.raises(PageError, match="generation 2, the reference is to generation 1"):
         pool.release(first)
 
 
@@ -137,7 +137,7 @@ def test_the_audit_sees_double_stale_and_freed_holders() -> None:
     with pytest.raises(AuditError, match="earlier generation"):
         pool.audit(held=(PageRef(page.page_id, 0),))
     pool.release((page,))
-    with pytest.raises(AuditError, match="although free"):
+    with pytest.raises(AuditError, match="although they are free"):
         pool.audit(held=(page,))
 
 
@@ -185,13 +185,13 @@ def test_the_audit_sees_a_holder_too_few_and_one_too_many() -> None:
     pages = enter(pool, 2, PageEvent.TAKE)
     pool.share(pages[:1])
     pool.audit(held=(*pages, pages[0]))
-    with pytest.raises(AuditError, match=r"held by fewer than share them: \[0\]"):
+    with pytest.raises(AuditError, match=r"with fewer holders than sharers: \[0\]"):
         pool.audit(held=pages)
     with pytest.raises(AuditError, match=r"held twice: \[1\]"):
         pool.audit(held=(*pages, *pages))
     pool._states[0] = PageState.RECEIVING
     pool._counts.update({PageState.COMMITTED: -1, PageState.RECEIVING: 1})
-    with pytest.raises(AuditError, match=r"shared that nobody may read: \[0\]"):
+    with pytest.raises(AuditError, match=r"shared pages that no attempt may read: \[0\]"):
         pool.audit()
 
 

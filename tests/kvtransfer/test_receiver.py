@@ -160,7 +160,7 @@ def test_nothing_happens_to_handoffs_that_are_unknown(desk: Desk) -> None:
 
 def test_a_transfer_id_is_reserved_once(desk: Desk) -> None:
     desk.reserve()
-    with pytest.raises(ValueError, match="transfer-1 is reserved already"):
+    with pytest.raises(ValueError, match="transfer-1 is already reserved"):
         desk.receiver.reserve(ATTEMPT, (), "prefill-1", desk.time)
     desk.receiver.writer_gone("transfer-1", has_drained=True)
 

@@ -139,7 +139,7 @@ def test_head_and_block_output_of_llada_share_a_name(tmp_path: Path) -> None:
         ("r", 0, "expected an integer of at least 1, found 0"),
         ("lora_alpha", None, "missing; expected a number"),
         ("target_modules", "all-linear", "expected a list of strings"),
-        ("target_modules", ["q_proj", "query"], "no module of the model is called 'query'"),
+        ("target_modules", ["q_proj", "query"], "the model has no module 'query'"),
     ],
 )
 def test_options_are_refused_by_name(
@@ -168,7 +168,9 @@ def test_leftover_missing_and_misshapen_factors_are_named(tmp_path: Path) -> Non
         return str(caught.value)
 
     stray = "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"
-    assert f"tensor {stray} belongs to no target" in message_for(factors | {stray: torch.ones(1)})
+    assert f"tensor {stray} does not belong to a target" in message_for(
+        factors | {stray: torch.ones(1)}
+    )
     missing = {key: value for key, value in factors.items() if key != name}
     assert f"tensor {name} is missing, expected [32, 3]" in message_for(missing)
     misshapen = message_for(factors | {name: torch.ones(32, 4)})

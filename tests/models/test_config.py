@@ -134,7 +134,7 @@ def test_newer_spelling_of_the_rotary_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("release", "key", "value", "message"),
     [
-        ("sdar", "model_type", "llama", "'llama' (SDARForCausalLM) is not served: accepted: sdar"),
+        ("sdar", "model_type", "llama", "serve 'llama' (SDARForCausalLM): accepted: sdar"),
         ("sdar", "attention_bias", True, "true is not supported; accepted: missing or false"),
         ("sdar", "num_experts", 128, "128 is not supported"),
         ("sdar", "hidden_act", "gelu", 'accepted: "silu"'),
@@ -198,7 +198,7 @@ def test_missing_keys_are_named(tmp_path: Path, release: str, key: str) -> None:
     [
         ({"mask_token_id": 152064}, r"mask_token_id 152064 lies outside 0\.\.152063"),
         ({"eos_token_id": [5, -1]}, "eos_token_id -1 lies outside"),
-        ({"eos_token_id": 151666}, "mask_token_id 151666 is an eos_token_id too"),
+        ({"eos_token_id": 151666}, "mask_token_id 151666 is also an eos_token_id"),
         ({"num_key_value_heads": 5}, "28 attention heads cannot share 5 KV heads"),
         ({"hidden_size": 28 * 3}, "head_dim 3 is odd"),
     ],
@@ -237,14 +237,14 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_a_llama_that_names_no_class_is_nobodys(tmp_path: Path) -> None:
     write(tmp_path, {"model_type": "llama"})
-    with pytest.raises(CheckpointError, match="'llama' is not served"):
+    with pytest.raises(CheckpointError, match="does not serve 'llama'"):
         ModelConfig.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("model_type", "classes", "missing"),
     [
-        ("rnd1", ["RND1LM"], "layers with a mixture of experts would be needed"),
+        ("rnd1", ["RND1LM"], "it would need layers with a mixture of experts"),
         ("llada", ["LLaDAOtherModelLM"], "llada (LLaDAMoEModelLM, LLaDAMoEModel)"),
         ("diffusion_gemma", ["DiffusionGemmaForBlockDiffusion"], "a canvas of random tokens"),
         ("llama", ["LlamaForCausalLM"], "accepted: sdar (SDARForCausalLM), sdar_moe"),
@@ -258,7 +258,10 @@ def test_what_is_not_served_is_named_before_all_else(
     with pytest.raises(CheckpointError) as caught:
         ModelConfig.from_dir(tmp_path)
     said = str(caught.value)
-    assert f"model_type: {model_type!r} ({classes[0]}) is not served: " in said and missing in said
+    assert (
+        f"model_type: effuse does not serve {model_type!r} ({classes[0]}): " in said
+        and missing in said
+    )
     assert "\n" not in said
 
 

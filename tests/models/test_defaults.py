@@ -178,7 +178,7 @@ def test_a_block_size_that_is_not_stated_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = read_defaults(tmp_path, ModelConfig.from_dir(tmp_path))
     assert found.settings.denoising_steps == 4
-    assert dict(found.sources)["block_size"] == f"{SDAR}, as config.json states none"
+    assert dict(found.sources)["block_size"] == f"{SDAR}, because config.json has none"
     other = read_defaults(tmp_path, ModelConfig.from_dir(tmp_path, block_size=16))
     assert "block_size" not in dict(other.sources)
 

@@ -45,7 +45,7 @@ class PublishedModel:
         try:
             config = ModelConfig.from_dir(directory)
         except CheckpointError as refused:
-            return "no: " + str(refused).split("is not served: ")[1]
+            return "no: " + str(refused).split("): ", 1)[1]
         settings = read_defaults(directory, config, adapted=self.adapter).settings
         return f"{ALGORITHMS[settings.algorithm]}, blocks of {config.block_size}"
 

@@ -343,7 +343,7 @@ def test_nothing_to_run(model: PagedModel) -> None:
 
 def test_layers_of_the_pool_must_be_the_models(model: PagedModel) -> None:
     model.kv = model.kv[:-1]
-    with pytest.raises(ValueError, match="of 2 layers were given, the model has 3"):
+    with pytest.raises(ValueError, match="of the model's 3 layers, got 2"):
         model.runner()
 
 

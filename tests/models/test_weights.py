@@ -153,9 +153,7 @@ def test_a_pointer_of_git_lfs_is_called_that(tmp_path: Path, name: str) -> None:
     for read in (check_checkpoint, load_model):
         with pytest.raises(CheckpointError) as refused:
             read(path)
-        said = (
-            f"{path / name}: a Git LFS pointer, not the file itself; run `git lfs pull` in {path}"
-        )
+        said = f"{path / name}: a Git LFS pointer instead of the file; run `git lfs pull` in {path}"
         assert str(refused.value) == said
 
 
@@ -237,7 +235,7 @@ def test_index_must_agree_with_its_shards(tmp_path: Path) -> None:
 def test_shards_stay_beside_their_index(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path, "sdar", shards=2)
     change_index(path, lambda entries: entries | {"lm_head.weight": "../elsewhere.safetensors"})
-    with pytest.raises(CheckpointError, match="is not the name of a file beside it"):
+    with pytest.raises(CheckpointError, match="is not the name of a file in its directory"):
         load_model(path)
 
 

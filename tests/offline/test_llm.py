@@ -234,7 +234,7 @@ def test_a_batch_within_a_batch_is_refused(llm: effuse.LLM) -> None:
     def ask_again(done: int, of: int) -> None:
         llm.generate(QUESTIONS[2], PARAMS[0])
 
-    with pytest.raises(RuntimeError, match="answers another batch"):
+    with pytest.raises(RuntimeError, match="is answering another batch"):
         llm.generate(QUESTIONS[:2], PARAMS[0], progress=ask_again)
     assert llm.generate(QUESTIONS[2], PARAMS[0])[0].text
 
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path_factory: pytest.TempPathF
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
         effuse.LLM(empty)
     (empty / "config.json").write_text('{"model_type": "rnd1", "architectures": ["RND1LM"]}')
-    with pytest.raises(CheckpointError, match=r"'rnd1' \(RND1LM\) is not served"):
+    with pytest.raises(CheckpointError, match=r"does not serve 'rnd1' \(RND1LM\)"):
         effuse.LLM(empty)
 
 

@@ -184,7 +184,7 @@ def test_a_server_that_never_was_there_is_told_of_once(caplog: pytest.LogCapture
 
     asyncio.run(go())
     (told,) = caplog.messages
-    assert told.startswith("nobody of the fleet is known yet: Redis: Error 111 connecting")
+    assert told.startswith("no process of the fleet is known yet: Redis: Error 111 connecting")
 
 
 def test_run_polls_until_it_is_cancelled() -> None:

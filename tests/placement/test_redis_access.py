@@ -41,7 +41,7 @@ def test_a_file_or_the_environment_names_the_user(
     path = tmp_path / "credentials"
     path.write_text("fleet:pass:word\n")
     assert asyncio.run(workers(url, RedisAccess(credentials=path))) == []
-    with pytest.raises(StoreUnavailable, match="it needs a password: --redis-credentials names"):
+    with pytest.raises(StoreUnavailable, match="Redis needs a password: --redis-credentials names"):
         asyncio.run(workers(url, RedisAccess()))
     path.write_bytes(b"\xef\xbb\xbffleet:pass:word\r\n")  # as editors of other systems write it
     assert asyncio.run(workers(url, RedisAccess(credentials=path))) == []

@@ -280,8 +280,8 @@ def test_a_full_redis_is_told_apart_and_what_waits_is_written_once_there_is_room
     with caplog.at_level(logging.WARNING):
         asyncio.run(go())
     full, again = caplog.messages
-    assert "requests and leases go on: Redis is full" in full
-    assert again == "Redis takes placements again"
+    assert "while requests and leases continue: Redis is full" in full
+    assert again == "Redis accepts placements again"
 
 
 def test_an_answer_is_there_before_its_end_and_its_bytes_are_bounded() -> None:

@@ -269,7 +269,7 @@ def test_a_second_reservation_and_one_for_nobody_are_refused(rig: Rig) -> None:
     rig.settle()
     first, second = rig.take(Failed)
     assert "second reservation" in first.message
-    assert "no prompt of this attempt" in second.message
+    assert "this attempt has no prompt" in second.message
     rig.take(PrefillDone)
     rig.check_idle()
 

@@ -248,9 +248,9 @@ def test_a_life_that_is_over_is_named_once() -> None:
     ("gbps", "is_fallback", "level", "text"),
     [
         (0.0, False, logging.INFO, "handoff p0 to d0: cuda_ipc, 213.4 GB/s"),
-        (0.0, True, logging.WARNING, "SLOW, pages of GPUs go over TCP or through the host"),
-        (500.0, False, logging.WARNING, "REFUSED, --min-handoff-gbps asks for 500"),
-        (500.0, True, logging.WARNING, "REFUSED, --min-handoff-gbps asks for 500"),
+        (0.0, True, logging.WARNING, "SLOW, because pages of GPUs go over TCP or through the host"),
+        (500.0, False, logging.WARNING, "REFUSED, because --min-handoff-gbps is 500"),
+        (500.0, True, logging.WARNING, "REFUSED, because --min-handoff-gbps is 500"),
     ],
 )
 def test_what_is_told_of_a_link(

@@ -259,7 +259,7 @@ def test_a_new_life_of_our_engine_measures_anew(tmp_path: Path) -> None:
 
 
 async def refuses() -> None:
-    raise Overloaded("requests come first", retry_after_s=1.0)
+    raise Overloaded("requests need the pages", retry_after_s=1.0)
 
 
 async def breaks() -> None:
@@ -350,7 +350,9 @@ def test_a_link_below_the_limit_is_announced_and_measured_again(
         assert record.min_handoff_gbps == 1.0
         assert not record.may_push_to(scene.records[0])
         assert len(scene.peers["d0"].asked) == 2 + AGREEING
-        refused = [r for r in caplog.records if "REFUSED, --min-handoff-gbps" in r.getMessage()]
+        refused = [
+            r for r in caplog.records if "REFUSED, because --min-handoff-gbps" in r.getMessage()
+        ]
         assert len(refused) == 1, "it is told once"
 
     run(tmp_path, body, gbps=1.0)
@@ -367,7 +369,7 @@ def test_a_link_between_two_connectors_is_announced_as_refused_and_not_tried(
         assert scene.links == (Link("d0", "d0-life", "zmq here, nixl there", 0.0),)
         assert not scene.peers["d0"].asked
         (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-        assert "REFUSED, --connector has to be the same at both" in told.getMessage()
+        assert "REFUSED, because both ends must have the same --connector" in told.getMessage()
 
     run(tmp_path, body)
 

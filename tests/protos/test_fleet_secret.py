@@ -62,7 +62,7 @@ def test_who_knows_the_secret_is_let_in_and_nobody_else() -> None:
                 async with rpc.connect(address) as stray:
                     error = await refusal(stray, **shown)
                     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-                    assert error.details() == "this call needs credentials that are known here"
+                    assert error.details() == "this call needs credentials that this server accepts"
             assert peer.asked == ["t"]
 
     asyncio.run(main())

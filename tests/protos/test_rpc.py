@@ -122,7 +122,7 @@ def test_malformed_bytes_are_invalid_argument(data: bytes) -> None:
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
         error = await failure(raw(channel, f"/{SERVICE}/Abort")(data))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "not the protobuf message" in (error.details() or "")
+        assert "not a valid protobuf message" in (error.details() or "")
         assert type(errors.from_rpc_error(error, "w")) is errors.InvalidRequest
         assert (await worker_stub(channel).GetLoad(pb.GetLoadRequest())).role
 
@@ -189,7 +189,7 @@ def test_unknown_method_and_unknown_fields() -> None:
         unary, stream = raw(channel, method), channel.unary_stream(method, bytes, bytes)
         for error in (await failure(unary(b"")), await failure(stream(b"").read())):
             assert type(errors.from_rpc_error(error, "w")) is errors.NotSupported
-            assert error.details() == f"{method} is not offered here"
+            assert error.details() == f"this server has no method {method}"
         unknown = b"\xfa\x7f" + b"\xa0\x8d\x06" + b"z" * 100_000  # field 2047, length-delimited
         assert await raw(channel, f"/{SERVICE}/GetLoad")(unknown)
 
@@ -200,7 +200,7 @@ def test_a_method_that_a_servicer_lacks_is_unimplemented(caplog: pytest.LogCaptu
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
         error = await failure(raw(channel, f"/{LACKING}/Generate")(b""))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert error.details() == f"/{LACKING}/Generate is not offered here"
+        assert error.details() == f"this server has no method /{LACKING}/Generate"
 
     run(body)
     assert not caplog.records
@@ -253,7 +253,7 @@ def test_a_port_for_health_alone_answers_and_refuses_as_the_other_one_does() -> 
             other = await failure(worker_stub(probed).GetLoad(pb.GetLoadRequest()))
         assert (nobody.code(), nobody.details()) == (
             grpc.StatusCode.NOT_FOUND,
-            "there is no service 'nobody' here",
+            "this server has no service 'nobody'",
         )
         assert broken.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert other.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -128,7 +128,7 @@ BAD: dict[str, tuple[Chat, str, str]] = {
         Chat(HI.add(CALLING).messages, continue_last=True), "chat", "it has no text"
     ),
     "a question continued": (
-        Chat(HI.messages, continue_last=True), "chat.messages[0].role", "assistant, whose"
+        Chat(HI.messages, continue_last=True), "chat.messages[0].role", "assistant, because"
     ),
     "continued and begun": (
         replace(HI.assistant("a"), continue_last=True, add_generation_prompt=True),
@@ -136,7 +136,7 @@ BAD: dict[str, tuple[Chat, str, str]] = {
     ),
     "what the template says": (Chat().system("a"), "chat", "does not take it: 'no system here'"),
     "what it renders": (
-        Chat(HI.user("a" * (MOST - 9)).messages), "chat", f"at most {MOST} bytes once"
+        Chat(HI.user("a" * (MOST - 9)).messages), "chat", f"at most {MOST} bytes after"
     ),
 }  # fmt: skip
 
@@ -150,7 +150,9 @@ def test_a_bad_chat_names_its_field(chat: Chat, field: str, text: str) -> None:
 
 
 def test_ids_are_not_parsed() -> None:
-    with pytest.raises(InvalidRequest, match="parse_special_tokens: expected it unset with ids"):
+    with pytest.raises(
+        InvalidRequest, match="parse_special_tokens: expected it unset with token ids"
+    ):
         ids([5, 6], parses=True)
 
 
@@ -168,8 +170,8 @@ BAD_JSON: dict[str, tuple[str, str]] = {
     "lists without end": ('{"a":' + "[" * 1900, "expected"),
     "many levels": ('{"a":' + "[" * 1900 + "]" * 1900 + "}", "levels"),
     "a huge integer": ('{"a": 1' + "0" * 1000 + "}", "a number of 1001 characters, more than 1000"),
-    "a huge fraction": ('{"a": -1e400}', "'-1e400', which is no number that a double holds"),
-    "no number": ('{"a": NaN}', "'NaN', which is no number"),
+    "a huge fraction": ('{"a": -1e400}', "'-1e400', which is not a number within a double's range"),
+    "no number": ('{"a": NaN}', "'NaN', which is not a number"),
     "half a character": (r'{"a": ["\ud83d"]}', "surro"),
 }
 

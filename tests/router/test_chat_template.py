@@ -71,7 +71,7 @@ def test_where_special_tokens_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"chat_template": "{% if %}"}, "cannot be compiled"),
+        ({"chat_template": "{% if %}"}, "cannot compile"),
         ({"chat_template": [{"name": "rag", "template": ""}]}, r"named default, got \['rag'\]"),
         ({"chat_template": [{"name": "default"}]}, "the files"),
     ],
@@ -132,7 +132,7 @@ def test_a_loop_without_end_is_ended_and_stops_nobody() -> None:
         while not encoding.done():
             turns += 1
             await asyncio.sleep(0)
-        with pytest.raises(ChatTemplateError, match=r"not rendered within 0\.2 s"):
+        with pytest.raises(ChatTemplateError, match=r"rendering took more than 0\.2 s"):
             await encoding
         return turns
 
@@ -169,7 +169,10 @@ def test_text_in_parts_is_never_lost_or_shown_as_python(source: str) -> None:
 
 
 def test_parts_that_a_template_changes_stay_parts() -> None:
-    source = "{% for m in messages %}{% for p in m.content %}{{ p.text | upper }}{% endfor %}{% endfor %}"  # noqa: E501
+    source = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text | upper }}{% endfor %}{% endfor "
+        "%}"
+    )
     asked = Chat.of([{"role": "user", "content": [{"type": "text", "text": "two"}]}])
     assert (
         ChatTemplate({"default": source}, {}).render(asked, mark="\u00a7", most_bytes=99) == "TWO"

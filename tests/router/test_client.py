@@ -39,7 +39,7 @@ def test_a_client_that_takes_nothing_is_gone_and_its_status_waits_for_it() -> No
     async def go() -> None:
         context = Context()
         stream = stream_to(context, stalled_s=0.01)
-        with pytest.raises(ClientGone, match="taken nothing"):
+        with pytest.raises(ClientGone, match="read nothing"):
             await stream.send(pb.GenerateStreamResponse(commit=pb.BlockCommit(text="a")))
         settling = asyncio.create_task(stream.settle())
         await asyncio.sleep(0)

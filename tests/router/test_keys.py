@@ -92,7 +92,7 @@ def test_a_file_that_is_gone_is_told_once_and_not_at_each_call(
     for times in (1, 2):
         for _ in range(3):
             assert keys.find(token) == Tenant("acme", 2, 600)
-        assert caplog.text.count("keeping the keys that were read before") == times
+        assert caplog.text.count("keeping the previous keys") == times
         kept.rename(path)
         assert keys.find(token) == Tenant("acme", 2, 600)
         path.rename(kept)
@@ -116,7 +116,7 @@ def test_the_command_appends_the_line(tmp_path: Path, capsys: pytest.CaptureFixt
     token = capsys.readouterr().out.strip()
     assert KeyRing(path).find(token) == Tenant("acme", 4)
     with pytest.raises(SystemExit):
-        command.main(["not a name"])
+        command.main(["not a valid name"])
     assert "got 'not a name'" in capsys.readouterr().err
 
 
@@ -153,7 +153,8 @@ def test_each_answer_counts_as_a_request() -> None:
     with quotas.running(tenant, 3):
         quotas.check(tenant)
         told = (
-            "3 requests of this key's tenant run or wait, and this one counts as 2; .* limit is 4"
+            "3 requests of this key's tenant run or wait, and this request counts as 2; .* limit "
+            "is 4"
         )
         with pytest.raises(Overloaded, match=told):
             quotas.check(tenant, 2)

@@ -23,7 +23,7 @@ def out_of_reach(fleet: FakeFleet, decode: FakeDecode) -> Point:
 
     async def push() -> None:
         if decode.running:
-            raise errors.Unavailable("the decode worker's pool is out of reach")
+            raise errors.Unavailable("the decode worker's pool cannot be reached")
 
     return push
 
@@ -55,7 +55,7 @@ def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills(
         async def push() -> None:
             if dying.running:
                 push_failed.set()
-                raise errors.Unavailable("the decode worker's pool is out of reach")
+                raise errors.Unavailable("the decode worker's pool cannot be reached")
 
         async def die() -> None:
             await push_failed.wait()

@@ -100,7 +100,7 @@ def test_a_router_whose_output_is_full_serves_and_ends(tmp_path: Path) -> None:
         (
             ["--model", "{empty}"],
             1,
-            "make one with `effuse convert-tokenizer",
+            "make it with `effuse convert-tokenizer",
         ),
     ],
 )

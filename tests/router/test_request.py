@@ -127,6 +127,6 @@ def test_a_commit_that_is_refused_takes_nothing() -> None:
     """What is taken counts as delivered: the next attempt would go on behind it."""
     request = request_of(state=State.DECODING)
     strange = pb.DecodeCommit(token_ids=[104], logprobs=[generation_pb2.TokenLogprobs()])
-    with pytest.raises(BrokenStream, match="1 log-probabilities in place of 0"):
+    with pytest.raises(BrokenStream, match="1 log-probabilities instead of 0"):
         request.add_commit(strange, 0.0)
     assert (request.token_ids, request.text.num_tokens, request.resumption()) == ([], 0, None)

@@ -197,7 +197,7 @@ def test_a_request_that_loses_worker_after_worker_is_taken_for_the_cause() -> No
         error = await failure(fleet)
         assert type(error) is errors.Unavailable
         assert not error.retryable and error.retry_after_s is None
-        assert "3 workers were lost under it in a row; 0 of 245 tokens" in error.message
+        assert "the request lost 3 workers in a row; 0 of 245 tokens" in error.message
         assert "3 attempts lost (d0: engine restarts; d1: engine" in error.message
         assert error.labels == {"losses": "3", "refusals": "0", "tokens": "0"}
         assert sum(len(worker.requests) for worker in fleet.decode) == 3
@@ -247,7 +247,7 @@ def test_what_a_worker_does_not_take_of_the_routers_own_is_not_the_callers_fault
         error = await failure(fleet)
         assert type(error) is errors.Bug
         assert "internal error" in error.message and field not in error.message
-        assert f"d0 does not take what it is sent: {field}" in caplog.text
+        assert f"d0 refuses the router's message: {field}" in caplog.text
 
     run(body, num_prefill=0)
 

@@ -104,7 +104,7 @@ def test_9_an_oversized_message_is_resource_exhausted() -> None:
         ),
         (
             {"stopping": pb.StoppingParams(max_tokens=250)}, errors.InvalidRequest,
-            "at most 245: the prompt has 11 tokens and the model takes 256 in all, got 250",
+            "at most 245: the prompt has 11 tokens and the model accepts 256 in all, got 250",
         ),
         ({"output": pb.OutputOptions(drafts=True)}, errors.InvalidRequest, "only GenerateStream"),
     ],

@@ -185,7 +185,7 @@ def test_max_tokens_fits_the_context(prompt_len: int, max_tokens: int | None, fi
     ("prompt_len", "max_tokens", "text"),
     [
         (MAX_MODEL_LEN, None, "at most 255 prompt tokens, so that one can be generated, got 256"),
-        (250, 7, "at most 6: the prompt has 250 tokens and the model takes 256 in all, got 7"),
+        (250, 7, "at most 6: the prompt has 250 tokens and the model accepts 256 in all, got 7"),
         (0, None, "at least one token"),
     ],
 )

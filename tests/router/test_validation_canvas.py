@@ -23,7 +23,8 @@ BIDIRECTIONAL = model_info()
 
 BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
     "block_length 0": (decoding(block_length=0), "decoding.block_length", "from 1 to"),
-    "steps 2**31": (decoding(steps=2**31), "decoding.steps", "0 takes one a token, got 2147483648"),
+    "steps 2**31": (decoding(steps=2**31), "decoding.steps", "0 takes one for each token, got "
+                    "2147483648"),
     "guidance nan": (decoding(cfg_scale=math.nan), "decoding.cfg_scale", "from 0 to 100, got nan"),
     "threshold": (
         decoding(confidence_threshold=0.5), "decoding.confidence_threshold", "unset with llada"
@@ -38,18 +39,18 @@ BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
     "alg": (decoding(alg=4), "decoding.alg", "unset with llada"),
     "alg unknown": (decoding(algorithm=4, alg=9), "decoding.alg", "unknown value 9"),
     "eps": (decoding(algorithm=4, eps=2), "decoding.eps", "from 0 to 1, got 2"),
-    "alg_temp": (decoding(algorithm=4, alg_temp=-1), "decoding.alg_temp", "or 0 for no lot"),
+    "alg_temp": (decoding(algorithm=4, alg_temp=-1), "decoding.alg_temp", "or 0 for no randomness"),
     "cache unknown": (decoding(algorithm=5, cache=4), "decoding.cache", "unknown value 4"),
     "cache": (decoding(cache=3), "decoding.cache", "unset with llada"),
     "steps of fast_dllm": (
         decoding(algorithm=5, steps=4), "decoding.steps", "unset with fast_dllm"
     ),
     "factor": (
-        decoding(algorithm=5, factor=-1), "decoding.factor", "goes by the threshold, got -1"
+        decoding(algorithm=5, factor=-1), "decoding.factor", "uses the threshold, got -1"
     ),
     "two rules": (
         decoding(algorithm=5, factor=1, confidence_threshold=0.5),
-        "decoding.confidence_threshold", "unset beside a factor"
+        "decoding.confidence_threshold", "unset with a factor"
     ),
     "length": (decoding(algorithm=4, block_length=8), "decoding.block_length", "unset with dream"),
 }  # fmt: skip
@@ -137,7 +138,7 @@ def test_a_factor_is_not_for_models_that_shift() -> None:
 def test_a_canvas_needs_decode_workers_that_may_prefill() -> None:
     request = good()
     request.decoding.algorithm = pb.ALGORITHM_LLADA
-    with pytest.raises(InvalidRequest, match=r"prefill workers alone \(--prefill remote\)"):
+    with pytest.raises(InvalidRequest, match=r"prefill in this fleet \(--prefill remote\)"):
         validate(request, BIDIRECTIONAL, is_stream=True, decode_prefills=False)
 
 

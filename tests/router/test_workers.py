@@ -100,7 +100,7 @@ def test_a_link_that_moves_nothing_is_told_as_refused_and_why() -> None:
         error = await failure(ask(fleet))
         assert type(error) is errors.Unavailable
         assert error.message == (
-            "p0 moves pages by zmq and d0 by nixl, --connector has to be the same"
+            "p0 moves pages with zmq, but d0 with nixl; both need the same --connector"
         )
 
     run(body, prefill="remote")
@@ -112,7 +112,7 @@ def test_where_prefill_is_remote_a_refused_link_is_named_with_its_rate_and_the_f
         await fleet.announce()
         error = await failure(ask(fleet))
         assert type(error) is errors.Unavailable
-        text = "the link p0 to d0 (cuda_ipc) moves 1.5 GB/s, --min-handoff-gbps asks for 2"
+        text = "the link p0 to d0 (cuda_ipc) moves 1.5 GB/s, but --min-handoff-gbps is 2"
         assert error.message == text
         assert error.retry_after_s is not None
         assert not fleet.prefill[0].served

@@ -236,7 +236,7 @@ class Front:
         elif engine.incarnation != incarnation:
             why = Lost("this is another incarnation")
         elif transfer_id in self._buried or transfer_id in self.attempts:
-            why = Lost("the transfer has ended here already, or runs")
+            why = Lost("the transfer has already ended here, or runs")
         if why is not None or engine is None:
             call.answer(lambda: told(why or Lost("")))
             return

@@ -31,13 +31,13 @@ NAN = float("nan")
         ({"gpu_memory_utilization": NAN}, "--gpu-memory-utilization"),
         ({"drain_s": -1.0}, "--drain-s: expected seconds above 0, got -1"),
         ({"hang_timeout_s": float("inf")}, "--hang-timeout-s: expected seconds above 0, got inf"),
-        ({"hang_timeout_s": 0.4}, "--hang-timeout-s: expected 1 s or more, as .* got 0.4"),
+        ({"hang_timeout_s": 0.4}, "--hang-timeout-s: expected 1 s or more, because .* got 0.4"),
         (
             {"attention": "flex", "kv_layout": "distinct"},
             "--attention flex: expected --kv-layout unified, got distinct",
         ),
-        ({"fleet": "a}b"}, "fleet 'a}b' is not a name"),
-        ({"worker_id": ""}, "worker id '' is not a name"),
+        ({"fleet": "a}b"}, "fleet 'a}b' is not a valid name"),
+        ({"worker_id": ""}, "worker id '' is not a valid name"),
         ({"adapter": Path("/nowhere")}, "--adapter: expected a directory, got '/nowhere'"),
     ],
 )
@@ -87,7 +87,9 @@ def test_a_wildcard_address_is_never_advertised(host: str, is_told: bool) -> Non
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "[2001:db8::1]", "worker-7"])
 def test_plain_text_beyond_loopback_is_meant_or_refused(host: str) -> None:
-    with pytest.raises(ValueError, match="--host: expected a loopback address, as calls go in"):
+    with pytest.raises(
+        ValueError, match="--host: expected a loopback address, because calls would travel in"
+    ):
         WorkerConfig(host=host)
     with pytest.raises(ValueError, match="or --allow-plaintext all"):
         WorkerConfig(host=host, allow_plaintext="pages")

@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_not_served_is_refused_in_a_line_and_starts_no_engi
     command = [sys.executable, "-P", "-c", LAUNCH, "--model", str(tmp_path)]
     run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=30)
     (line,) = run.stderr.splitlines()  # the start of an engine would be another one
-    assert "'rnd1' (RND1LM) is not served: layers with a mixture of experts would be" in line
+    assert "effuse does not serve 'rnd1' (RND1LM): it would need layers with a mixture of" in line
     assert (run.returncode, run.stdout) == (1, "")
 
 

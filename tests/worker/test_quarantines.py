@@ -53,7 +53,7 @@ def test_who_holds_pages_for_too_long_gets_no_more_until_it_lets_go() -> None:
         quarantines.check(ONE)
         clock.now = SILENT_S
         quarantines.check(OTHER)
-        with pytest.raises(TransferFailed, match="has not let go of pages here for 10 s"):
+        with pytest.raises(TransferFailed, match="has not released pages here for 10 s"):
             quarantines.check(ONE)
     quarantines.check(ONE)
 
@@ -73,6 +73,8 @@ def test_the_log_says_once_per_writer_what_to_do_and_when_it_is_over(
                 tell()
                 tell_of_other()
             (alarm,) = caplog.messages
-            assert alarm.startswith(f"7 pages cannot be used: the prefill worker at {ONE.address}")
+            assert alarm.startswith(
+                f"7 pages cannot be used, because the prefill worker at {ONE.address}"
+            )
             assert "kill it" in alarm
         assert caplog.messages[1:] == [f"no page waits for {ONE.address} any more"]

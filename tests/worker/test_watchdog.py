@@ -61,7 +61,7 @@ def test_work_that_stands_still_is_noticed_though_the_loop_turns() -> None:
     progress = READY
     for second in range(5):
         progress = observe(progress, beat(second, steps=7, runnable=2), float(second))
-    assert "2 requests could go on" in str(verdict(progress, 4.0, LIMITS))
+    assert "2 requests could continue" in str(verdict(progress, 4.0, LIMITS))
 
 
 def test_steps_or_nothing_to_do_count_as_progress() -> None:

@@ -1,1 +1,1 @@
-"""Generated stubs of other people's protocols that a router speaks beside effuse.v1."""
+"""Generated stubs of other projects' protocols, which a router serves beside effuse.v1."""
