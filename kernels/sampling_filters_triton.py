@@ -101,7 +101,7 @@ def exp_from(values, base):
 
 @triton.jit
 def cut(values, tokens, value_cut, token_cut):
-    """-inf for logits that the row's filters drop; NaN stays, since the row must not look finite."""
+    """-inf for logits that the row's filters drop; NaN stays: the row must not look finite."""
     drop = (values < value_cut) | ((values == value_cut) & (tokens > token_cut))
     return tl.where(drop, float("-inf"), values)
 
