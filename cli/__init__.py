@@ -1,1 +1,1 @@
-"""The effuse command: up, generate, bench."""
+"""The effuse command: up, generate, bench and others."""

@@ -1,6 +1,6 @@
 """The `effuse` command: finds the named sub-command and hands it the rest of the line.
 
-A sub-command's module is imported only when it is asked for, so that `generate` needs no torch.
+A sub-command's module is imported only when it is needed, so that `generate` needs no torch.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Command(Protocol):
     """The functions of a sub-command's module."""
 
     def main(self, argv: Sequence[str]) -> int:
-        """Run it; the exit status."""
+        """Run it; returns the exit status."""
         ...
 
     def make_parser(self) -> argparse.ArgumentParser:
@@ -45,7 +45,7 @@ class Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `effuse`; the exit status."""
+    """Run `effuse`; returns the exit status."""
     settle()
     words = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["effuse", *words[:1]])
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, like `head`
         _drop_output()
         return 141
     except OSError as error:  # such as a full disk
@@ -85,7 +85,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Sends what is not written yet to nowhere, or Python would try again at its end."""
+    """Discards buffered output, because Python would try to write it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -95,7 +95,7 @@ def find(name: str) -> Command:
 
 
 def unknown(word: str) -> str:
-    """The error about a word that is no command, and a hint on a second line."""
+    """The error about an unknown command, with a hint on a second line."""
     kind = "flag" if word.startswith("-") else "command"
     names = ["--help", "--version"] if kind == "flag" else list(COMMANDS)
     return f"effuse: unknown {kind} {word!a}{did_you_mean(word, names)}\ntry 'effuse --help'"

@@ -1,7 +1,7 @@
 """The addresses of a fleet that this user started here, found by the address of its router.
 
-A fleet keeps them in its directory while it runs (`home.py`). Needs nothing of a server, because
-clients import it, too.
+A fleet keeps them in its directory while it runs (`home.py`). Clients import this module, so it
+needs no server code.
 """
 
 import json
@@ -16,15 +16,16 @@ from effuse.worker.engine_home import is_ours, is_running
 
 PREFIX: Final = "effuse-fleet-"
 NAME: Final = re.compile(re.escape(PREFIX) + r"(\d{1,10})-.+")
-"""Of a fleet's directory, with the id of the process that made it."""
+"""Name of a fleet's directory; it ends with the id of the process that made it."""
 READY: Final = ".ready.json"
-"""The end of the name of a file that a process writes once it is ready."""
+"""Suffix of the file that a process writes once it is ready."""
 PAGE: Final = "page"
 
 
 def addresses(target: str) -> list[str]:
-    """A line for each address of the fleet that `target` asks, as host:port: gRPC, HTTP and page,
-    and metrics. Only fleets that this user started on this machine are known beyond gRPC."""
+    """A line for each address of the fleet behind `target`, as host:port: gRPC, HTTP and page, and
+    metrics. Only fleets that this user started on this machine have more than the first.
+    """
     told = _facts_of(target)
     served = {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
     http = [facts["http"] for facts in told.values() if "http" in facts]

@@ -1,6 +1,7 @@
-"""What all commands share: types of values, how to reach a router, and how a failed call reads.
+"""Shared parts of all commands: types of values, connections to a router, and texts of failed
+calls.
 
-Each type refuses a bad value with the accepted form. Options of one command are in its module.
+Each type refuses a bad value with the accepted form. Each command's own options are in its module.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 def number(
     least: float, most: float = math.inf, *, open_left: bool = False
 ) -> Callable[[str], float]:
-    """A finite number in [least, most], or in (least, most] where `open_left`."""
+    """A finite number in [least, most], or in (least, most] if `open_left`."""
     bracket = "(" if open_left else "["
     right = "infinity)" if math.isinf(most) else f"{most:g}]"
     form = f"a number in {bracket}{least:g}, {right}"
@@ -76,7 +77,7 @@ def directory(text: str) -> Path:
 
 
 def file(text: str) -> Path:
-    """A file that exists; a pipe is one."""
+    """A file that exists; a pipe also counts."""
     path = Path(text)
     if path.is_dir() or not path.exists():
         raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
@@ -92,7 +93,7 @@ def new_file(text: str) -> Path:
 
 
 def redis_url(text: str) -> str:
-    """A Redis's address, without a password."""
+    """A Redis URL without a password."""
     if not is_redis_url(text):
         shown = without_password(text)
         raise argparse.ArgumentTypeError(f"expected redis://HOST:PORT/DB, got {shown!r}")
@@ -112,7 +113,7 @@ def fleet_name(given: str) -> str:
 
 
 def text(given: str) -> str:
-    """Text that can be sent. Words that are no UTF-8 count as the locale reads them."""
+    """Text that can be sent. Words that are not UTF-8 are read in the locale's encoding."""
     try:
         return os.fsencode(given).decode()
     except UnicodeError:
@@ -122,23 +123,23 @@ def text(given: str) -> str:
 
 
 def is_unicode(given: str) -> bool:
-    """Whether it holds no lone surrogate, which UTF-8 cannot express."""
+    """Whether the text has no lone surrogate, which UTF-8 cannot encode."""
     return not any("\ud800" <= character <= "\udfff" for character in given)
 
 
 def token_ids(given: str) -> list[int]:
     """Token ids, with commas between them."""
-    parse = whole(0, 2**32 - 1)  # the most that a message holds
+    parse = whole(0, 2**32 - 1)  # most ids in a message
     return [parse(one) for one in given.split(",")]
 
 
 def seconds(given: str) -> float:
-    """A time above 0, at most a week: gRPC takes a far longer one for no limit at all."""
+    """A time above 0, at most a week: gRPC treats a far longer one as no limit at all."""
     return number(0, 604_800, open_left=True)(given)
 
 
 def target(text: str) -> str:
-    """A router's address: HOST:PORT, a URL of http or https, or with a scheme of gRPC's own."""
+    """A router's address: HOST:PORT, an http or https URL, or one with a scheme of gRPC's own."""
     try:
         address, _ = read_target(text, None)
     except ValueError as error:
@@ -154,7 +155,7 @@ def target(text: str) -> str:
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a command that asks a router."""
+    """Adds the flags of a command that calls a router."""
     group = parser.add_argument_group("TLS and token of the connection to the router")
     add = group.add_argument
     add_switch(group, "--tls", "use TLS and trust the system's certificate authorities")
@@ -169,7 +170,7 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Credentials:
-    """The credentials that these flags name; bad ones end the process with status 2."""
+    """The credentials from these flags; bad ones end the process with status 2."""
     if (found.tls_cert is None) != (found.tls_key is None):
         parser.error("--tls-cert, --tls-key: expected both or neither")
     speaks_tls = found.tls or found.tls_ca or found.tls_cert
@@ -186,7 +187,7 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
 
 
 def explain(error: EffuseError | grpc.aio.AioRpcError, target: str) -> str:
-    """How a call to the router at `target` failed, on one line, and what helps."""
+    """Why the call to the router at `target` failed, on one line, with a remedy."""
     call = error.__cause__ if isinstance(error, EffuseError) else error
     found = error if isinstance(error, EffuseError) else from_rpc_error(error, target)
     code, told = found.code, str(found)

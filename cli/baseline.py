@@ -3,7 +3,7 @@
 `base_model` is the checkpoint without its adapter, by its family's own loop. `single_process` is
 the engine of a decode worker, without fleet, wire and handoff. Each row loads its engine and frees
 it, so that rows run one after the other. All are greedy and compute with an engine's threads. The
-module loads torch, so it is imported only when asked for.
+module loads torch, so it is imported only when needed.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ TOO_LONG = "INVALID_ARGUMENT: the prompt does not fit the model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
-    """A checkpoint that was checked, and the prompts to answer with it."""
+    """A checked checkpoint, and the prompts for it."""
 
     directory: Path
     adapter: Path | None
@@ -47,22 +47,24 @@ class Rivals:
 
     @property
     def family(self) -> Family:
-        """The checkpoint's."""
+        """The checkpoint's architecture."""
         return family_of(self.config.architecture)
 
     @property
     def device(self) -> Device:
-        """Where all rows of this process compute."""
+        """The device of all rows in this process."""
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
     def dtype(self) -> Dtype:
-        """Of weights and KV in those rows."""
+        """Data type of weights and KV in those rows."""
         return "bfloat16" if torch.cuda.is_available() else "float32"
 
     @property
     def num_threads(self) -> int:
-        """Threads of each row. More than an engine's own fight with the fleet for the cores."""
+        """Threads of each row. With more than an engine's, threads would compete with the fleet for
+        cores.
+        """
         return CPU_THREADS if self.device == "cpu" else torch.get_num_threads()
 
     @property
@@ -79,7 +81,7 @@ class Rivals:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of an answer, if its prompt leaves the room."""
+        """Most tokens of an answer, if the prompt leaves room for them."""
         default = read_defaults(self.directory, self.config).max_tokens
         return self.params.max_tokens or default
 
@@ -91,7 +93,7 @@ class Rivals:
         return f"{self.directory.name}{adapter} on {self.device}, {self.dtype}, {threads}; {loop}"
 
     def taken(self) -> list[int]:
-        """The places of the prompts that fit, by the rule of a router."""
+        """Indices of the prompts that fit, by a router's rule."""
         most, asked = self.config.max_position_embeddings, self.params.max_tokens
         return [at for at, ids in enumerate(self.prompts) if fits(len(ids), asked, most)]
 
@@ -118,7 +120,7 @@ def check(
 
 
 def base_model(rivals: Rivals, tally: Tally) -> None:
-    """The model without its adapter, greedily, with the defaults of its authors' loop."""
+    """The model without its adapter, greedy, with the defaults of its authors' loop."""
     params = Params(max_tokens=rivals.params.max_tokens, temperature=0.0)
     _answer_and_free(rivals, None, params, rivals.family.algorithm, tally)
 
@@ -131,7 +133,7 @@ def single_process(rivals: Rivals, tally: Tally) -> None:
 def _answer_and_free(
     rivals: Rivals, adapter: Path | None, params: Params, algorithm: Algorithm, tally: Tally
 ) -> None:
-    """Leaves the device's memory to the next row, which may be another process."""
+    """Frees the device's memory for the next row, which may be another process."""
     try:
         _answer(rivals, adapter, params, algorithm, tally)
     finally:
@@ -143,10 +145,12 @@ def _answer_and_free(
 def _answer(
     rivals: Rivals, adapter: Path | None, params: Params, algorithm: Algorithm, tally: Tally
 ) -> None:
-    """All prompts by an engine of this process. Ctrl-C leaves in the tally what is complete."""
+    """Answers all prompts with an engine of this process. Ctrl-C leaves complete answers in the
+    tally.
+    """
     taken = rivals.taken()
     longest = max((len(rivals.prompts[at]) for at in taken), default=1) + rivals.max_tokens
-    # No more than is needed: the fleet may be on the same GPU.
+    # Only as much as needed, because the fleet may use the same GPU.
     num_pages = rivals.concurrency * -(-longest // DecodeConfig.page_size)
     try:
         llm = LLM(

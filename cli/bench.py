@@ -1,10 +1,10 @@
-"""`effuse bench`: sends a dataset's prompts to a fleet and prints what it took.
+"""`effuse bench`: sends a dataset's prompts to a fleet and prints times and rates.
 
 Clients wait for their answers, or requests arrive at a rate, or at rates up to the highest that the
-fleet bears. With `--baseline` the same prompts are first answered by the base model's own loop
+fleet sustains. With `--baseline` the same prompts are first answered by the base model's own loop
 (`baseline.py`), by the D2F authors' (`d2f_repo.py`) and by one engine without a fleet. Rows run one
-after the other, and each is printed once it is measured; Ctrl-C leaves those that there are. Tokens
-are those that the server counts as generated.
+after another and are printed as soon as they are measured; Ctrl-C keeps those rows. Tokens are the
+server's count of generated tokens.
 """
 
 import asyncio
@@ -38,12 +38,13 @@ __all__ = ["main", "make_parser"]
 RULE = "tokens: generated tokens by the server's count; times: from when a request was due"
 
 Way = Callable[[Tally], None]
-"""A way to answer all prompts: adds each outcome to a tally when it comes."""
+"""A way to answer all prompts: adds each outcome to a tally as it arrives."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status: 1 if a request or a row failed, or a file could not be
-    written, 130 if it was broken off."""
+    """Run the command. Returns 1 if a request or a row failed or a file could not be written, and
+    130 if the user interrupted it.
+    """
     try:
         job = parse(argv)
         rivals = load_rivals(job) if job.baseline else None
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Bench:
-    """One run of the command: rows as they are measured, and the exit status so far."""
+    """One run of the command: the measured rows, and the exit status so far."""
 
     def __init__(self, job: BenchJob, rivals: "Rivals | None") -> None:
         self.status = 0
@@ -74,7 +75,7 @@ class Bench:
         self._heading = ""
 
     def run(self) -> None:
-        """Measures every row. Raises KeyboardInterrupt once a row that was broken off is kept."""
+        """Measures every row. Raises KeyboardInterrupt after it has kept an interrupted row."""
         self._look()
         print(comparison.headings(), flush=True)
         if self._rivals is not None:
@@ -99,7 +100,7 @@ class Bench:
             self.status = 1
 
     def _look(self) -> None:
-        """Prints the heading, and which prompts are refused, before anything is measured."""
+        """Prints the heading and the refused prompts before the first measurement."""
         job, about = self._job, ""
         try:
             found = served.look(job.traffic, job.items)
@@ -129,7 +130,9 @@ class Bench:
             swept.append(self.runs[-1])
 
     def _measure(self, name: str, way: Way, rate: float | None = None) -> None:
-        """One row, which is kept, broken off or not; a whole one is graded and printed."""
+        """Measures and keeps one row, even if it is interrupted; a complete one is graded and
+        printed.
+        """
         progress = _progress()
         tally = Tally(_ticker(progress, name, len(self._job.items)))
         try:
@@ -151,7 +154,7 @@ class Bench:
 
 
 def save(job: BenchJob, runs: Sequence[Run], heading: str) -> bool:
-    """Writes the files that were asked for. If one cannot be written, prints why; False then."""
+    """Writes the requested files. If one cannot be written, prints why and returns False."""
     try:
         if job.json is not None:
             rows = zip(as_json(runs), runs, strict=True)
@@ -161,7 +164,7 @@ def save(job: BenchJob, runs: Sequence[Run], heading: str) -> bool:
             ]
             job.json.write_text(json.dumps(fields, indent=1) + "\n")
         if job.plot is not None:
-            from effuse.cli.plots import plot  # brings matplotlib
+            from effuse.cli.plots import plot  # imports matplotlib
 
             plot(runs, job.plot)
     except OSError as error:
@@ -179,14 +182,14 @@ def tell(job: BenchJob, runs: Sequence[Run]) -> None:
 
 
 def graded(run: Run, items: Sequence[Item], scorer: Scorer) -> Run:
-    """The same run, with each of its answers graded."""
+    """The same run with each of its answers graded."""
     is_right = grader(scorer)
     samples = [replace(one, is_right=is_right(items[one.prompt], one.text)) for one in run.samples]
     return replace(run, samples=tuple(samples))
 
 
 def send(job: BenchJob, rate: float | None, tally: Tally) -> None:
-    """The fleet's way: every prompt goes to the router."""
+    """The fleet's way: sends every prompt to the router."""
     if rate is None:
         asyncio.run(send_in_turn(job.traffic, job.concurrency, tally))
     else:
@@ -194,8 +197,8 @@ def send(job: BenchJob, rate: float | None, tally: Tally) -> None:
 
 
 def load_rivals(job: BenchJob) -> "Rivals":
-    """The checkpoint of the baselines, checked. Raises BenchError."""
-    # These bring torch, so only if they are asked for.
+    """The checked checkpoint of the baselines. Raises BenchError."""
+    # These import torch, so only if needed.
     from effuse.cli import baseline, d2f_repo
     from effuse.models.config_keys import CheckpointError
     from effuse.router.tokenizer import TokenizerError

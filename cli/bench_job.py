@@ -44,13 +44,13 @@ _BASELINE_FLAGS: Final = "--model, --max-tokens, --window and --confidence-thres
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """What to send, how, and what to compare it with."""
+    """The prompts, the way to send them, and the comparisons."""
 
     dataset: Path
-    items: tuple[Item, ...]  # one for each prompt of the traffic
+    items: tuple[Item, ...]  # one for each prompt
     traffic: Traffic
     concurrency: int  # clients that wait for their answers, if there is no rate
-    rate: float | None  # arrivals a second; of a sweep the first
+    rate: float | None  # arrivals per second; the first rate of a sweep
     sweep: bool
     arrival_seed: int
     goals: ServiceGoals
@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_comparison(parser: argparse.ArgumentParser) -> None:
-    """What stands beside the fleet, and how well all answer."""
+    """Adds the flags of comparisons and grading."""
     add = parser.add_argument
     add_switch(parser, "--baseline", "first answer in this process with the base model's own loop "
                "and with one engine without a fleet; all greedy")  # fmt: skip
@@ -101,7 +101,7 @@ def _add_comparison(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    """How requests come, and what they must meet."""
+    """Adds the flags of the load and its objectives."""
     add = parser.add_argument
     add("--concurrency", type=whole(1), default=8, metavar="N",
         help="number of clients, each of which sends one request after another")  # fmt: skip
@@ -119,12 +119,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str]) -> BenchJob:
-    """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
+    """The job from the flags; exits with status 2 on bad ones. Raises DatasetError."""
     parser = make_parser()
     found = parser.parse_args(argv)
     params = params_from(parser, found)
     _check_comparison(parser, found, params)
-    if found.baseline:  # all rows have these settings, not the model's own
+    if found.baseline:  # all rows have these settings instead of the model's own
         params = replace(params, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0)
     job = _job(found, params, credentials_of(parser, found))
     if job.sweep and (job.rate is None or job.goals.asks_nothing):
@@ -156,7 +156,7 @@ def _check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
 
 
 def _unknown_to_baseline(params: Params) -> set[str]:
-    """Params that were given and that the greedy rows beside the fleet do not take."""
+    """Given params that the greedy rows beside the fleet do not support."""
     unset = asdict(Params())
     return {name for name, value in asdict(params).items() if value != unset[name]} - _BASELINE
 

@@ -1,6 +1,6 @@
-"""`effuse check-ghz`: judges what ghz measured, since ghz exits with 0 whatever happened.
+"""`effuse check-ghz`: judges a report of ghz, because ghz exits with 0 whatever happened.
 
-Every call has to end well, within the limits that flags set; what was not measured is not good.
+Every call must succeed within the limits of the flags; a missing measurement is a failure.
 """
 
 import argparse
@@ -13,18 +13,18 @@ import msgspec
 from effuse.cli.arguments import command, file, number, seconds, whole
 
 _NS = 1e-9
-PERCENTILES = (50, 90, 95, 99)  # of those that ghz tells, by default
+PERCENTILES = (50, 90, 95, 99)  # of those that ghz reports by default
 
 
 class GhzLatency(msgspec.Struct, frozen=True):
-    """A latency that so many percent of the calls did not exceed."""
+    """A latency that this percentage of the calls did not exceed."""
 
     percentage: int
     latency: int  # nanoseconds
 
 
 class GhzReport(msgspec.Struct, frozen=True, rename="camel"):
-    """What is judged of a report that ghz wrote with `--format json`; times in nanoseconds."""
+    """The judged figures of a report from `ghz --format json`; times in nanoseconds."""
 
     count: int
     average: float
@@ -40,7 +40,7 @@ class GhzReport(msgspec.Struct, frozen=True, rename="camel"):
         return (self.status_code_distribution or {}).get("OK", 0)
 
     def seconds_at(self, percentage: int) -> float | None:
-        """The latency that so many percent did not exceed, in seconds; None if not told."""
+        """The latency that this percentage did not exceed, in seconds; None if unreported."""
         found = [one for one in self.latency_distribution or () if one.percentage == percentage]
         return found[0].latency * _NS if found else None
 
@@ -52,9 +52,9 @@ class GhzReport(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class GhzLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report is held to; times in seconds. None asks nothing."""
+    """The limits for a report; times in seconds. None sets no limit."""
 
-    count: int | None = None  # calls that were asked for
+    count: int | None = None  # expected calls
     errors: int = 0
     least_rps: float | None = None
     average_s: float | None = None
@@ -63,11 +63,13 @@ class GhzLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportError(Exception):
-    """The file is no report of ghz."""
+    """The file is not a report of ghz."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0 where the report is good, 1 where it is not, 2 where it is none."""
+    """Run the command. Returns 0 if the report is good, 1 if it is not, and 2 if it is not a
+    report.
+    """
     found = make_parser().parse_args(argv)
     percentiles = {at: getattr(found, f"p{at}") for at in PERCENTILES}
     limits = GhzLimits(
@@ -117,7 +119,7 @@ def read(path: Path) -> GhzReport:
 
 
 def faults(report: GhzReport, limits: GhzLimits) -> list[str]:
-    """What is wrong with it; empty where it is good."""
+    """The failures of the report; empty if it is good."""
     return [*_failed(report, limits), *_slow(report, limits)]
 
 

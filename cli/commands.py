@@ -1,7 +1,6 @@
-"""What a fleet's processes are started with, and how long they may take to start and to end.
+"""The command lines of a fleet's processes, and their time limits for starting and ending.
 
-Functions of the fleet's config; each process checks its own flags. Not here: starting anything
-(`fleet.py`).
+Functions of the fleet's config; each process checks its own flags. `fleet.py` starts them.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 HTTP_PORT = 8000
 _MEMORY = "--gpu-memory-utilization"
-_MORE_S = 30.0  # for the rest of a start
+_MORE_S = 30.0  # seconds for the rest of a start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the processes of one fleet share, known once it starts."""
+    """Values that the processes of one fleet share, known once it starts."""
 
     fleet: str
     redis_url: str
-    port: int  # of the routers, together
+    port: int  # of the routers together
     gpus: Mapping[str, Assignment]  # by worker
     ready_file: Callable[[str], Path]  # by process
     secret_file: Path | None = None
@@ -50,14 +49,14 @@ def new_name() -> str:
 
 
 def router_names(config: FleetConfig) -> list[str]:
-    """`router`, or `router-0` and so on where there are several."""
+    """`router`, or `router-0` and so on if there are several."""
     if config.routers == 1:
         return ["router"]
     return [f"router-{index}" for index in range(config.routers)]
 
 
 def member_commands(config: FleetConfig, around: Surroundings) -> dict[str, list[str]]:
-    """The command line of every process but Redis, by name."""
+    """The command line of every process except Redis, by name."""
     members = {name: _router_command(config, around, name) for name in router_names(config)}
     for role, count, flags in (
         ("prefill", config.prefill, config.prefill_flags),
@@ -71,29 +70,30 @@ def member_commands(config: FleetConfig, around: Surroundings) -> dict[str, list
 
 
 def http_flags(port: int | None, *, beside: int) -> tuple[str, ...]:
-    """The routers' flag for the port of HTTP: the one that was asked for, `HTTP_PORT` if there is
-    none, and a free one for 0 or if gRPC's own, `beside`, is to be a free one."""
+    """The routers' flag for the HTTP port: the given one, or `HTTP_PORT` if there is none. 0, or 0
+    as gRPC's port `beside`, takes a free one.
+    """
     if port is None:
         port = HTTP_PORT if beside else 0
     return ("--http-port", str(port or free_port()))
 
 
 def http_url(config: FleetConfig) -> str | None:
-    """Where the routers serve OpenAI's API; None if they do not."""
+    """The address of OpenAI's API at the routers; None if they do not serve it."""
     port = value_of(config.router_flags, "--http-port")
     scheme = "https" if value_of(config.router_flags, "--tls-cert") else "http"
     return None if port is None else f"{scheme}://{host_and_port(config.host, int(port))}/v1"
 
 
 def redis_command(port: int, home: Path, users: Path | None) -> list[str]:
-    """An embedded Redis that keeps nothing, for those that `users` lists or for anybody."""
+    """An embedded Redis without persistence, for the users in `users` or for every client."""
     flags = ["--bind", LOOPBACK, "--port", str(port), "--dir", str(home)]
     acl = ["--aclfile", str(users)] if users is not None else []
     return [str(get_binary_path()), *flags, *acl, "--save", "", "--appendonly", "no"]
 
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:
-    """What `flag` is set to among the words of a command line, the last time that it is."""
+    """The last value of `flag` among the words of a command line."""
     value = None
     for word, following in pairwise([*flags, ""]):
         if word == flag:
@@ -104,15 +104,16 @@ def value_of(flags: Sequence[str], flag: str) -> str | None:
 
 
 def longest_start_s(config: FleetConfig) -> float:
-    """How long the fleet may take until it is ready: as long as its workers may, and a little more.
+    """Time limit for the fleet's start: that of its workers, and a little more.
 
-    Raises ValueError where a flag is no number, as the next ones do."""
+    Raises ValueError if a flag is not a number, like the next functions.
+    """
     told = [value_of(flags, "--startup-timeout-s") for flags in _flags_of_workers(config)]
     return max(float(one or WorkerConfig.startup_timeout_s) for one in told) + _MORE_S
 
 
 def longest_end_s(config: FleetConfig, role: str) -> float:
-    """How long a router or a worker may take to end."""
+    """Time limit for a router or a worker to end."""
     if role == "router":
         told = value_of(config.router_flags, "--drain-s")
         return RouterConfig(drain_s=float(told or RouterConfig().drain_s)).longest_end_s
@@ -147,9 +148,9 @@ def _worker_command(config: FleetConfig, around: Surroundings, role: str, name: 
 
 
 def _memory_flags(gpu: Assignment | None, given: Sequence[str]) -> list[str]:
-    """What a worker that shares its GPU may use of it: its part of what it was told to use.
+    """Memory share of a worker that shares its GPU: its part of the share in its flags.
 
-    Raises ValueError if that is no number.
+    Raises ValueError if that is not a number.
     """
     if gpu is None or gpu.share == 1:
         return []

@@ -1,4 +1,4 @@
-"""The short table of `effuse bench`, as D2F-vLLM's demo benchmark has it, row by row.
+"""The short table of `effuse bench`, row by row, like D2F-vLLM's demo benchmark.
 
 Total time, tokens a second (TPS) and average latency, each with its multiple of the first row's
 speed in brackets, and the accuracy. Pure arithmetic and text.
@@ -35,7 +35,7 @@ def headings() -> str:
 
 
 def row(run: Run, first: Run) -> str:
-    """The line of one run, which needs no other row than the first."""
+    """The line of one run, which only needs the first row for comparison."""
     times = multiples(run, first)
     values = {
         "total_s": run.total_s,
@@ -48,8 +48,9 @@ def row(run: Run, first: Run) -> str:
 
 
 def as_fields(run: Run, first: Run) -> dict[str, object]:
-    """Fields of a row of a file, beside those of `figures.as_json`; null stands for a NaN, which
-    JSON has not."""
+    """Fields of a row in a file, in addition to those of `figures.as_json`; null replaces NaN,
+    which JSON does not have.
+    """
     found = {
         "latency_s": run.latency_s,
         "accuracy": run.accuracy,

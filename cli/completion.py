@@ -1,7 +1,7 @@
-"""`effuse completion`: what bash, zsh or fish need to complete commands, flags and choices.
+"""`effuse completion`: scripts with which bash, zsh or fish complete commands, flags and choices.
 
-Written once from the commands' own parsers, so that nothing of effuse runs while somebody types.
-Other values are completed as names of files.
+The script comes from the commands' own parsers, so that no code of effuse runs while a user types.
+Other values are completed as file names.
 """
 
 import argparse
@@ -42,11 +42,11 @@ Parsers = Mapping[str, argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     write = _SHELLS[make_parser().parse_args(argv).shell]
     parsers = {}
     for name in COMMANDS:
-        with suppress(ModuleNotFoundError):  # it runs where workers are installed alone
+        with suppress(ModuleNotFoundError):  # only machines with workers can run it
             parsers[name] = find(name).make_parser()
     print(write(parsers), end="")
     return 0
@@ -86,7 +86,7 @@ def bash(parsers: Parsers) -> str:
 
 
 def zsh(parsers: Parsers) -> str:
-    """For zsh, which takes bash's."""
+    """For zsh, which can use bash's."""
     return _ZSH + bash(parsers)
 
 

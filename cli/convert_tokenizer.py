@@ -1,7 +1,8 @@
-"""`effuse convert-tokenizer`: writes `tokenizer.json` for a checkpoint that was released without.
+"""`effuse convert-tokenizer`: writes `tokenizer.json` for a checkpoint that was released without
+it.
 
-The router reads that file alone and never imports `transformers`; this command does, once. Code
-that a checkpoint brings is never run: a release with its own tokenizer class names a known one.
+The router only reads that file and never imports `transformers`; this command does, once. It never
+runs code from a checkpoint: a release with its own tokenizer class must name a known one.
 """
 
 import argparse
@@ -20,7 +21,9 @@ _SAMPLE = "Tom has 3 boxes.\n\tHe adds 12, doesn't he? \u00e9\u4e2d\U0001f600"
 
 
 _SAME: Final = {"DreamTokenizer": "Qwen2Tokenizer"}
-"""Classes that checkpoints bring as code, by those of transformers that read their files alike."""
+"""Classes in checkpoints' own code, with the classes of transformers that read their files in the
+same way.
+"""
 
 
 class ConversionError(Exception):
@@ -28,7 +31,7 @@ class ConversionError(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     found = make_parser().parse_args(argv)
     try:
         print(f"wrote {convert(found.checkpoint, found.tokenizer_class)}")
@@ -52,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def convert(checkpoint: Path, class_name: str | None) -> Path:
-    """Write the file; its path. Raises ConversionError; an existing file is never replaced."""
+    """Write the file; returns its path. Raises ConversionError; never replaces an existing file."""
     path = checkpoint / "tokenizer.json"
     if path.exists():
         raise ConversionError(f"{path} exists already")
@@ -66,7 +69,7 @@ def convert(checkpoint: Path, class_name: str | None) -> Path:
 
 
 def _stated_class(checkpoint: Path) -> str:
-    """The class that the checkpoint names; empty where it names none that can be read."""
+    """The class that the checkpoint names; empty if it names none that can be read."""
     try:
         stated = json.loads((checkpoint / "tokenizer_config.json").read_text())["tokenizer_class"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -81,7 +84,7 @@ def _find_reader(name: str) -> Any:
         raise ConversionError(
             f"transformers is needed; it is installed with the extra `worker`: {error}"
         ) from error
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of models it does not know
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about unknown models
     reader = getattr(transformers, name, None)
     tokenizers = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
     if not (isinstance(reader, type) and issubclass(reader, tokenizers)):
@@ -90,7 +93,7 @@ def _find_reader(name: str) -> Any:
 
 
 def _read(reader: Any, checkpoint: Path) -> Any:
-    """What transformers makes of the checkpoint's files, however broken these are."""
+    """The tokenizer that transformers reads from the checkpoint's files, which may be broken."""
     try:
         with warnings.catch_warnings(action="ignore"):
             read = reader.from_pretrained(
@@ -111,7 +114,7 @@ def _read(reader: Any, checkpoint: Path) -> Any:
 
 
 def _write(backend: Any, path: Path) -> None:
-    """Writes the file whole or not at all. Raises whatever tokenizers does."""
+    """Writes the complete file or nothing. Raises the exceptions of tokenizers."""
     if backend.decode(backend.encode(_SAMPLE, add_special_tokens=False).ids) != _SAMPLE:
         raise ValueError("a sample text changes when it is encoded and decoded")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tokenizer-") as beside:

@@ -1,8 +1,8 @@
 """The program that `d2f_repo.py` starts: the D2F authors' own loop, from their checkout.
 
-Runs by its path, in the checkout's environment if it has one, so it imports nothing of effuse. It
-reads a job as JSON from its input, and writes JSON lines to the descriptor of its argument: one
-once the model is loaded, then one for each answer. The output of the checkout goes to the log.
+It runs by its path, in the checkout's environment if there is one, so it imports nothing of effuse.
+It reads a job as JSON from standard input. It writes JSON lines to the descriptor in its argument:
+one once the model is loaded, then one for each answer. The checkout's output goes to the log.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Listener:
-    """A tokenizer that remembers the last ids that it was given to decode."""
+    """A tokenizer that remembers the last ids that it decoded."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -29,13 +29,13 @@ class _Listener:
         return getattr(self._tokenizer, name)
 
     def decode(self, ids: Any, *args: Any, **options: Any) -> Any:
-        """As the tokenizer does."""
+        """As in the tokenizer."""
         self.last = [int(one) for one in ids]
         return self._tokenizer.decode(ids, *args, **options)
 
 
 def main() -> None:
-    """Answers every prompt of the job, one at a time as the loop does."""
+    """Answers every prompt of the job, one at a time like the loop."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     job = json.load(sys.stdin)
     with os.fdopen(int(sys.argv[1]), "w", buffering=1) as out:
@@ -52,7 +52,7 @@ def main() -> None:
         for place, ids in job["prompts"]:
             forwards[0], began = 0, time.monotonic()
             made = loop._generate_block_single(torch.tensor([ids], device=loop.device))
-            # LLaDA's file returns ids, Dream's the text that it decoded them to.
+            # LLaDA's file returns ids, but Dream's returns decoded text.
             answer = listener.last if isinstance(made, str) else [int(one) for one in made]
             total_s = time.monotonic() - began
             ends = set(job["ends"])

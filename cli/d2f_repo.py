@@ -1,10 +1,9 @@
-"""The D2F authors' loop, from a checkout of theirs: a row of `effuse bench --baseline`.
+"""The D2F authors' loop from a checkout of their repository: a row of `effuse bench --baseline`.
 
-The checkout is foreign code, so it runs in a process of its own, with an environment that holds
-neither tokens nor keys nor addresses, and with no descriptor of this one. It answers one prompt at
-a time. Facts about the checkout, of which no line is here: `D2F-eval/eval_dream.py` and
-`eval_llada.py` each have a class `DreamLoRA` with
-a method `_generate_block_single` of ids [1, P].
+The checkout is foreign code, so it runs in a separate process. Its environment has no tokens, keys
+or addresses, and it gets no descriptor of this process. It answers one prompt at a time. The only
+facts about the checkout: `D2F-eval/eval_dream.py` and `eval_llada.py` each have a class `DreamLoRA`
+with a method `_generate_block_single` of ids [1, P].
 """
 
 import json
@@ -29,14 +28,14 @@ from effuse.cli.process import last_lines
 from effuse.cli.sandbox import hidden_environment
 
 _CHILD: Final = Path(__file__).with_name("d2f_child.py")
-_MODULES: Final = {"dream": "eval_dream", "llada": "eval_llada"}  # by a family's architecture
+_MODULES: Final = {"dream": "eval_dream", "llada": "eval_llada"}  # by the family's architecture
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES")
 _PIECE = 1 << 16
-_KILLED_S = 10.0  # the longest that the kernel may take to end what is killed
+_KILLED_S = 10.0  # time limit for the kernel to end a killed process
 
 
 def check(repo: Path, rivals: Rivals) -> None:
-    """Raises BenchError if there is no loop for this checkpoint in the checkout."""
+    """Raises BenchError if the checkout has no loop for this checkpoint."""
     module = _MODULES.get(rivals.config.architecture)
     if module is None:
         known = " and ".join(_MODULES)
@@ -50,8 +49,9 @@ def check(repo: Path, rivals: Rivals) -> None:
 
 
 def authors_loop(repo: Path, rivals: Rivals, timeout_s: float, tally: Tally) -> None:
-    """All prompts by the checkout's loop. `timeout_s` is for loading and for each answer. Raises
-    BenchError; complete answers are in the tally."""
+    """Answers all prompts with the checkout's loop. `timeout_s` is for loading and for each answer.
+    Raises BenchError; complete answers are in the tally.
+    """
     taken = rivals.taken()
     with _child(repo, rivals, timeout_s) as lines:
         next(lines)  # the model is loaded
@@ -63,9 +63,10 @@ def authors_loop(repo: Path, rivals: Rivals, timeout_s: float, tally: Tally) -> 
 
 
 def job_of(repo: Path, rivals: Rivals) -> dict[str, Any]:
-    """The child's whole input: the model, the prompts and the settings."""
+    """The child's complete input: the model, the prompts and the settings."""
     settings, block = rivals.settings, rivals.config.block_size
-    most = -(-rivals.max_tokens // block) * block  # the loop writes whole blocks; the rest is cut
+    # the loop writes whole blocks; the rest is cut off
+    most = -(-rivals.max_tokens // block) * block
     taken = [(at, rivals.prompts[at]) for at in rivals.taken()]
     return {
         "repo": str(repo.resolve()),
@@ -92,7 +93,7 @@ def job_of(repo: Path, rivals: Rivals) -> dict[str, Any]:
 
 
 def environment(given: Mapping[str, str], home: str, num_threads: int) -> dict[str, str]:
-    """All that the child sees of this process's environment, and a home that is empty."""
+    """The only parts of this process's environment for the child, and an empty home."""
     kept = {name: given[name] for name in _KEPT if name in given}
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     threads = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -101,7 +102,7 @@ def environment(given: Mapping[str, str], home: str, num_threads: int) -> dict[s
 
 @contextmanager
 def _child(repo: Path, rivals: Rivals, timeout_s: float) -> Iterator[Iterator[dict[str, Any]]]:
-    """The lines of the child. It is killed in the end, with whatever it has started."""
+    """The lines of the child, which is killed at the end together with its own children."""
     with tempfile.TemporaryDirectory(prefix="effuse-d2f-") as home, ExitStack() as opened:
         job, log = Path(home, "job.json"), Path(home, "log")
         job.write_text(json.dumps(job_of(repo, rivals)))
@@ -126,7 +127,7 @@ def _child(repo: Path, rivals: Rivals, timeout_s: float) -> Iterator[Iterator[di
 def _lines(
     reader: FileIO, child: "subprocess.Popen[bytes]", log: Path, timeout_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Each line of the child, awaited for so long. Raises BenchError if none comes."""
+    """Each line of the child, with this time limit. Raises BenchError if none arrives."""
     buffer = b""
     while True:
         deadline = time.monotonic() + timeout_s
@@ -146,7 +147,7 @@ def _lines(
 
 
 def _python(repo: Path) -> str:
-    """The checkout's own interpreter, as `uv sync` makes it; else the one that runs effuse."""
+    """The checkout's own interpreter, if `uv sync` made one; otherwise the one that runs effuse."""
     own = repo.resolve() / ".venv" / "bin" / "python"
     return str(own) if own.exists() else sys.executable
 

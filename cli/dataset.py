@@ -1,6 +1,6 @@
-"""A dataset of `effuse bench`: one JSON object a line, with a prompt and perhaps a reference.
+"""A dataset of `effuse bench`: one JSON object per line, with a prompt and perhaps a reference.
 
-Reads one file and does no other I/O. Grading an answer is not here (`graders.py`).
+Reads one file and does no other I/O. `graders.py` grades answers.
 """
 
 import json
@@ -11,26 +11,26 @@ from typing import Any
 
 from effuse.cli.arguments import is_unicode
 
-_SHOWN = 8  # names in a line about many prompts
+_SHOWN = 8  # names that a line about many prompts lists
 
 
 class DatasetError(Exception):
-    """The dataset is not what is expected."""
+    """The dataset does not have the expected form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One prompt. Fields without text are those that its line lacks."""
+    """One prompt. A field is empty if its line lacks it."""
 
     name: str  # the line's `task_id`, or "line 7"
     prompt: str
-    answer: str = ""  # the reference, as GSM8K has it
-    test: str = ""  # Python that defines `check`, as HumanEval has it
-    entry_point: str = ""  # the function that `check` takes
+    answer: str = ""  # the reference, as in GSM8K
+    test: str = ""  # Python code that defines `check`, as in HumanEval
+    entry_point: str = ""  # the function under test by `check`
 
 
 def read_items(path: Path) -> list[Item]:
-    """Every line of the file that is not blank. Raises DatasetError, which names the line."""
+    """Every line of the file that is not blank. Raises DatasetError that names the line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -42,14 +42,16 @@ def read_items(path: Path) -> list[Item]:
 
 
 def fits(prompt_len: int, max_tokens: int | None, max_model_len: int) -> bool:
-    """Whether a router takes a prompt of so many tokens: explicit `max_tokens` must fit whole."""
+    """Whether a router accepts a prompt with this many tokens: an explicit `max_tokens` must fit
+    completely.
+    """
     return prompt_len > 0 and prompt_len + (max_tokens or 1) <= max_model_len
 
 
 def too_long(items: Sequence[Item], taken: Sequence[bool], room: str) -> str:
-    """One line that names the prompts that are not taken; empty if all are.
+    """One line that names the refused prompts; empty if there are none.
 
-    room: how much the model takes, in words.
+    room: the model's limit, in words.
     """
     names = [one.name for one, is_taken in zip(items, taken, strict=True) if not is_taken]
     if not names:

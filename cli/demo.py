@@ -1,6 +1,7 @@
-"""`effuse demo`: starts a real fleet, or takes one that runs, solves fresh problems and shows how.
+"""`effuse demo`: starts a real fleet, or uses a running one, and shows how it solves fresh
+problems.
 
-The problems are drawn now, from the split that training never saw. The exit status is 0 only if
+The problems are drawn now, from the split that training never used. The exit status is 0 only if
 every answer is right.
 """
 
@@ -29,8 +30,8 @@ from effuse.worker.gpus import gpus_here
 
 _TIMEOUT_S = 60.0
 _OWN = Params(max_tokens=160)
-# The bundled model writes a whole block at once. So that it is seen to denoise, blocks are spread
-# over this many forwards, which leaves its answers as good.
+# The bundled model can write a whole block at once. To make denoising visible, a block takes this
+# many forwards, which leaves the answers as good.
 _WATCHED = Params(
     max_tokens=160, algorithm="block_diffusion", remasking="low_confidence_static",
     denoising_steps=4,
@@ -42,19 +43,19 @@ _NOBODYS = Credentials()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """What to show."""
+    """Settings of the demo."""
 
     problems: int
     seed: int
     connector: str
     prefill: int
     decode: int
-    target: str | None = None  # of a fleet that runs; None starts one
-    credentials: Credentials = _NOBODYS  # that it is shown
+    target: str | None = None  # of a running fleet; None starts one
+    credentials: Credentials = _NOBODYS  # of the shown answers
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     demo = parse(argv)
     console = Console(highlight=False)
     end_as_by_ctrl_c()
@@ -76,8 +77,9 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _fleet(console: Console, demo: Demo) -> Iterator[str]:
-    """Where problems are sent: to the fleet that was named, or to one that lives as long as this.
-    Raises FleetError."""
+    """The fleet for the problems: the named one, or one that lives as long as this. Raises
+    FleetError.
+    """
     if demo.target is not None:
         yield demo.target
         return
@@ -107,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> Demo:
-    """The demo that the flags describe; exits with status 2 on bad ones."""
+    """The demo from the flags; exits with status 2 on bad ones."""
     parser = make_parser()
     found = parser.parse_args(argv)
     return Demo(
@@ -122,7 +124,7 @@ def parse(argv: Sequence[str]) -> Demo:
 
 
 def fleet_of(demo: Demo) -> FleetConfig:
-    """What to start: on the GPUs that are here, however few, or on the CPU."""
+    """The fleet to start: on the GPUs of this machine, however few, or on the CPU."""
     return FleetConfig(
         prefill=demo.prefill,
         decode=demo.decode,
@@ -133,7 +135,7 @@ def fleet_of(demo: Demo) -> FleetConfig:
 
 
 async def solve(console: Console, address: str, demo: Demo) -> int:
-    """Send the problems one after the other; how many answers are right."""
+    """Send the problems one after another; returns the number of right answers."""
     right = 0
     async with demo.credentials.aio_channel(address, ()) as channel:
         stub = generation_stub(channel)
@@ -150,7 +152,7 @@ async def solve(console: Console, address: str, demo: Demo) -> int:
 
 
 def explain_errors(wrong: int, seed: int) -> str:
-    """What is printed after a run with wrong answers, and how to repeat it."""
+    """The text after a run with wrong answers, and how to repeat it."""
     usual = "The bundled model is small: it answers about 1 in 700 unseen problems wrongly."
     doubt = "If more than one answer is wrong, suspect a fault in effuse."
     again = f"`effuse demo --seed {seed}` draws the same problems again; the exit status is 1."
@@ -169,7 +171,7 @@ def _forwards(stats: Stats) -> str:
 
 
 def _judge(console: Console, drawn: Problem, answer: Answer, own: Answer) -> bool:
-    """Whether the answer is right; its figures, and those at the model's own settings."""
+    """Prints whether the answer is right, its figures, and those at the model's own settings."""
     verdict = check(drawn, answer.text)
     stats, usage = answer.stats, answer.usage
     moved = f"{stats.kv_bytes:,} KV bytes over {stats.connector}" if stats.connector else "no KV"

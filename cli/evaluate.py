@@ -1,7 +1,7 @@
-"""`effuse eval`: the model card's table, on problems that training never saw.
+"""`effuse eval`: the model card's table, on problems that training never used.
 
-Accuracy of the bundled model under five ways of decoding, by the engine that serves it, with the
-tokens each forward gives. Only tokens before the end-of-sequence id count.
+Accuracy of the bundled model with five ways of decoding, in the engine that serves it, with tokens
+per forward. Only tokens before the end-of-sequence id count.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _MAX_TOKENS = 176
 _DTYPES = tuple(one for one in get_args(Dtype) if one != "auto")
 
 
-WAYS: Final = {  # the rest as published with D2F and SDAR
+WAYS: Final = {  # the other settings as published with D2F and SDAR
     "one token per forward": Params(
         max_tokens=_MAX_TOKENS, algorithm="block_diffusion", confidence_threshold=1.0
     ),
@@ -47,7 +47,7 @@ WAYS: Final = {  # the rest as published with D2F and SDAR
 
 @dataclass(frozen=True, slots=True)
 class EvalJob:
-    """What to measure."""
+    """Settings of the measurement."""
 
     model: Path
     seed: int
@@ -57,9 +57,9 @@ class EvalJob:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     job = parse(argv)
-    import torch  # slow, and not needed to tell the flags
+    import torch  # slow, and not needed to list the flags
 
     from effuse.offline.llm import LLM
 
@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> EvalJob:
-    """The measurement that the flags describe; exits with status 2 on bad ones."""
+    """The measurement from the flags; exits with status 2 on bad ones."""
     found = make_parser().parse_args(argv)
     return EvalJob(
         model=found.model,
@@ -117,7 +117,7 @@ def parse(argv: Sequence[str]) -> EvalJob:
 def judge_all(
     problems: Sequence[Problem], answers: Sequence[Answer], tokenizer: Tokenizer
 ) -> list[Outcome]:
-    """Each answer beside its problem, in the same order."""
+    """Each answer with its problem, in the same order."""
     return [
         judge(each, answer.token_ids, answer.commits, answer.stats.forward_passes, tokenizer.decode)
         for each, answer in zip(problems, answers, strict=True)

@@ -1,8 +1,8 @@
-"""The figures of one benchmark run and the table they make: pure arithmetic.
+"""The figures of a benchmark run and their table: pure arithmetic.
 
-A request is judged as its client sees it: until its first block, from block to block, until its
-end. Tokens are those that the server counts as generated. Goodput counts requests that met every
-objective, as in DistServe (arXiv 2401.09670).
+Times are those that a client sees: until its first block, from block to block, and until its end.
+Tokens are the server's count of generated tokens. Goodput counts requests that met every objective,
+as in DistServe (arXiv 2401.09670).
 """
 
 import math
@@ -13,21 +13,21 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished request; times in seconds since it was due to be sent."""
+    """One finished request; times in seconds since it was due."""
 
     tokens: int
     forward_passes: int
     first_block_s: float
     total_s: float
-    gaps_s: tuple[float, ...] = ()  # between blocks, one less than there are
-    prompt: int = 0  # its place among the prompts
+    gaps_s: tuple[float, ...] = ()  # between blocks, so one less than blocks
+    prompt: int = 0  # its index among the prompts
     text: str = ""  # of the answer
-    is_right: bool | None = None  # None: nobody has graded it
+    is_right: bool | None = None  # None: not graded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceGoals:
-    """The limits that a client sets for each request, in seconds; infinity sets none."""
+    """A client's objectives for each request, in seconds; infinity means none."""
 
     first_block_s: float = math.inf
     gap_s: float = math.inf  # every gap between two blocks
@@ -39,7 +39,7 @@ class ServiceGoals:
         return math.isinf(min(self.first_block_s, self.gap_s, self.total_s))
 
     def met_by(self, sample: Sample) -> bool:
-        """Whether this request was served so."""
+        """Whether this request met them."""
         return (
             sample.first_block_s <= self.first_block_s
             and max(sample.gaps_s, default=0.0) <= self.gap_s
@@ -49,13 +49,13 @@ class ServiceGoals:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All requests of one way of answering them, and how long they took together."""
+    """All requests of one row, and its duration."""
 
     name: str
     total_s: float
     samples: Sequence[Sample]
     failed: int = 0
-    rate: float = math.nan  # requests that arrived a second; NaN where clients waited for answers
+    rate: float = math.nan  # requests per second; NaN if clients waited for answers
     goals: ServiceGoals = ServiceGoals()
 
     @property
@@ -65,18 +65,21 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all answers by the time of the whole run."""
+        """Tokens of all answers divided by the duration of the run."""
         return self.tokens / self.total_s
 
     @property
     def latency_s(self) -> float:
-        """Time of the whole run by its answers, as D2F-vLLM's benchmark has it; NaN of none."""
+        """Duration of the run divided by its answers, as in D2F-vLLM's benchmark; NaN without
+        answers.
+        """
         return self.total_s / len(self.samples) if self.samples else math.nan
 
     @property
     def accuracy(self) -> float:
-        """Right answers by all requests, failed ones too; NaN if there is no answer, or one that
-        is not graded."""
+        """Right answers divided by all requests, including failed ones; NaN without answers, or if
+        one is not graded.
+        """
         graded = [one.is_right for one in self.samples if one.is_right is not None]
         is_whole = bool(graded) and len(graded) == len(self.samples)
         return sum(graded) / (len(graded) + self.failed) if is_whole else math.nan
@@ -88,18 +91,18 @@ class Run:
 
     @property
     def met_share(self) -> float:
-        """Those by all requests, failed ones too; NaN of none."""
+        """The share of these among all requests, including failed ones; NaN without requests."""
         count = len(self.samples) + self.failed
         return self.num_met / count if count else math.nan
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens by the forward passes of the requests they belong to."""
+        """Tokens divided by the forward passes of their requests."""
         return self.tokens / max(1, sum(sample.forward_passes for sample in self.samples))
 
 
 WIDTH: Final = 80  # columns of a table
-_NONE: Final = "-"  # in the place of a figure
+_NONE: Final = "-"  # instead of a figure
 
 COLUMNS = (
     ("rate", "arrive/s"),
@@ -122,11 +125,11 @@ COLUMNS = (
 )
 
 
-_CONTENT = ("prompt", "text", "is_right")  # of a sample; all else is a figure
+_CONTENT = ("prompt", "text", "is_right")  # of samples; all others are figures
 
 
 def figures(run: Run) -> dict[str, float]:
-    """Every figure of a run by name; times in seconds. Without objectives there is no goodput."""
+    """Every figure of a run by name; times in seconds. There is no goodput without objectives."""
     latencies = [sample.total_s for sample in run.samples]
     firsts = [sample.first_block_s for sample in run.samples]
     gaps = [gap for sample in run.samples for gap in sample.gaps_s]
@@ -153,19 +156,21 @@ def figures(run: Run) -> dict[str, float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; NaN of none."""
+    """The arithmetic mean; NaN without values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of all values does not exceed; NaN of none."""
+    """The smallest value that at least this share of the values does not exceed; NaN without
+    values.
+    """
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Tables of at most `WIDTH` columns, one below the other, with one line a run in each.
+    """Tables of at most `WIDTH` columns, one below the other, with one line for each run.
 
     Figures that no run has are left out.
     """
@@ -194,7 +199,7 @@ def _parts(columns: Iterable[list[str]], width: int) -> list[list[list[str]]]:
 
 
 def as_json(runs: Iterable[Run]) -> list[dict[str, object]]:
-    """Figures and samples of every run, for a file; null for a NaN, which JSON has not."""
+    """Figures and samples of every run, for a file; null replaces NaN, which JSON does not have."""
     return [
         {
             "name": run.name,

@@ -1,7 +1,7 @@
-"""A whole fleet on one machine: Redis, a router, prefill and decode workers, each its own process.
+"""A whole fleet on one machine: Redis, routers, prefill and decode workers as processes.
 
-`with Fleet(FleetConfig(...)) as fleet:` is what `effuse up`, the demo, the end-to-end tests and
-the benchmarks use. Nothing is left behind: no process, no file, unless starting failed.
+`with Fleet(FleetConfig(...)) as fleet:` is the base of `effuse up`, the demo, the end-to-end tests
+and the benchmarks. No process and no file is left, unless the start failed.
 """
 
 import contextlib
@@ -40,14 +40,15 @@ LOG: Final = logging.getLogger(__name__)
 Role = Literal["redis", "router", "prefill", "decode"]
 
 _POLL_S = 0.02
-_REDIS_S = 20.0  # longest that Redis may take to answer
+_REDIS_S = 20.0  # time limit for Redis to answer
 _QUIET = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class FleetError(Exception):
-    """The fleet could not start, or one of its processes ended when it should not have.
+    """The fleet could not start, or one of its processes ended unexpectedly.
 
-    `why` says so without the end of the log of the process at fault, which the text adds."""
+    `why` is the reason; the text also has the end of the failed process's log.
+    """
 
     def __init__(self, why: str, process: Process | None = None) -> None:
         tail = "" if process is None else f"; its log ends:\n{process.tail()}"
@@ -61,33 +62,34 @@ class ProcessEnded(FleetError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """What to start. Flags are passed on as they stand, so each process checks its own.
+    """The fleet to start. Flags are passed on unchanged, so that each process checks its own.
 
-    Raises ValueError where there can be no such fleet, for want of workers or GPUs.
+    Raises ValueError if the fleet is impossible, for example without workers or GPUs.
     """
 
-    prefill: int = 1  # prefill workers; 0 lets decode workers prefill for themselves
+    prefill: int = 1  # prefill workers; with 0, decode workers prefill
     decode: int = 1  # decode workers
     routers: int = 1  # they share one port, and each gets a part of the connections
     connector: str = "auto"  # how KV pages move: auto, zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
-    adapter: Path | None = None  # LoRA adapter directory beside it
-    host: str = LOOPBACK  # address that the routers listen on; all else stays on loopback
+    adapter: Path | None = None  # directory of a LoRA adapter for it
+    host: str = LOOPBACK  # address of the routers; other servers stay on loopback
     port: int = 0  # the routers' port; 0 takes a free one
-    redis_url: str | None = None  # a running Redis; None starts an embedded one
+    redis_url: str | None = None  # URL of a running Redis; None starts an embedded one
     name: str | None = None  # namespace of the keys in Redis; None makes a new one
     router_flags: tuple[str, ...] = ()
-    worker_flags: tuple[str, ...] = ()  # for prefill and decode workers alike
+    worker_flags: tuple[str, ...] = ()  # for prefill and decode workers
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
-    gpus: tuple[str, ...] | None = None  # for the workers; None leaves them what the caller sees
-    prefill_gpus: tuple[str, ...] | None = None  # one for each prefill worker; None takes of `gpus`
+    gpus: tuple[str, ...] | None = None  # for the workers; None leaves them all GPUs of the caller
+    # one for each prefill worker; None takes them from `gpus`
+    prefill_gpus: tuple[str, ...] | None = None
     decode_gpus: tuple[str, ...] | None = None
-    has_secret: bool = True  # workers and its own Redis take calls of none but its processes
+    has_secret: bool = True  # workers and the embedded Redis only accept the fleet's own processes
     gpu_sharing: bool = False  # lets several workers share a GPU and divides its memory
-    env: dict[str, str] = field(default_factory=dict)  # added to the environment of all
+    env: dict[str, str] = field(default_factory=dict)  # added to the environment of all processes
     log_dir: Path | None = None  # None logs to a directory that `stop` removes
-    ready_timeout_s: float | None = None  # None: as long as its workers may take to start
+    ready_timeout_s: float | None = None  # None: derived from the workers' time limit
 
     def __post_init__(self) -> None:
         for name, least in (("prefill", 0), ("decode", 1), ("routers", 1)):
@@ -108,7 +110,7 @@ class FleetConfig:
     def assignments(self) -> dict[str, Assignment]:
         """Each worker's GPU by the worker's name; empty if no field names a GPU.
 
-        Raises ValueError where they do not suffice.
+        Raises ValueError if there are too few.
         """
         named = (self.gpus, self.prefill_gpus, self.decode_gpus)
         if all(one is None for one in named):
@@ -131,23 +133,23 @@ class Fleet:
     """A running fleet. Processes are named redis, router, prefill-0, decode-0 and so on."""
 
     def __init__(self, config: FleetConfig) -> None:
-        """Raises OSError where there can be no log directory."""
+        """Raises OSError if the log directory cannot be made."""
         self.config = config
         self.name = config.name or new_name()
         self.redis_url = config.redis_url or ""
         self.processes: dict[str, Process] = {}
-        self.gpus = config.assignments()  # by worker; empty where the environment decides
+        self.gpus = config.assignments()  # by worker; empty if the environment decides
         self.ready_s = 0.0  # seconds from `start` until the router knew every worker
-        self._told: dict[str, dict[str, str]] = {}  # by a process when it was ready
+        self._told: dict[str, dict[str, str]] = {}  # of each process, once it is ready
         self._commands: dict[str, list[str]] = {}
-        self._ids: dict[str, str] = {}  # of workers that took another one's place, by name
-        self._ended: list[Process] = []  # those that the caller ended
+        self._ids: dict[str, str] = {}  # of workers that replaced another one, by name
+        self._ended: list[Process] = []  # processes that the caller ended
         self._spawner = Spawner()
-        self._port: socket.socket | None = None  # held for the routers
+        self._port: socket.socket | None = None  # reserved for the routers
         if config.log_dir is not None:
             config.log_dir.mkdir(parents=True, exist_ok=True)
         self._home = Home(config.router_flags)
-        self.tell_page = self._home.tell_page  # takes the address of the page about it
+        self.tell_page = self._home.tell_page  # called with the address of the page about the fleet
         self.log_dir = config.log_dir or self._home.path
 
     def __enter__(self) -> Self:
@@ -159,18 +161,18 @@ class Fleet:
 
     @property
     def address(self) -> str:
-        """Where clients find the router, as host:port."""
+        """Address of the router for clients, as host:port."""
         return self.address_of(router_names(self.config)[0])
 
     def address_of(self, name: str) -> str:
-        """Where a process listens, as host:port."""
+        """Address of a process, as host:port."""
         return self._told[name]["address"]
 
     def metrics(self) -> dict[str, str]:
-        """Where processes serve metrics now, host:port by name."""
+        """Current addresses of the processes' metrics, host:port by name."""
         told = self._told.copy()
         for name in told:
-            with contextlib.suppress(FileNotFoundError):  # it is being started again
+            with contextlib.suppress(FileNotFoundError):  # it is starting again
                 told[name] = self._home.told(self._id(name))
         return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
 
@@ -179,10 +181,10 @@ class Fleet:
         return [name for name in self.processes if _role_of(name) == role]
 
     def start(self) -> None:
-        """Start everything and return once requests can be sent.
+        """Start everything and return once the fleet can answer requests.
 
-        Raises FleetError with the log of the process at fault; everything is stopped then. Raises
-        ModuleNotFoundError where nothing of a worker is installed.
+        On failure it stops everything and raises FleetError with the failed process's log. Raises
+        ModuleNotFoundError if the workers' packages are not installed.
         """
         began = time.monotonic()
         deadline = began + (self.config.ready_timeout_s or longest_start_s(self.config))
@@ -210,8 +212,9 @@ class Fleet:
         self.ready_s = time.monotonic() - began
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """End every process, routers first and Redis last: what runs is finished, for as long as
-        each was told to drain, or until `is_hurried`."""
+        """End every process, routers first and Redis last. Running requests finish within each
+        process's drain time, or until `is_hurried`.
+        """
         for roles in (("router",), ("prefill", "decode"), ("redis",)):
             members = [*self.processes.values(), *self._ended]
             longest_s = _REDIS_S if roles == ("redis",) else longest_end_s(self.config, roles[0])
@@ -224,9 +227,10 @@ class Fleet:
         self._home.remove()
 
     def roll(self, name: str) -> Iterator[None]:
-        """Replace one process, with nothing lost: its successor is ready, and known to the routers,
-        before it is ended. A worker whose GPU has no room for two is ended first. Yields while
-        there is something to wait for; may be left before its end."""
+        """Replace one process without losing a request: its successor is ready, and known to the
+        routers, before it ends. A worker whose GPU has no room for two ends first. Yields while
+        there is something to wait for; the caller may stop early.
+        """
         old = self.processes.pop(name)
         self._ended.append(old)
         if _role_of(name) == "router":
@@ -243,7 +247,9 @@ class Fleet:
         yield from self._bring(name)
 
     def _rename(self, name: str) -> None:
-        """Gives a worker its other id from its next start on: two that live need two."""
+        """Gives a worker its other id from its next start on, because two living workers need two
+        ids.
+        """
         before, worker_id = self._id(name), name if self._id(name) != name else f"{name}.2"
         files = (self._home.ready_file(before), self._home.ready_file(worker_id))
         files[0].unlink(missing_ok=True)
@@ -251,16 +257,16 @@ class Fleet:
         self._ids[name] = worker_id
 
     def _id(self, name: str) -> str:
-        """By which the fleet knows a process: a worker's id, else its name."""
+        """The fleet's id of a process: a worker's id, otherwise its name."""
         return self._ids.get(name, name)
 
     def _is_known(self, name: str) -> bool:
-        """Whether each router lets a worker take part; of other processes, true."""
+        """Whether each router uses a worker; true for other processes."""
         routers = self.names("router") if _role_of(name) in ("prefill", "decode") else []
         return all(self._home.knows(router, self._id(name)) for router in routers)
 
     def _bring(self, name: str) -> Iterator[None]:
-        """Start a process that is not there, and wait until it and all routers are ready for it."""
+        """Start a missing process, and wait until it and all routers are ready."""
         is_told = False
         while name not in self.processes:
             try:
@@ -274,29 +280,29 @@ class Fleet:
             yield
 
     def kill(self, name: str) -> None:
-        """Kill one process at once, as a crash would, and wait for its end."""
+        """Kill one process immediately, like a crash, and wait for its end."""
         self._end(name, signal.SIGKILL, 10.0)
 
     def terminate(self, name: str, timeout_s: float = 30.0) -> int:
-        """Ask one process to drain and end; its exit status."""
+        """Ask one process to drain and end; returns its exit status."""
         return self._end(name, signal.SIGTERM, timeout_s)
 
     def restart(self, name: str, timeout_s: float = 60.0) -> None:
-        """Start a process that has ended again, under the same name, with the same flags.
+        """Start a process that has ended again, with the same name and flags.
 
-        Raises ProcessEnded if it ends once more; others that have ended meanwhile are left alone.
+        Raises ProcessEnded if it ends once more; other processes that have ended do not matter.
         """
         self.begin_restart(name)
         self._await_ready(name, time.monotonic() + timeout_s, name)
 
     def begin_restart(self, name: str) -> None:
-        """Start it again and wait for nothing; `is_back` tells when it is ready."""
+        """Start it again without waiting; `is_back` shows when it is ready."""
         if name in self.processes:
             self.processes.pop(name).clear()
         self._spawn(name)
 
     def is_back(self, name: str) -> bool:
-        """Whether a process that was started again is ready; where it listens is known then."""
+        """Whether a restarted process is ready; then its address is known."""
         if name == "redis":
             return self.redis_access.silence(self.redis_url, self.name) is None
         try:
@@ -306,7 +312,7 @@ class Fleet:
         return True
 
     def dead(self) -> list[Process]:
-        """Processes that have ended without being asked to by `kill` or `terminate`."""
+        """Processes that ended without a call of `kill` or `terminate`."""
         return [one for one in self.processes.values() if one.returncode is not None]
 
     def channel(self) -> grpc.Channel:
@@ -331,7 +337,9 @@ class Fleet:
             )
 
     def _wait(self, deadline: float, done: Callable[[], bool], only: str | None = None) -> bool:
-        """Whether `done()` came true in time. Raises ProcessEnded if any, or `only`, ends."""
+        """Whether `done()` became true in time. Raises ProcessEnded if any process, or only those
+        of `only`, end.
+        """
         while not done():
             if dead := [one for one in self.dead() if only in (None, one.name)]:
                 raise ProcessEnded(dead[0].ending(), dead[0])
@@ -359,7 +367,7 @@ class Fleet:
 
     @property
     def redis_access(self) -> RedisAccess:
-        """How its Redis is reached."""
+        """Access of its Redis."""
         return self._home.redis_access
 
     def _await_ready(self, name: str, deadline: float, only: str | None = None) -> None:

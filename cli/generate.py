@@ -1,8 +1,8 @@
-"""`effuse generate`: sends prompts, or a chat turn by turn, to a running fleet and prints answers.
+"""`effuse generate`: sends prompts or the turns of a chat to a running fleet, and prints answers.
 
-Text goes to standard output as soon as it is final; the other answers to a prompt follow the first.
-If there are several answers, a heading stands before each; `--json` prints one object a line, for
-programs. Figures and errors go to standard error. `ask` also serves the demo and `bench`.
+Text goes to standard output as soon as it is final; other answers to a prompt follow the first. If
+there are several answers, each has a heading; `--json` prints one object per line, for programs.
+Figures and errors go to standard error. The demo and `bench` also use `ask`.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from effuse.v1 import generation_pb2
 if TYPE_CHECKING:
     from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
-_LOOK_S = 0.2  # between looks at whether Ctrl-C came while a chat waits
+_LOOK_S = 0.2  # seconds between checks for Ctrl-C while a chat waits
 _TOLD = (
     *("text", "finish_reason", "stopped_by", "request_id", "model", "seed", "token_ids"),
     *("first_block_s", "total_s"),
@@ -55,10 +55,10 @@ _TOLD = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob:
-    """What to ask for, and how to show it."""
+    """The prompts, and how to show their answers."""
 
-    prompts: tuple[Prompt, ...]  # of a chat: the first turns, all text
-    chat: Chat | None  # the beginning of a chat; None if each prompt stands for itself
+    prompts: tuple[Prompt, ...]  # the first turns of a chat, all of them text
+    chat: Chat | None  # the beginning of a chat; None if each prompt is independent
     params: Params
     target: str
     credentials: Credentials
@@ -70,7 +70,7 @@ class GenerateJob:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     job = parse(argv)
     try:
         asyncio.run(run(job))
@@ -116,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> GenerateJob:
-    """The job that the flags describe; exits with status 2 on bad ones."""
+    """The job from the flags; exits with status 2 on bad ones."""
     parser = make_parser()
     return _job(parser, parser.parse_args(argv))
 
@@ -126,7 +126,7 @@ def _argument(given: str) -> tuple[str, object]:
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):
-        found = value  # text need not be quoted
+        found = value  # text needs no quotes
     if not (name.isidentifier() and equals):
         raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {given!r}")
     try:
@@ -165,7 +165,7 @@ def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Generate
 
 
 def _prompts(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list[Prompt]:
-    """The prompts in the order typed, of files, as ids; text that is not UTF-8 ends the command."""
+    """The prompts in the typed order: text, files, ids; text that is not UTF-8 ends the command."""
     try:
         typed = [read_standard_input() if one == "-" else one for one in found.prompt]
         prompts: list[Prompt] = [*typed, *map(read_text, found.file), *found.ids]
@@ -179,7 +179,7 @@ def _prompts(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list
 
 
 async def run(job: GenerateJob) -> None:
-    """Ask for the prompts, one after the other, or for the answers of a chat."""
+    """Send the prompts one after another, or hold a chat."""
     options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
     async with job.credentials.aio_channel(job.target, options) as channel:
         stub = generation_stub(channel)
@@ -195,7 +195,7 @@ async def run(job: GenerateJob) -> None:
             except (grpc.aio.AioRpcError, StreamBroken) as error:
                 if not sys.stdin.isatty():
                     raise
-                _report(error, job.target)  # a person may ask again; the earlier turns stay
+                _report(error, job.target)  # the user may try again; earlier turns stay
             else:
                 chat = asked.assistant(answer.text)
 
@@ -214,13 +214,13 @@ def _turns(first: Iterable[Prompt]) -> Iterator[str]:
 
 
 def _read_line() -> bytes:
-    """Blocks; nothing else has to run meanwhile. Empty at the end."""
-    # asyncio's handler would end the task at its next await, and a read is none.
+    """Blocks the loop, in which nothing else has to run. Empty at the end."""
+    # asyncio's handler would cancel the task at its next await, which a read is not.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-            # A thread of gRPC may receive the signal, and a read would not notice that.
+            # A thread of gRPC may receive the signal, and a read would not notice it.
             while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
                 pass
         return sys.stdin.buffer.readline()
@@ -231,7 +231,7 @@ def _read_line() -> bytes:
 async def _show_answer(
     stub: "GenerationServiceAsyncStub", job: GenerateJob, prompt: Prompt, at: int
 ) -> Answer:
-    """Prints the answers to the prompt at `at` of those of the job, or to a turn of its chat."""
+    """Prints the answers to the prompt with index `at` of the job, or to a turn of its chat."""
     wants_ids = job.params.logprobs is not None
     request = make_request(
         prompt, job.params, request_id=job.request_id, token_ids=wants_ids, drafts=job.watch
@@ -278,14 +278,14 @@ def _print_heading(name: str) -> None:
 
 
 def answer_names(prompts: int, answers: int, at: int) -> list[str]:
-    """The names of the answers to the prompt at `at`; empty texts if only one answer is printed."""
+    """The names of the answers to prompt `at`; empty texts if only one answer is printed."""
     prompt = [f"prompt {at + 1} of {prompts}"] if prompts > 1 else []
     each = [[f"answer {one + 1} of {answers}"] if answers > 1 else [] for one in range(answers)]
     return [", ".join([*prompt, *name]) for name in each]
 
 
 def json_lines(answer: Answer, at: int) -> list[str]:
-    """A JSON object for each answer to the prompt at `at`; it has the names of `Answer`."""
+    """A JSON object for each answer to prompt `at`, with the field names of `Answer`."""
     lines = []
     for index, one in enumerate(answer.answers):
         told = {name: getattr(one, name) for name in _TOLD}
@@ -309,7 +309,7 @@ async def ask(
     timeout_s: float,
     on_event: Callable[[Event], None] = _ignore,
 ) -> Answer:
-    """Send `request` and gather its answer; `on_event` sees every event as it comes.
+    """Send `request` and collect its answer; `on_event` gets every event as it arrives.
 
     Raises grpc.aio.AioRpcError with the server's status, and StreamBroken.
     """
@@ -323,7 +323,7 @@ async def ask(
 
 
 def _of_first(show: Callable[[Event], None]) -> Callable[[Event], None]:
-    """Shows only the first answer while it grows: mixed with the others, none could be read."""
+    """Only shows the first answer while it grows, because mixed answers are unreadable."""
     return lambda event: None if event.answer_index else show(event)
 
 

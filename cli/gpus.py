@@ -1,7 +1,7 @@
-"""Which GPU each worker of a fleet gets, as a function of values.
+"""The GPU of each worker of a fleet, as a function of values.
 
-A GPU is named as in CUDA_VISIBLE_DEVICES, by its number or by its id (GPU-.. or MIG-..), and is
-passed on under that name. Which GPUs there are is found in `worker/gpus.py`.
+A GPU has the name from CUDA_VISIBLE_DEVICES, a number or an id (GPU-.. or MIG-..), and is passed on
+under that name. `worker/gpus.py` lists the GPUs of a machine.
 """
 
 import argparse
@@ -18,7 +18,7 @@ class Assignment:
     """A worker's GPU."""
 
     gpu: str  # its name
-    share: float  # how much of it is this worker's: all, or as much as each other worker's on it
+    share: float  # this worker's share of it: all, or an equal part for each of its workers
 
     def __str__(self) -> str:
         name = _label(self.gpu)
@@ -34,12 +34,11 @@ def assign(
     decode_gpus: Sequence[str] | None = None,
     sharing: bool = False,
 ) -> dict[str, Assignment]:
-    """The GPU of each of so many workers, by their names: prefill-0, .., decode-0, ..
+    """The GPU of each of these workers, by name: prefill-0, .., decode-0, ..
 
-    A role's own list names the GPUs of its workers in order. The others get, in order, the first
-    of `gpus` with the fewest workers on it, and none that has one already unless `sharing`. `gpus`
-    of None is what the roles' lists name. Raises ValueError that says which flag is at fault or
-    helps.
+    A role's own list names the GPUs of its workers in order. The other workers get, in order, the
+    first of `gpus` with the fewest workers, and none that already has one unless `sharing`. `gpus`
+    of None is the GPUs of the roles' lists. Raises ValueError that names the wrong or helpful flag.
     """
     named = _named("prefill", prefill, prefill_gpus) | _named("decode", decode, decode_gpus)
     workers = [f"prefill-{at}" for at in range(prefill)] + [f"decode-{at}" for at in range(decode)]
@@ -64,10 +63,11 @@ def assign(
 def fleet_gpus(
     here: Sequence[str], gpus: Sequence[str] | None, named: Sequence[str]
 ) -> tuple[str, ...]:
-    """The GPUs that a fleet may use: those asked for, else all that are here.
+    """The GPUs that a fleet may use: the requested ones, otherwise all of this machine.
 
-    `named` are those asked for by role. An id is taken as it is where the GPUs here are known by
-    number, as the two cannot be compared. Raises ValueError for a GPU that is not here.
+    `named` are those requested by role. An id is accepted unchecked if the machine's GPUs are known
+    by number, because the two cannot be compared. Raises ValueError for a GPU that is not on this
+    machine.
     """
     if gpus is None and set(named) <= set(here):
         return tuple(here)
@@ -81,7 +81,7 @@ def fleet_gpus(
 
 
 def gpu_list(text: str) -> tuple[str, ...]:
-    """The GPUs of a command-line flag; argparse's ArgumentTypeError states the form."""
+    """The GPUs of a command-line flag; raises ArgumentTypeError with the form."""
     names = tuple(text.split(","))
     if not all(NAME.fullmatch(name) for name in names):
         raise argparse.ArgumentTypeError(f"expected GPUs such as 0,1 or GPU-.., got {text!r}")
@@ -89,7 +89,7 @@ def gpu_list(text: str) -> tuple[str, ...]:
 
 
 def _named(role: str, count: int, gpus: Sequence[str] | None) -> dict[str, str]:
-    """Workers of a role with the GPUs that are named for them."""
+    """Workers of a role with the GPUs named for them."""
     if gpus is None:
         return {}
     if len(gpus) != count:
@@ -128,6 +128,6 @@ def _label(gpu: str) -> str:
 
 
 def _listed(gpus: Sequence[str]) -> str:
-    """So many GPUs, and which."""
+    """The number of GPUs, and their names."""
     number = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)}"
     return f"{number} ({', '.join(gpus)})" if gpus else number

@@ -1,7 +1,7 @@
 """Whether an answer to a public benchmark's prompt is right.
 
 GSM8K: the answer's last number equals the reference's. HumanEval: the program that the answer
-completes passes its tests, in a sandbox (`sandbox.py`). All else here is a function of text.
+completes passes its tests, in a sandbox (`sandbox.py`). Everything else is a function of text.
 """
 
 import ast
@@ -15,16 +15,16 @@ from effuse.cli.sandbox import passes
 
 Scorer = Literal["gsm8k", "humaneval"]
 Grader = Callable[[Item, str], bool]
-"""Whether an answer's text is right; the item has what `check_item` asks for."""
+"""Whether an answer's text is right; the item has passed `check_item`."""
 
-# A minus is a sign only where no operand stands before it.
+# A minus is a sign only if no operand precedes it.
 _NUMBER: Final = re.compile(
     r"((?<![\w.)\]%])[-\u2212])?\$?\s?((?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)"
 )
 _FENCE: Final = re.compile(
     r"```[^\S\n]*(?:python3?|py)?[^\S\n]*\n(.*?)(?:\n[^\S\n]*```|\Z)", re.DOTALL
 )
-# Where a function's body has ended: the stop strings of HumanEval's authors, and a fence.
+# Ends of a function's body: the stop strings of HumanEval's authors, and a fence.
 _BODY_END: Final = re.compile(r"\n(?:class |def |#|@|if |print\(|print |```)")
 
 
@@ -40,7 +40,7 @@ def last_number(text: str) -> Decimal | None:
 def program(item: Item, text: str) -> str:
     """The Python source that runs an answer to a HumanEval prompt against its tests.
 
-    The answer is the function's body, or a whole function, fenced or not.
+    The answer is the function's body or a whole function, with or without a fence.
     """
     stub = stub_of(item.prompt)
     answer = _fenced(text, item.entry_point)
@@ -52,7 +52,7 @@ def program(item: Item, text: str) -> str:
 
 
 def stub_of(prompt: str) -> str:
-    """The code that a prompt ends with; words before it, as "Complete this code:", are left out."""
+    """The code at the end of a prompt, without introductory words such as "Complete this code:"."""
     lines = prompt.splitlines(keepends=True)
     for at in range(len(lines)):
         if _is_code("".join(lines[at:])):
@@ -66,7 +66,7 @@ def is_defined(name: str, code: str) -> bool:
 
 
 def check_item(scorer: Scorer, item: Item) -> None:
-    """Raises DatasetError if a line lacks what a scorer needs."""
+    """Raises DatasetError if a line lacks a field that a scorer needs."""
     if scorer == "gsm8k" and last_number(item.answer) is None:
         raise DatasetError(f'--scorer gsm8k: {item.name}: expected an "answer" with a number')
     if scorer == "humaneval" and not (item.test and item.entry_point.isidentifier()):
@@ -74,15 +74,16 @@ def check_item(scorer: Scorer, item: Item) -> None:
 
 
 def grader(scorer: Scorer) -> Grader:
-    """How answers are graded."""
+    """A way to grade answers."""
     if scorer == "gsm8k":
         return lambda item, text: last_number(text) == last_number(item.answer)
     return lambda item, text: passes(program(item, text))
 
 
 def _fenced(text: str, name: str) -> str:
-    """The fenced block that defines the function, else the first one. A text that goes on indented,
-    or that has no fence, is the code itself."""
+    """The fenced block that defines the function, otherwise the first block. A text that begins
+    indented or has no fence is itself the code.
+    """
     if text.lstrip("\n").startswith(("  ", "\t")):
         return text
     blocks = [found[1] for found in _FENCE.finditer(text)]
@@ -91,14 +92,14 @@ def _fenced(text: str, name: str) -> str:
 
 
 def _before(name: str, stub: str) -> str:
-    """Imports and helpers that a stub has before the function to be written."""
+    """Imports and helpers of a stub before the function to be written."""
     return re.split(rf"^(?:async )?def {re.escape(name)}\b", stub, maxsplit=1, flags=re.MULTILINE)[
         0
     ]
 
 
 def _is_code(stub: str) -> bool:
-    """Whether this is Python with the body of its last function still to come."""
+    """Whether this is Python code that lacks the body of its last function."""
     try:
         tree = ast.parse(f"{stub}\n    pass\n")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""What `effuse up` says once its fleet is ready: where it is, and what requests take by default."""
+"""Output of `effuse up` once its fleet is ready: addresses, and the defaults of requests."""
 
 from contextlib import suppress
 
@@ -8,11 +8,11 @@ from effuse.cli.status import taken_defaults
 from effuse.client.client import Client
 from effuse.protos.errors import EffuseError
 
-_ASK_S = 5.0  # the longest that the router may take to describe its models
+_ASK_S = 5.0  # time limit for the router to describe its models
 
 
 def greeting(fleet: Fleet) -> str:
-    """The line that says that the fleet is ready, and where."""
+    """The line with the ready fleet's address."""
     config = fleet.config
     places = "".join(f", {name} on {gpu}" for name, gpu in fleet.gpus.items())
     return (
@@ -23,20 +23,21 @@ def greeting(fleet: Fleet) -> str:
 
 
 def spoken(fleet: Fleet) -> list[str]:
-    """The line that says where OpenAI's API is."""
+    """The line with the address of OpenAI's API."""
     url = http_url(fleet.config)
     return [] if url is None else [f"OpenAI's HTTP API is on {url}"]
 
 
 def scraped(fleet: Fleet) -> list[str]:
-    """The line that says where metrics are."""
+    """The line with the addresses of metrics."""
     served = [f"{name} {at}" for name, at in fleet.metrics().items()]
     return [f"metrics are on {', '.join(served)}"] if served else []
 
 
 def taken(fleet: Fleet) -> list[str]:
-    """A line for each source of what requests take by default, if the router tells it in time; one
-    that answers none but its clients is not asked."""
+    """A line for each source of defaults, if the router sends them in time; a router that only
+    answers its clients is not asked.
+    """
     if asks_who_calls(fleet.config):
         return []
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
@@ -45,5 +46,5 @@ def taken(fleet: Fleet) -> list[str]:
 
 
 def asks_who_calls(config: FleetConfig) -> bool:
-    """Whether a fleet's routers answer none but clients that they know, or by TLS alone."""
+    """Whether a fleet's routers only answer known clients, or only over TLS."""
     return any(value_of(config.router_flags, flag) for flag in ("--tls-cert", "--keys"))

@@ -1,7 +1,7 @@
-"""A fleet's directory while it runs: where its processes say that they are ready, and its secrets.
+"""A fleet's directory while it runs: ready files of its processes, and its secrets.
 
-All of it is the fleet's user's alone, and goes with the fleet, or with the next one of this user
-where its process was killed.
+Only the fleet's user can read it. It is removed with the fleet. If the fleet's process was killed,
+the user's next fleet removes it.
 """
 
 import fcntl
@@ -21,18 +21,18 @@ from effuse.protos.gate import FleetSecret
 from effuse.protos.rpc import write_ready_file
 from effuse.worker.engine_home import is_ours, is_running
 
-_LOCK: Final = "in-use"  # locked for as long as the fleet's process lives
+_LOCK: Final = "in-use"  # locked as long as the fleet's process lives
 
 
 class Home:
-    """The directory of one fleet; a secret, or how a Redis is reached, may be given as flags."""
+    """The directory of one fleet; flags may replace its secret and the credentials of Redis."""
 
     def __init__(self, flags: Sequence[str]) -> None:
-        """Raises OSError where there can be none."""
+        """Raises OSError if it cannot be made."""
         _sweep()
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._lock = (self.path / _LOCK).open("w")
-        with suppress(OSError):  # of a file system that has no locks, where nothing is swept
+        with suppress(OSError):  # a file system without locks, on which nothing is cleaned up
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         given, credentials, ca = (
             value_of(flags, flag)
@@ -44,14 +44,15 @@ class Home:
         )
 
     def make_secret(self) -> None:
-        """Makes a secret for the fleet, unless one was given."""
+        """Makes a secret for the fleet, unless a flag has given one."""
         if self.secret_file is None:
             self.secret_file = self.path / "fleet.secret"
             FleetSecret.make(self.secret_file)
 
     def make_redis_user(self) -> Path | None:
-        """Writes the list of users of a Redis that the fleet starts, and how its processes reach
-        it; the password follows from the secret, and without one anybody is a user (None)."""
+        """Writes the list of users of the embedded Redis, and the credentials of its processes. The
+        password is derived from the secret; without a secret every client has access (None).
+        """
         if self.secret_file is None:
             return None
         users, credentials = self.path / "redis.users", self.path / "redis.credentials"
@@ -66,19 +67,19 @@ class Home:
         return users
 
     def ready_file(self, name: str) -> Path:
-        """Where a process says that it is ready."""
+        """The ready file of a process."""
         return self.path / f"{name}{READY}"
 
     def told(self, name: str) -> dict[str, str]:
-        """What a process that is ready has said, its address as host:port among it."""
+        """Facts of a ready process, including its address as host:port."""
         return read_facts(self.ready_file(name))
 
     def tell_page(self, address: str) -> None:
-        """Keeps the address of the page about the fleet, for `effuse status`."""
+        """Stores the address of the page about the fleet, for `effuse status`."""
         write_ready_file(self.ready_file(PAGE), address)
 
     def live_workers(self, router: str) -> tuple[int, int]:
-        """Prefill and decode workers that a router knows, by its word."""
+        """Prefill and decode workers that a router knows, from its ready file."""
         ready = self.ready_file(router)
         if not ready.exists():  # it is being replaced
             return 0, 0
@@ -86,7 +87,7 @@ class Home:
         return int(told["prefill"]), int(told["decode"])
 
     def knows(self, router: str, worker_id: str) -> bool:
-        """Whether a router lets a worker take part, by its word."""
+        """Whether a router uses a worker, according to its ready file."""
         try:
             return worker_id in self.told(router)["workers"].split(",")
         except FileNotFoundError:  # it is being replaced
@@ -99,14 +100,15 @@ class Home:
 
 
 def _sweep() -> None:
-    """Removes what fleets of this user left whose process was killed.
+    """Removes the directories of this user's fleets whose process was killed.
 
-    No process has its id, and nobody has its lock: the first alone would not do where processes
-    that do not see each other share a directory, the second not as one begins."""
+    No process has its id, and none has its lock. The id alone would not suffice if processes that
+    do not see each other share a directory. The lock alone would not suffice while a fleet begins.
+    """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         found = NAME.fullmatch(left.name)
         if found is None or is_running(int(found[1])) or not is_ours(left):
             continue
         with suppress(OSError), (left / _LOCK).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where it is in use
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if it is in use
             shutil.rmtree(left, ignore_errors=True)

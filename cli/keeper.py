@@ -1,6 +1,6 @@
-"""Keeps a fleet whole: what has ended is started again, and all is replaced when it is asked for.
+"""Keeps a fleet complete: restarts processes that end, and replaces all processes on request.
 
-Says on the log what it does. Not here: how a process is started or ended (`fleet.py`).
+Logs its actions. `fleet.py` starts and ends processes.
 """
 
 import logging
@@ -13,15 +13,16 @@ from effuse.cli.process import Process
 
 LOG: Final = logging.getLogger("effuse.up")
 _POLL_S = 0.2
-_WELL_S = 60.0  # a process that ran for so long did not fail at its start
+_WELL_S = 60.0  # a process that ran this long did not fail at its start
 _MOST_PAUSE_S = 60.0
 _OVER = object()
 
 
 class Restarts:
-    """When a process that has ended is started again: at once, and if it ends again within a minute
-    of being ready, after 1, 2, 4 .. 60 s. Each process is counted by itself. Times are seconds of
-    one clock."""
+    """When to restart a process that has ended: immediately, and if it ends again within a minute
+    of being ready, after 1, 2, 4 .. 60 s. Each process is counted separately. Times are seconds of
+    one clock.
+    """
 
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
@@ -29,8 +30,9 @@ class Restarts:
         self._back_at: dict[str, float] = {}
 
     def ended(self, name: str, now: float) -> float | None:
-        """Records that a process has ended. Returns seconds until it is started again; None where
-        that is planned already."""
+        """Records that a process has ended. Returns the seconds until its restart; None if one is
+        already planned.
+        """
         if name in self._due:
             return None
         if now - self._back_at.get(name, now) > _WELL_S:
@@ -42,7 +44,7 @@ class Restarts:
         return pause_s
 
     def due(self, now: float) -> list[str]:
-        """Names of the processes to be started now; each is returned once."""
+        """Names of the processes to start now; each is returned once."""
         names = [name for name, at in self._due.items() if at <= now]
         for name in names:
             del self._due[name]
@@ -54,7 +56,7 @@ class Restarts:
 
 
 class Rolling:
-    """Replaces the processes of a fleet one after the other, workers first, when it is asked to."""
+    """On request, replaces the processes of a fleet one after another, workers first."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -62,16 +64,16 @@ class Rolling:
         self._steps: Iterator[None] | None = None
 
     def ask(self) -> None:
-        """Has all be replaced, once more if they are being replaced. Safe in a signal's handler."""
+        """Requests a replacement of all, once more if one is running. Safe in a signal handler."""
         self._is_asked = True
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is being replaced, nor asked to be."""
+        """Whether no replacement is running or requested."""
         return self._steps is None and not self._is_asked
 
     def advance(self) -> None:
-        """Does what can be done without waiting."""
+        """Takes the steps that need no waiting."""
         if self._steps is None and self._is_asked:
             self._is_asked = False
             self._steps = self._replace_all()
@@ -82,15 +84,16 @@ class Rolling:
         fleet = self._fleet
         for name in [*fleet.names("prefill"), *fleet.names("decode"), *fleet.names("router")]:
             while name not in fleet.processes or fleet.processes[name].returncode is not None:
-                yield  # it ended by itself, and is being started again
+                yield  # it ended by itself and is restarting
             yield from fleet.roll(name)
             LOG.info("%s was replaced", name)
         LOG.info("all workers were replaced")
 
 
 def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> NoReturn:
-    """Report each process that ends, with the end of its log unless that `shows` anyhow, and start
-    it again, side by side, until interrupted."""
+    """Log each process that ends, with the end of its log unless `shows` already prints it, and
+    restart it, in parallel, until interrupted.
+    """
     restarts = Restarts()
     starting: set[str] = set()
     while True:
@@ -99,7 +102,7 @@ def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> N
             starting.discard(process.name)
             pause_s = restarts.ended(process.name, now)
             if pause_s is not None:
-                process.clear()  # now: after the pause its id may be another's process
+                process.clear()  # now, because after the pause its id may be another process's
                 is_shown = shows_logs and process.name != "redis"
                 _report(process, pause_s, "" if is_shown else process.tail())
         for name in restarts.due(now):

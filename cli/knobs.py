@@ -1,4 +1,4 @@
-"""The settings of a request as flags. One that is not given leaves the choice to the server."""
+"""The settings of a request as flags. The server chooses the value of a flag that is not given."""
 
 import argparse
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from effuse.config.decoding import (
     Bounds,
 )
 
-_TOKEN_ID = whole(0, 2**32 - 1)  # what the wire holds
+_TOKEN_ID = whole(0, 2**32 - 1)  # the range of the wire
 
 
 def add_knobs(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
-    """What a token is drawn from."""
+    """Flags of sampling."""
     add = _adder(parser)
     add("--temperature", type=within(TEMPERATURE), metavar="T",
         help="randomness of sampling; 0 takes the likeliest token")  # fmt: skip
@@ -179,7 +179,7 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
 
 
 def _adder(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
-    """`add_argument`, for flags whose default, where help tells no other, is the model's."""
+    """`add_argument`, for flags whose help names the model's default unless it has another one."""
 
     def add(flag: str, *, help: str, **kinds: Any) -> argparse.Action:
         told = help if "(default: " in help else f"{help} (default: the model's)"
@@ -212,7 +212,7 @@ def _bias(given: str) -> tuple[int, float]:
 
 
 def params_from(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Params:
-    """The settings among parsed flags; ends with status 2 if they do not fit together."""
+    """The settings from the parsed flags; ends with status 2 if they contradict each other."""
     try:
         return _params_from(found)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Load on a fleet: prompts sent by clients that wait for their answers, or as they arrive.
+"""Load on a fleet: clients that wait for their answers, or requests that arrive at random.
 
-Arrivals are a Poisson process from a seed, and wait for no answer: what a slow fleet makes them
-wait shows (an open loop). A request counts from when it was due, so a client that is late with it
-hides nothing.
+Arrivals are a Poisson process from a seed, and do not wait for answers, so that delays of a slow
+fleet show (an open loop). A request's time begins when it is due, so that a late client hides
+nothing.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _NOTHING = Credentials()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What to send, and where."""
+    """The prompts and their destination."""
 
     prompts: tuple[str, ...]
     params: Params
@@ -44,7 +44,7 @@ class Traffic:
 
 
 class Tally:
-    """What came back so far, whole as it is at any moment; `on_done` is told of each end."""
+    """The results so far, consistent at any moment; `on_done` is called at each end."""
 
     def __init__(self, on_done: Callable[[], None], now: Callable[[], float] = time.monotonic):
         self.samples: list[Sample] = []
@@ -54,11 +54,11 @@ class Tally:
         self._began = now()
 
     def begin(self) -> None:
-        """Start the clock anew: what went before, as loading weights, is not measured."""
+        """Restart the clock, so that earlier work such as loading weights is not measured."""
         self._began = self._now()
 
     def add(self, result: Sample | str) -> None:
-        """Counts an answer, or why there is none."""
+        """Counts an answer, or the reason for a failure."""
         if isinstance(result, Sample):
             self.samples.append(result)
         else:
@@ -66,7 +66,7 @@ class Tally:
         self._on_done()
 
     def tell_failures(self) -> list[str]:
-        """A line for each status, with the text that came most often."""
+        """A line for each status, with its most frequent text."""
         by_status: dict[str, Counter[str]] = {}
         for text, count in self.failures.items():
             by_status.setdefault(text.partition(":")[0], Counter())[text] += count
@@ -77,14 +77,15 @@ class Tally:
         ]
 
     def run(self, name: str, goals: ServiceGoals, rate: float = float("nan")) -> Run:
-        """The figures until now."""
+        """The figures so far."""
         total_s, failed = self._now() - self._began, self.failures.total()
         return Run(name, total_s, tuple(self.samples), failed=failed, rate=rate, goals=goals)
 
 
 def arrival_times(rate: float, count: int, seed: int) -> Iterator[float]:
-    """Seconds from the begin at which `count` requests arrive, `rate` a second on average: a
-    Poisson process."""
+    """Arrival times of `count` requests in seconds from the start, on average `rate` per second: a
+    Poisson process.
+    """
     draw, at = random.Random(seed), 0.0
     for _ in range(count):
         at += draw.expovariate(rate)
@@ -105,7 +106,7 @@ async def send_in_turn(traffic: Traffic, concurrency: int, tally: Tally) -> None
 
 
 async def send_as_they_arrive(traffic: Traffic, rate: float, seed: int, tally: Tally) -> None:
-    """Sends every prompt when it is due, however many are on their way."""
+    """Sends every prompt when it is due, however many are running."""
 
     async def one(stub: "GenerationServiceAsyncStub", at: int, due: float) -> None:
         tally.add(await _send(stub, traffic, at, due))
@@ -133,12 +134,14 @@ async def _group(
 async def _send(
     stub: "GenerationServiceAsyncStub", traffic: Traffic, at: int, due: float
 ) -> Sample | str:
-    """The request of the prompt at that place, which was due then; what it took, or why it
-    failed."""
+    """Sends the prompt with this index, which was due at this time; records its times or its
+    failure.
+    """
     commits: list[float] = []
 
     def note(event: Event) -> None:
-        if event.HasField("commit") and not event.answer_index:  # of others at once: no pace
+        # those of other answers at the same time, without order
+        if event.HasField("commit") and not event.answer_index:
             commits.append(time.monotonic())
 
     request = make_request(traffic.prompts[at], traffic.params)
@@ -161,5 +164,5 @@ async def _send(
 
 
 def gaps(times: Sequence[float]) -> tuple[float, ...]:
-    """What lies between each and the next."""
+    """The differences between neighbours."""
     return tuple(after - before for before, after in pairwise(times))

@@ -1,8 +1,8 @@
-"""`effuse logs`: the logs of the processes of a fleet on this machine, also once it has ended.
+"""`effuse logs`: the logs of a fleet's processes on this machine, even after it has ended.
 
-`effuse up` keeps a directory for each fleet below `$XDG_STATE_HOME/effuse`, which is
-`~/.local/state/effuse` by default: a file for each process, of the last ten fleets and of those
-that run.
+`effuse up` has a directory for each fleet below `$XDG_STATE_HOME/effuse`, which is
+`~/.local/state/effuse` by default, with one file for each process. Directories of running fleets
+and of the last ten ended ones stay.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from effuse.cli.fleet import FleetConfig
 from effuse.cli.process import LogFollower, last_lines, with_name
 
 KEPT: Final = 10
-"""Fleets whose logs are kept once they have ended."""
+"""Ended fleets whose logs stay."""
 
-_LOCK = "in-use"  # a file in a directory, locked for as long as its fleet runs
+_LOCK = "in-use"  # a file in a directory, locked while its fleet runs
 _POLL_S = 0.2
 _STEPS: Final = re.compile(
     r"\S+ \S+ INFO +\w+ effuse\.(worker\.front|worker\.supervisor|placement|router\.process)\b"
@@ -34,7 +34,7 @@ _STEPS: Final = re.compile(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status: 1 if there is no such log."""
+    """Run the command; returns 1 if there is no such log."""
     found = make_parser().parse_args(argv)
     where = found.log_dir or latest(logs_home(), found.fleet)
     if where is None:
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def show(where: Path, process: str, lines: int, out: TextIO, *, follow: bool) -> None:
-    """Writes the last lines of each log that `process` matches, and then what is added."""
+    """Writes the last lines of each log that `process` matches, and then new lines."""
     follower = LogFollower(where, out, process)
     for log in sorted(where.glob(f"{process}.log")):
         for line in last_lines(log, lines):
@@ -85,16 +85,17 @@ def show(where: Path, process: str, lines: int, out: TextIO, *, follow: bool) ->
 
 
 def logs_home() -> Path:
-    """Where the logs of fleets are kept."""
+    """The directory of all fleets' logs."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    # The specification has relative ones ignored.
+    # The specification ignores relative paths.
     home = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
     return home / "effuse" / "logs"
 
 
 def latest(home: Path, fleet: str | None) -> Path | None:
-    """The directory of the fleet that was started last, of this name where one is given; one that
-    has ended before anything was written comes last."""
+    """The directory of the fleet that started last, or the last one of this name; fleets that ended
+    before their first line come last.
+    """
     found = [one for one in _started(home) if fleet is None or one.name.partition("_")[2] == fleet]
     found = [one for one in found if any(one.glob("*.log")) or _is_in_use(one)] or found
     return found[-1] if found else None
@@ -106,11 +107,12 @@ def _started(home: Path) -> list[Path]:
 
 
 class KeptLogs:
-    """A new directory for the logs of a fleet, in use until the context ends. Of fleets that have
-    ended, the last KEPT stay."""
+    """A new directory for the logs of a fleet, in use until the context ends. Of ended fleets, the
+    last KEPT stay.
+    """
 
     def __init__(self, home: Path, fleet: str, now: float) -> None:
-        """now: seconds since the epoch. Raises OSError where there can be no such directory."""
+        """now: seconds since the epoch. Raises OSError if the directory cannot be made."""
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         self.directory = home / f"{moment}.{int(now * 1000) % 1000:03d}_{fleet}"
         self.directory.mkdir(mode=0o700, parents=True)
@@ -137,14 +139,16 @@ def _is_in_use(where: Path) -> bool:
 
 
 def is_shown(process: str, line: str) -> bool:
-    """Whether a line of a process's log is for people who watch: none of Redis's own, and none
-    about the steps of a start that goes well. The files have them all."""
+    """Whether a line of a process's log is for the terminal: not Redis's own lines, and not the
+    steps of a successful start. The files have all lines.
+    """
     return process != "redis" and not _STEPS.match(line)
 
 
 def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
-    """Has the logs be kept where `effuse logs` finds them, unless a directory was named; where none
-    can be made they end with the fleet."""
+    """Writes the logs to the directory of `effuse logs`, unless a flag names another one; if it
+    cannot be made, they end with the fleet.
+    """
     if config.log_dir is not None:
         return config
     name = config.name or new_name()

@@ -1,6 +1,6 @@
-"""One look after the other at a running fleet: its workers, its requests and their progress.
+"""Repeated views of a running fleet: its workers, its requests and their progress.
 
-`effuse top` and the page show them. Looks go on by themselves after the router was away.
+`effuse top` and the page show them. They continue automatically after the router was unreachable.
 """
 
 import json
@@ -18,7 +18,7 @@ from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2, monitor_pb2
 
 WRITTEN = "\u2588"
-_WORKERS_S = 1.0  # between looks at the workers, which report no more often
+_WORKERS_S = 1.0  # seconds between lists of workers, which report no more often
 _TIMEOUT_S = 5.0
 _AGAIN_S = 1.0
 
@@ -27,7 +27,7 @@ _NOTHING = Credentials()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """A fleet at one moment, or why nothing is known of it."""
+    """The fleet at one moment, or why its state is unknown."""
 
     workers: Sequence[model_pb2.Worker] = ()
     requests: monitor_pb2.WatchRequestsResponse | None = None
@@ -35,7 +35,7 @@ class Look:
 
 
 def looks(target: str, interval_s: float, shown: Credentials = _NOTHING) -> Iterator[Look]:
-    """Looks every `interval_s` seconds, without end; the first one at once."""
+    """A view every `interval_s` seconds, without end; the first one immediately."""
     while True:
         try:
             with Client(
@@ -60,7 +60,7 @@ def _looks(client: Client, interval_s: float) -> Iterator[Look]:
 
 
 def cells(block: monitor_pb2.RunningBlock) -> str:
-    """A block in flight, a character for each of its tokens: written, or a mask."""
+    """A block in flight, with one character for each of its tokens: written, or a mask."""
     masks = block.masks
     return "".join(
         MASK if at // 8 < len(masks) and masks[at // 8] >> at % 8 & 1 else WRITTEN
@@ -69,7 +69,7 @@ def cells(block: monitor_pb2.RunningBlock) -> str:
 
 
 def as_json(look: Look) -> str:
-    """The look as one JSON object, on one line."""
+    """The view as one JSON object, on one line."""
     told: dict[str, object] = {"error": look.error}
     told["workers"] = [
         MessageToDict(

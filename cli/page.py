@@ -1,7 +1,8 @@
-"""A read-only page about a running fleet, on loopback: workers, and requests as they are denoised.
+"""A read-only page about a running fleet, on loopback: workers, and requests while they are
+denoised.
 
-One file without anything from elsewhere, which the browser is told to hold it to. Answers GET
-alone, and no other site: a page from elsewhere whose name points here is refused by its Host.
+One file without external parts, which headers also forbid. It only answers GET, and refuses other
+sites by their Host header.
 """
 
 import base64
@@ -22,14 +23,15 @@ from effuse.cli.look import as_json, looks
 
 HOST: Final = "127.0.0.1"
 _INTERVAL_S: Final = 0.25
-_MOST_VIEWERS: Final = 8  # at once; each has a thread and a stream of the router
+_MOST_VIEWERS: Final = 8  # viewers at a time; each has a thread and a stream of the router
 _REQUEST_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class PageSource:
-    """What the page shows: the fleet that answers at `target`, host:port of a router; and where its
-    processes serve metrics now, host:port by name."""
+    """Inputs of the page: `target`, host:port of a router, and the current addresses of metrics,
+    host:port by name.
+    """
 
     target: str
     metrics: Callable[[], Mapping[str, str]]
@@ -40,7 +42,7 @@ class PageSource:
 
 @contextmanager
 def served(source: PageSource, port: int) -> Iterator[str]:
-    """Serves the page; port 0 takes a free one. Gives its address. Raises OSError."""
+    """Serves the page; port 0 takes a free one. Returns its address. Raises OSError."""
     handler = type("Handler", (PageHandler,), {"source": source})
     server = ThreadingHTTPServer((HOST, port), handler)
     server.daemon_threads = True
@@ -49,7 +51,7 @@ def served(source: PageSource, port: int) -> Iterator[str]:
     try:
         yield f"http://{HOST}:{server.server_port}/"
     finally:
-        server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, which looks twice a second
+        server.socket.shutdown(socket.SHUT_RDWR)  # ends its thread, which checks twice a second
         server.shutdown()
         server.server_close()
 
@@ -62,12 +64,12 @@ class PageHandler(BaseHTTPRequestHandler):
     server_version, sys_version = "effuse", ""
 
     def handle(self) -> None:
-        """Until the browser goes away, however it does."""
+        """Until the browser closes the connection in any way."""
         with suppress(OSError):
             super().handle()
 
     def do_GET(self) -> None:
-        """The page, its events, and what programs read."""
+        """The page, its events, and data for programs."""
         if not _is_ours(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this page has no such path")
             return
@@ -84,10 +86,10 @@ class PageHandler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: who looks is nobody's business."""
+        """Logs nothing, for the viewers' privacy."""
 
     def end_headers(self) -> None:
-        """Adds what holds for every answer."""
+        """Adds the headers of every answer."""
         self.send_header("Content-Security-Policy", POLICY)
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
@@ -102,7 +104,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _stream(self) -> None:
-        """Server-sent events, until the browser goes away."""
+        """Server-sent events, until the browser leaves."""
         if not self.source.viewers.acquire(blocking=False):
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "too many viewers of this page")
             return
@@ -123,13 +125,13 @@ def _is_ours(host: str) -> bool:
 
 
 def _targets(metrics: Mapping[str, str]) -> bytes:
-    """As Prometheus discovers them over HTTP."""
+    """Targets for Prometheus's HTTP service discovery."""
     listed = [{"targets": [at], "labels": {"process": name}} for name, at in metrics.items()]
     return json.dumps(listed).encode()
 
 
 def _policy(page: bytes) -> str:
-    """What the browser may do: run the page's own script and style, and ask where it is from."""
+    """Rights of the page: only its own script and style, and requests to its own origin."""
 
     def digest(tag: str) -> str:
         (found,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page.decode(), re.DOTALL)

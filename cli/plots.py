@@ -1,7 +1,7 @@
-"""Plots of benchmark runs, by matplotlib, which is imported when one is asked for.
+"""Plots of benchmark runs with matplotlib, which is imported only for a plot.
 
-Runs at several arrival rates are drawn by rate, with the objectives; others by the share of their
-requests that each latency covers.
+Runs at several arrival rates are drawn by rate, with the objectives. Others are drawn by the share
+of requests below each latency.
 """
 
 import math
@@ -22,7 +22,7 @@ _LATENCIES = (
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Draws the runs into a file of the kind that its name ends with."""
+    """Draws the runs into a file whose type is its suffix."""
     from matplotlib.figure import Figure
 
     by_rate = sorted((run for run in runs if not math.isnan(run.rate)), key=lambda run: run.rate)

@@ -1,4 +1,4 @@
-"""Ports of this machine: free ones, taken ones, and one that is held for routers to share."""
+"""Ports of this machine: free ones, taken ones, and one reserved for routers to share."""
 
 import random
 import socket
@@ -12,9 +12,9 @@ _GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now. It is none of those that the kernel gives to
-    whoever connects or binds port 0, as far as it tells them, so that it is still free when it is
-    bound."""
+    """A port of 127.0.0.1 that is not in use now. It is outside the range of ports that the kernel
+    gives to connections and to port 0, as far as known, so that it is still free when it is bound.
+    """
     given = _GIVEN.read_text().split() if _GIVEN.exists() else [str(_LOWEST)]
     ports = range(_LOWEST, int(given[0]))
     tried = random.SystemRandom().sample(ports, min(len(ports), 100))
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def check_ports(places: Iterable[tuple[str, int]]) -> None:
-    """Raises OSError, naming host and port, where nobody can listen on all of these at once."""
+    """Raises OSError that names host and port, unless all of them can be bound together."""
     asked: set[int] = set()
     with ExitStack() as held:
         for host, port in places:
@@ -41,10 +41,12 @@ def check_ports(places: Iterable[tuple[str, int]]) -> None:
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """A socket that keeps a port for a fleet's routers, whichever of them live; 0 is a free one.
+    """A socket that reserves a port for a fleet's routers, whichever of them live; 0 takes a free
+    one.
 
-    It never listens. The routers share the port with it, and so does nobody who asks for it alone.
-    Raises OSError, naming host and port, where somebody has it."""
+    It never listens. The routers share the port with it, but a process that wants the port
+    exclusively cannot have it. Raises OSError that names host and port if the port is taken.
+    """
     holder = socket.socket(_family(host))
     try:
         with socket.create_server(_bare(host, port), family=_family(host)) as alone:

@@ -1,7 +1,7 @@
-"""The child processes of a fleet: each logs to a file, stops by a deadline, never outlives its
-parent; and their logs, shown as one stream.
+"""The child processes of a fleet: each logs to a file, stops by a deadline and never outlives its
+parent. Their logs can be shown as one stream.
 
-Knows nothing of roles, addresses or readiness; `fleet.py` does.
+Roles, addresses and readiness are in `fleet.py`.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ _TAIL_BYTES = 1 << 16
 _LINE_BYTES = 256
 _POLL_S = 0.1
 _LOOK_S = 0.02
-_KILLED_S = 10.0  # the longest that the kernel may take to end what is killed
+_KILLED_S = 10.0  # time limit for the kernel to end a killed process
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
-# option 1), and exits if the parent died before that was asked.
+# option 1), and exits if the parent has already died.
 _LAUNCH = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -45,7 +45,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Id of the process; of its process group too."""
+        """Id of the process and of its process group."""
         return self._child.pid
 
     @property
@@ -54,20 +54,21 @@ class Process:
         return self._child.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone, if it still runs."""
+        """Send a signal only to this process, if it still runs."""
         if self.returncode is None:
             self._child.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
-        """Exit status, awaited. Raises TimeoutError."""
+        """Waits for the exit status. Raises TimeoutError."""
         try:
             return self._child.wait(timeout_s)
         except subprocess.TimeoutExpired as slow:
             raise TimeoutError(f"{self.name} still runs after {timeout_s:g} s") from slow
 
     def clear(self) -> None:
-        """Kill it and whatever it started that is still there; once, as its id may be another's
-        later. What waits for a device in the kernel may outlive that."""
+        """Kill it and all its remaining children; only once, because another process may have its
+        id later. A process that waits for a device in the kernel may survive.
+        """
         if self._is_cleared:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -86,14 +87,15 @@ class Process:
         if code is None:
             return f"{self.name} runs"
         if code < 0:
-            names = {one.value: one.name for one in signal.Signals}  # most real-time ones: none
+            # most real-time signals have no name
+            names = {one.value: one.name for one in signal.Signals}
             by = names.get(-code, f"signal {-code}")
             return f"{self.name} (pid {self.pid}) was ended by {by}"
         return f"{self.name} (pid {self.pid}) exited with status {code}"
 
 
 def last_lines(log: Path, lines: int) -> list[str]:
-    """The last lines of a log, which may be very long or not there."""
+    """The last lines of a log, which may be very long or missing."""
     if not log.exists():
         return []
     with log.open("rb") as file:
@@ -105,18 +107,19 @@ class Spawner:
     """Starts processes from one thread that lives until `close`.
 
     The kernel sends a child its parent-death signal when the *thread* that started it ends, so a
-    caller's short-lived thread must not be that one.
+    caller's short-lived thread must not start it.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
-        # Now: `close` does not know one in whose first moment the caller was interrupted.
+        # Now, because `close` does not know a process if the caller was interrupted in its first
+        # moment.
         self._thread.submit(int).result()
 
     def start(
         self, name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str]
     ) -> Process:
-        """Start `command` in a process group of its own; its output is appended to `log`."""
+        """Start `command` in its own process group; its output is appended to `log`."""
         return self._thread.submit(self._start, name, command, log, env).result()
 
     def close(self) -> None:
@@ -142,8 +145,9 @@ class Spawner:
 def stop_all(
     processes: Sequence[Process], grace_s: float, is_hurried: Callable[[], bool] = lambda: False
 ) -> None:
-    """Ask all to end at once, wait `grace_s` for them together, then kill what is left; at once
-    when `is_hurried`."""
+    """Ask all to end together, wait `grace_s` for them, then kill the rest; immediately if
+    `is_hurried`.
+    """
     for process in processes:
         process.send(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -156,23 +160,26 @@ def stop_all(
 
 
 def end_as_by_ctrl_c() -> None:
-    """Has SIGTERM end this process exactly as Ctrl-C does, and SIGHUP, which comes where its
-    terminal is closed and which nohup has ignored."""
+    """Makes SIGTERM end this process exactly like Ctrl-C, and also SIGHUP, which a closed terminal
+    sends and nohup ignores.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _end_once)
 
 
 def _end_once(number: int, frame: FrameType | None) -> NoReturn:
-    """As Ctrl-C; nothing more comes of the same signal, which a shell passes on that had it itself:
-    it would break off what the first one has ended in order."""
+    """Acts like Ctrl-C and ignores further signals of the same kind. A shell may pass on a signal
+    that it received itself, and a second one would break the orderly end.
+    """
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 class LogFollower:
-    """Copies what is appended to logs in a directory to `out`, until the context ends; each line is
-    led by its process's name or, `as_json`, an object that says it."""
+    """Copies new lines of the logs in a directory to `out`, until the context ends. Each line
+    begins with its process's name or, if `as_json`, is an object with that name.
+    """
 
     def __init__(
         self,
@@ -183,13 +190,13 @@ class LogFollower:
         as_json: bool = False,
         shows: Callable[[str, str], bool] = lambda _name, _line: True,
     ) -> None:
-        """shows: whether a line of a process is copied, by the process's name and the line."""
+        """shows: whether a line of a process is copied, given the process's name and the line."""
         self._directory = directory
         self._out = out
         self._logs = f"{process}.log"
         self._lead = _as_object if as_json else with_name
         self._shows = shows
-        # What an earlier fleet has left there is not shown again.
+        # Lines of an earlier fleet are not shown again.
         self._read = {log: log.stat().st_size for log in directory.glob(self._logs)}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs")
@@ -203,11 +210,11 @@ class LogFollower:
         self._thread.join()
 
     def copy_new(self) -> None:
-        """Copy every whole line that was added since the last time."""
+        """Copy every complete line that was added since the last call."""
         for log in sorted(self._directory.glob(self._logs)):
             with log.open("rb") as file:
                 begin = self._read.get(log, 0)
-                if file.seek(0, os.SEEK_END) < begin:  # it was emptied
+                if file.seek(0, os.SEEK_END) < begin:  # it was truncated
                     begin = 0
                 file.seek(begin)
                 whole, newline, _ = file.read().rpartition(b"\n")
@@ -215,7 +222,7 @@ class LogFollower:
             if newline:
                 lines = whole.decode(errors="replace").split("\n")
                 for line in (one for one in lines if self._shows(log.stem, one)):
-                    # With its end in one piece: others write here, too.
+                    # Together with its line end, because other processes write here too.
                     self._out.write(f"{self._lead(log.stem, line)}\n")
         self._out.flush()
 
@@ -223,18 +230,19 @@ class LogFollower:
         is_over = False
         while not is_over:
             is_over = self._over.wait(_POLL_S)
-            with contextlib.suppress(OSError):  # a full disk, or nobody reads: files have it all
+            with contextlib.suppress(OSError):  # a full disk or no reader, but files have all lines
                 self.copy_new()
 
 
 def with_name(name: str, line: str) -> str:
-    """A log line led by the name of its process."""
+    """A log line after the name of its process."""
     return f"{name:<10} | {line}"
 
 
 def _as_object(name: str, line: str) -> str:
-    """A log line of ours with the name of its process in the fleet; of another program, its text as
-    a message."""
+    """A JSON log line of effuse with the name of its process added; text of another program becomes
+    a message.
+    """
     try:
         told = json.loads(line)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Model-written Python in a process of its own, under limits.
+"""Runs Python code written by a model in a separate process with limits.
 
-The kernel's limits are on CPU time, memory, the size of files and processes. If the kernel permits
-namespaces, there is no network, and no other process in sight. The process begins in an empty
-directory, and gets no descriptor and no environment of this one. This is no wall against an
-attacker, so a person must ask for it (`--run-model-code`).
+The kernel limits CPU time, memory, and the number and size of files and processes. If the kernel
+permits namespaces, there is no network, and other processes are invisible. The process begins in an
+empty directory, without the descriptors and environment of this one. It does not stop a determined
+attacker, so the user must ask for it (`--run-model-code`).
 """
 
 import contextlib
@@ -23,13 +23,13 @@ NOBODY: Final = 65534
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _CHILD: Final = Path(__file__).with_name("sandbox_child.py")
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
-_KILLED_S = 10.0  # the longest that the kernel may take to end what is killed
+_KILLED_S = 10.0  # time limit for the kernel to end a killed process
 _SELF_CHECK: Final = "import colorsys, math, typing\nassert math.gcd(4, 6) == 2\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeLimits:
-    """Of one program."""
+    """Limits of one program."""
 
     cpu_s: int = 10
     wall_s: float = 20.0
@@ -44,7 +44,7 @@ def passes(source: str, limits: CodeLimits = USUAL) -> bool:
     """Whether a program runs to its end within the limits, without an exception."""
     word = secrets.token_hex(
         16
-    )  # a program that leaves early, even with status 0, does not write it
+    )  # a program that exits early, even with status 0, does not write it
     with _directory() as home, _program(word, source) as code:
         if os.geteuid() == 0:
             os.chown(home, NOBODY, NOBODY)
@@ -63,14 +63,15 @@ def passes(source: str, limits: CodeLimits = USUAL) -> bool:
 
 
 def works() -> bool:
-    """Whether a right program passes here and a wrong one does not."""
+    """Whether a right program passes here and a wrong one fails."""
     return passes(_SELF_CHECK) and not passes(f"{_SELF_CHECK}assert False\n")
 
 
 @contextlib.contextmanager
 def hidden_environment() -> Iterator[None]:
     """Other processes of this user cannot read this one's environment (/proc/PID/environ), which
-    may hold a token. Root's can."""
+    may have a token. Root's can.
+    """
     libc = ctypes.CDLL(None)
     before = libc.prctl(_PR_GET_DUMPABLE)
     libc.prctl(_PR_SET_DUMPABLE, 0)
@@ -82,7 +83,7 @@ def hidden_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[str]:
-    """An empty directory until the context ends, whatever a program has left in it by then."""
+    """An empty directory until the context ends, whatever a program leaves in it."""
     made = tempfile.TemporaryDirectory(prefix="effuse-code-", ignore_cleanup_errors=True)
     try:
         yield made.name
@@ -121,7 +122,7 @@ def _start(home: str, code: int, writer: int, limits: CodeLimits) -> "subprocess
 
 
 def _await(child: "subprocess.Popen[bytes]", wall_s: float) -> None:
-    """Wait for its end, for so long; kill it then, and in any case what it has started."""
+    """Wait this long for its end, then kill it together with its children."""
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(wall_s)

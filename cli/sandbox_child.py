@@ -1,9 +1,8 @@
-"""The program that `sandbox.py` starts: it gives up what it can, then runs the code on its input.
+"""The program that `sandbox.py` starts: it gives up its rights, then runs the code on its input.
 
-Runs by its path and imports nothing but the standard library. The first line of the input is a
-word; the process writes it to a descriptor once the code has run to its end. Arguments: that
-descriptor, seconds of CPU time, bytes of memory, bytes of a file, and the id of a user without
-rights.
+It runs by its path and only imports the standard library. The first line of the input is a word;
+the process writes it to a descriptor once the code has run to its end. Arguments: that descriptor,
+seconds of CPU time, bytes of memory, bytes of a file, and the id of a user without rights.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ def main() -> None:
     word, _, source = sys.stdin.buffer.read().partition(b"\n")
     libc = ctypes.CDLL(None, use_errno=True)
     _enter_namespaces(libc)
-    pid = os.fork()  # the first process of a new PID namespace: its end ends all others there
+    pid = os.fork()  # the first process of a new PID namespace: its end also ends all others there
     if pid:
         os.waitpid(pid, 0)
         os._exit(0)
@@ -44,7 +43,7 @@ def main() -> None:
 
 
 def _enter_namespaces(libc: ctypes.CDLL) -> None:
-    """No network and no sight of other processes, as far as the kernel permits it."""
+    """Leaves the network and the view of other processes, as far as the kernel permits it."""
     user, group = os.geteuid(), os.getegid()
     apart = _NEW_PID | _NEW_NET | _NEW_IPC
     if user == 0:
@@ -57,8 +56,9 @@ def _enter_namespaces(libc: ctypes.CDLL) -> None:
 
 
 def _give_up_rights(libc: ctypes.CDLL, nobody: int) -> None:
-    """Root becomes a user without rights. No capability is left, except the one to read Python's
-    own files if they are in root's home; none can be gained."""
+    """Root becomes a user without rights. No capability remains, except the one to read Python's
+    own files if they are in root's home; none can be gained.
+    """
     kept = 0
     if os.geteuid() == 0:
         libc.prctl(_PR_SET_KEEPCAPS, 1)

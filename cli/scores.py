@@ -1,7 +1,7 @@
-"""How well answers to generated problems are, and at how many tokens a forward: pure arithmetic.
+"""Quality of answers to generated problems, and their tokens per forward: pure arithmetic.
 
-Only tokens before the end-of-sequence id count. The *worked part* of an answer is what stands
-before the line of the final answer; its forwards are those until it was final as a whole.
+Only tokens before the end-of-sequence id count. The *worked part* of an answer is everything before
+the line with the final answer; its forwards are those until all of it was final.
 """
 
 import math
@@ -17,7 +17,7 @@ _Z95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one problem went."""
+    """The result of one problem."""
 
     exact: bool  # the whole text is right
     final: bool  # the final answer is right
@@ -51,7 +51,7 @@ def judge(
 def worked_tokens(
     text: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Tokens that spell what stands before the last line that gives the final answer."""
+    """Tokens of the text before the last line that gives the final answer."""
     start = f"\n{text}".rfind(f"\n{ANSWER_PREFIX}")
     if start < 0:
         return len(token_ids)
@@ -60,7 +60,7 @@ def worked_tokens(
 
 
 def table(rows: Sequence[tuple[str, Sequence[Outcome]]]) -> str:
-    """One line a way of decoding; differences are to the first, in points of exact match."""
+    """One line for each way of decoding; differences are to the first, in points of exact match."""
     head = (
         f"{'':<24}{'whole text':>12}{'final answer':>14}{'tokens/forward':>16}"
         f"{'worked part':>13}{'difference, 95 % interval':>28}"

@@ -1,5 +1,5 @@
-"""A fleet before `effuse bench` measures it: its model, settings and workers, and which prompts it
-takes.
+"""Facts about a fleet before `effuse bench` measures it: model, settings, workers, and prompts that
+fit.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _SHOWN = ("algorithm", "max_tokens", "window", "confidence_threshold", "temperat
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A fleet's model, and its workers as 1P1D: one prefill and one decode worker."""
+    """A fleet's model, and its workers in the form 1P1D: one prefill and one decode worker."""
 
     model: model_pb2.Model
     workers: str
@@ -29,7 +29,7 @@ class Served:
 
 
 def look(traffic: Traffic, items: Sequence[Item]) -> Served:
-    """Asks the router. Raises EffuseError if none answers, or it serves no such model."""
+    """Queries the router. Raises EffuseError if it does not answer or does not serve this model."""
     shown = traffic.credentials
     with Client(
         traffic.target, timeout_s=_LOOK_S, max_attempts=1, tls=shown.tls, token=shown.token
@@ -49,7 +49,7 @@ def look(traffic: Traffic, items: Sequence[Item]) -> Served:
 
 
 def settings(served: Served, params: Params) -> str:
-    """The settings that matter most, as requested or else the model's own."""
+    """The most important settings, from the request or otherwise the model's own."""
     defaults = MessageToDict(served.model.defaults, preserving_proto_field_name=True)
     known: dict[str, Any] = {
         **defaults.get("decoding", {}),

@@ -47,7 +47,9 @@ _HEADINGS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 if a decode worker is ready, 1 if none is or no router answers."""
+    """Run the command; returns 0 if a decode worker is ready, and 1 if none is or no router
+    answers.
+    """
     asked = parse(argv)
     try:
         shown = asked.credentials
@@ -90,7 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def as_json(workers: Sequence[model_pb2.Worker]) -> str:
-    """Every field of every worker, zeros too, under its name in `model.proto`."""
+    """Every field of every worker, including zeros, under its name in `model.proto`."""
     listed = [
         MessageToDict(
             worker, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -105,8 +107,9 @@ def as_text(
     models: Sequence[model_pb2.Model] = (),
     places: Sequence[str] = (),
 ) -> str:
-    """A table, a line for each link, quarantine, source of models' defaults and address in
-    `places`, and how many workers there are of each kind."""
+    """A table, then a line for each link, quarantine, source of defaults and address in `places`,
+    and the number of workers of each kind.
+    """
     width = max(Console().width, 160)
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as drawn:
@@ -133,9 +136,9 @@ def fitted_table(
     least_first: Sequence[str],
     flexible: int | None = None,
 ) -> Table:
-    """A table without rows whose columns fit into `width`: those of `least_first` may be left out.
+    """A table without rows whose columns fit into `width`; those of `least_first` may be left out.
 
-    With `flexible` the last column, of which rows have no cell, needs so many characters.
+    With `flexible` the last column, for which rows have no cell, needs this many characters.
     """
     lengths = [max([len(heading), *(len(row[at]) for row in rows if at < len(row))])
                for at, heading in enumerate(headings)]  # fmt: skip
@@ -173,7 +176,7 @@ def taken_defaults(model: model_pb2.Model) -> list[str]:
 
 
 def _default(model: model_pb2.Model, knob: str) -> str:
-    """The value of a knob as people write it; nothing for one that is not known here."""
+    """The value of a setting as users write it; empty for an unknown setting."""
     defaults = model.defaults
     for message in (defaults.sampling, defaults.decoding, defaults, model):
         field = message.DESCRIPTOR.fields_by_name.get(knob)

@@ -1,7 +1,7 @@
-"""Standard streams and text files of a command, whatever the locale is.
+"""Standard streams and text files of a command, independent of the locale.
 
-A character that the terminal cannot show gets a stand-in, and text that comes in is UTF-8. Line
-ends are kept. A byte-order mark at the beginning is dropped, because it is no part of the text.
+A character that the terminal cannot show gets a substitute, and incoming text is UTF-8. Line ends
+stay. A byte-order mark at the beginning is dropped, because it is not part of the text.
 """
 
 import codecs
@@ -13,17 +13,17 @@ from typing import Final
 
 _STAND_INS: Final = {
     "\u2591": ".",  # a mask
-    "\u2588": "#",  # a token that is written
+    "\u2588": "#",  # a written token
     "\u25a0": "=",  # a final block
-    "\u2026": "~",  # where a line was cut
-    "\u2501": "-",  # a bar of progress, and its ends
+    "\u2026": "~",  # the place where a line was cut
+    "\u2501": "-",  # a progress bar, and its ends
     "\u2578": "-",
     "\u257a": "-",
 }
 
 
 def settle() -> None:
-    """Prepares standard input, output and error: a closed one becomes /dev/null."""
+    """Prepares standard input, output and error; a closed one becomes /dev/null."""
     codecs.register_error("effuse", _stand_in)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -34,7 +34,7 @@ def settle() -> None:
 
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
-    """The text in place of characters that the encoding lacks; bytes of file names are escaped."""
+    """The substitute for characters that the encoding lacks; bytes of file names are escaped."""
     assert isinstance(error, UnicodeEncodeError), "this handler only serves output"
     lacking = error.object[error.start : error.end]
     shown = (

@@ -1,5 +1,6 @@
-"""A worker that takes the place of another one while that still serves: its command, and whether
-its device has memory for both."""
+"""A worker that replaces another one while that still serves: its command, and whether its device
+has memory for both.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,11 +10,11 @@ from effuse.cli.gpus import Assignment
 from effuse.worker.config import WorkerConfig
 from effuse.worker.gpus import Memory, gpus_here, memory_of
 
-_MORE_MIB = 2048  # beyond the share of a worker: CUDA's context, captured graphs
+_MORE_MIB = 2048  # in addition to a worker's share: CUDA's context, captured graphs
 
 
 def renamed(command: Sequence[str], worker_id: str, before: Path, after: Path) -> list[str]:
-    """The command of a worker with another id, and with a ready file at `after`, not `before`."""
+    """The command of a worker with another id, and `after` as ready file instead of `before`."""
     words = [str(after) if word == str(before) else word for word in command]
     if "--worker-id" in words:
         words[words.index("--worker-id") + 1] = worker_id
@@ -29,8 +30,8 @@ def has_room_beside(
 ) -> bool:
     """Whether a worker's device has memory for a second one with this command.
 
-    On a CPU it has. A worker on a GPU takes its share of all memory, so that much has to be free
-    now, by the word of the driver; without that word there is no room.
+    A CPU always has it. A worker on a GPU takes its share of all memory, so that much must be free
+    now according to the driver; without the driver's figure there is no room.
     """
     if value_of(command, "--device") == "cpu" or not (gpu or gpus()):
         return True

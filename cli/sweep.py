@@ -1,10 +1,10 @@
-"""A sweep of arrival rates to the knee: the highest rate that a fleet bears.
+"""A sweep of arrival rates to the knee: the highest rate that a fleet sustains.
 
-It bears a rate if nine requests in ten met their objectives. Rates double until one is not borne,
-and then halve what lies between; a function of what was measured, without I/O.
+It sustains a rate if nine requests in ten met their objectives. Rates double until one fails, and
+then halve the interval. This is a function of measurements, without I/O.
 
-Requests that arrive within what each may take are in time however slow the fleet is: a queue that
-grows needs time to show.
+Requests that arrive within their objective's time are always on time, however slow the fleet is,
+because a growing queue takes time to show.
 """
 
 import math
@@ -14,15 +14,16 @@ from typing import Final
 from effuse.cli.figures import Run
 
 MET_SHARE: Final = 0.9
-"""Of the requests at a rate that is borne."""
+"""Share of requests that must meet the objectives."""
 
 MOST_RUNS: Final = 16
 _NEAR = 1.1  # the knee is known to a tenth
-_LONG = 10  # objectives that requests arrive over, so that a rate above it by that tenth is late
+# objectives' times that arrivals must span, so that a rate above it by that tenth is late
+_LONG = 10
 
 
 def next_rate(runs: Sequence[Run], first: float) -> float | None:
-    """The rate to be measured next, from `first` on; None where the knee is known."""
+    """The next rate to measure, beginning with `first`; None if the knee is known."""
     if not runs:
         return first
     if len(runs) >= MOST_RUNS:
@@ -38,7 +39,7 @@ def next_rate(runs: Sequence[Run], first: float) -> float | None:
 
 
 def knee(runs: Sequence[Run]) -> float | None:
-    """The highest rate below which every one that was measured is borne; None where none is."""
+    """The highest measured rate such that it and all lower ones passed; None if there is none."""
     above = _lowest_not_borne(runs)
     borne = [run.rate for run in runs if above is None or run.rate < above]
     return max(borne, default=None)
@@ -49,7 +50,7 @@ def _lowest_not_borne(runs: Sequence[Run]) -> float | None:
 
 
 def verdict(runs: Sequence[Run]) -> str:
-    """What a sweep found, in a line."""
+    """The result of a sweep, in a line."""
     borne = knee(runs)
     if borne is None:
         lowest = min(run.rate for run in runs)
@@ -67,7 +68,7 @@ def verdict(runs: Sequence[Run]) -> str:
 
 
 def _too_few(run: Run) -> str:
-    """That a run is too short to be believed; nothing of one that is long enough."""
+    """A warning if a run is too short; empty for one that is long enough."""
     objective_s, arrived_s = _objective_s(run), _arrived_s(run)
     if arrived_s >= _LONG * objective_s:
         return ""
@@ -83,12 +84,12 @@ def _count(run: Run) -> int:
 
 
 def _arrived_s(run: Run) -> float:
-    """How long its requests took to come, by its rate."""
+    """The time over which its requests arrived, from its rate."""
     return _count(run) / run.rate
 
 
 def _objective_s(run: Run) -> float:
-    """The longest that is asked of each of its requests."""
+    """The longest objective of its requests."""
     goals = run.goals
     asked = [one for one in (goals.first_block_s, goals.gap_s, goals.total_s) if one < math.inf]
     return max(asked, default=0.0)

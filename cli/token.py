@@ -1,7 +1,7 @@
-"""`effuse token`: makes a token for a client, and the line by which routers recognise it.
+"""`effuse token`: makes a client's token and the line by which routers recognise it.
 
-The token goes to standard output and is kept nowhere. The line belongs into the file that routers
-have as `--keys`; they read it again within a call or two.
+The token goes to standard output and is not stored. The line belongs in the routers' `--keys` file,
+which they read again within a call or two.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     parser = make_parser()
     asked = parser.parse_args(argv)
     token = make_token()
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _append(keys: Path, line: str) -> None:
-    """As a line of its own, though an editor left the last one without an end."""
+    """On its own line, even if the last line of the file has no end."""
     with keys.open("a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

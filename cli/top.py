@@ -1,7 +1,7 @@
-"""`effuse top`: a fleet's workers and running requests, drawn again while they change.
+"""`effuse top`: a fleet's workers and running requests, drawn again as they change.
 
-At a terminal it runs until q or Ctrl-C; elsewhere it draws once. On a narrow terminal the columns
-that matter least are left out.
+At a terminal it runs until q or Ctrl-C; otherwise it draws once. A narrow terminal shows only the
+most important columns.
 """
 
 import argparse
@@ -35,10 +35,10 @@ _FINAL = "\u25a0"
 _CUT = "\u2026"
 _HEADINGS = ("request", "state", "on", "try", "age", "tokens", "blocks")
 _LEAST_FIRST = ("try", "on", "age", "state")
-_BLOCKS_WIDTH = 20  # columns; others are left out before blocks have less
+_BLOCKS_WIDTH = 20  # columns; others are left out before blocks get less
 _NAME_WIDTH = 24  # columns, for a client's own id
 _PACE_S = 3.0
-_KEY_S = 0.2  # between looks at whether top is over
+_KEY_S = 0.2  # seconds between checks whether top is over
 
 
 class TokenPace:
@@ -49,7 +49,7 @@ class TokenPace:
         self._router = ""
 
     def add(self, now: float, told: monitor_pb2.WatchRequestsResponse) -> None:
-        """Takes in a count, at `now` in seconds; the count of another router begins anew."""
+        """Adds a count at `now` in seconds; the count of another router starts again."""
         if told.router != self._router or (self._seen and told.num_tokens < self._seen[-1][1]):
             self._seen.clear()
         self._router = told.router
@@ -67,7 +67,7 @@ class TokenPace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 1 if it drew once and no router answered."""
+    """Run the command; returns 1 if it drew once and no router answered."""
     asked = parse(argv)
     console = Console(markup=False, emoji=False, highlight=False)
     if asked.once or not console.is_terminal:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             console.width = max(console.width, FILE_WIDTH)
         console.print(draw(look, console.width))
         return 0
-    end_as_by_ctrl_c()  # or SIGTERM would leave the terminal as it is now
+    end_as_by_ctrl_c()  # otherwise SIGTERM would leave the terminal in this mode
     with _ended_by_q() as is_ended:
         try:
             _show(console, asked)
@@ -103,18 +103,19 @@ def _show(console: Console, asked: argparse.Namespace) -> None:
 
 @contextmanager
 def _not_paused() -> Iterator[None]:
-    """Ends a pause by Ctrl-S at the end, or what is still to be drawn would wait for Ctrl-Q."""
+    """Ends a pause by Ctrl-S, because otherwise the remaining output would wait for Ctrl-Q."""
     try:
         yield
     finally:
         with suppress(termios.error):  # the terminal is gone
-            for action in (termios.TCOOFF, termios.TCOON):  # the second ends only the first's pause
+            # the second call ends only the first one's pause
+            for action in (termios.TCOOFF, termios.TCOON):
                 termios.tcflow(sys.stdout, action)
 
 
 @contextmanager
 def _ended_by_q() -> Iterator[threading.Event]:
-    """Interrupts the main thread, as Ctrl-C does, at the key q; sets the event before."""
+    """Interrupts the main thread, like Ctrl-C, at the key q; sets the event before."""
     pressed, over = threading.Event(), threading.Event()
     if not sys.stdin.isatty():
         yield pressed
@@ -168,7 +169,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def draw(look: Look, width: int, tokens_per_s: float | None = None) -> RenderableType:
-    """The whole picture, for so many columns."""
+    """The whole picture for this number of columns."""
     if look.error:
         return Text(look.error, style="bold red")
     running = look.requests or monitor_pb2.WatchRequestsResponse()
@@ -185,7 +186,7 @@ def draw(look: Look, width: int, tokens_per_s: float | None = None) -> Renderabl
 
 
 def _request_table(requests: Sequence[monitor_pb2.RunningRequest], width: int) -> Table:
-    """A row for each request; the blocks take the columns that the others leave."""
+    """A row for each request; the blocks get the remaining columns."""
     rows = [_cells(request) for request in requests]
     table = fitted_table(_HEADINGS, rows, width, _LEAST_FIRST, flexible=_BLOCKS_WIDTH)
     kept = [_HEADINGS.index(str(column.header)) for column in table.columns[:-1]]
@@ -197,7 +198,7 @@ def _request_table(requests: Sequence[monitor_pb2.RunningRequest], width: int) -
 
 
 def _cells(request: monitor_pb2.RunningRequest) -> tuple[str, ...]:
-    """All cells of a row but its blocks."""
+    """All cells of a row except its blocks."""
     workers = [one for one in (request.prefill_worker, request.decode_worker) if one]
     name = request.name
     return (
@@ -213,7 +214,7 @@ def _cells(request: monitor_pb2.RunningRequest) -> tuple[str, ...]:
 def blocks_line(request: monitor_pb2.RunningRequest, width: int = FILE_WIDTH) -> str:
     """A square for each final block, then the blocks in flight, token by token.
 
-    If that is wider than `width`, a number stands for the squares, and the end is cut.
+    If that is wider than `width`, a number replaces the squares, and the end is cut off.
     """
     final = -(-request.num_tokens // request.block_size) if request.block_size else 0
     in_flight = [*map(cells, request.blocks)]

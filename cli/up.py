@@ -1,8 +1,8 @@
 """`effuse up`: a whole fleet on this machine until Ctrl-C, SIGTERM or SIGHUP.
 
-Flags that are not its own are those of the processes it starts (their `config.py`), checked here
-and passed on to whichever takes them.
-What ends by itself is started again (`keeper.py`); SIGUSR1 replaces all processes.
+Flags that are not its own are those of the processes that it starts (their `config.py`). They are
+checked here and passed on to those that accept them. `keeper.py` restarts processes that end;
+SIGUSR1 replaces all of them.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from effuse.telemetry import logs
 from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from effuse.worker.gpus import gpus_here, no_gpu
 
-# Flags of a process that the fleet itself gives to each of them.
+# Flags that the fleet itself sets for each of its processes.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
 _ROUTERS_ALONE = {"metrics_port", "metrics_host", "health_port"}
 
@@ -53,12 +53,12 @@ class FlagGroup:
 
     title: str
     config: type[Config]  # which checks them
-    names: set[str]  # its fields that they set
+    names: set[str]  # the fields of it that they set
 
 
 @dataclass(frozen=True, slots=True)
 class FlagGroups:
-    """All flags that are passed on, by the processes that take them."""
+    """All flags that are passed on, by the processes that accept them."""
 
     every: FlagGroup
     router: FlagGroup
@@ -73,21 +73,21 @@ class FlagGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpView:
-    """What people see of the fleet."""
+    """The visible parts of the fleet."""
 
-    quiet: bool = False  # its logs stay in their files
-    page_port: int | None = None  # where the page about it is; None serves none
+    quiet: bool = False  # logs stay in their files
+    page_port: int | None = None  # address of the page; None serves none
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     config, view = parse(argv)
     try:
         refuse_early(config, view)
     except (ValueError, TokenizerError, OSError) as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 2
-    end_as_by_ctrl_c()  # the fleet, also while it starts
+    end_as_by_ctrl_c()  # receives the fleet, even while it starts
     with ExitStack() as stack:
         config = keep_logs(config, stack)
         try:
@@ -110,7 +110,9 @@ def main(argv: Sequence[str]) -> int:
 
 def refuse_early(config: FleetConfig, view: UpView) -> None:
     """Raises ValueError or TokenizerError for a checkpoint that cannot be served, and OSError for a
-    port that is taken, before any process is started. Needs no torch, so it takes no second."""
+    port that is taken, before any process starts. It needs no torch, so it takes less than a
+    second.
+    """
     directory, flags = config.model or bundled_directory(), config.worker_flags
     block_size = value_of(flags, "--block-size")
     blocks = int(block_size) if block_size else None
@@ -118,18 +120,19 @@ def refuse_early(config: FleetConfig, view: UpView) -> None:
     check_checkpoint(
         directory,
         adapter=config.adapter,
-        # On a CPU weights are computed in float32, whatever they are stored as.
+        # A CPU computes weights in float32, in whatever type they are stored.
         dtype=value_of(flags, "--dtype") or "auto" if config.assignments() else "float32",
         block_size=blocks,
     )
-    refuse_unserved(directory, blocks, cast("Algorithm | None", algorithm))  # flags were checked
+    # flags were already checked
+    refuse_unserved(directory, blocks, cast("Algorithm | None", algorithm))
     read_backend(directory)
     check_certificates(config)
     check_ports(_places(config, view))
 
 
 def check_certificates(config: FleetConfig) -> None:
-    """Raises OSError that names the file of TLS, or of the fleet's secret, that cannot be used."""
+    """Raises OSError that names an unusable file of TLS or of the fleet's secret."""
     given = parse_router(config.router_flags)
     if given.tls_cert is not None:
         ServerTls(TlsFiles(cert=given.tls_cert, key=given.tls_key, ca=given.tls_client_ca))
@@ -140,7 +143,7 @@ def check_certificates(config: FleetConfig) -> None:
 
 
 def _places(config: FleetConfig, view: UpView) -> Iterator[tuple[str, int]]:
-    """Host and port of all that is to listen where the flags say, but for workers."""
+    """Host and port of every server with a fixed address, except workers."""
     routers = parse_router(config.router_flags)
     yield config.host, config.port
     yield config.host, routers.health_port or 0
@@ -166,7 +169,7 @@ def _own_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
-    """What to start, and what to show of it; exits with status 2 on bad flags."""
+    """The fleet, and its visible parts; exits with status 2 on bad flags."""
     parser, groups = make_parser(), _groups()
     argv = with_file(parser, argv)
     words = [word for word in argv if word not in ("-h", "--help")]
@@ -180,15 +183,15 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
 
 
 def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) -> FleetConfig:
-    """The fleet that the flags describe. Raises ValueError where GPUs do not suffice."""
+    """The fleet from the flags. Raises ValueError if there are too few GPUs."""
 
     def words(*wanted: FlagGroup) -> tuple[str, ...]:
         return _words_of(wanted, rest, groups.all())
 
     http = http_flags(found.http_port, beside=found.port) if found.http else ()
     asked = _asks_for_gpus(found)
-    # Named GPUs mean --device cuda, so that one that cannot be used is an error, and the CPU does
-    # not compute in its place. A --device that was given comes later and wins.
+    # Named GPUs imply --device cuda, so that an unusable one is an error instead of a fall-back to
+    # the CPU. A given --device comes later and takes precedence.
     device = ("--device", "cuda") if asked else ()
     return FleetConfig(
         prefill=found.prefill,
@@ -218,9 +221,9 @@ def _asks_for_gpus(found: argparse.Namespace) -> bool:
 
 
 def _gpus(found: argparse.Namespace, asked: bool) -> tuple[str, ...] | None:
-    """The GPUs that the fleet may use; None on the CPU, as on a machine without GPUs.
+    """The GPUs that the fleet may use; None for the CPU, which a machine without GPUs takes.
 
-    Raises ValueError where there are none of those asked for.
+    Raises ValueError if requested GPUs are missing.
     """
     if found.device == "cpu" and not asked:
         return None
@@ -284,7 +287,7 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
 
 
 def _groups() -> FlagGroups:
-    """Flags of the processes by who takes them, less those of `up` itself."""
+    """Flags of the processes by the processes that accept them, without those of `up` itself."""
     own = set(vars(_own_parser().parse_args([])))
     worker, router, prefill, decode = (
         {one.name for one in fields(config)}
@@ -317,9 +320,9 @@ def _check_flags(
     found = parser.parse_args(argv)
     try:
         for group in groups.all():
-            names = group.names | groups.every.names  # may be judged together
+            names = group.names | groups.every.names  # may be checked together
             if group is groups.router:
-                names = names | {"host"}  # which is the routers' alone
+                names = names | {"host"}  # which only the routers have
             group.config(**{name: getattr(found, name) for name in names})
     except ValueError as error:
         parser.error(str(error))
@@ -329,8 +332,7 @@ def _check_flags(
 def _words_of(
     wanted: Sequence[FlagGroup], rest: Sequence[str], groups: Sequence[FlagGroup]
 ) -> tuple[str, ...]:
-    """The words of `rest` that belong to the wanted groups: those that no other
-    group's flag takes."""
+    """The words of `rest` for the wanted groups: those whose flag belongs to no other group."""
     others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for group in groups:
         if group not in wanted:
@@ -339,7 +341,7 @@ def _words_of(
 
 
 def run(fleet: Fleet, view: UpView) -> int:
-    """Start the fleet, watch over it until it is told to end; the exit status."""
+    """Start the fleet and watch over it until it should end; returns the exit status."""
     rolling = Rolling(fleet)
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
@@ -360,27 +362,30 @@ def run(fleet: Fleet, view: UpView) -> int:
 
 
 def stop(fleet: Fleet) -> None:
-    """End the fleet once what runs is answered; told to end a second time, at once."""
+    """End the fleet once running requests have ended; at a second signal, immediately."""
     is_told_again = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_told_again.set())
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a shell passes it on that had it itself
+    # a shell passes on a signal that it received itself
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if fleet.processes:
         _say(["effuse up: stopping after running requests end; press Ctrl-C again to stop now"])
     fleet.stop(is_told_again.is_set)
 
 
 def _say(lines: Sequence[str]) -> None:
-    """In one piece: where output is not buffered, a log line would come before the end of ours."""
+    """With one write: on unbuffered output a log line could come before the line end."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
 
 
 @contextmanager
 def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
-    """Serves the page about it; gives the line that says where. Raises OSError.
+    """Serves the page about it; returns the line with its address. Raises OSError.
 
-    Whoever reaches the page may look, so there is none of a fleet that asks who calls."""
+    Every client that reaches the page may look at it, so there is none if the fleet requires
+    tokens.
+    """
     if view.page_port is None or asks_who_calls(fleet.config):
         yield []
         return

@@ -1,6 +1,7 @@
-"""Draws a streamed answer: blocks filling in live in a terminal, one plain line a change elsewhere.
+"""Draws a streamed answer: blocks that fill in live in a terminal, otherwise one plain line for
+each change.
 
-A canvas is the answer at one moment, and knows no terminal.
+A canvas is the answer at one moment, and is independent of the terminal.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from effuse.v1 import generation_pb2
 MASK = "\u2591"
 
 FRAMES_A_SECOND = 15
-_MOST_BEHIND = 15  # frames; behind that many some are left out
+_MOST_BEHIND = 15  # frames; if more are waiting, some are left out
 
 Style = Literal["final", "draft", "mask"]
 _STYLES: dict[Style, str] = {"final": "bold", "draft": "cyan", "mask": "dim"}
@@ -40,7 +41,7 @@ class Canvas:
         self.text = prompt.text
 
     def commit(self, commit: generation_pb2.BlockCommit) -> None:
-        """Final text was added; drafts it covers are over."""
+        """Final text was added; it replaces the drafts that it covers."""
         self.text += commit.text
         self.num_tokens = commit.token_offset + commit.num_tokens
         self.forward_passes = commit.forward_passes
@@ -51,28 +52,28 @@ class Canvas:
         self._drafts[draft.token_offset] = draft.text
 
     def finish(self) -> None:
-        """The answer ended; blocks behind its end are dropped."""
+        """The answer ended; blocks after its end are dropped."""
         self._drafts.clear()
 
     def blocks(self) -> list[str]:
-        """Text of the blocks in flight, in order, masks shown as shades."""
+        """Text of the blocks in flight, in order, with masks as shades."""
         return [self._drafts[at] for at in sorted(self._drafts)]
 
     def spans(self) -> list[tuple[str, Style]]:
-        """Everything in order, cut where the style changes."""
+        """All parts in order, split at changes of style."""
         spans: list[tuple[str, Style]] = [(self.text, "final")] if self.text else []
         for block in self.blocks():
             spans.extend(_cut(block))
         return spans
 
     def line(self) -> str:
-        """All of it on one line; a bar stands before each block in flight."""
+        """Everything on one line, with a bar before each block in flight."""
         return "|".join([self.text, *self.blocks()]).replace("\n", " / ")
 
 
 @contextlib.contextmanager
 def watch(console: Console, indent: int = 2) -> Iterator[Callable[[Event], None]]:
-    """Gives the function to hand every event of one answer to."""
+    """Yields the function that takes every event of one answer."""
     canvas = Canvas()
     if not console.is_terminal:
         yield lambda event: _print_change(console, canvas, event, indent)
@@ -92,8 +93,9 @@ def watch(console: Console, indent: int = 2) -> Iterator[Callable[[Event], None]
 
 
 class Film:
-    """The frames that were drawn, shown one after the other. A small model changes its answer too
-    fast for an eye; the reader of events never waits for that."""
+    """The drawn frames, shown one after another. A small model changes its answer too fast for the
+    eye, and the reader of events must not wait.
+    """
 
     def __init__(self) -> None:
         self._frames: deque[Text] = deque()
@@ -101,15 +103,15 @@ class Film:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is something that was not shown yet."""
+        """Whether a frame was not shown yet."""
         return bool(self._frames)
 
     def add(self, frame: Text) -> None:
-        """Puts a frame behind the others."""
+        """Appends a frame."""
         self._frames.append(frame)
 
     def next_frame(self) -> Text:
-        """The next one, or the last one again."""
+        """The next frame, or the last one again."""
         for _ in range(max(1, len(self._frames) - _MOST_BEHIND)):
             if self._frames:
                 self._shown = self._frames.popleft()
@@ -117,7 +119,7 @@ class Film:
 
 
 def apply(canvas: Canvas, event: Event) -> None:
-    """Let one event change the canvas."""
+    """Apply one event to the canvas."""
     if event.HasField("echo"):
         canvas.echo(event.echo)
     elif event.HasField("commit"):
