@@ -1,7 +1,7 @@
-"""A LoRA adapter directory as PEFT publishes it, and the weight change that it amounts to.
+"""A LoRA adapter directory in PEFT's published form, and the weight change that it defines.
 
 Plain LoRA on linear layers (Hu et al., arXiv 2106.09685), optionally rank-stabilised. Every other
-PEFT option is refused by name: an overlooked option would silently give another model.
+PEFT option is refused by name, because an ignored option would silently give another model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
-# Keys that change what a merge must compute, and the values that leave it a plain LoRA.
+# Keys that change the merge, and their values for a plain LoRA.
 _FIXED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "alora_invocation_tokens": (None,),
@@ -33,7 +33,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "bias": (None, "none"),
     "exclude_modules": (None,),
     "fan_in_fan_out": (None, False),
-    # PiSSA, OLoRA and the like start from a changed base, which the factors alone do not tell.
+    # PiSSA, OLoRA and similar methods start from a changed base, which the factors do not contain.
     "init_lora_weights": (None, True, False, "gaussian"),
     "layer_replication": (None,),
     "layers_to_transform": (None,),
@@ -57,7 +57,7 @@ class Adapter:
     files: TensorFiles
 
     def delta(self, module: str) -> Tensor | None:
-        """Change of a module's weight [out, in] in fp32, or None where it has none."""
+        """Change of a module's weight [out, in] in fp32, or None if it has none."""
         if module not in self.modules:
             return None
         a, b = (self.files.take(name).float() for name in _factor_names(module))
@@ -68,11 +68,11 @@ class Adapter:
 def open_adapter(
     directory: Path, base: Mapping[str, Shape], device: torch.device | None
 ) -> Iterator[Adapter]:
-    """Open an adapter for a model whose tensors have the names and shapes of `base`; without a
-    device to be checked, not merged.
+    """Open an adapter for a model whose tensors have the names and shapes of `base`. Without a
+    device it is checked but not merged.
 
-    Raises CheckpointError naming a target module that the model lacks, a missing, wrongly
-    shaped or leftover factor, or an option that is not supported.
+    Raises CheckpointError that names a target module that the model lacks, a missing, wrongly
+    shaped or extra factor, or an unsupported option.
     """
     keys = ConfigKeys.read(directory / CONFIG_FILE)
     for key, accepted in _FIXED.items():
@@ -87,7 +87,7 @@ def open_adapter(
 
 
 def _targets(keys: ConfigKeys, base: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Linear modules, with their weight's shape, that the configuration's names end in."""
+    """Linear modules, with their weight's shape, whose names end like one in the configuration."""
     linears = {
         name.removesuffix(".weight"): shape for name, shape in base.items() if len(shape) == 2
     }

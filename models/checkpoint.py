@@ -1,7 +1,7 @@
 """The released tensor names and shapes of each family, and reading them from safetensors files.
 
-Single or sharded files; every tensor is accounted for. Headers are read without torch. Which
-products are merged for speed is `weights.py`; nothing is ever unpickled.
+Files are single or sharded; every tensor is accounted for. Headers are read without torch.
+`weights.py` merges products for speed; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' own
+# names used by safetensors
+_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _STORED_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 DTYPE_NAMES: Final = tuple(_STORED_NAMES.values())
-"""Dtypes that weights may be stored and computed in."""
+"""Dtypes in which weights may be stored and computed."""
 
 # Buffers that old releases store. Every family's code computes them from the configuration, and
-# transformers drops them, so that their values mean nothing here either.
+# transformers drops them, so their values have no effect here either.
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 Shape = tuple[int, ...]
@@ -54,14 +55,14 @@ class LayerNames:
     """Released module names of one layer, each with a `.weight` (and, of qkv, a `.bias`)."""
 
     attn_norm: str
-    qkv: tuple[str, ...]  # q, k and v, or one that is all three of them
+    qkv: tuple[str, ...]  # q, k and v, or one module for all three
     q_norm: str
     k_norm: str
     attn_out: str
     mlp_norm: str
-    mlps: tuple[MlpNames, ...]  # one, or every expert, the shared one last
-    router: str | None = None  # where there are experts
-    router_bias: str | None = None  # a tensor, no module
+    mlps: tuple[MlpNames, ...]  # one, or every expert, with the shared one last
+    router: str | None = None  # if there are experts
+    router_bias: str | None = None  # a tensor, not a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class ModelNames:
 
 
 def module_names(config: ModelConfig) -> ModelNames:
-    """What the release of this family calls its modules."""
+    """The names of modules in this family's releases."""
     numbers = range(config.num_layers)
     if config.architecture == "llada":
         top = "model.transformer"
@@ -144,7 +145,7 @@ def _llada_layer(at: str) -> LayerNames:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that the release of this configuration holds, with its shape."""
+    """Every tensor of a release with this configuration, with its shape."""
     names = module_names(config)
     shapes: dict[str, Shape] = {
         f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
@@ -200,7 +201,7 @@ class SafeSlice(Protocol):
 
 
 class SafeFile(Protocol):
-    """What is used of an open safetensors file; the library has no types for it."""
+    """The used part of an open safetensors file; the library has no types for it."""
 
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> SafeSlice: ...
@@ -209,7 +210,7 @@ class SafeFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
-    """Open safetensors files; each tensor of theirs is known by name and read when taken."""
+    """Open safetensors files; each of their tensors is known by name, and read when it is used."""
 
     locations: Mapping[str, tuple[Path, SafeFile]]
 
@@ -219,19 +220,19 @@ class TensorFiles:
         return tuple(file.get_slice(name).get_shape())
 
     def num_bytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
+        """Bytes of all tensors as stored."""
         return sum(
             math.prod(self.shape(name)) * _STORED_BYTES.get(file.get_slice(name).get_dtype(), 0)
             for name, (_, file) in self.locations.items()
         )
 
     def take(self, name: str) -> Tensor:
-        """Read one tensor on the device that the files were opened for, in its stored dtype."""
+        """Read one tensor, in its stored dtype, on the device for which the files were opened."""
         self.check_dtype(name)
         return self.locations[name][1].get_tensor(name)
 
     def check_dtype(self, name: str) -> None:
-        """Raise CheckpointError where a tensor is stored in a dtype that is not supported."""
+        """Raise CheckpointError if a tensor is stored in an unsupported dtype."""
         path, file = self.locations[name]
         stored = file.get_slice(name).get_dtype()
         if stored not in _STORED_NAMES:
@@ -243,8 +244,9 @@ class TensorFiles:
 
 @contextmanager
 def open_tensors(paths: list[Path], device: torch.device | None) -> Iterator[TensorFiles]:
-    """Open files together, to be read on `device`, or only their headers without torch. A tensor
-    that two of them hold is an error; buffers of rotary numbers are left out."""
+    """Open files together, to be read on `device`, or only their headers without torch. A tensor in
+    two of them is an error; buffers of rotary numbers are left out.
+    """
     locations: dict[str, tuple[Path, SafeFile]] = {}
     with ExitStack() as stack:
         for path in paths:
@@ -275,7 +277,7 @@ def _open(path: Path, device: torch.device | None) -> AbstractContextManager[Saf
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: the single one, or the shards that its index names."""
+    """The safetensors files of a checkpoint: the single one, or the shards in its index."""
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
     if not (directory / INDEX_FILE).exists():
@@ -284,8 +286,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def stored_dtype(directory: Path) -> str:
-    """What most of a checkpoint's elements are stored as: float32, bfloat16, float16, or another
-    dtype as safetensors call it. Reads no tensor. Raises CheckpointError."""
+    """The dtype of most of a checkpoint's elements: float32, bfloat16, float16, or another one by
+    safetensors' name. Reads no tensor. Raises CheckpointError.
+    """
     counts: Counter[str] = Counter()
     with open_tensors(weight_files(directory), None) as files:
         for name, (_, file) in files.locations.items():
@@ -295,8 +298,9 @@ def stored_dtype(directory: Path) -> str:
 
 
 def dtype_name(name: str, directory: Path) -> str:
-    """`name`, one of DTYPE_NAMES; for `auto` what the checkpoint's config.json states, or else what
-    most of its weights are stored as. Raises CheckpointError for any other name."""
+    """`name`, one of DTYPE_NAMES; for `auto` the dtype in the checkpoint's config.json, or
+    otherwise that of most of its weights. Raises CheckpointError for any other name.
+    """
     if name == "auto":
         keys = ConfigKeys.read(directory / "config.json")
         stated = [keys.values[key] for key in ("dtype", "torch_dtype") if keys.values.get(key)]
@@ -309,7 +313,7 @@ def dtype_name(name: str, directory: Path) -> str:
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Tensor name to shard of a sharded checkpoint's index."""
+    """The shard of each tensor, from a sharded checkpoint's index."""
     path = directory / INDEX_FILE
     entries = read_json_object(path).get("weight_map")
     if not isinstance(entries, dict) or not entries:
@@ -323,7 +327,7 @@ def weight_map(directory: Path) -> dict[str, str]:
 
 
 def check_tensors(directory: Path, files: TensorFiles, expected: Mapping[str, Shape]) -> None:
-    """Raise CheckpointError naming the first missing, surplus or wrongly shaped tensor."""
+    """Raise CheckpointError that names the first missing, extra or wrongly shaped tensor."""
     for name, shape in expected.items():
         if name not in files.locations:
             raise CheckpointError(f"{directory}: tensor {name} of shape {list(shape)} is missing")
@@ -340,7 +344,7 @@ def check_tensors(directory: Path, files: TensorFiles, expected: Mapping[str, Sh
 
 
 def without_tied_head(config: ModelConfig, files: TensorFiles) -> TensorFiles:
-    """A tied model may store its head as well; that it is the embedding only its values tell."""
+    """A tied model may also store its head; only the values show if it equals the embedding."""
     head = f"{module_names(config).head}.weight"
     if not config.tie_embeddings:
         return files
@@ -348,7 +352,7 @@ def without_tied_head(config: ModelConfig, files: TensorFiles) -> TensorFiles:
 
 
 def check_index(directory: Path, files: TensorFiles) -> None:
-    """Raise CheckpointError naming a tensor that is not in the shard that the index says."""
+    """Raise CheckpointError that names a tensor that is not in its shard of the index."""
     if (directory / SINGLE_FILE).exists():
         return
     for name, shard in weight_map(directory).items():

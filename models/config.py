@@ -1,9 +1,8 @@
-"""What a published checkpoint's config.json says, reduced to the numbers the transformer needs.
+"""A published checkpoint's config.json, reduced to the numbers that the transformer needs.
 
-One reader a family, as its releases write their files. `config_stated.py` compares with the model
-what a reader leaves, so that a key that would change the forward is obeyed or refused. Which family
-it is says `families.py`, which ids end an answer `end_ids.py`. Tensors and their names are
-`checkpoint.py`, not here.
+Each family has one reader for its releases' files. `config_stated.py` compares the other keys with
+the model, so that a key that would change the forward is obeyed or refused. `families.py` finds the
+family, `end_ids.py` the ids that end an answer. Tensors and their names are in `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -33,18 +32,19 @@ _QWEN2: Final[frozenset[Architecture]] = frozenset({"dream", "fast_dllm_v2"})
 _LLAMA: Final[frozenset[Architecture]] = frozenset({"stable_diffcoder", "illada"})
 _SHIFTED: Final[frozenset[Architecture]] = frozenset({"dream", "fast_dllm_v2"})
 _TOP_K_FIRST: Final = frozenset(one.architecture for one in FAMILIES if one.top_k_first)
-# What releases leave to the tokenizer, or to the code that they come with.
+# Values that releases leave to the tokenizer or to their own code.
 _SDAR_MASK_TOKEN_ID = 151669
 _LING_MASK_TOKEN_ID = 156895
 _FAST_DLLM_MASK_TOKEN_ID = 151665
 _SEED_MASK_TOKEN_ID = 5
-_SDAR_HEAD_DIM = 128  # of its configuration class, whatever the hidden size
+_SDAR_HEAD_DIM = 128  # default of its configuration class, for any hidden size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes and conventions of one checkpoint. Sizes are element counts, `vocab_size` is the width
-    of the logits (padded rows of the released head included)."""
+    """Sizes and conventions of one checkpoint. Sizes are element counts; `vocab_size` is the width
+    of the logits, which includes padded rows of the released head.
+    """
 
     architecture: Architecture
     num_layers: int
@@ -92,7 +92,7 @@ class ModelConfig:
 
     @property
     def top_k_first(self) -> bool:
-        """Sampling applies top-k before top-p, which is of what the k first hold then."""
+        """Sampling applies top-k before top-p, which then covers only the first k."""
         return self.architecture in _TOP_K_FIRST
 
     @property
@@ -102,27 +102,27 @@ class ModelConfig:
 
     @property
     def postponed_ids(self) -> tuple[int, ...]:
-        """Ids that LLaDA's confidence_eos_eot_inf has written last."""
+        """Ids that LLaDA's confidence_eos_eot_inf writes last."""
         turn_ends = family_of(self.architecture).turn_end_ids
         beside = (token for token in turn_ends if token < self.vocab_size)
         return tuple(dict.fromkeys((*self.eos_token_ids, *beside)))
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
-        """The experts of a layer, or None where it has a plain MLP."""
+        """The experts of a layer, or None for a plain MLP."""
         if self.experts is None or layer < self.experts.num_dense_layers:
             return None
         return self.experts
 
     def block_origin(self, prompt_len: int) -> int:
-        """Position where the block grid starts; what lies before it is one bidirectional block."""
+        """Position where the block grid starts; everything before it is one bidirectional block."""
         return 0 if self.prompt_attention == "causal_blocks" else prompt_len
 
     @classmethod
     def from_dir(cls, path: Path | str, *, block_size: int | None = None) -> ModelConfig:
-        """Read `config.json`, and the files beside it for the end ids.
+        """Read `config.json`, and the other files for the end ids.
 
-        `block_size` overrides the checkpoint's. What is not served is refused first, whatever else
-        the file says. Raises CheckpointError naming file and key.
+        `block_size` overrides the checkpoint's. An unsupported family is refused first, before the
+        rest of the file is read. Raises CheckpointError that names file and key.
         """
         directory = Path(path)
         keys = ConfigKeys.read(directory / "config.json")
@@ -132,7 +132,7 @@ class ModelConfig:
         ends = end_ids(directory, keys, family.end_ids)
         try:
             config = _READERS[family.architecture](keys, ends, block_size)
-        except CheckpointError as error:  # of numbers that do not fit each other
+        except CheckpointError as error:  # of numbers that contradict each other
             named = str(keys.path) in str(error)
             raise error if named else CheckpointError(f"{keys.path}: {error}") from None
         check_stated(keys, config)
@@ -150,7 +150,7 @@ def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConf
     keys.only("attention_bias", (None, True))
     keys.only("use_mrope", (None, False))
     head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
-    keys.only("head_dim", (None, head_dim))  # its class knows none
+    keys.only("head_dim", (None, head_dim))  # its class has none
     mask_token_id = keys.integer("mask_token_id", least=0)
     return _qwen(keys, "dream", head_dim, mask_token_id, eos, block_size)
 
@@ -164,7 +164,7 @@ def _fast_dllm_v2(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> Mo
 
 
 def _dream_reasoner(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """DreamReasoner (arXiv 2606.19257): Qwen3's layers and SDAR's blocks under Dream's name."""
+    """DreamReasoner (arXiv 2606.19257): Qwen3's layers and SDAR's blocks with Dream's name."""
     keys.only("attention_bias", (None, False))
     head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
     head_dim = keys.integer("head_dim", default=head_dim)
@@ -188,7 +188,7 @@ def _llama(
     eos: tuple[int, ...],
     block_size: int,
 ) -> ModelConfig:
-    """Llama's layers, and the mask of the tokenizer that both have from Seed-Coder."""
+    """Llama's layers, and the mask of the tokenizer that both share with Seed-Coder."""
     keys.only("attention_bias", (None, False))
     keys.only("mlp_bias", (None, False))
     head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
@@ -234,7 +234,7 @@ def _qwen(
 
 
 def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """LLaDA-8B's release: an OLMo configuration whose blocks are Llama's."""
+    """LLaDA-8B's release: an OLMo configuration with Llama's blocks."""
     for key, accepted in _LLADA_FIXED.items():
         keys.only(key, accepted)
     num_heads, hidden_size = keys.integer("n_heads"), keys.integer("d_model")
@@ -280,7 +280,7 @@ _LLADA_FIXED: dict[str, tuple[object, ...]] = {
 
 
 def _sdar_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """Qwen3's layers with experts in place of the MLP."""
+    """Qwen3's layers with experts instead of the MLP."""
     keys.only("attention_bias", (None, False))
     mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
     experts = qwen_experts(keys)
@@ -316,7 +316,7 @@ def _ling(
     eos: tuple[int, ...],
     block_size: int,
 ) -> ModelConfig:
-    """The keys that both have, and the token ids of the tokenizer that they share."""
+    """The keys of both, and the token ids of their common tokenizer."""
     keys.only("hidden_act", ("silu",))
     keys.only("use_sliding_window", (None, False))
     keys.only("quantization_config", (None,))

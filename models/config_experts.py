@@ -1,6 +1,6 @@
-"""What a configuration says of its experts, for each family that has some.
+"""The experts in a configuration, for each family that has some.
 
-The rest of the configuration is `config.py`'s; what a rule means is `kernels/experts.py`'s.
+`config.py` reads the rest of the configuration; `kernels/experts.py` applies the rule.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from effuse.models.config_keys import CheckpointError, ConfigKeys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertConfig:
-    """The layers that have experts in place of an MLP, and their sizes."""
+    """The layers that have experts instead of an MLP, and their sizes."""
 
     routing: Routing
     intermediate_size: int  # of one expert
-    num_dense_layers: int  # the first so many layers have none
-    has_bias: bool  # of the choice, one number an expert
+    num_dense_layers: int  # this many first layers have none
+    has_bias: bool  # of the choice, with one number for each expert
 
 
 def llada2_experts(keys: ConfigKeys) -> ExpertConfig:
@@ -52,7 +52,7 @@ def qwen_experts(keys: ConfigKeys) -> ExpertConfig:
     """Softmax scores, in every layer."""
     keys.only("decoder_sparse_step", (None, 1))
     keys.only("mlp_only_layers", (None, []))
-    newer = "num_local_experts"  # as transformers 5 saves it
+    newer = "num_local_experts"  # as saved by transformers 5
     routing = _routing(
         keys,
         num_experts=keys.integer("num_experts" if keys.values.get(newer) is None else newer),
@@ -69,7 +69,7 @@ def qwen_experts(keys: ConfigKeys) -> ExpertConfig:
 
 
 def llada_experts(keys: ConfigKeys) -> ExpertConfig:
-    """Softmax scores that are never divided by their sum, whatever `norm_topk_prob` says."""
+    """Softmax scores that are never divided by their sum, for any `norm_topk_prob`."""
     keys.only("moe_router_enable_expert_bias", (None, False))
     for ignored in ("norm_topk_prob", "dense_intermediate_size"):
         keys.stated(ignored)

@@ -1,6 +1,7 @@
-"""Typed reading of a JSON configuration, with errors that name the file, the key and what fits.
+"""Typed reading of a JSON configuration, with errors that name the file, the key and the accepted
+form.
 
-Knows JSON and nothing of models, except how releases spell the rotary base.
+Knows JSON but no models, except how releases spell the rotary base.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 from effuse.config.lfs import pointer_problem
 
 _MOST_INTEGER: Final = 2**31 - 1
-_MOST_LAYERS: Final = 4096  # each has names that are made before any is looked for
+_MOST_LAYERS: Final = 4096  # each builds all its names before one is looked up
 _MOST_NUMBER: Final = sys.float_info.max
 
 
@@ -25,9 +26,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
-    """One JSON object and the file it came from. A null counts as a missing key.
+    """One JSON object and its file. A null counts as a missing key.
 
-    `asked` holds the keys that a reader took.
+    `asked` has the keys that a reader used.
     """
 
     path: Path
@@ -36,7 +37,7 @@ class ConfigKeys:
 
     @classmethod
     def read(cls, path: Path) -> ConfigKeys:
-        """Raises CheckpointError where the file is missing or holds no JSON object."""
+        """Raises CheckpointError if the file is missing or is not a JSON object."""
         return cls(path, read_json_object(path))
 
     def error(self, key: str, problem: str) -> CheckpointError:
@@ -44,7 +45,7 @@ class ConfigKeys:
         return CheckpointError(f"{self.path}: {key}: {problem}")
 
     def integer(self, key: str, *, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`, of 32 bits."""
+        """An integer of at least `least`, with 32 bits."""
         value = self._value(key, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"expected an integer of at least {least}, found {value!r}")
@@ -54,7 +55,7 @@ class ConfigKeys:
         return value
 
     def num_layers(self, key: str = "num_hidden_layers") -> int:
-        """How many layers there are: no more than could be."""
+        """The number of layers, within a plausible limit."""
         value = self.integer(key)
         if value > _MOST_LAYERS:
             raise self.error(key, f"expected at most {_MOST_LAYERS} layers, found {value}")
@@ -107,7 +108,7 @@ class ConfigKeys:
             raise self.error(key, f"{json.dumps(value)} is not supported; accepted: {wanted}")
 
     def every(self, key: str, accepted: str) -> None:
-        """Refuse a list that holds anything but `accepted`; the key may be missing."""
+        """Refuse a list with other elements than `accepted`; the key may be missing."""
         value = self.stated(key)
         if value is None:
             return
@@ -122,8 +123,9 @@ class ConfigKeys:
         return self.number("rope_theta")
 
     def rope_places(self) -> list[ConfigKeys]:
-        """Where rotary numbers may stand, the place that counts first: `rope_scaling`, then
-        `rope_parameters`, each by itself or by kinds of layers, then the top."""
+        """The places of rotary numbers, by precedence: `rope_scaling`, then `rope_parameters`, each
+        directly or by kinds of layers, then the top.
+        """
         places: list[ConfigKeys] = []
         for name in ("rope_scaling", "rope_parameters"):
             nested = self.values.get(name)
@@ -154,14 +156,14 @@ class ConfigKeys:
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The JSON object in `path`; CheckpointError where there is none."""
+    """The JSON object in `path`; raises CheckpointError if there is none."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # integers of thousands of digits included
+    except (ValueError, RecursionError) as error:  # including integers of thousands of digits
         problem = pointer_problem(path) or f"not JSON: {error}"
         raise CheckpointError(f"{path}: {problem}") from None
     if not isinstance(parsed, dict):

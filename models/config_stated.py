@@ -1,9 +1,9 @@
-"""The check that everything in a config.json about the forward is true of the forward.
+"""Checks that the forward obeys everything that a config.json states about it.
 
-A fact, such as the rotary base, has many spellings and may stand at the top, in rope_parameters or
-in another nested object. Each spelling in each place must agree with the model as it was read. A
-key that is in no table is refused if its name speaks of the forward and its value switches
-something on. Other unknown keys are ignored, because releases keep notes of their training there.
+A fact, such as the rotary base, has many spellings and may be at the top, in rope_parameters or in
+another nested object. Each spelling in each place must agree with the model. A key that is in no
+table is refused if its name concerns the forward and its value switches something on. Other unknown
+keys are ignored, because releases keep notes of their training there.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _COUNTS: Final = (
     "rotary_dim", "rotary_ndims", "rotary_emb_dim", "rope_dim", "rope_head_dim", "qk_rope_head_dim",
     "rot_dim", "n_rot",
 )  # fmt: skip
-"""Spellings of their number."""
+"""Spellings of the number of rotated dimensions."""
 _TRUE_OF_ALL: Final[Mapping[str, tuple[object, ...]]] = {
     "attention_layer_norm_with_affine": (True,),
     "layer_norm_with_affine": (True,),
@@ -88,8 +88,8 @@ _TRUE_OF_ALL: Final[Mapping[str, tuple[object, ...]]] = {
     "normalization_type": ("rms", "rmsnorm", "RMSNorm"),
     "use_gated_mlp": (True,),
 }
-# Training, output, speed, how tokens are drawn, what transformers keeps for itself, and numbers
-# that only a key beside them, which is refused, would put to use.
+# Keys of training, output, speed, sampling and transformers' internals, and numbers that only have
+# an effect through another key, which is refused.
 _NO_EFFECT: Final = re.compile(
     r"dropout|pdrop|_drop_rate|loss|entropy|coef|init|checkpoint|_implementation|flash|_std$"
     r"|fused?_|_fusion$|_backend$|flex_attention|grouped_gemm|dispatcher|load_balancing|update_rate"
@@ -116,7 +116,7 @@ _OFF: Final = ("", "none", "None", "default", "silu", "swiglu", "full", "full_at
 
 
 def check_stated(keys: ConfigKeys, config: ModelConfig) -> None:
-    """Raises CheckpointError naming the file and the first key that the forward would not obey."""
+    """Raises CheckpointError that names file and first key that the forward would not obey."""
     facts = _facts(config)
     for path, value in _leaves(keys.values, ()):
         name, where = path[-1], ".".join(path)
@@ -144,8 +144,9 @@ def _check_rotated(
 
 
 def rotary_dim(keys: ConfigKeys, head_dim: int, share: float) -> int:
-    """How many dimensions of a head are rotated, from the first place that states it, or `share`
-    of them. Raises CheckpointError if that is neither all nor half."""
+    """The rotated dimensions of a head, from the first place that states them, or from `share`.
+    Raises CheckpointError if that is neither all nor half.
+    """
     for place in keys.rope_places():
         for name in (*_SHARES, *_COUNTS):
             if (value := place.values.get(name)) is not None:
@@ -158,12 +159,12 @@ def rotary_dim(keys: ConfigKeys, head_dim: int, share: float) -> int:
 
 
 def _num_rotated(name: str, value: object, head_dim: int) -> int:
-    """How many dimensions of a head a share or a count stands for; -1 if it is not a number."""
+    """The dimensions of a head that a share or a count means; -1 if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return -1
     try:
         return int(head_dim * value) if name in _SHARES else int(value)
-    except (OverflowError, ValueError):  # infinite, or no number
+    except (OverflowError, ValueError):  # infinite, or not a number
         return -1
 
 
@@ -179,7 +180,7 @@ def _check_unknown(keys: ConfigKeys, path: tuple[str, ...], value: object) -> No
 
 
 def _is_off(name: str, value: object) -> bool:
-    """Whether this value of a key that no code here obeys does not change the forward."""
+    """Whether this value of a key that no code obeys leaves the forward unchanged."""
     if isinstance(value, list):
         return all(isinstance(one, str) and one in _OFF for one in value)
     if name in _TRUE_OF_ALL:
@@ -194,7 +195,7 @@ def _is_off(name: str, value: object) -> bool:
 def _leaves(
     values: Mapping[str, object], at: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Paths and values that are stated, within nested objects, too."""
+    """Stated paths and values, including those in nested objects."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value, (*at, name))
@@ -203,7 +204,7 @@ def _leaves(
 
 
 def _facts(config: ModelConfig) -> dict[str, object]:
-    """By the names of `_SPELLINGS`; None for those that say nothing of this model."""
+    """By the names of `_SPELLINGS`; None for those that do not concern this model."""
     named = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope_theta")
     flags = ("rms_norm_eps", "qkv_bias", "qk_norm", "tie_embeddings")
     facts: dict[str, object] = {name: getattr(config, name) for name in (*named, *flags)}

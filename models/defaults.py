@@ -1,7 +1,8 @@
-"""What a checkpoint decodes with where a request leaves a knob out, and where each value is from.
+"""A checkpoint's defaults for settings that a request leaves out, and the source of each value.
 
-A flag goes first, then generation_config.json, then the family's own code (`families.py`); what
-none of them says is effuse's own, and greedy. Reads files of a few hundred bytes and no weights.
+A flag comes first, then generation_config.json, then the family's own code (`families.py`).
+Otherwise effuse's own default is used, which is greedy. Reads files of a few hundred bytes and no
+weights.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ _SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
 def refuse_unserved(
     directory: Path, block_size: int | None = None, algorithm: Algorithm | None = None
 ) -> None:
-    """Raises CheckpointError for a checkpoint that cannot be served, or not with the `algorithm`
-    that somebody asked for, by its JSON files alone: in milliseconds and without torch, so that
-    whoever starts processes can ask first."""
+    """Raises CheckpointError for a checkpoint that cannot be served, or not with the requested
+    `algorithm`. It only reads JSON files, in milliseconds and without torch, so that a parent of
+    processes can check first.
+    """
     config = ModelConfig.from_dir(directory, block_size=block_size)
     read_defaults(directory, config, algorithm=algorithm)
 
@@ -51,11 +53,11 @@ def read_defaults(
     algorithm: Algorithm | None = None,
     adapted: bool = False,
 ) -> DecodingDefaults:
-    """The defaults of a checkpoint whose config.json was read as `config`.
+    """The defaults of a checkpoint with this `config`.
 
-    `algorithm` is one that somebody asked for, `adapted` whether an adapter is merged into the
-    weights. Raises CheckpointError for a value of generation_config.json that cannot be used,
-    naming its key, and for an algorithm that the model cannot be decoded with.
+    `algorithm` is the requested one, and `adapted` is true if an adapter is merged into the
+    weights. Raises CheckpointError for an unusable value of generation_config.json, naming its key,
+    and for an algorithm that cannot decode the model.
     """
     path = directory / GENERATION_CONFIG
     keys = ConfigKeys.read(path) if path.exists() else ConfigKeys(path, {})
@@ -84,7 +86,7 @@ def _settings(
     adapted: bool,
     sources: dict[str, str],
 ) -> DecodeSettings:
-    """The algorithm and its knobs; what they are from is added to `sources`."""
+    """The algorithm and its settings; adds their origin to `sources`."""
     family = family_of(config.architecture)
     own, source = family.algorithm, family.origin
     if asked is not None:
@@ -114,7 +116,7 @@ def _settings(
             knobs["confidence_threshold"] = family.confidence_threshold
             knobs["block_length"] = settings.block_length
     sources |= dict.fromkeys(knobs, family.origin)
-    editing = _number(keys, "editing_threshold", THRESHOLD)  # a key of ours
+    editing = _number(keys, "editing_threshold", THRESHOLD)  # effuse's own key
     if own == "block_diffusion" and editing is not None:
         knobs["editing_threshold"] = editing
         sources["editing_threshold"] = GENERATION_CONFIG
@@ -122,7 +124,9 @@ def _settings(
 
 
 def _algorithm(keys: ConfigKeys) -> Algorithm:
-    """A key of ours: which algorithm a checkpoint was tuned for, where that is not its family's."""
+    """effuse's own key: the algorithm for which a checkpoint was tuned, if that is not its
+    family's.
+    """
     stated = keys.text("algorithm")
     for known in _ALGORITHMS:
         if stated == known:
@@ -132,7 +136,7 @@ def _algorithm(keys: ConfigKeys) -> Algorithm:
 
 
 def unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
-    """Why this model cannot be decoded with an algorithm; None where it can."""
+    """Why this algorithm cannot decode the model; None if it can."""
     if algorithm == "fast_dllm_v2" and config.architecture != "fast_dllm_v2":
         wanted = "that was tuned for it"
     elif algorithm in CANVAS_ALGORITHMS and config.prompt_attention != "bidirectional":
@@ -143,10 +147,10 @@ def unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
 
 
 def block_steps(settings: DecodeSettings, config: ModelConfig, max_tokens: int) -> DecodeSettings:
-    """`settings` with as many steps to a block as the family's authors take for such an answer.
+    """`settings` with the steps per block that the family's authors use for such an answer.
 
-    LLaDA2.0's generate takes no more than the answer has tokens. LLaDA2.1's, which edits tokens,
-    fills one mask a step at least, whatever the length.
+    LLaDA2.0's generate takes at most as many steps as the answer has tokens. LLaDA2.1's, which
+    edits tokens, fills at least one mask in each step, for any length.
     """
     steps = settings.denoising_steps
     if settings.edits_tokens or not family_of(config.architecture).caps_steps:
@@ -155,7 +159,7 @@ def block_steps(settings: DecodeSettings, config: ModelConfig, max_tokens: int) 
 
 
 def _sampling(keys: ConfigKeys) -> dict[str, Any]:
-    """What the file says of sampling; without sampling, by its own word, decoding is greedy."""
+    """The sampling settings of the file; if the file turns sampling off, decoding is greedy."""
     if keys.values.get("do_sample") is False:
         return {"temperature": 0.0}
     found = {name: _number(keys, name, bounds) for name, bounds in _SAMPLING.items()}

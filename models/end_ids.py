@@ -1,6 +1,6 @@
-"""Which token ids end an answer, as a checkpoint's files say it.
+"""The token ids that end an answer, from a checkpoint's files.
 
-config.json and generation_config.json name ids, and all that they name count. Where neither does,
+config.json and generation_config.json name ids, and all of them count. If neither has any,
 tokenizer_config.json names the end by its text, and the tokenizer's own list has its id.
 """
 
@@ -17,8 +17,9 @@ GENERATION_CONFIG, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_confi
 def end_ids(
     directory: Path, config: ConfigKeys, otherwise: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
-    """At least one id, those of config.json first; `otherwise` where no file names one. Raises
-    CheckpointError naming the files where there is none then, either."""
+    """At least one id, beginning with those of config.json; `otherwise` if no file names one.
+    Raises CheckpointError that names the files if there is none at all.
+    """
     named = [token for ids in stated_end_ids(directory, config).values() for token in ids]
     if not named:
         named += otherwise
@@ -32,7 +33,7 @@ def end_ids(
 
 
 def stated_end_ids(directory: Path, config: ConfigKeys) -> Mapping[str, tuple[int, ...]]:
-    """The ids by the file that names them; empty where none does."""
+    """The ids by the file that names them; empty without any."""
     found = {"config.json": config.token_ids("eos_token_id", required=False)}
     path = directory / GENERATION_CONFIG
     if path.exists():
@@ -43,7 +44,7 @@ def stated_end_ids(directory: Path, config: ConfigKeys) -> Mapping[str, tuple[in
 
 
 def _of_tokenizer(directory: Path) -> list[int]:
-    """The id of tokenizer_config.json's eos_token; empty where it names none."""
+    """The id of tokenizer_config.json's eos_token; empty if it names none."""
     path = directory / TOKENIZER_CONFIG
     if not path.exists():
         return []
@@ -61,7 +62,7 @@ def _of_tokenizer(directory: Path) -> list[int]:
 
 
 def _added_tokens(directory: Path, config: dict[str, object]) -> Iterator[tuple[int, object]]:
-    """Ids and texts of the tokens that stand beside the vocabulary."""
+    """Ids and texts of the tokens outside the vocabulary."""
     decoder = config.get("added_tokens_decoder")
     for token, entry in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(entry, dict) and str(token).isdecimal():

@@ -1,7 +1,7 @@
-"""The families of published checkpoints: which are served, what is missing for the others.
+"""The families of published checkpoints: the served ones, and why the others are not.
 
-A family is known by what its config.json calls itself, and that is read before anything else. Here
-are tables and no reading of sizes: a family that is served has a reader in `config.py`.
+config.json's names identify a family, and are read first. This file has only tables: each served
+family has a reader in `config.py`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ Architecture = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family that is served, with what its authors' code takes where no file says otherwise."""
+    """A served family, with its authors' defaults for values that no file states."""
 
     architecture: Architecture
-    model_types: tuple[str, ...]  # as config.json writes them, in lower case
-    classes: tuple[str, ...]  # what config.json's `architectures` may name
+    model_types: tuple[str, ...]  # as config.json spells them, in lower case
+    classes: tuple[str, ...]  # possible names in config.json's `architectures`
     block_size: int  # of a checkpoint that states none
-    block_size_key: str = "block_size"  # as config.json calls it
-    algorithm: Algorithm  # of a checkpoint that states none and has no adapter
-    adapted_algorithm: Algorithm  # with an adapter: those published for the family are D2F's
-    confidence_threshold: float = 0.9  # of its algorithm, where that has one
+    block_size_key: str = "block_size"  # config.json's name for it
+    algorithm: Algorithm  # of a checkpoint without one and without an adapter
+    adapted_algorithm: Algorithm  # with an adapter: published adapters of the family are D2F's
+    confidence_threshold: float = 0.9  # of its algorithm, if that has one
     alg: Alg = "origin"  # of Dream's algorithm
-    top_k_first: bool  # and top-p of what is kept; else the other way round
-    caps_steps: bool = False  # a block takes no more steps than the answer has tokens
+    top_k_first: bool  # and top-p of the kept ones; otherwise the other way round
+    caps_steps: bool = False  # a block takes at most as many steps as the answer has tokens
     has_experts: bool = False
-    has_own_type: bool = True  # else a config.json that names no class is of another model
+    has_own_type: bool = True  # otherwise a config.json without a class means another model
     end_ids: tuple[int, ...] = ()  # of a checkpoint whose files name none
-    turn_end_ids: tuple[int, ...] = ()  # that its code writes last with them, where it is asked to
-    origin: str  # where these values are from, as people are told
+    turn_end_ids: tuple[int, ...] = ()  # which its code also writes last, if that is turned on
+    origin: str  # source of these values, as shown to users
 
 
-# generate.py of github.com/JetAstra/SDAR; the README of github.com/HKUNLP/Dream; generate.py and
-# chat.py of github.com/ML-GSAI/LLaDA. Adapters of the last two are D2F's (arXiv 2508.09192).
+# Sources: generate.py of github.com/JetAstra/SDAR; the README of github.com/HKUNLP/Dream;
+# generate.py and chat.py of github.com/ML-GSAI/LLaDA. Adapters of the last two are D2F's (arXiv
+# 2508.09192).
 FAMILIES: Final = (
     Family(
         architecture="sdar",
@@ -182,18 +183,18 @@ MISSING: Final[Mapping[str, str]] = {
     "WeDLMForCausalLM": "causal attention over reordered positions",
     "MMadaModelLM": _MANY_PARTS,
 }
-"""What is missing for families that are known and not served, by the class that config.json
-names."""
+"""Missing features of known families that are not served, by the class in config.json."""
 
 
 def family_of(architecture: Architecture) -> Family:
-    """The family whose config.json was read."""
+    """The family of a config.json that was already read."""
     return next(family for family in FAMILIES if family.architecture == architecture)
 
 
 def find_family(keys: ConfigKeys) -> Family:
-    """The family that a config.json names. Raises CheckpointError in one line that names the model
-    and what is missing; nothing but `model_type` and `architectures` was read then."""
+    """The family in a config.json. Raises CheckpointError in one line that names the model and the
+    missing feature; only `model_type` and `architectures` have been read then.
+    """
     model_type = keys.text("model_type")
     classes = keys.strings("architectures", required=False)
     has_experts = bool(keys.values.get("num_experts"))

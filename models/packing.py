@@ -1,6 +1,6 @@
-"""Parts of many sequences laid out as flat arrays: pure numpy on the host, a few calls per part.
+"""Parts of many sequences as flat arrays: pure numpy on the host, a few calls per part.
 
-Decides which hidden rows a forward must return: one per candidate, then one per kept boundary.
+It chooses the hidden rows that a forward returns: one per candidate, then one per kept boundary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PackedParts:
 
     token_ids: Integers  # [T]
     positions: Integers  # [T]
-    slots: Integers  # [T] page * page_size + offset, -1 where nothing is stored
+    slots: Integers  # [T] page * page_size + offset, -1 if nothing is stored
     wanted_rows: Integers  # [R + K]
     num_candidates: int  # R
     boundary_candidates: list[tuple[int, Tensor]]  # candidates whose hidden row is a given vector
@@ -41,8 +41,8 @@ class PackedParts:
 def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedParts:
     """Lay out parts. With `shift`, position p is predicted by the row of p - 1.
 
-    Raises ValueError for a candidate outside its part's rows, or one that needs a boundary or
-    a denoise count that the part does not carry.
+    Raises ValueError for a candidate outside its part's rows, or one that needs a boundary or a
+    denoise count that the part lacks.
     """
     first_rows = np.cumsum([0, *(len(part.token_ids) for part in parts)])
     candidate_rows: list[Integers] = []
@@ -74,17 +74,19 @@ def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedP
 
 @dataclass(frozen=True, slots=True)
 class PackedEdits:
-    """What is changed of the logits of R candidates; E entries, shared by those of a part."""
+    """The changes of the logits of R candidates; E entries, shared within a part."""
 
-    integers: Integers  # [2, R] first entry, behind the last one
+    integers: Integers  # [2, R] first entry, and the one after the last
     tokens: Integers  # [E]
-    entries: Floats  # [2, E] penalty, what is added
-    gaps: Floats  # [R] how far below its largest logit a row keeps others
+    entries: Floats  # [2, E] penalty, number to add
+    gaps: Floats  # [R] how far below its largest logit a row keeps logits
 
 
 def pack_edits(parts: Sequence[Part]) -> PackedEdits | None:
-    """The edits of all parts, in the order of their candidates; None where there are none. A part
-    may carry edits and no candidate, as where a lot chose no mask or a cache is filled again."""
+    """The edits of all parts, in the order of their candidates; None if there are none. A part may
+    have edits without a candidate, for example if a random choice picked no mask or a cache is
+    refilled.
+    """
     if not any(part.edits is not None and len(part.candidates) for part in parts):
         return None
     runs: list[TokenEdits] = []
@@ -116,14 +118,14 @@ def pack_edits(parts: Sequence[Part]) -> PackedEdits | None:
 
 
 def _gap(min_p: float, temperature: float) -> float:
-    """How far below the largest logit the least one is that min-p keeps; greedy counts as 1."""
+    """How far below the largest logit min-p keeps logits; greedy counts as temperature 1."""
     return -(temperature or 1.0) * math.log(min_p) if min_p else math.inf
 
 
 def join_aligned(arrays: Sequence[Integers]) -> tuple[Integers, list[slice]]:
-    """All arrays in one, and where each lies in it: beginning at 16 bytes, whatever their lengths.
+    """All arrays in one, and the place of each in it, at multiples of 16 bytes.
 
-    Triton compiles a kernel anew for pointers of another alignment.
+    Triton compiles a kernel again for pointers with another alignment.
     """
     begins = np.cumsum([0, *(-(-len(array) // 2) * 2 for array in arrays)]).tolist()
     joined = np.zeros(begins[-1], np.int64)
@@ -134,7 +136,7 @@ def join_aligned(arrays: Sequence[Integers]) -> tuple[Integers, list[slice]]:
 
 
 def _candidate_rows(part: Part, shift: bool) -> Integers:
-    """Row within the part that predicts each candidate; -1 stands for the boundary."""
+    """Row within the part that predicts each candidate; -1 means the boundary."""
     offsets = np.asarray(part.candidates, np.int64) - part.start
     if offsets.min() < 0 or offsets.max() >= len(part.token_ids):
         raise ValueError(
@@ -185,7 +187,7 @@ def _sampling(parts: Sequence[Part]) -> tuple[Integers, Floats]:
 
 
 def _integers(part: Part) -> tuple[int, int, int, int]:
-    """Its integers, one for each candidate; the seed as the int64 of the same bits."""
+    """Its integers, one for each candidate; the seed as the int64 with the same bits."""
     sampling, seed = part.sampling, part.sampling.seed
     return sampling.top_k, seed - (seed >> 63 << 64), sampling.answer_index, part.score
 

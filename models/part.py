@@ -1,4 +1,4 @@
-"""What the model runner takes and gives for one sequence in one forward, and how it is called."""
+"""Input and output of the model runner for one sequence in one forward, and its interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY: Final = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class TokenEdits:
-    """What is done to the logits of N ids, none of them twice, as `LogitEdits` has it."""
+    """Changes of the logits of N different ids, as in `LogitEdits`."""
 
     token_ids: NDArray[np.int64]  # [N]
     penalties: NDArray[np.float32]  # [N]
@@ -28,10 +28,10 @@ class TokenEdits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartEdits:
-    """What is done to a part's logits before tokens are drawn from them."""
+    """Changes of a part's logits before tokens are drawn from them."""
 
     edits: TokenEdits
-    early: TokenEdits  # in their place for candidates at positions before `early_end`
+    early: TokenEdits  # replaces `all` for candidates at positions before `early_end`
     early_end: int
     min_p: float  # share of the likeliest token's probability; 0 keeps all
 
@@ -41,27 +41,27 @@ class Part:
     """One sequence's rows in a forward: positions start .. start + len(token_ids) - 1."""
 
     token_ids: Sequence[int]
-    start: int  # equals the number of cached tokens before the rows, which all rows see
-    pages: Sequence[int]  # cover as many tokens as are cached and stored, in their order
-    num_stored: int  # the first num_stored rows, but `unstored`, have their K and V stored
+    start: int  # the number of cached tokens before the rows, which all rows see
+    pages: Sequence[int]  # cover all cached and stored tokens, in order
+    num_stored: int  # K and V of the first num_stored rows, except `unstored`, are stored
     block_origin: int
-    candidates: Sequence[int] = ()  # absolute positions that want a candidate
+    candidates: Sequence[int] = ()  # absolute positions that need a candidate
     denoise_counts: Sequence[int] = ()  # parallel to candidates: forwards that denoised its block
     boundary: Tensor | None = None  # [H] hidden row of position start - 1 (shifting models)
     keep_boundary: bool = False  # return the hidden row of position start + num_stored - 1
     sampling: Sampling = GREEDY
     score: ScoreCode = ScoreCode.CONFIDENCE
-    draw: LladaDraw | None = None  # how LLaDA draws; takes the place of sampling and score
-    num_behind: int = 0  # tokens behind the rows that are cached right after those before them
-    unstored: range = range(0)  # rows that are passed over in storing
-    guidance: float = 0.0  # above 0 its logits are led away from those of the part that follows
-    num_logprobs: int | None = None  # likeliest ids to return with log-probabilities; None: none
-    edits: PartEdits | None = None  # what is changed of its logits, guidance included
+    draw: LladaDraw | None = None  # settings of LLaDA's draws, instead of sampling and score
+    num_behind: int = 0  # tokens after the rows that are cached right after those before them
+    unstored: range = range(0)  # rows that are not stored
+    guidance: float = 0.0  # above 0, its logits are moved away from those of the next part
+    num_logprobs: int | None = None  # most likely ids to return with log-probabilities; None: none
+    edits: PartEdits | None = None  # changes of its logits, applied after guidance
 
 
 @dataclass(frozen=True, slots=True)
 class HostLogprobs:
-    """For each candidate: of its token, and the likeliest ids with theirs."""
+    """For each candidate: its token's log-probability, and the likeliest ids with theirs."""
 
     chosen: list[float]
     top_token_ids: list[list[int]]
@@ -70,13 +70,13 @@ class HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """Three lists parallel to the part's candidates, and the boundary [H] where it was asked."""
+    """Three lists parallel to the part's candidates, and the boundary [H] if asked for."""
 
     tokens: list[int]
     confidences: list[float]
     scores: list[float]
     boundary: Tensor | None
-    logprobs: HostLogprobs | None = None  # where they were asked for
+    logprobs: HostLogprobs | None = None  # if the part asked for them
 
 
 class Forward(Protocol):

@@ -1,7 +1,7 @@
-"""A checkpoint checked by its headers alone, in a fraction of a second and without torch.
+"""Checks a checkpoint by its headers, in a fraction of a second and without torch.
 
-All that a worker would find before it reads a tensor: files, index, names, shapes, dtypes, sizes,
-an adapter's as well. Not here: whether the weights fit a device, which the worker knows.
+It finds every error that a worker would find before it reads a tensor: in files, index, names,
+shapes, dtypes, sizes, and in an adapter. Only the worker knows whether the weights fit its device.
 """
 
 from pathlib import Path
@@ -26,8 +26,9 @@ def check_checkpoint(
     dtype: str = "auto",
     block_size: int | None = None,
 ) -> None:
-    """Raises CheckpointError, with what a worker would say of them, where a checkpoint directory or
-    the LoRA adapter beside it cannot be loaded."""
+    """Raises CheckpointError with a worker's own text if a checkpoint directory, or its LoRA
+    adapter, cannot be loaded.
+    """
     config = ModelConfig.from_dir(directory, block_size=block_size)
     dtype_name(dtype, directory)
     shapes = tensor_shapes(config)

@@ -1,4 +1,4 @@
-"""How far a long step of the start is, as lines of the log: few of them, and a last one."""
+"""Progress of a long step at the start, as log lines: a few of them, and a last one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final, Self
 LOG: Final = logging.getLogger(__name__)
 
 EVERY_S: Final = 2.0
-"""A line at most so often, but for the last one."""
+"""Least seconds between two lines, except before the last one."""
 
 
 class ProgressLog:
-    """Says `weights: 3.2 of 15.6 GB after 4 s` while it is told of what is done, and in the end how
-    long all took; of what was broken off it says no end. Times are seconds of `now`.
+    """Logs lines such as `weights: 3.2 of 15.6 GB after 4 s` while work is added, and the total
+    time at the end, unless the step breaks off. Times are seconds of `now`.
 
-    total: of all that will be added, in pieces of which `per_unit` are a `unit`.
+    total: sum of all additions, in pieces of which `per_unit` make a `unit`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProgressLog:
             self._say(f"{told} after {self._now() - self._began:.1f} s")
 
     def add(self, done: float = 1.0) -> None:
-        """So much more is done."""
+        """Adds finished work."""
         self._done += done / self._per_unit
         now = self._now()
         if now - self._said_at >= EVERY_S:

@@ -1,9 +1,9 @@
 """Forwards over short prompts as CUDA graphs, one for each bucket of rows.
 
-The host needs about 8 ms to launch a forward's kernels one by one, as long as 300 rows of a 7B
-model take, and an engine that also decodes has better use for them. Prompts that begin with cached
-tokens have graphs of their own where there may be any. Forwards that want candidates go the usual
-way. Without graphs (on the CPU) the same padded rows run call by call.
+The host needs about 8 ms to launch a forward's kernels one by one, which equals 300 rows of a 7B
+model, and an engine that also decodes needs that time. Prompts that begin with cached tokens have
+separate graphs, if there may be any. Forwards with candidates run without graphs. Without graphs
+(on the CPU) the same padded rows run call by call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from effuse.models.progress import ProgressLog
 from effuse.models.transformer import LayerKV, Transformer
 
 MOST_ROWS = 2048
-MOST_SEQUENCES = 32  # a single one has graphs of its own, as room for more costs attention time
+MOST_SEQUENCES = 32  # a single one has separate graphs, because room for more slows attention down
 ROWS_APART = 64  # of one bucket and the next
 
 
@@ -42,7 +42,7 @@ class PromptGraphs:
         marks: LayerMarks | None = None,
         max_context: int = 0,
     ) -> None:
-        """`max_context`: most cached tokens that a prompt here begins with."""
+        """`max_context`: most cached tokens at the beginning of a prompt."""
         self._model = model
         self._marks = marks
         self._kv = kv
@@ -66,7 +66,7 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Captures all graphs; one that is missing is captured when it is needed first."""
+        """Captures all graphs; a missing one is captured at its first use."""
         if not self._uses_graphs:
             return
         contexts = {0, self._max_context}
@@ -110,7 +110,7 @@ class PromptGraphs:
         return graph, hidden
 
     def _forward(self, bucket: _Bucket) -> Tensor:
-        """Over the first rows of the inputs; rows of no sequence are padding."""
+        """Over the first rows of the inputs; rows without a sequence are padding."""
         inputs, rows = self._inputs, bucket.rows
         num_wanted = bucket.num_seqs if self._model.config.shift_logits else 0
         stored = None if self._marks is None else self._marks.stored
@@ -130,7 +130,7 @@ class PromptGraphs:
         return self._inputs.attention(bucket, self._block_size, self._page_size)
 
     def _attention_of_cpu(self, bucket: _Bucket) -> AttentionBatch:
-        """The same batch for the CPU, where padding has to be a sequence of its own."""
+        """The same batch for the CPU, where padding must be a separate sequence."""
         inputs = self._inputs
         lengths = inputs.cu_seqlens.diff().tolist()
         lengths.append(bucket.rows - sum(lengths))
@@ -148,17 +148,18 @@ class PromptGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """What a graph has room for."""
+    """The capacity of a graph."""
 
     rows: int
     num_seqs: int
-    max_context: int  # cached tokens before each of them; at 0 none are looked for
+    max_context: int  # cached tokens before each of them; 0 means none
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a graph reads, at fixed addresses; one copy brings a forward's numbers, and another one
-    what is cached."""
+    """Inputs of a graph, at fixed addresses. One copy fills a forward's numbers, and another one
+    the cached part.
+    """
 
     copied: Tensor  # int64: token ids, positions, slots, wanted rows; then int32 pairs
     token_ids: Tensor  # [MOST_ROWS] int64
@@ -167,10 +168,10 @@ class _Inputs:
     wanted: Tensor  # [MOST_SEQUENCES] int64
     block_origins: Tensor  # [MOST_SEQUENCES] int32
     cu_seqlens: Tensor  # [MOST_SEQUENCES + 1] int32
-    nothing: Tensor  # [MOST_SEQUENCES] int32, zeros: lengths of what is cached where nothing is
-    cached: Tensor  # int32: the two that follow
+    nothing: Tensor  # [MOST_SEQUENCES] int32, zeros: cached lengths if nothing is cached
+    cached: Tensor  # int32: the next two
     context_lens: Tensor  # [MOST_SEQUENCES] int32
-    page_table: Tensor  # [MOST_SEQUENCES, num_pages] int32, of what is cached
+    page_table: Tensor  # [MOST_SEQUENCES, num_pages] int32, of cached tokens
 
     @classmethod
     def empty(cls, device: torch.device, num_pages: int) -> _Inputs:
@@ -196,7 +197,7 @@ class _Inputs:
         )
 
     def attention(self, bucket: _Bucket, block_size: int, page_size: int) -> AttentionBatch:
-        """The batch over these inputs; rows behind the last sequence are in none."""
+        """The batch over these inputs; rows after the last sequence belong to none."""
         num_seqs = bucket.num_seqs
         context_lens = self.context_lens if bucket.max_context else self.nothing
         return AttentionBatch(
@@ -212,13 +213,13 @@ class _Inputs:
         )
 
     def clear(self) -> None:
-        """Leaves no sequence, and nothing to store."""
+        """Clears all sequences and stores."""
         self.copied.zero_()
         self.cached.zero_()
         self.slots.fill_(-1)
 
     def fill(self, parts: Sequence[Part], packed: PackedParts, bucket: int) -> None:
-        """Brings a forward's numbers to the device, without waiting for it."""
+        """Copies a forward's numbers to the device, without waiting for it."""
         staged = np.zeros(len(self.copied), np.int64)
         count, slots = len(packed.token_ids), staged[2 * MOST_ROWS :]
         staged[:count] = packed.token_ids
@@ -231,7 +232,7 @@ class _Inputs:
         _bring(staged, self.copied)
 
     def fill_contexts(self, parts: Sequence[Part], page_size: int) -> None:
-        """The same of what is cached before each part; of no part nothing is read."""
+        """The same for the cached tokens before each part; other parts read none."""
         width = self.page_table.shape[1]
         staged = np.zeros(MOST_SEQUENCES + len(parts) * width, np.int32)
         staged[: len(parts)] = [part.start for part in parts]

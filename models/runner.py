@@ -1,8 +1,8 @@
-"""One forward over parts of many sequences: rows in, candidates out. Used by both workers.
+"""One forward over parts of many sequences: rows in, candidates out. Both workers use it.
 
-Packs parts into tensors, gathers the hidden rows that candidates need (for shifting models the row
-before each, or the boundary vector), and samples them from one head product. The workers decide
-which rows to run and what becomes of candidates.
+Packs parts into tensors, collects the hidden rows for candidates (for shifting models the previous
+row or the boundary vector), and samples them from one head product. The workers choose the rows and
+use the candidates.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from effuse.models.transformer import LayerKV, Transformer
 
 __all__ = ["ModelRunner", "Part", "PartResult"]
 
-_MOST_CHANGED = 256  # rows of logits that are copied to be changed, at a time
-MOST_LOGITS = 1 << 21  # of rows that are drawn at a time on a CPU, where a million take 0.4 s;
-LEAST_ROWS = 16  # but no fewer rows than these
+_MOST_CHANGED = 256  # rows of logits that are copied for changes at a time
+MOST_LOGITS = 1 << 21  # values of rows drawn at a time on a CPU, where a million take 0.4 s;
+LEAST_ROWS = 16  # but at least this many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,10 @@ class _Drawn:
 class ModelRunner:
     """Runs a transformer over the paged memory `kv`, one pair of views per layer.
 
-    With `graphs`, which are over the same memory, short prompts are theirs to run. With `marks`,
-    which are those of the graphs then, forwards say how many layers they have stored. `on_layer` is
-    called with each layer's number as a forward goes on, and with the last one's behind a graph,
-    which is launched at once, and while rows are drawn on a CPU. `wait` is called where candidates
-    are waited for.
+    With `graphs`, which use the same memory, short prompts run as graphs. With `marks`, which the
+    graphs must share, forwards report how many layers they have stored. `on_layer` is called with
+    each layer's number as a forward proceeds. It gets the last layer's number after a graph, which
+    is one launch, and while rows are drawn on a CPU. `wait` is called to wait for candidates.
     """
 
     def __init__(
@@ -84,8 +83,7 @@ class ModelRunner:
         self._wait = wait
 
     def progress(self) -> Callable[[], int]:
-        """A function that any thread may call: how many groups of layers the next forward has
-        stored."""
+        """A function for any thread: how many groups of layers the next forward has stored."""
         assert self._marks is not None, "this runner has no marks"
         return self._marks.begin()
 
@@ -93,7 +91,7 @@ class ModelRunner:
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
         """Run all parts in one forward; results are in their order.
 
-        K and V of each part's first `num_stored` rows are in its pages afterwards.
+        Afterwards K and V of each part's first `num_stored` rows are in its pages.
         """
         if not parts:
             return []
@@ -132,7 +130,7 @@ class ModelRunner:
             self._on_layer(layer)
 
     def _show(self) -> None:
-        """A forward goes on behind its last layer."""
+        """A forward goes on after its last layer."""
         if self._on_layer is not None:
             self._on_layer(len(self._kv) - 1)
 
@@ -156,7 +154,7 @@ class ModelRunner:
             candidates = _sample_rows(None, logits, sampling, config, self._show)
         else:
             candidates = _sample_by_part(parts, logits, sampling, edits, config, self._show)
-        # One copy to the host; fp64 holds token ids and fp32 values exactly.
+        # One copy to the host; fp64 represents token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
         logprobs = _logprobs(parts, logits, candidates.token, config)
@@ -228,7 +226,7 @@ def _results(
 def _logprobs(
     parts: Sequence[Part], logits: Tensor, tokens: Tensor, config: ModelConfig
 ) -> list[HostLogprobs | None]:
-    """By the model's own ``logits`` [R, V], of the tokens [R] that were drawn."""
+    """Log-probabilities of the drawn tokens [R] by the model's own ``logits`` [R, V]."""
     found: list[HostLogprobs | None] = []
     first = 0
     for part in parts:
@@ -251,8 +249,10 @@ def _sample_rows(
     config: ModelConfig,
     show: Callable[[], None],
 ) -> Candidates:
-    """Candidates for ``logits`` [R, V] that are all drawn in the same way; on a CPU some rows at a
-    time, as each of a large vocabulary takes as long as dozens of layers, with a `show` behind."""
+    """Candidates for ``logits`` [R, V] that are all drawn in the same way. On a CPU a few rows at a
+    time with a call of `show` after each, because a row of a large vocabulary takes as long as
+    dozens of layers.
+    """
     most = max(LEAST_ROWS, MOST_LOGITS // logits.shape[1])
     if logits.device.type != "cpu" or len(logits) <= most:
         return _sample_span(draw, logits, sampling, config)
@@ -280,11 +280,11 @@ def _sample_by_part(
     config: ModelConfig,
     show: Callable[[], None],
 ) -> Candidates:
-    """Candidates for the rows of ``logits`` [R, V], which are those of the parts in their order.
+    """Candidates for the rows of ``logits`` [R, V], in the order of the parts.
 
-    A part with guidance s takes u + (s + 1) * (c - u), where c are its own logits and u those of
-    the part that follows, whose candidates are the same positions: nothing is drawn from u alone,
-    and the candidates of that part are c's.
+    A part with guidance s uses u + (s + 1) * (c - u), with its own logits c and the logits u of the
+    next part, which has the same candidates. Nothing is drawn from u itself; the next part's
+    candidates are those of c.
     """
     drawn: list[Candidates] = []
     led: list[Candidates] = []
@@ -322,8 +322,9 @@ def _sample_changed(
     config: ModelConfig,
     show: Callable[[], None],
 ) -> Iterator[Candidates]:
-    """Candidates of a part whose logits are led away from ``free`` or edited, some rows at a time:
-    what is changed is copied, as fp32."""
+    """Candidates of a part whose logits are moved away from ``free`` or edited, some rows at a
+    time, because changed rows are copied as fp32.
+    """
     for first in range(0, len(logits), _MOST_CHANGED):
         span = slice(first, min(first + _MOST_CHANGED, len(logits)))
         rows = logits[span]

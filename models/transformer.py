@@ -1,8 +1,7 @@
 """The one transformer behind all families: pre-norm, grouped queries, rotary, SwiGLU or experts.
 
-A forward over packed rows of many sequences with paged K and V; the families differ only in which
-optional tensors are there. Loading is `weights.py`; batching, sampling and the logits shift are
-`runner.py`.
+A forward over packed rows of many sequences with paged K and V; families only differ in their
+optional tensors. `weights.py` loads them; `runner.py` has batching, sampling and the logits shift.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import WeightedParts, linear, rms_norm, rms_norm_residual, swiglu
 from effuse.models.config import ModelConfig
 
-# Up to so many rows, the MLP's last product is done in two halves of its sum on a GPU.
+# For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
 _MOST_ROWS_HALVED = 256
 
 LayerKV = tuple[Tensor, Tensor]
@@ -32,7 +31,7 @@ Stored = Callable[[int], None]
 
 
 class Attend(Protocol):
-    """Attention over packed rows, as `kernels.attention.block_attention` has it."""
+    """Attention over packed rows, as in `kernels.attention.block_attention`."""
 
     def __call__(
         self,
@@ -53,8 +52,8 @@ class Attend(Protocol):
 class LayerWeights:
     """One layer. Q = num_heads * head_dim, K = num_kv_heads * head_dim, H hidden, I inner.
 
-    With a router the layer has experts in place of an MLP: E routed ones, then the shared ones,
-    which are S together.
+    With a router the layer has experts instead of an MLP: E routed ones, then shared ones, S in
+    total.
     """
 
     attn_norm: Tensor  # [H]
@@ -72,8 +71,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All tensors, on one device in one dtype, biases of routers aside. A tied head is the
-    embedding itself."""
+    """All tensors, on one device and in one dtype, except biases of routers. A tied head is the
+    embedding itself.
+    """
 
     embedding: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
@@ -82,7 +82,7 @@ class ModelWeights:
 
 
 class Transformer:
-    """Weights with a forward; holds no state between calls."""
+    """Weights with a forward; there is no state between calls."""
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, attend: Attend = block_attention
@@ -95,7 +95,7 @@ class Transformer:
         self._scale = 1 / math.sqrt(config.head_dim)
         self._q_dim = config.num_heads * config.head_dim
         self._kv_dim = config.num_kv_heads * config.head_dim
-        # The last block may reach past the last position of the text.
+        # The last block may go beyond the last position of the text.
         num_positions = config.max_position_embeddings + config.block_size
         self._cos_sin = make_cos_sin_cache(
             config.rotary_dim or config.head_dim, num_positions, config.rope_theta, self.device
@@ -114,11 +114,11 @@ class Transformer:
     ) -> Tensor:
         """Hidden rows after the final norm, in the model's dtype.
 
-        token_ids, positions and slot_mapping are [T] int64; kv holds each layer's two views
-        [pages, page_size, Hkv, D]; rows whose slot is not -1 have their K and V stored there.
-        `last_rows` [R] int64 picks the rows that are wanted: [R, H] is returned, and the last
-        layer computes no more than it must (none: only its K and V). None means all: [T, H].
-        `stored` is called with each layer's number once its K and V are stored, or queued to be.
+        token_ids, positions and slot_mapping are [T] int64; kv holds each layer's two views [pages,
+        page_size, Hkv, D]; the K and V of rows whose slot is not -1 are stored there. `last_rows`
+        [R] int64 selects the result [R, H], and the last layer only computes these rows (without
+        any, only its K and V). None means all: [T, H]. `stored` is called with each layer's number
+        once its K and V are stored or queued.
         """
         rows = _Rows(positions, attention, slot_mapping)
         normed, residual = self._but_last(token_ids, kv, rows, stored or _ignore)
@@ -145,7 +145,7 @@ class Transformer:
     ) -> None:
         """`forward` up to the last attention, for a caller that chooses rows later.
 
-        Fills `mixed` [T, Q] and `residual` [T, H]; `finish` makes hidden rows of any of them.
+        Fills `mixed` [T, Q] and `residual` [T, H]; `finish` turns any of them into hidden rows.
         """
         rows = _Rows(positions, attention, slot_mapping)
         normed, before = self._but_last(token_ids, kv, rows, _ignore)
@@ -153,7 +153,7 @@ class Transformer:
         residual.copy_(before)
 
     def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        """Hidden rows [R, H] after the final norm, from what `forward_unfinished` left."""
+        """Hidden rows [R, H] after the final norm, from the output of `forward_unfinished`."""
         update, residual = self._mlp(self.weights.layers[-1], mixed, residual)
         return self._add_norm(update, residual, self.weights.norm)[0]
 
@@ -164,7 +164,7 @@ class Transformer:
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored
     ) -> tuple[Tensor, Tensor]:
-        """(input of the last layer, normed for it; the residual), both [T, H]."""
+        """(normed input of the last layer; residual), both [T, H]."""
         layers = self.weights.layers
         residual = functional.embedding(token_ids, self.weights.embedding)
         normed = rms_norm(residual, layers[0].attn_norm, self.config.rms_norm_eps)
@@ -194,7 +194,7 @@ class Transformer:
         k, v = map(self._heads, linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
-        self._rotate_and_store(k, k, v, layer_kv, rows)  # there is no q to rotate
+        self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate
 
     def _rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, rows: _Rows
@@ -209,8 +209,8 @@ class Transformer:
     ) -> tuple[Tensor | WeightedParts, Tensor]:
         """(MLP output, residual with the attention's output added), both [rows, H].
 
-        The output may be in parts, [2, rows, H] fp32 or what experts give, for the norm that
-        follows to add up.
+        The output may be in parts, [2, rows, H] fp32 or the experts' results, which the next norm
+        adds up.
         """
         projected = linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
@@ -234,12 +234,12 @@ class Transformer:
 
 
 def _ignore(_: int) -> None:
-    """Takes the number of a stored layer where the caller does not follow them."""
+    """Ignores the number of a stored layer, for callers that do not need it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What every layer reads of the packed rows."""
+    """Inputs that every layer reads for the packed rows."""
 
     positions: Tensor
     attention: AttentionBatch

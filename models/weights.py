@@ -1,8 +1,8 @@
-"""From a checkpoint directory, and optionally a LoRA adapter beside it, to a transformer.
+"""From a checkpoint directory, with an optional LoRA adapter, to a transformer.
 
-Checks that every tensor is there, merges adapters in fp32, and lays q, k, v and gate, up side by
-side so that each is one product. Also takes the digest by which two workers know that they hold the
-same weights. Names and files are `checkpoint.py`.
+Checks that every tensor is there, merges adapters in fp32, and puts q, k, v and gate, up next to
+each other, so that each group is one product. Also computes the digest by which two workers know
+that they have the same weights. Names and files are in `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def load_model(
 ) -> Transformer:
     """Load a published checkpoint directory; `block_size` overrides the configuration's.
 
-    Raises CheckpointError naming the configuration key, or the missing, surplus or wrongly shaped
-    tensor, with what was expected and what was found; or how much memory is short, before anything
-    is read.
+    Raises CheckpointError that names the configuration key, or the missing, extra or wrongly shaped
+    tensor, with the expected and the found value; or the missing memory, before anything is read.
     """
     directory, device = Path(path), torch.device(device)
     config = ModelConfig.from_dir(directory, block_size=block_size)
@@ -79,8 +78,8 @@ def load_model(
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:
-    """The dtype called `name`, one of DTYPES; `auto` is what the checkpoint's config.json states,
-    or else that of most of its weights.
+    """The dtype `name`, one of DTYPES; for `auto` that in the checkpoint's config.json, or
+    otherwise that of most of its weights.
 
     Raises CheckpointError for any other name.
     """
@@ -88,13 +87,14 @@ def select_dtype(name: str, path: Path | str) -> torch.dtype:
 
 
 def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
-    """xxh3-128 in hex over names and bytes of config.json and all safetensors files, and the same
-    of the adapter directory, so that workers that loaded different files never agree. Reads every
-    byte once: seconds for 16 GB in the page cache. Raises CheckpointError for a missing file."""
+    """xxh3-128 in hex over names and bytes of config.json and all safetensors files, and of the
+    adapter directory's, so that workers with different files never agree. Reads every byte once:
+    seconds for 16 GB in the page cache. Raises CheckpointError for a missing file.
+    """
     digest = xxhash.xxh3_128()
     for directory, config in _directories(path, adapter):
         for file in (directory / config, *sorted(directory.glob("*.safetensors"))):
-            if not file.is_file():  # a link to what is gone, too
+            if not file.is_file():  # also a broken link
                 raise CheckpointError(f"{file}: no such file")
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             for chunk in _chunks(file):
@@ -105,7 +105,7 @@ def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
 def check_memory(
     directory: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise CheckpointError where tensors of `shapes` do not fit what the device has free."""
+    """Raise CheckpointError if tensors of `shapes` do not fit into the device's free memory."""
     needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     free = free_bytes(device)
     if needed > free:
@@ -116,8 +116,9 @@ def check_memory(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that new tensors may take: of a GPU what nobody has, of the host what it has left
-    once caches of files are dropped, and no more than this process's group is allowed."""
+    """Memory for new tensors: on a GPU the free memory. On the host, the free memory without file
+    caches, within the limit of this process's control group.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
@@ -166,8 +167,9 @@ class _Loader:
         )
 
     def mlps(self, names: LayerNames) -> tuple[Tensor, Tensor]:
-        """gate_up [2I, H] and down [H, I]; of experts each is read right into its place among all,
-        so that a layer is never in memory twice."""
+        """gate_up [2I, H] and down [H, I]. Each expert is read directly into its place among all,
+        so that a layer is never in memory twice.
+        """
         if names.router is None:
             (only,) = names.mlps
             gate_up = torch.cat([self.matrix(only.gate), self.matrix(only.up)])
@@ -196,12 +198,13 @@ class _Loader:
     def read(self, name: str) -> Tensor:
         tensor = self.files.take(name)
         self.progress.add(tensor.nbytes)
-        # On the host it is the file itself, mapped: who rewrites that would change it, or end us.
+        # On the host it is the mapped file itself: a process that rewrites the file would change
+        # it, or end this process.
         return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
 def _check_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -> None:
-    """Some releases of tied models store the head as well; it may stay if it is the embedding."""
+    """Some releases of tied models also store the head, which must equal the embedding."""
     names = module_names(config)
     head = f"{names.head}.weight"
     if not config.tie_embeddings or head not in files.locations:
