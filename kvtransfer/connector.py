@@ -1,7 +1,7 @@
-"""What an engine asks of whatever moves pages, and what it is told in return.
+"""The interface between an engine and the connector that moves its pages.
 
-One small protocol. thread.py runs it over any transport on a thread of its own, loopback.py without
-one. Requests never block; answers are events that the engine polls.
+One small protocol. thread.py runs it over any transport on its own thread, loopback.py without one.
+Requests never block; results are events that the engine polls.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Protocol, TypeVar
 from effuse.kvtransfer.messages import BoundaryState, Manifest, ReceiverAddress, Reservation
 
 PROMISES = 4
-"""How often in each lease a sender says that pages are still to come, while it waits for them."""
+"""How often within a lease a waiting sender reports that pages are still to come."""
 
 
 class Cause(Enum):
     """Why a handoff was refused or failed."""
 
-    MALFORMED = "malformed"  # not a message of the expected form, or beyond a cap
+    MALFORMED = "malformed"  # not a valid message, or beyond a limit
     UNKNOWN_TRANSFER = "unknown transfer"
     ATTEMPT = "attempt"
     INCARNATION = "incarnation"
@@ -28,20 +28,20 @@ class Cause(Enum):
     GENERATION = "generation"
     COVERAGE = "coverage"
     SIZE = "size"
-    SEAL = "seal"  # the digest over the manifest, boundary state included
+    SEAL = "seal"  # the digest over the manifest, including the boundary state
     DIGEST = "digest"  # of a page, over the memory that received it
     LEASE = "lease"
-    UNRESERVED = "unreserved"  # nobody said in time where the pages go
+    UNRESERVED = "unreserved"  # no place for the pages was named in time
     PEER = "peer"  # unreachable, gone, or its transport failed
 
 
 def cause_of(value: str) -> Cause:
-    """The cause that a peer names; MALFORMED for one that there is not."""
+    """The cause that a peer names; MALFORMED for an unknown one."""
     return Cause(value) if value in {cause.value for cause in Cause} else Cause.MALFORMED
 
 
 class HandoffRefused(Exception):
-    """What arrived, or what was asked for, is not what was agreed. The message says both sides."""
+    """The arrival or the request differs from the agreement. The message has both sides."""
 
     def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class HandoffRefused(Exception):
 
 T = TypeVar("T")
 Pending = Callable[[], T | None]
-"""Asked again and again, from the connector's thread; answers once it is there."""
+"""Called repeatedly from the connector's thread; returns the result once there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ class Arrived:
 
     transfer_id: str
     manifest: Manifest
-    seconds: float  # as Pushed.seconds, less the receiver's word
+    seconds: float  # like Pushed.seconds, without the receiver's message
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalRefused:
-    """A transfer that was expected did not pass; its writer may still write."""
+    """An expected transfer failed; its writer may still write."""
 
     transfer_id: str
     cause: Cause
@@ -73,25 +73,26 @@ class ArrivalRefused:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """The writer of a transfer says that its pages are still to come."""
+    """The writer of a transfer reports that its pages are still to come."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """Nothing of a given-up transfer lands in its pages any more."""
+    """Nothing of an abandoned transfer arrives in its pages any more."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What moves the bytes of a push."""
+    """The transport that moves the bytes of a push."""
 
-    # memory, zmq over tcp, or UCX's name, such as cuda_ipc; "a or b" where it cannot be told which
+    # memory, zmq over tcp, or UCX's name, such as cuda_ipc; "a or b" if it is one of two
     name: str
-    is_fallback: bool = False  # pages of GPUs take TCP or the host, which nobody asked for
+    # pages of GPUs go over TCP or the host, although no flag asks for that
+    is_fallback: bool = False
 
 
 UNKNOWN = Route("unknown")
@@ -99,21 +100,21 @@ UNKNOWN = Route("unknown")
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The push is over and acknowledged: the source pages are free to be reused."""
+    """The push has ended and is acknowledged: the source pages are free for reuse."""
 
     transfer_id: str
     pages: int
     num_bytes: int
-    # From the later of two moments, the last page was final and the reservation was known, to the
-    # receiver's word that all of it is verified.
+    # From when both the last page was final and the reservation known, to the receiver's message
+    # that everything is verified.
     seconds: float
     route: Route = UNKNOWN
-    moved_s: float = 0.0  # from the moment that the first page left, to the same end
+    moved_s: float = 0.0  # from when the first page left, to the same end
 
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """The push will not succeed. Source pages are still in use until PushCancelled."""
+    """The push will not succeed. Source pages remain in use until PushCancelled."""
 
     transfer_id: str
     cause: Cause
@@ -122,7 +123,7 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushCancelled:
-    """Nothing of this transfer reads or writes KV memory any more, and nothing of it will."""
+    """This transfer does not read or write KV memory any more, and never will."""
 
     transfer_id: str
 
@@ -131,7 +132,9 @@ ConnectorEvent = Arrived | ArrivalRefused | Promised | Fenced | Pushed | PushFai
 
 
 class Connector(Protocol):
-    """Moves pages between pools. The engine's thread calls all methods; they return at once."""
+    """Moves pages between pools. Only the engine's thread calls its methods, which return
+    immediately.
+    """
 
     @property
     def name(self) -> str:
@@ -139,7 +142,7 @@ class Connector(Protocol):
         ...
 
     def start(self) -> None:
-        """Begins to work; describe() is valid from now on."""
+        """Starts to work; describe() is valid from now on."""
         ...
 
     def close(self) -> None:
@@ -147,7 +150,7 @@ class Connector(Protocol):
         ...
 
     def describe(self) -> ReceiverAddress:
-        """How a peer reaches this pool."""
+        """The address of this pool for peers."""
         ...
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
@@ -157,16 +160,16 @@ class Connector(Protocol):
     def forget(self, transfer_id: str) -> None:
         """Refuses this transfer from now on.
 
-        A two-sided connector answers with Fenced. A one-sided writer is only stopped by itself.
+        A two-sided connector reports Fenced. A one-sided writer can only stop itself.
         """
         ...
 
     def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        """The writer of a forgotten transfer writes no more: it said so, or it is gone.
+        """The writer of a forgotten transfer writes no more: it reported that, or it is gone.
 
-        Answered with Fenced once nothing of it can land, that is, at once where the writer itself
-        said that all it had posted is over (`has_drained`). Of a writer that is gone, bytes may
-        still be under way to this process.
+        Fenced follows once nothing of it can arrive; immediately if the writer itself reported that
+        all its writes have ended (`has_drained`). If the writer is gone, bytes may still be on
+        their way to this process.
         """
         ...
 
@@ -179,22 +182,22 @@ class Connector(Protocol):
     ) -> None:
         """Pages [first, first + n) of the reservation are in `source_pages`.
 
-        `num_final` says how many groups of their layers are final, until all are; without it all
-        are. May be called many times. With no pages it reaches the peer early, and later tells it
-        that pages are still to come: the lease begins anew.
+        `num_final` returns how many groups of their layers are final, until all are; without it all
+        are. The method may be called many times. Without pages it reaches the peer early, and later
+        reports that pages are still to come, which restarts the lease.
         """
         ...
 
     def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow: delivers the manifest once all have landed. Ends the push."""
+        """No more pages follow: sends the manifest once all have arrived, and ends the push."""
         ...
 
     def cancel(self, transfer_id: str) -> None:
-        """Stops a push. Answered by PushCancelled, once nothing of it is in flight."""
+        """Stops a push. PushCancelled follows once nothing of it is in flight."""
         ...
 
     def forget_life(self, incarnation: str) -> None:
-        """A receiver's life is over: gives back what is kept for it."""
+        """A receiver's life has ended: frees all memory that is kept for it."""
         ...
 
     def poll(self) -> list[ConnectorEvent]:
@@ -207,4 +210,4 @@ class Connector(Protocol):
 
 
 class ConnectorDied(RuntimeError):
-    """The connector's thread ended by itself; the log says why."""
+    """The connector's thread ended by itself; the log has the reason."""

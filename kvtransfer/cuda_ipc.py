@@ -1,8 +1,8 @@
-"""A GPU's memory of another process, mapped for as long as its peer is known.
+"""A GPU's memory of another process, mapped as long as its peer is known.
 
-UCX maps the memory of a peer for each write, unless it keeps every mapping for ever, which keeps
-the memory of an ended process in use. The driver counts mappings of one handle: with one of ours
-beside them UCX's cost nothing, and the memory is free once we have given ours back.
+UCX maps the memory of a peer for each write, unless it keeps every mapping for ever, and then the
+memory of an ended process stays in use. The driver counts mappings of one handle: while we hold
+one, UCX's cost nothing, and the memory is free once we release ours.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def handle_of(address: int) -> bytes:
 
 
 def open_handle(handle: bytes) -> int:
-    """Maps the memory of a handle in the current context; its address here, 0 if it cannot be
-    mapped: on another machine, or if no link joins the GPUs."""
+    """Maps the memory of a handle in the current context. Returns its address here, or 0 if it
+    cannot be mapped because it is on another machine or no link joins the GPUs.
+    """
     address = ctypes.c_uint64(0)
     mapped = _Handle.from_buffer_copy(handle)
     flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
@@ -38,7 +39,7 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Gives one mapping back."""
+    """Releases one mapping."""
     _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
 
 

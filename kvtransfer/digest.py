@@ -1,10 +1,11 @@
-"""Digests of pages, of prompts and of manifests: what catches accidents and stale bytes.
+"""Digests of pages, of prompts and of manifests, which detect accidents and stale bytes.
 
 The digest of a handoff's pages is xxh3_128 over the xxh3_64 of all of their pieces
-(kernels/pages_digests.py), which a GPU takes of its own pages and a CPU of its own, to the same
-bits; the seed is the receiver's. One for all: one for each page takes the host ten times as long,
-while nothing else is left to wait for. Digests are taken beside everything else: a job is begun,
-and asked later whether it is done. Not a defence against an attacker: xxh3 is not cryptographic.
+(kernels/pages_digests.py). A GPU computes it for its own pages and a CPU for its own, with the same
+bits; the seed is the receiver's. It is one digest for all pages, because one for each page takes
+the host ten times as long, while nothing else remains to wait for. Digests are computed beside
+everything else: a job is started, and polled later. They are no defence against an attacker,
+because xxh3 is not cryptographic.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from effuse.kvtransfer.messages import Finish, Manifest, encode
 
 PieceDigests = npt.NDArray[np.int64]
 
-MOST_KEYS = 4096  # kept; each receiver has one
+MOST_KEYS = 4096  # kept keys; each receiver has one
 
 
 class DigestJob(Protocol):
-    """Digests that are being taken."""
+    """Digests under computation."""
 
     def poll(self) -> PieceDigests | None:
-        """[pages, pieces], once they are there; the memory is not read any more then."""
+        """[pages, pieces], once they are done; the memory is not read any more then."""
         ...
 
 
 class Digester(Protocol):
-    """Takes digests of one pool's pages, where they lie."""
+    """Computes digests of one pool's pages, in place."""
 
     def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
         """Of these groups of layers of these pages."""
@@ -58,15 +59,15 @@ def pieces_in_group(layout: KVLayout) -> int:
 
 
 def digester_of(memory: PageMemory) -> Digester:
-    """What takes digests of this memory."""
+    """The object that computes digests of this memory."""
     return DeviceDigester(memory) if memory.device.type == "cuda" else HostDigester(memory)
 
 
 class HostDigester:
-    """Digests of pages in host memory, taken at once, right after their bytes were moved.
+    """Digests of pages in host memory, computed immediately, right after their bytes were moved.
 
-    Not on a thread of their own: beside the connector's they would hold the interpreter and a
-    second processor (measured: handoffs of 64 MiB took 1.6 times as long on two processors).
+    Not on a separate thread: next to the connector's, it would hold the interpreter and a second
+    processor (measured: handoffs of 64 MiB took 1.6 times as long on two processors).
     """
 
     def __init__(self, memory: PageMemory) -> None:
@@ -78,7 +79,8 @@ class HostDigester:
     def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
         """Of these groups of layers of these pages.
 
-        Without torch, whose few calls took as long as the digests of three pages (measured)."""
+        Without torch, because its few calls took as long as the digests of three pages (measured).
+        """
         first, end = groups.start * self._in_group, groups.stop * self._in_group
         found = np.empty((len(page_ids), end - first), dtype=np.uint64)
         for digests, page_id in zip(found, page_ids, strict=True):
@@ -96,10 +98,10 @@ class _OnHost:
 
 
 class DeviceDigester:
-    """Digests of pages on a GPU, on the pool's stream for transfers, which waits for nobody.
+    """Digests of pages on a GPU, on the pool's stream for transfers, without waits.
 
-    What a job asks and finds lies in pinned memory of the host that is kept, and that the kernel
-    itself reads and writes: a handoff waits for its host twice, and copies, new buffers and views
+    A job's input and output are in pinned memory of the host that is kept, and that the kernel
+    itself reads and writes. A handoff waits for its host twice, and copies, new buffers and views
     of them took five times as long as the launch.
     """
 
@@ -111,11 +113,11 @@ class DeviceDigester:
         self._pool = PoolDigests(memory.byte_rows(), piece_bytes, memory.stream)
         self._keys: dict[int, Tensor] = {}  # by seed, on the device
         self._free: list[_Buffers] = []
-        # Jobs that nobody may ask any more: their memory is the kernel's until it has ended.
+        # Jobs without readers: their memory belongs to the kernel until it has ended.
         self._running: list[_OnDevice] = []
 
     def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
-        """Of these groups of layers of these pages, behind what was queued on the stream."""
+        """Of these groups of layers of these pages, after all work queued on the stream."""
         num_ids, num_pieces = len(page_ids), len(groups) * pieces_in_group(self._layout)
         buffers = self._buffers(num_ids, num_ids * num_pieces)
         buffers.ids_on_host[:num_ids] = page_ids
@@ -143,7 +145,7 @@ class DeviceDigester:
         return key
 
     def _buffers(self, num_ids: int, num_found: int) -> _Buffers:
-        """Free ones that are large enough; too small ones are given up."""
+        """Free buffers that are large enough; too small ones are dropped."""
         while self._free:
             buffers = self._free.pop()
             if buffers.num_ids >= num_ids and buffers.num_found >= num_found:
@@ -152,10 +154,10 @@ class DeviceDigester:
 
 
 class _Buffers:
-    """What one job at a time needs: page ids [num_ids] int32 and digests [num_found] int64."""
+    """Buffers of one job at a time: page ids [num_ids] int32 and digests [num_found] int64."""
 
     def __init__(self, num_ids: int, num_found: int) -> None:
-        """With room for at least so many."""
+        """With room for at least this many."""
         self.num_ids, self.num_found = (1 << (n - 1).bit_length() for n in (num_ids, num_found))
         self.ids = torch.empty(self.num_ids, dtype=torch.int32, pin_memory=True)
         self.found = torch.empty(self.num_found, dtype=torch.int64, pin_memory=True)
@@ -172,7 +174,7 @@ class _OnDevice:
     found: PieceDigests | None = None
 
     def has_ended(self) -> bool:
-        """Whether the device neither reads nor writes the buffers for it any more."""
+        """Whether the device neither reads nor writes its buffers any more."""
         return self.found is not None or bool(self.buffers.done.query())  # type: ignore[no-untyped-call]
 
     def poll(self) -> PieceDigests | None:
@@ -194,15 +196,15 @@ def pages_digest(pieces: PieceDigests) -> bytes:
 
 
 def prompt_digest(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> bytes:
-    """Digest of a prompt's ids: whose KV a handoff brings."""
+    """Digest of a prompt's ids, which identifies the KV of a handoff."""
     return xxhash.xxh3_128_digest(np.asarray(token_ids, dtype="<i8").data)
 
 
 def seal_of(manifest: Manifest, elapsed_us: int) -> bytes:
-    """Digest of all that the end of a push says: identities, pages, boundary state, time."""
+    """Digest of the end of a push: identities, pages, boundary state, time."""
     return xxhash.xxh3_128_digest(encode(manifest) + elapsed_us.to_bytes(8, "little"))
 
 
 def finish_of(manifest: Manifest, elapsed_us: int) -> Finish:
-    """The end of a push, sealed."""
+    """The end of a push with its seal."""
     return Finish(manifest, elapsed_us, seal_of(manifest, elapsed_us))

@@ -1,6 +1,7 @@
-"""The two ends of a handoff as tables, events in, instructions out; and which were aborted.
+"""The two ends of a handoff as tables, from events to instructions; and the set of aborted
+transfers.
 
-No I/O, no clock of its own. receiver.py and sender.py carry the instructions out.
+No I/O and no clock. receiver.py and sender.py carry out the instructions.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ STORY_LENGTH = 16
 
 
 class ReceiverState(Enum):
-    """Where a reservation is in its life, on the decode side."""
+    """State of a reservation, on the decode side."""
 
-    RESERVED = auto()  # pages held, nobody told
+    RESERVED = auto()  # pages held, no writer knows them
     RECEIVING = auto()  # a writer may write at any time
-    ABORTING = auto()  # given up; the writer may still write
-    FENCING = auto()  # given up; the writer writes no more, but what it wrote may be under way
-    VERIFIED = auto()  # over: the pages belong to the sequence
-    RELEASED = auto()  # over: the pages are free
+    ABORTING = auto()  # abandoned; the writer may still write
+    FENCING = auto()  # abandoned; the writer has stopped, but its bytes may be on their way
+    VERIFIED = auto()  # ended: the pages belong to the sequence
+    RELEASED = auto()  # ended: the pages are free
 
 
 class ReceiverEvent(Enum):
-    """What can happen to a reservation."""
+    """Events of a reservation."""
 
     OFFERED = auto()
     ARRIVED = auto()  # complete and verified
@@ -33,11 +34,11 @@ class ReceiverEvent(Enum):
     EXPIRED = auto()
     ABORTED = auto()
     WRITER_GONE = auto()
-    FENCED = auto()  # the connector: nothing of it lands any more
+    FENCED = auto()  # from the connector: nothing of it arrives any more
 
 
 class ReceiverDo(Enum):
-    """What is to be done about it."""
+    """The receiver's instructions."""
 
     OPEN_PAGES = auto()
     EXPECT = auto()
@@ -76,33 +77,33 @@ RECEIVER: Mapping[tuple[R, E], tuple[R, tuple[D, ...]]] = {
 
 
 class SenderState(Enum):
-    """Where a prompt's handoff is in its life, on the prefill side."""
+    """State of a prompt's handoff, on the prefill side."""
 
     COMPUTING = auto()  # no reservation yet
     COMPUTED = auto()  # no reservation yet; all of it is computed or in a forward
     PUSHING = auto()  # reservation known, prompt not done
-    FINISHING = auto()  # all pushed but the acknowledgement
-    DRAINING = auto()  # given up; writes may be in flight
+    FINISHING = auto()  # everything is pushed, but not acknowledged
+    DRAINING = auto()  # abandoned; writes may be in flight
     ENDED = auto()
 
 
 class SenderEvent(Enum):
-    """What can happen to a prompt's handoff."""
+    """Events of a prompt's handoff."""
 
-    ADDRESSED = auto()  # the reservation came
+    ADDRESSED = auto()  # the reservation arrived
     PAGES_READY = auto()
     COMPUTED = auto()
     ACKNOWLEDGED = auto()
-    FAILED = auto()  # the push
-    EXPIRED = auto()  # no reservation came, or the connector says nothing
+    FAILED = auto()  # by the push
+    EXPIRED = auto()  # no reservation arrived, or the connector is silent
     ABORTED = auto()
     DRAINED = auto()
 
 
 class SenderDo(Enum):
-    """What is to be done about it."""
+    """The receiver's instructions."""
 
-    PUSH = auto()  # what is ready and was not pushed
+    PUSH = auto()  # pages that are ready and not pushed yet
     FINISH = auto()
     CANCEL = auto()
     FREE_PAGES = auto()
@@ -139,7 +140,7 @@ SENDER: Mapping[tuple[S, F], tuple[S, tuple[G, ...]]] = {
 
 
 class IllegalHandoffEvent(RuntimeError):
-    """Our own mistake: an event that cannot happen in this state."""
+    """A bug: an event that cannot happen in this state."""
 
 
 StateT = TypeVar("StateT", bound=Enum)
@@ -148,7 +149,7 @@ DoT = TypeVar("DoT", bound=Enum)
 
 
 class Machine(Generic[StateT, EventT, DoT]):
-    """One life along a table, under a lease; it remembers its last steps for error texts."""
+    """One life according to a table, with a lease; it remembers its last steps for error texts."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class Machine(Generic[StateT, EventT, DoT]):
         self._story: deque[str] = deque(maxlen=STORY_LENGTH)
 
     def handle(self, event: EventT, now: float) -> tuple[DoT, ...]:
-        """Moves on; says what is to be done, in order. Raises IllegalHandoffEvent."""
+        """Takes an event; returns the instructions in order. Raises IllegalHandoffEvent."""
         found = self._table.get((self.state, event))
         if found is None:
             raise IllegalHandoffEvent(
@@ -175,15 +176,15 @@ class Machine(Generic[StateT, EventT, DoT]):
         return to_do
 
     def allows(self, event: EventT) -> bool:
-        """Whether the event can happen now."""
+        """Whether the event is allowed now."""
         return (self.state, event) in self._table
 
     def renew(self, now: float, lease_s: float) -> None:
-        """Sets the lease anew, from now on."""
+        """Restarts the lease now."""
         self.deadline = now + lease_s
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the lease has run out."""
+        """Whether the lease has expired."""
         return now >= self.deadline
 
     def story(self) -> str:
@@ -192,7 +193,7 @@ class Machine(Generic[StateT, EventT, DoT]):
 
 
 class Tombstones:
-    """Aborted transfer ids, each kept for `keep_s` seconds, the `most` newest of them at most."""
+    """Aborted transfer ids, each kept for `keep_s` seconds, and only the `most` newest of them."""
 
     def __init__(self, keep_s: float, most: int = 1 << 16) -> None:
         self._keep_s = keep_s
@@ -206,7 +207,7 @@ class Tombstones:
         return len(self._since)
 
     def add(self, transfer_id: str, now: float) -> None:
-        """Remembers an aborted transfer, and forgets those of long ago."""
+        """Adds an aborted transfer, and forgets old ones."""
         self._since[transfer_id] = now
         self._since.move_to_end(transfer_id)
         while len(self._since) > self._most or self._oldest() < now - self._keep_s:

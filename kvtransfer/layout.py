@@ -1,6 +1,6 @@
-"""How KV lies in a page, and the fingerprint by which two workers know that they agree on it.
+"""The layout of KV in a page, and the fingerprint by which two workers know that they agree on it.
 
-Pure values. The memory itself is memory.py; who holds which page is pool.py.
+Pure values. The memory itself is in memory.py, the holders of pages in pool.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ DIGEST = "xxh3_128 of xxh3_64 of pieces, under one seal"
 LAYOUT_KINDS = ("unified", "distinct")
 PIECE_BYTES = 16  # of K in the distinct layout
 MOST_GROUPS = {"nixl": 8, "zmq": 16}
-"""Groups of a page's layers that leave one after the other over a connector, at most. A prompt
-waits for the last one, on a slow link for long; over NIXL each takes a descriptor for every page of
-every peer."""
+"""Most groups of a page's layers that leave one after another. A prompt waits for the last one,
+which is long on a slow link. Over NIXL each group takes a descriptor for every page of every peer.
+"""
 FIELD_NAMES = (
     "weights",
     "architecture",
@@ -74,8 +74,9 @@ class KVLayout:
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one page: [layers, 2, kv_heads, page_size, head_dim], in either order of what
-        is inside a head."""
+        """Shape of one page: [layers, 2, kv_heads, page_size, head_dim], in both orders within a
+        head.
+        """
         return (self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
 
     @property
@@ -90,25 +91,25 @@ class KVLayout:
 
     @property
     def num_groups(self) -> int:
-        """Groups of equally many consecutive layers that a page is handed over in, at most."""
+        """Most groups of equally many consecutive layers in which a page is handed over."""
         most = min(self.num_layers, self.most_groups)
         return next(n for n in range(most, 0, -1) if self.num_layers % n == 0)
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of one group of layers in a page; groups lie one behind the other."""
+        """Bytes of one group of layers in a page; groups are contiguous."""
         return self.page_bytes // self.num_groups
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold this many tokens."""
+        """Number of pages for this many tokens."""
         return -(-num_tokens // self.page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the fingerprint says of a model; the layout says the rest."""
+    """The model's part of a fingerprint; the layout has the rest."""
 
-    weights: str  # digest of the weights, adapter included
+    weights: str  # digest of the weights, including the adapter
     architecture: str
     block_size: int
     mask_token_id: int
@@ -133,7 +134,7 @@ class FieldMismatch:
 
 
 def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
-    """Everything that must agree before a page may move, in a fixed order and canonical text."""
+    """Everything that must agree before a page may move, in a fixed order and as canonical text."""
     values = (
         facts.weights,
         facts.architecture,

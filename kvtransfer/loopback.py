@@ -1,7 +1,7 @@
-"""The transport within one process and a connector without a thread: a twin of the others.
+"""The transport within one process, and a connector without a thread; both behave like the others.
 
-Whatever is asked for happens when it is asked for, so tests are deterministic; `Hub.pause` holds
-back what is said and sent.
+Every request takes effect immediately, so that tests are deterministic; `Hub.pause` holds messages
+and pages back.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ MOST_TURNS = 10_000
 
 
 class Hub:
-    """Where the loopback connectors of one process find each other."""
+    """Connects the loopback connectors of one process."""
 
     def __init__(self, *, is_two_sided: bool = True) -> None:
-        """With a one-sided hub senders write into pools, expected or not."""
+        """With a one-sided hub senders write directly into pools, whether expected or not."""
         self.is_two_sided = is_two_sided
         self.members: dict[str, LoopbackConnector] = {}
         self._paused: deque[Callable[[], None]] | None = None
 
     def pause(self) -> None:
-        """Holds everything back that is said from now on."""
+        """Holds back everything that is sent from now on."""
         self._paused = self._paused or deque()
 
     def resume(self) -> None:
-        """Delivers what was held back, in order."""
+        """Delivers everything that was held back, in order."""
         held, self._paused = self._paused or deque(), None
         for deliver in held:
             deliver()
@@ -84,7 +84,7 @@ class LoopbackDelivery:
     has_left: bool = False
 
     def is_over(self) -> bool:
-        """Whether the hub has let it go."""
+        """Whether the hub has delivered or dropped it."""
         return self.has_left
 
 
@@ -94,7 +94,7 @@ class LoopbackTransport:
     name = "loopback"
     chunk_bytes = 1 << 30
     window_bytes = 1 << 30
-    drain_s = -1.0  # what the hub holds back is dropped at once
+    drain_s = -1.0  # chunks that the hub holds back are dropped immediately
 
     def __init__(self, hub: Hub, memory: PageMemory, incarnation: str) -> None:
         self.is_two_sided = hub.is_two_sided
@@ -105,10 +105,10 @@ class LoopbackTransport:
         self._deliveries: list[LoopbackDelivery] = []
 
     def open(self) -> None:
-        """Nothing to make."""
+        """Nothing to open."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to close."""
 
     def address(self) -> ReceiverAddress:
         """This pool's name in the hub."""
@@ -122,7 +122,7 @@ class LoopbackTransport:
         return self._hub.members[endpoint].transport
 
     def leave(self, peer: Peer) -> None:
-        """Nothing is kept."""
+        """Nothing to forget."""
 
     def forget_life(self, incarnation: str) -> None:
         """Nothing is kept for it."""
@@ -132,7 +132,7 @@ class LoopbackTransport:
         return Route("memory")
 
     def drop(self, peer: Peer) -> None:
-        """What the hub holds back will not arrive."""
+        """Chunks that the hub holds back will not arrive."""
         for delivery in self._deliveries:
             delivery.has_left = True
 
@@ -186,13 +186,13 @@ class LoopbackTransport:
         self._memory.write(page_ids, groups, payload)
 
     def renew(self, address: ReceiverAddress) -> None:
-        """Not needed: nothing is placed that is not expected."""
+        """Not needed: only expected pages are placed."""
 
     def shut_off(self, address: ReceiverAddress) -> None:
-        """Not needed: nothing is placed that is not expected."""
+        """Not needed: only expected pages are placed."""
 
     def wait(self, pace: Pace, requests: int) -> None:
-        """Nobody waits here."""
+        """Never waits."""
 
     def _hand(self, peer: Peer, heard: Heard) -> None:
         assert isinstance(peer, LoopbackTransport)
@@ -267,7 +267,7 @@ class LoopbackConnector:
         first: int,
         num_final: Pending[int] | None = None,
     ) -> None:
-        """Pages of a reservation, to leave as their layers become final."""
+        """Pages of a reservation, which leave as their layers become final."""
         self.exchange.push_pages(reservation, source_pages, first, num_final, self._now())
         self._hub.settle()
 
@@ -285,7 +285,7 @@ class LoopbackConnector:
         self._hub.settle()
 
     def poll(self) -> list[ConnectorEvent]:
-        """Events since the last call, after everybody's turn."""
+        """Events since the last call, after every member's turn."""
         if self._incarnation in self._hub.members:
             self._hub.settle()
         with contextlib.suppress(BlockingIOError):
@@ -299,6 +299,6 @@ class LoopbackConnector:
         return self._signal
 
     def emit(self, event: ConnectorEvent) -> None:
-        """Tells the engine."""
+        """Passes an event to the engine."""
         self._events.append(event)
         os.eventfd_write(self._signal, 1)

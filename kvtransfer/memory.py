@@ -1,7 +1,7 @@
 """The pool's tensor, page-major: one page holds all layers, K and V, and is contiguous.
 
-Views and bytes of pages, nothing about who holds them (pool.py). Digests are digest.py, the way
-between a GPU's pages and the host staging.py.
+Views and bytes of pages; pool.py knows their holders. Digests are in digest.py, copies between a
+GPU's pages and the host in staging.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PageMemory:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """The device of the pages."""
         return self.tensor.device
 
     @property
@@ -53,12 +53,15 @@ class PageMemory:
 
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
-        """Where pages on a GPU are digested and copied: beside all forwards, and before them."""
+        """The stream on which pages on a GPU are digested and copied: beside all forwards, with
+        higher priority.
+        """
         return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def layer_views(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer, as strided views of [pages, page_size, kv_heads, head_dim] or as
-        `kernels.pages` describes them."""
+        in `kernels.pages`.
+        """
         if self.layout.kind == "distinct":
             return [distinct_views(layer[:, 0], layer[:, 1]) for layer in self.tensor.unbind(1)]
         return [
@@ -67,7 +70,7 @@ class PageMemory:
         ]
 
     def byte_rows(self) -> Tensor:
-        """The pool's bytes, one page a row: [pages, page_bytes] uint8, without a copy."""
+        """The pool's bytes, one page in each row: [pages, page_bytes] uint8, without a copy."""
         return self.tensor.view(self.num_pages, -1).view(torch.uint8)
 
     def bytes_at(self, page_id: int, count: int = 1, groups: range | None = None) -> memoryview:
@@ -84,8 +87,9 @@ class PageMemory:
         return self._host[start : start + size]
 
     def views(self, page_ids: Sequence[int], groups: range) -> list[memoryview]:
-        """Raw bytes of these groups of layers of these pages in order, in as few pieces as there
-        are. Host memory only."""
+        """Raw bytes of these groups of layers of these pages in order, in as few pieces as
+        possible. Host memory only.
+        """
         if len(groups) == self.layout.num_groups:
             return [self.bytes_at(first, count) for first, count in consecutive_runs(page_ids)]
         return [self.bytes_at(page_id, 1, groups) for page_id in page_ids]
@@ -93,7 +97,7 @@ class PageMemory:
     def write(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
         """Overwrites these groups of layers of these pages. Host memory only.
 
-        payload: their bytes in order, cut where a page's part ends.
+        payload: their bytes in order, split only at the end of a page's part.
         """
         for page_id, data in zip(page_ids, self.cut(groups, payload), strict=True):
             self.bytes_at(page_id, 1, groups)[:] = data
@@ -106,11 +110,11 @@ class PageMemory:
                 yield part[at : at + size]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies all of a page to another one; on a GPU in the order of what is launched."""
+        """Copies a whole page to another one; on a GPU in the order of launches."""
         self.tensor[target].copy_(self.tensor[source])
 
     def zero_tail(self, page_id: int, num_used: int) -> None:
-        """Zeroes the slots of a page from `num_used` on, so that its bytes are determined."""
+        """Clears the slots of a page from `num_used` on, so that its bytes are determined."""
         if not 0 <= num_used <= self.layout.page_size:
             raise ValueError(f"{num_used} used slots in a page of {self.layout.page_size}")
         page = self.tensor[page_id]
@@ -138,10 +142,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def huge_pages(num_bytes: int) -> mmap.mmap:
-    """Zeroed private memory, at least one byte, in huge pages where the kernel has any to give.
+    """Zeroed private memory, at least one byte, in huge pages if the kernel has any.
 
-    A handoff over NIXL takes 0.75 of the time there, one over ZMQ 0.85. Raises OSError where the
-    machine has not that much memory.
+    With huge pages a handoff over NIXL takes 0.75 of the time, one over ZMQ 0.85. Raises OSError if
+    the machine does not have that much memory.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them

@@ -1,10 +1,10 @@
-"""What two engines tell each other about a handoff, as checked values.
+"""The messages of two engines about a handoff, as checked values.
 
 A sender begins, sends pages and finishes. Over ZMQ the bytes of Pages follow it in frames and are
-answered; over NIXL they are written first, and Pages comes as the notification of that write.
+acknowledged. Over NIXL they are written first, and Pages arrives as the notification of that write.
 
-Schemas and caps only: a message that decodes is well-formed, not yet right. Who may say what,
-and when, is handoff.py; how it travels is the transports'.
+Only schemas and limits: a message that decodes is well-formed but perhaps not right. handoff.py
+checks senders and order; transports carry the messages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Field(Struct, frozen=True, array_like=True):
 
 
 class ReceiverAddress(Struct, frozen=True, kw_only=True):
-    """How to reach a receiver's pool; fields that a connector does not use stay empty."""
+    """The address of a receiver's pool; fields that a connector does not use stay empty."""
 
     connector: Name
     endpoint: Text = ""
@@ -88,9 +88,9 @@ class Reservation(Struct, frozen=True, kw_only=True):
 
 
 class BoundaryState(Struct, frozen=True, kw_only=True):
-    """What decode needs beside pages.
+    """Inputs of decoding besides the pages.
 
-    prompt_digest (digest.prompt_digest) says whose KV this is. tail_token_ids are the prompt's
+    prompt_digest (digest.prompt_digest) identifies the prompt. tail_token_ids are the prompt's
     tokens whose KV is not in the pages. hidden (shifting models) is the last paged position's row
     after the final norm: [hidden_size] in the model's dtype.
     """
@@ -102,14 +102,15 @@ class BoundaryState(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
-    """The writer's account of a finished push. Which pages it wrote is not in it: each Pages named
-    its own, and all that were reserved must have come."""
+    """The writer's account of a finished push. It has no page numbers: each Pages named its own,
+    and all reserved pages must have arrived.
+    """
 
     attempt: AttemptId
     source_incarnation: Name
     destination_incarnation: Name
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
-    digest: Digest  # of all pages in the reservation's order, as they lie with the sender
+    digest: Digest  # of all pages in the reservation's order, in the sender's memory
     num_bytes: U63
     boundary: BoundaryState
 
@@ -120,7 +121,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """A sender names itself, the life it means, and its model."""
+    """A sender's introduction: itself, the intended life, and its model."""
 
     attempt: AttemptId
     source: Name
@@ -142,10 +143,10 @@ class Pages(Struct, frozen=True, tag=True):
 
 
 class Finish(Struct, frozen=True, tag=True):
-    """All pages were sent; the manifest says what they are.
+    """All pages were sent; the manifest describes them.
 
-    elapsed_us is how long, when this was sent, the last page had been final and the reservation
-    known. The seal is a digest of both (digest.seal_of).
+    elapsed_us is the time from when the last page was final and the reservation known, to when this
+    was sent. The seal is a digest of both (digest.seal_of).
     """
 
     manifest: Manifest
@@ -154,7 +155,7 @@ class Finish(Struct, frozen=True, tag=True):
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """A chunk that began with this page and group lies in the pool, or was refused."""
+    """The chunk that began with this page and group is in the pool, or was refused."""
 
     transfer_id: Name
     first: U32
@@ -180,12 +181,12 @@ ToSender = Placed | Accepted | Rejected
 
 
 def attempt_of(message: ToReceiver) -> AttemptId:
-    """The attempt that a sender's message is about."""
+    """The attempt of a sender's message."""
     return message.manifest.attempt if isinstance(message, Finish) else message.attempt
 
 
 def source_of(message: ToReceiver) -> str:
-    """The incarnation that a sender's message comes from, by its own account."""
+    """The incarnation that a sender's message names as its own."""
     return message.manifest.source_incarnation if isinstance(message, Finish) else message.source
 
 
@@ -199,7 +200,7 @@ T = TypeVar("T")
 
 
 class MalformedMessage(ValueError):
-    """A peer's bytes are not the message they should be."""
+    """A peer's bytes are not the expected message."""
 
 
 def encode(message: Struct) -> bytes:
@@ -208,14 +209,15 @@ def encode(message: Struct) -> bytes:
 
 
 def decode_reservation(data: bytes | memoryview) -> Reservation:
-    """A reservation of a peer. Raises MalformedMessage."""
+    """A reservation from a peer. Raises MalformedMessage."""
     return _decode(_reservations, data, MAX_MANIFEST_BYTES)
 
 
 def check_reservation(reservation: Reservation) -> Reservation:
-    """Runs the schema over a reservation built by hand (structs are not checked when built).
+    """Applies the schema to a reservation built in code, because structs are not checked when
+    built.
 
-    Raises MalformedMessage, also where a page id lies outside the pool or is named twice.
+    Raises MalformedMessage, also if a page id is outside the pool or occurs twice.
     """
     checked = decode_reservation(encode(reservation))
     ids = [page.page_id for page in checked.pages]
@@ -232,7 +234,7 @@ def check_reservation(reservation: Reservation) -> Reservation:
 
 
 def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
-    """What a sender says. Raises MalformedMessage; nothing in it has been compared yet."""
+    """A sender's message. Raises MalformedMessage; nothing in it has been compared yet."""
     message: ToReceiver = _decode(_to_receiver, data, MAX_MANIFEST_BYTES)
     return message
 
@@ -248,5 +250,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: 
         raise MalformedMessage(f"a message of {len(data)} bytes exceeds the cap of {cap}")
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # last: deep nesting
+    # the last one: deep nesting
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"not a valid message: {error}") from error

@@ -1,4 +1,4 @@
-"""NIXL's Python interface with types, and only the part of it that is used here.
+"""NIXL's Python interface with types, reduced to the part that is used here.
 
 Not used on purpose: its progress thread, which spins on a core even when idle (measured: 1.0 s of
 CPU time a second), and its (de)serialisation of descriptor lists, which is pickle.
@@ -40,9 +40,9 @@ LOG = logging.getLogger(__name__)
 _NETLINK = "libnl-route-3.so.200"
 
 PageList = NewType("PageList", object)  # a prepared list of pages, or of groups of their layers
-Transfer = NewType("Transfer", object)  # a posted or postable write
+Transfer = NewType("Transfer", object)  # a write that is posted or ready to be
 Units = npt.NDArray[np.int32] | list[int]
-"""Places in a prepared list."""
+"""Indices in a prepared list."""
 
 NIXL_ERRORS: tuple[type[Exception], ...] = (
     nixlBackendError,
@@ -60,13 +60,15 @@ NIXL_ERRORS: tuple[type[Exception], ...] = (
 
 
 class NixlAgent:
-    """One agent over UCX. Every method may raise one of NIXL_ERRORS; all belong on one thread."""
+    """One agent over UCX. Every method may raise one of NIXL_ERRORS; all must be called on one
+    thread.
+    """
 
     def __init__(self, name: str) -> None:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         bind_netlink()
-        # UCX would keep a GPU's memory of a peer mapped, and so in use, after the peer was removed
-        # and had ended (`cuda_ipc.py`).
+        # UCX would keep a peer's GPU memory mapped, and so in use, after the peer was removed and
+        # had ended (`cuda_ipc.py`).
         os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
         self.name = name
         self._agent: Any = nixl_agent(
@@ -79,27 +81,30 @@ class NixlAgent:
         )
 
     def register(self, address: int, num_bytes: int, device_id: int, kind: str) -> None:
-        """Registers a pool; once, before its metadata is asked for. kind: DRAM or VRAM."""
+        """Registers a pool once, before its metadata is used. kind: DRAM or VRAM."""
         self._agent.register_memory([(address, num_bytes, device_id, "")], kind)
 
     def close(self) -> None:
-        """Ends the agent with all of its connections; nothing that they still held lands."""
+        """Ends the agent with all of its connections; nothing still in them arrives."""
         self._agent = None
 
     def metadata(self, handle: bytes = b"") -> bytes:
-        """What peers need to reach this agent and its registered memory, behind its digest.
-        `handle` maps that memory, if a GPU has it (`cuda_ipc.py`)."""
+        """Metadata with which peers reach this agent and its registered memory, after its digest.
+        `handle` maps that memory, if it is on a GPU (`cuda_ipc.py`).
+        """
         return _sealed(handle, self._agent.get_agent_metadata())
 
     def connection(self) -> bytes:
-        """What peers need only to answer this agent, behind its digest. A peer that got a GPU's
-        memory as well would map it, and keep it in use after the end of this process."""
+        """Metadata with which peers can only answer this agent, after its digest. A peer with the
+        GPU's memory in it would map that, and keep it in use after the end of this process.
+        """
         nothing = nixlRegDList(DRAM_SEG)
         return _sealed(b"", self._agent.get_partial_agent_metadata(nothing, True, ["UCX"]))
 
     def add_peer(self, metadata: bytes) -> str:
-        """Makes a peer known; its name. UCX ends the process at some metadata that is spoilt, so
-        only such is read as matches its digest."""
+        """Adds a peer; returns its name. UCX ends the process at some corrupt metadata, so it only
+        reads metadata that matches its digest.
+        """
         digest, told = metadata[:DIGEST_BYTES], metadata[DIGEST_BYTES:]
         if not told or xxhash.xxh3_128_digest(told) != digest:
             raise nixlInvalidParamError("its metadata does not match its digest")
@@ -130,15 +135,17 @@ class NixlAgent:
         )
 
     def post(self, transfer: Transfer, notification: bytes) -> bool:
-        """Starts a write whose end notifies the peer; True if it is over. May block for long."""
+        """Starts a write whose end notifies the peer; returns True if it has already ended. May
+        block for long.
+        """
         return bool(self._agent.transfer(transfer, notification) == "DONE")
 
     def is_done(self, transfer: Transfer) -> bool:
-        """Whether a posted write is over."""
+        """Whether a posted write has ended."""
         return bool(self._agent.check_xfer_state(transfer) == "DONE")
 
     def release(self, transfer: Transfer) -> None:
-        """Frees a write that is over. Of one that is not, the bytes would still land."""
+        """Frees a write that has ended. The bytes of one that has not would still arrive."""
         self._agent.release_xfer_handle(transfer)
 
     def release_pages(self, pages: PageList) -> None:
@@ -146,14 +153,15 @@ class NixlAgent:
         self._agent.release_dlist_handle(pages)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Sends a message to a peer, not bound to a write."""
+        """Sends a message to a peer, independent of a write."""
         self._agent.send_notif(peer, message)
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """(peer, message) since the last call; also moves transfers on."""
+        """(peer, message) since the last call; also advances transfers."""
         try:
             new: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        except UnicodeDecodeError as error:  # NIXL's own binding; what came with it is lost, too
+        # an error in NIXL's own binding; messages of the same call are lost too
+        except UnicodeDecodeError as error:
             LOG.warning("an agent whose name is not UTF-8 sent a notification: %s", error)
             return []
         return [(peer, message) for peer, messages in new.items() for message in messages]
@@ -171,11 +179,12 @@ def _sealed(handle: bytes, told: bytes) -> bytes:
 
 
 def bind_netlink() -> None:
-    """Loads the system's libnl-route, if there is one, before UCX does; again does nothing.
+    """Loads the system's libnl-route, if there is one, before UCX does; has no effect later.
 
-    NIXL's wheel has a copy of it, and the system's comes with RDMA libraries that UCX loads. The
-    two then share functions and not the lists behind them, and a process that ends with both
-    crashes in their destructors (status 139). One that is loaded by itself uses its own functions.
+    NIXL's wheel has a copy of it, and the system's is loaded with RDMA libraries that UCX loads.
+    The two then share functions but not the lists behind them, and a process with both crashes in
+    their destructors at exit (status 139). If the system's is loaded separately, it uses its own
+    functions.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL(_NETLINK, mode=os.RTLD_NOW | os.RTLD_LOCAL)

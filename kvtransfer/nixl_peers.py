@@ -1,7 +1,7 @@
-"""The peers that NIXL agents know: receivers with their pools as prepared page lists, and writers
-that are to be answered.
+"""The peers of NIXL agents: receivers with their pools as prepared page lists, and writers that get
+answers.
 
-A peer whose life, pool or connection changed is removed and added anew; nothing prepared survives.
+A peer whose life, pool or connection changed is removed and added again; no prepared list survives.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class NixlPeer:
     address: ReceiverAddress
     num_pages: int
     pages: PageList
-    groups: PageList  # of layers, page by page
+    groups: PageList  # of groups of layers, page by page
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
     is_gone: bool = False  # its engine has ended
-    mapped: int = 0  # where we have mapped its GPU's memory; 0 if we have not
-    num_tables: int | None = None  # that UCX had told of before this peer was reached
+    mapped: int = 0  # address at which its GPU's memory is mapped here; 0 if it is not
+    num_tables: int | None = None  # that UCX had logged before this peer was reached
     route: Route = UNKNOWN
 
     @property
@@ -46,7 +46,7 @@ class NixlPeer:
 
 
 class NixlPeers:
-    """Receivers that one agent writes to, at most MOST_PEERS; those in use are never removed."""
+    """Receivers to which one agent writes, at most MOST_PEERS; those in use are never removed."""
 
     def __init__(self, agent: NixlAgent, layout: KVLayout, *, on_device: bool = False) -> None:
         self._agent = agent
@@ -55,7 +55,7 @@ class NixlPeers:
         self._peers: dict[str, NixlPeer] = {}  # least recently used first
 
     def find(self, reservation: Reservation) -> NixlPeer:
-        """The peer of a reservation, connected. Raises HandoffRefused where it cannot be used."""
+        """The peer of a reservation, connected. Raises HandoffRefused if it cannot be used."""
         address = reservation.address
         if not address.agent_name or not address.agent_metadata or not address.memory_kind:
             raise HandoffRefused(Cause.MALFORMED, "the reservation lacks its agent's address")
@@ -75,18 +75,19 @@ class NixlPeers:
         return self._peers.get(name)
 
     def lose(self, peer: NixlPeer) -> None:
-        """A connection failed: the peer is prepared anew when it is next asked for."""
+        """A connection failed: the peer is prepared again at its next use."""
         peer.is_lost = True
 
     def forget(self, life: str) -> None:
-        """Removes the receivers of a life that is over, because their memory stays in use as long
-        as they are known. Those with pushes in flight go once these have ended."""
+        """Removes the receivers of an ended life, because their memory stays in use as long as they
+        are known. Receivers with pushes in flight are removed once these have ended.
+        """
         for peer in [one for one in self._peers.values() if f"-{life}-" in one.name]:
             peer.is_gone = True
             self._remove_gone(peer)
 
     def leave(self, peer: NixlPeer) -> None:
-        """A push does not use the peer any more."""
+        """A push has stopped using the peer."""
         peer.num_pushes -= 1
         self._remove_gone(peer)
 
@@ -155,11 +156,12 @@ class NixlPeers:
 
 
 class NixlWriters:
-    """Writers that one agent answers; of too many the least recent is dropped.
+    """Writers that one agent answers; beyond the limit the least recent one is dropped.
 
-    Who says last that it is a writer is answered: were it who says so first, a stranger that came
-    before the writer would have all of its answers. Agents stay known meanwhile, as each one that
-    is removed and added again costs descriptors."""
+    Answers go to the last agent that claims to be the writer. If they went to the first one, a
+    stranger that came before the writer would get all of its answers. Agents stay known meanwhile,
+    because removing and adding one costs descriptors.
+    """
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
@@ -167,7 +169,7 @@ class NixlWriters:
         self._digests: OrderedDict[str, bytes] = OrderedDict()  # by incarnation
 
     def learn(self, incarnation: str, metadata: bytes) -> None:
-        """Takes note of a writer. Raises HandoffRefused where its metadata is of no use."""
+        """Adds a writer. Raises HandoffRefused if its metadata is unusable."""
         if not metadata:
             raise HandoffRefused(Cause.MALFORMED, "the writer's message has no address for answers")
         digest = metadata[:DIGEST_BYTES]
@@ -184,7 +186,7 @@ class NixlWriters:
             self._digests.popitem(last=False)
 
     def tell(self, incarnation: str, message: bytes) -> None:
-        """Tells a writer something, if it is known and can be reached."""
+        """Notifies a writer, if it is known and reachable."""
         digest = self._digests.get(incarnation, b"")
         name = self._names.get(digest)
         if name is None:
@@ -192,7 +194,7 @@ class NixlWriters:
         try:
             attempt("no answer", lambda: self._agent.notify(name, message))
         except HandoffRefused:
-            del self._names[digest]  # gone, or to be learnt anew
+            del self._names[digest]  # gone, or to be added again
 
 
 def pool_lists(
@@ -204,7 +206,9 @@ def pool_lists(
     device_id: int,
     kind: str,
 ) -> tuple[PageList, PageList]:
-    """A pool of `owner` ("": our own) prepared twice: by pages, and by their groups of layers."""
+    """A pool of `owner` ("": this process) prepared twice: by pages, and by their groups of
+    layers.
+    """
 
     def prepared(parts: int) -> PageList:
         unit_bytes = layout.page_bytes // parts
@@ -214,10 +218,10 @@ def pool_lists(
 
 
 def attempt(what: str, action: Callable[[], T]) -> T:
-    """Runs a NIXL call, its errors turned into a refusal that names them."""
+    """Makes a NIXL call, and turns its errors into a refusal that names them."""
     try:
         return action()
-    except UnicodeDecodeError as error:  # NIXL's own binding, of a name in somebody's metadata
+    except UnicodeDecodeError as error:  # from NIXL's own binding, for a name in a peer's metadata
         raise HandoffRefused(Cause.MALFORMED, f"{what}: its name is not UTF-8") from error
     except NIXL_ERRORS as error:
         raise HandoffRefused(Cause.PEER, f"{what}: {type(error).__name__}: {error}") from error

@@ -1,9 +1,9 @@
-"""The transport over NIXL: the sender writes straight into reserved pages.
+"""The transport over NIXL: the sender writes directly into reserved pages.
 
-One agent writes; another is written to. NIXL has no fence: a released write still lands, and over
-TCP the bytes of a writer that is dead wait in our own sockets. So a write is only ever polled until
-it is over, and what a dead writer may have sent is kept out by closing the agent that it was sent
-to: the next one takes over what is reserved from then on.
+One agent writes, and another one receives. NIXL has no fence: a released write still arrives, and
+over TCP the bytes of a dead writer wait in our own sockets. So a write is always polled until it
+has ended. Late bytes of a dead writer are kept out by closing the agent that received from it; the
+next agent serves later reservations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
 HOST_CHUNK_BYTES = 8 << 20
 HOST_WINDOW_BYTES = 32 << 20
 DEVICE_BYTES = 1 << 40
-# A notification wakes nobody: it must be asked for. Over TCP that is also what moves the bytes.
+# A notification wakes no thread, so it must be polled. Over TCP polling also moves the bytes.
 PAUSE_S = {
     Pace.HOT: 0.0,
     Pace.MOVING: 20e-6,
@@ -66,16 +66,16 @@ PAUSE_S = {
     Pace.EXPECTING: 1e-3,
     Pace.IDLE: 0.1,
 }
-LOOKS = 8  # at a write, one after the other: where a GPU copies, one may see a part of it only
-HOST_HOT_S = 20e-6  # where processors move the bytes, somebody else may need this one
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which UCX, too, knows its own machine
+LOOKS = 8  # polls at a write, one after another: if a GPU copies, one may only see a part of it
+HOST_HOT_S = 20e-6  # if processors move the bytes, another thread may need this one
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which UCX also recognises its own machine
 _PR_SET_TIMERSLACK = 29
-_SLACK_NS = 1000  # the kernel's own 50 us would be added to every pause
+_SLACK_NS = 1000  # the kernel would add its own 50 us to every pause
 
 
 @dataclass(slots=True, eq=False)
 class Receiving:
-    """An agent that is written to, and the writers that it answers."""
+    """A receiving agent, and the writers that it answers."""
 
     agent: NixlAgent
     writers: NixlWriters
@@ -84,7 +84,7 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class NixlReply:
-    """A writer, and the agent that it spoke to."""
+    """A writer, and the agent to which it sent."""
 
     receiving: Receiving
     incarnation: str
@@ -97,10 +97,10 @@ class NixlDelivery:
     agent: NixlAgent
     peers: NixlPeers
     peer: NixlPeer
-    write: Transfer | None  # None where it was over at once
+    write: Transfer | None  # None if it ended immediately
 
     def is_over(self) -> bool:
-        """Whether it is. A write that raises is over, too."""
+        """Whether it has ended. A write that raises has ended too."""
         write = self.write
         if write is None:
             return True
@@ -125,7 +125,7 @@ class NixlTransport:
 
     name = "nixl"
     is_two_sided = False
-    drain_s = math.inf  # what was posted is not stopped by anybody
+    drain_s = math.inf  # posted writes cannot be stopped
 
     def __init__(
         self, memory: PageMemory, incarnation: str, *, role: str, host: str = "127.0.0.1"
@@ -144,12 +144,14 @@ class NixlTransport:
 
     def open(self) -> None:
         """Creates the agents and registers the whole pool with each, once. Raises ValueError for a
-        host that is not ours."""
+        host that is not this machine's.
+        """
         confine(self._host)
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
         self._ucx = ucx_log()
         if self._kind == "VRAM":
-            torch.cuda.set_device(self._memory.device)  # else UCX leaves the GPU out without a word
+            # otherwise UCX ignores the GPU without a message
+            torch.cuda.set_device(self._memory.device)
             torch.zeros(1, device=self._memory.device)
         with self._ucx.asked():
             self._sender = self._agent("w")
@@ -168,10 +170,10 @@ class NixlTransport:
         self._retired: list[Receiving] = []
 
     def close(self) -> None:
-        """The agents go with the process; writes that are in flight stay so."""
+        """The agents end with the process; writes that are in flight stay so."""
 
     def address(self) -> ReceiverAddress:
-        """The agent that is written to now, and this pool."""
+        """The current receiving agent, and this pool."""
         return self._receiving.address
 
     # Sending.
@@ -186,16 +188,18 @@ class NixlTransport:
         return peer
 
     def leave(self, peer: Peer) -> None:
-        """A push does not use the peer any more."""
+        """A push has stopped using the peer."""
         assert isinstance(peer, NixlPeer)
         self._peers.leave(peer)
 
     def forget_life(self, incarnation: str) -> None:
-        """Removes its agents, and with them what they map of its memory."""
+        """Removes its agents, and with them their mappings of its memory."""
         self._peers.forget(incarnation)
 
     def route(self, peer: Peer) -> Route:
-        """As UCX says. A table is told once: a peer without one of its own takes an earlier one."""
+        """As UCX reports it. A table is logged once: a peer without its own one takes an earlier
+        one.
+        """
         assert isinstance(peer, NixlPeer)
         if peer.route is UNKNOWN:
             tables = self._ucx.tables()
@@ -231,7 +235,7 @@ class NixlTransport:
             raise
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
-        """Posts a write whose end notifies the receiver. May take as long as copying it does."""
+        """Posts a write whose end notifies the receiver. May take as long as the copy."""
         assert isinstance(peer, NixlPeer)
 
         def post() -> Transfer | None:
@@ -249,8 +253,10 @@ class NixlTransport:
         return NixlDelivery(self._sender, self._peers, peer, write)
 
     def _write(self, peer: NixlPeer, chunk: Chunk) -> Transfer:
-        """A write of a chunk, not posted yet. Whole pages, which wait for nothing but this, go the
-        short way: each step here is taken cold, and costs the host ten times what it does warm."""
+        """A write of a chunk, not posted yet. Whole pages, which wait for nothing else, take a
+        short path, because each step here runs with cold caches and costs the host ten times as
+        much.
+        """
         targets = [page.page_id for page in chunk.targets]
         if len(chunk.groups) == self._layout.num_groups:
             pages = list(chunk.source_pages)
@@ -259,7 +265,7 @@ class NixlTransport:
         target_units = self._units(targets, chunk.groups)
         return self._sender.write(self._own_groups, source_units, peer.groups, target_units)
 
-    # Hearing.
+    # Receiving.
 
     def hear(self) -> list[Heard]:
         """Notifications since the last call."""
@@ -287,7 +293,7 @@ class NixlTransport:
         reply.receiving.writers.learn(begin.source, begin.reply_to)
 
     def answer(self, reply: Reply, message: ToSender) -> None:
-        """Notifies a writer; one that has not introduced itself hears nothing."""
+        """Notifies a writer; one that has not introduced itself gets nothing."""
         assert isinstance(reply, NixlReply)
         if reply.receiving is self._receiving or reply.receiving in self._retired:
             reply.receiving.writers.tell(reply.incarnation, encode(message))
@@ -299,13 +305,13 @@ class NixlTransport:
     # Fencing.
 
     def renew(self, address: ReceiverAddress) -> None:
-        """Has another agent receive from now on."""
+        """Makes another agent receive from now on."""
         if self._receiving.address == address:
             self._retired.append(self._receiving)
             self._receiving = self._receive()
 
     def shut_off(self, address: ReceiverAddress) -> None:
-        """Closes an agent, its connections, and whatever waits in them."""
+        """Closes an agent, its connections, and all bytes that wait in them."""
         for receiving in [one for one in self._retired if one.address == address]:
             self._retired.remove(receiving)
             receiving.agent.close()
@@ -314,16 +320,16 @@ class NixlTransport:
         """Sleeps; a request ends the longer sleeps early."""
         seconds = self._pause_s[pace]
         if not seconds:
-            os.sched_yield()  # a sleep of no time takes 15 to 56 us
+            os.sched_yield()  # a sleep of zero takes 15 to 56 us
         elif pace in (Pace.HOT, Pace.MOVING):
             time.sleep(seconds)
         else:
             if pace is Pace.IDLE:
-                self._ucx.tables()  # so that warnings are seen
+                self._ucx.tables()  # so that warnings are shown
             select.select([requests], [], [], seconds)
 
     def _units(self, page_ids: Sequence[int], groups: range) -> npt.NDArray[np.int32]:
-        """Places of groups of pages in a prepared list, page by page: neighbours are merged."""
+        """Indices of groups of pages in a prepared list, page by page: neighbours are merged."""
         first = np.array(page_ids, dtype=np.int32)[:, None] * self._layout.num_groups
         return np.asarray(first + np.arange(groups.start, groups.stop), dtype=np.int32).ravel()
 
@@ -351,13 +357,13 @@ class NixlTransport:
 
 
 def why_unusable(host: str) -> str:
-    """Why no agent starts here that listens on the interface of `host`; empty if one does."""
+    """Why no agent starts that listens on the interface of `host`; empty if one does."""
     try:
         confine(host)
         with ucx_log().asked():
             NixlAgent(f"probe-{os.getpid()}").close()
     except NIXL_ERRORS as error:
         return f"{type(error).__name__}: {error}"
-    except (ValueError, RuntimeError, OSError) as error:  # of the interface, or of its plugins
+    except (ValueError, RuntimeError, OSError) as error:  # from the interface, or from its plugins
         return str(error)
     return ""

@@ -1,8 +1,8 @@
-"""Which page is whose: states, generations and conservation of pages. No memory, no I/O.
+"""Owners of pages: states, generations and conservation of pages. No memory, no I/O.
 
-A page that a writer may still reach is never free: it is quarantined until the writer is fenced,
-that is, has finished, has acknowledged an abort, or is proven dead. One that several read is free
-once the last of them has let go.
+A page that a writer may still reach is never free. It is quarantined until the writer is fenced,
+that is, until it has finished, has acknowledged an abort, or is proven dead. A shared page is free
+once its last reader has released it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from effuse.kvtransfer.messages import PageRef
 
 
 class PageState(Enum):
-    """Where a page is in its life."""
+    """State of a page."""
 
     FREE = auto()
-    RESERVED = auto()  # held; no writer has been told of it
+    RESERVED = auto()  # held; no writer knows of it
     RECEIVING = auto()  # a remote writer may write at any time
-    COMMITTED = auto()  # read by who holds it; no remote writer is left
-    QUARANTINED = auto()  # given up while a writer may still reach it
+    COMMITTED = auto()  # read by its holders; no remote writer is left
+    QUARANTINED = auto()  # abandoned while a writer may still reach it
 
 
 class PageEvent(Enum):
-    """What can happen to a page."""
+    """Events of a page."""
 
     RESERVE = auto()
     TAKE = auto()  # by a local writer
@@ -34,9 +34,9 @@ class PageEvent(Enum):
     COMMIT = auto()
     QUARANTINE = auto()
     FENCE = auto()  # the remote writer can write no more
-    SHARE = auto()  # with one more holder
-    LEAVE = auto()  # of one holder, where others are left
-    RELEASE = auto()  # by the last one
+    SHARE = auto()  # one more holder
+    LEAVE = auto()  # one holder leaves, others remain
+    RELEASE = auto()  # the last holder leaves
 
 
 TRANSITIONS: dict[tuple[PageState, PageEvent], PageState] = {
@@ -54,11 +54,11 @@ TRANSITIONS: dict[tuple[PageState, PageEvent], PageState] = {
 
 
 class PageError(RuntimeError):
-    """Our own mistake with a page: an illegal transition, or a stale reference."""
+    """A bug with a page: an illegal transition, or a stale reference."""
 
 
 class AuditError(AssertionError):
-    """Pages are lost, held twice, or in a state that nobody accounts for."""
+    """Pages are lost, held twice, or in a state without an owner."""
 
 
 class PagePool:
@@ -70,7 +70,8 @@ class PagePool:
         self.num_pages = num_pages
         self._states = [PageState.FREE] * num_pages
         self._generations = [0] * num_pages
-        self._more_holders: Counter[int] = Counter()  # beyond the first; only of shared pages
+        # holders beyond the first; only of shared pages
+        self._more_holders: Counter[int] = Counter()
         self._free = FreeRuns(num_pages)
         self._counts = Counter({PageState.FREE: num_pages})
 
@@ -97,7 +98,7 @@ class PagePool:
         return self._enter(count, PageEvent.TAKE)
 
     def open(self, pages: Sequence[PageRef]) -> None:
-        """A remote writer is about to be told of these reserved pages."""
+        """A remote writer is about to receive these reserved pages."""
         self._apply(pages, PageEvent.OPEN)
 
     def commit(self, pages: Sequence[PageRef]) -> None:
@@ -105,7 +106,7 @@ class PagePool:
         self._apply(pages, PageEvent.COMMIT)
 
     def quarantine(self, pages: Sequence[PageRef]) -> None:
-        """Gives up pages that a remote writer may still reach."""
+        """Abandons pages that a remote writer may still reach."""
         self._apply(pages, PageEvent.QUARANTINE)
 
     def fence(self, pages: Sequence[PageRef]) -> None:
@@ -113,13 +114,14 @@ class PagePool:
         self._apply(pages, PageEvent.FENCE)
 
     def share(self, pages: Sequence[PageRef]) -> None:
-        """These committed pages have one more holder, who only reads them and releases them too."""
+        """Adds a holder to these committed pages, who only reads them and also releases them."""
         self._apply(pages, PageEvent.SHARE)
         self._more_holders.update(page.page_id for page in pages)
 
     def release(self, pages: Sequence[PageRef]) -> None:
-        """One holder lets go of pages that no remote writer knows of (reserved) or still writes
-        (committed); those that nobody else holds are free."""
+        """One holder releases pages that no remote writer knows of (reserved) or still writes
+        (committed); pages without other holders become free.
+        """
         shared = [page for page in pages if page.page_id in self._more_holders]
         if not shared:
             self._apply(pages, PageEvent.RELEASE)
@@ -130,16 +132,15 @@ class PagePool:
         self._more_holders -= Counter(page.page_id for page in shared)
 
     def count_freed(self, holders: Iterable[Sequence[PageRef]]) -> int:
-        """How many committed pages are free once all these holders have let go of theirs."""
+        """How many committed pages become free once all these holders have released theirs."""
         let_go = Counter(page.page_id for pages in holders for page in pages)
         return sum(count > self._more_holders[page_id] for page_id, count in let_go.items())
 
     def audit(self, held: Iterable[PageRef] | None = None) -> None:
-        """Checks that every page is in exactly one place; raises AuditError with what is wrong.
+        """Checks that every page is in exactly one place; raises AuditError with the difference.
 
-        held: every page that somebody says is theirs, a shared one as often as it has holders; ()
-        when idle. Pages that are neither free nor held are a leak. None checks the pool's own
-        books alone.
+        held: every page that a module holds, a shared one once for each holder; () when idle. Pages
+        that are neither free nor held are a leak. With None, only the pool's own books are checked.
         """
         free = [i for i, state in enumerate(self._states) if state is PageState.FREE]
         if free != self._free.ids():
@@ -234,7 +235,7 @@ class FreeRuns:
         ]
 
     def take(self, count: int) -> list[int]:
-        """Removes `count` ids: from the smallest run that fits, else from the longest ones."""
+        """Removes `count` ids: from the smallest run that fits, otherwise from the longest ones."""
         assert 0 <= count <= self._count, (count, self._count)
         taken: list[int] = []
         while len(taken) < count:
@@ -242,7 +243,7 @@ class FreeRuns:
         return taken
 
     def give(self, page_id: int) -> None:
-        """Returns one id, joining it with its neighbours."""
+        """Adds one id, joining it with its neighbours."""
         start, end = page_id, page_id + 1
         if page_id in self._start_of:
             start = self._start_of[page_id]

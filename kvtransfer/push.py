@@ -1,6 +1,6 @@
-"""One push: what it covers, how far it is, and what it claims at its end. Bookkeeping only.
+"""One push: its pages, its progress, and its claims at the end. Bookkeeping only.
 
-What is done about it is pushes.py, how bytes travel the transport's.
+pushes.py acts on it, and the transport moves the bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from effuse.kvtransfer.transport import Chunk, Delivery, Peer
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who pushes: what a manifest says of its writer."""
+    """The sender's identity for a manifest."""
 
     incarnation: str
     fingerprint: Fingerprint
@@ -45,7 +45,7 @@ class Origin:
 class Batch:
     """Pages that one forward makes final, layer by layer."""
 
-    first: int  # place in the reservation
+    first: int  # index in the reservation
     source_pages: tuple[int, ...]
     num_final: Pending[int] | None
     step: int  # groups that leave together
@@ -61,29 +61,29 @@ class Batch:
 
 @dataclass(slots=True)
 class Push:
-    """One transfer on its way out."""
+    """One outgoing transfer."""
 
     reservation: Reservation
     peer: Peer
     origin: Origin
-    known_at: float  # when the reservation was
-    promised_at: float = 0.0  # when the receiver was last told that pages are still to come
-    covered: set[int] = field(default_factory=set)  # places of pages that were pushed
+    known_at: float  # when the reservation was known
+    promised_at: float = 0.0  # when the receiver last got the message that pages are still to come
+    covered: set[int] = field(default_factory=set)  # indices of pages that were pushed
     batches: list[Batch] = field(default_factory=list)  # not all of whose layers have left
     queue: list[Chunk] = field(default_factory=list)
     deliveries: list[tuple[Delivery, int]] = field(default_factory=list)  # with their bytes
     digesting: list[tuple[Chunk, DigestJob]] = field(default_factory=list)
-    pieces: PieceDigests = field(init=False)  # [pages, pieces], of what was digested
+    pieces: PieceDigests = field(init=False)  # [pages, pieces], of digested parts
     manifest: Manifest | None = None  # once all pieces are digested
     boundary: Pending[BoundaryState] | None = None
-    boundary_state: BoundaryState | None = None  # once it is there
-    final_at: float = 0.0  # no earlier than this were all pages and the boundary final
-    left_at: float | None = None  # when its first page did
+    boundary_state: BoundaryState | None = None  # once it exists
+    final_at: float = 0.0  # all pages and the boundary were final no earlier than this
+    left_at: float | None = None  # when its first page was
     is_finished: bool = False  # the manifest was sent
     is_accepted: bool = False
     is_failed: bool = False
     cancelled_at: float | None = None
-    heard_at: float = 0.0  # when its receiver last said anything, of whichever push
+    heard_at: float = 0.0  # when its receiver last sent a message, for any push
     uses_peer: bool = True
 
     def __post_init__(self) -> None:
@@ -103,33 +103,33 @@ class Push:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages, boundary state left out."""
+        """Bytes of all pages, without boundary state."""
         return len(self.reservation.pages) * self.reservation.page_bytes
 
     @property
     def bytes_under_way(self) -> int:
-        """Bytes of deliveries that are not over."""
+        """Bytes of deliveries that have not ended."""
         return sum(num_bytes for _, num_bytes in self.deliveries)
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing of it reads or writes pages, neither ours nor the peer's."""
+        """Whether it reads or writes no pages any more, here or at the peer."""
         return not self.deliveries and not self.digesting
 
     @property
     def is_moving(self) -> bool:
-        """Whether it moves on by itself, or the receiver's last word is due."""
+        """Whether it advances by itself, or waits for the receiver's last message."""
         has_more = bool(self.queue) or self.is_finished
         return not self.is_quiet or (has_more and not self.is_failed)
 
     @property
     def awaits_forward(self) -> bool:
-        """Whether a forward that it was told of is still to make layers or the boundary final."""
+        """Whether a known forward has yet to make layers or the boundary final."""
         has_more = bool(self.batches) or self.boundary is not None
         return has_more and not self.is_finished and not self.is_failed
 
     def cover(self, source_pages: Sequence[int], first: int) -> None:
-        """Takes note of pages to be pushed. Raises HandoffRefused where they overlap or overrun."""
+        """Adds pages to push. Raises HandoffRefused if they overlap or exceed the reservation."""
         span = range(first, first + len(source_pages))
         if first < 0 or span.stop > len(self.reservation.pages):
             raise HandoffRefused(
@@ -146,9 +146,9 @@ class Push:
         return now - max(self.final_at, self.known_at)
 
     def account(self, boundary: BoundaryState) -> Manifest:
-        """The account of the push, made once: all of its pieces have been digested.
+        """The account of the push, made once all of its pieces have been digested.
 
-        Raises HandoffRefused where pages are missing.
+        Raises HandoffRefused if pages are missing.
         """
         if self.manifest is None:
             self.manifest = self._manifest(boundary)
@@ -170,7 +170,7 @@ class Push:
 
 
 def check_push(reservation: Reservation, origin: Origin, transport: str) -> Reservation:
-    """A reservation that may be pushed into. Raises HandoffRefused, naming both sides."""
+    """A reservation that accepts a push. Raises HandoffRefused that names both sides."""
     try:
         reservation = check_reservation(reservation)
     except MalformedMessage as error:

@@ -1,7 +1,7 @@
-"""The sending half of every connector: what is sent of each push, when, and how it ends.
+"""The sending half of every connector: the messages of each push, their times, and its end.
 
-Layers leave as they become final, digests are taken beside, and the manifest follows when all has
-landed. How bytes travel is the transport's. Runs on the connector's thread.
+Layers leave as they become final, digests are computed beside them, and the manifest follows when
+everything has arrived. The transport moves the bytes. Runs on the connector's thread.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Pushes:
 
     @property
     def is_moving(self) -> bool:
-        """Whether any of them moves on by itself, or its receiver's last word is due."""
+        """Whether any of them advances by itself, or waits for its receiver's last message."""
         return any(push.is_moving for push in self._pushes.values())
 
     @property
@@ -68,7 +68,7 @@ class Pushes:
         """Whether any of them waits for a forward."""
         return any(push.awaits_forward for push in self._pushes.values())
 
-    # What the engine asks for.
+    # Requests of the engine.
 
     def push_pages(
         self,
@@ -78,7 +78,7 @@ class Pushes:
         num_final: Pending[int] | None,
         at: float,
     ) -> None:
-        """Pages of a reservation, to leave as their layers become final; asked for then."""
+        """Pages of a reservation, which leave as their layers become final; requested then."""
         try:
             is_new = reservation.transfer_id not in self._pushes
             push = self._find(reservation, at)
@@ -92,7 +92,7 @@ class Pushes:
             self._fail(reservation.transfer_id, refusal)
 
     def finish(self, reservation: Reservation, boundary: Pending[BoundaryState], at: float) -> None:
-        """No more pages follow; said then."""
+        """No more pages follow; requested then."""
         try:
             push = self._find(reservation, at)
             push.boundary, push.final_at = boundary, at
@@ -100,7 +100,7 @@ class Pushes:
             self._fail(reservation.transfer_id, refusal)
 
     def cancel(self, transfer_id: str) -> None:
-        """Sends nothing more of a push; PushCancelled follows once what was sent is over."""
+        """Sends nothing more of a push; PushCancelled follows once sent parts have ended."""
         push = self._pushes.get(transfer_id)
         if push is None:
             self._emit(PushCancelled(transfer_id))
@@ -109,10 +109,10 @@ class Pushes:
         if push.cancelled_at is None:
             push.cancelled_at = self._now()
 
-    # What receivers and the transport say.
+    # Messages of receivers and of the transport.
 
     def hear(self, peer: Peer, message: ToSender) -> None:
-        """What a receiver answers; only the one that a push goes to may."""
+        """An answer of a receiver; only a push's own receiver may send it."""
         for one in self._pushes.values():
             if one.peer is peer:
                 one.heard_at = self._now()
@@ -120,15 +120,15 @@ class Pushes:
         if push is None or push.peer is not peer:
             return
         match message:
-            case Accepted() if push.is_finished:  # nobody can have accepted what was not claimed
+            case Accepted() if push.is_finished:  # only a sent manifest can be accepted
                 push.is_accepted = True
             case Rejected(transfer_id, cause, text):
                 self._fail(transfer_id, HandoffRefused(cause_of(cause), text))
             case Accepted() | Placed():
-                pass  # the latter is the transport's
+                pass  # the latter by the transport
 
     def lose(self, peer: Peer, refusal: HandoffRefused) -> None:
-        """A receiver is out of reach: fails what goes there and was not accepted."""
+        """A receiver is unreachable: fails its pushes that were not accepted."""
         for push in list(self._pushes.values()):
             if push.peer is peer and not push.is_accepted:
                 self._fail(push.transfer_id, refusal)
@@ -154,7 +154,9 @@ class Pushes:
         return push
 
     def _promise(self, push: Push, at: float) -> None:
-        """Has the lease begin anew at both ends: who introduces itself again has not finished."""
+        """Restarts the lease at both ends: a sender that introduces itself again has not
+        finished.
+        """
         push.promised_at = at
         self._introduce(push)
 
@@ -171,7 +173,7 @@ class Pushes:
         )
 
     def _step(self, num_pages: int) -> int:
-        """Groups of layers of so many pages that are worth a delivery of their own."""
+        """Groups of layers of this many pages that justify a separate delivery."""
         num_bytes = num_pages * self._layout.group_bytes
         return min(self._layout.num_groups, -(-LEAST_BYTES // num_bytes))
 
@@ -193,7 +195,7 @@ class Pushes:
             return True
 
     def _reap(self, push: Push) -> bool:
-        """Takes note of deliveries and digests that are over."""
+        """Notes deliveries and digests that have ended."""
         before = len(push.deliveries), len(push.digesting)
         push.deliveries = [pair for pair in push.deliveries if not self._is_over(push, pair[0])]
         digesting = []
@@ -216,8 +218,10 @@ class Pushes:
             return True
 
     def _move_on(self, push: Push) -> bool:
-        """Sends what is final; then, when all has landed, the manifest. True if anything was."""
-        # First: the boundary is there after the pages, so all of these are looked at below.
+        """Sends final pages; then, when all have arrived, the manifest. True if it sent
+        anything.
+        """
+        # First: the boundary exists after the pages, so all of these are looked at below.
         if push.boundary_state is None and push.boundary is not None:
             push.boundary_state = push.boundary()
             if push.boundary_state is None:
@@ -233,7 +237,7 @@ class Pushes:
             return moved
         if push.batches or push.queue or push.digesting:
             return moved
-        manifest = push.account(boundary)  # while bytes are under way
+        manifest = push.account(boundary)  # while bytes are on their way
         if push.deliveries:
             return moved
         push.is_finished = True
@@ -253,7 +257,7 @@ class Pushes:
         return moved
 
     def _chunks(self, push: Push, batch: Batch, groups: range) -> list[Chunk]:
-        """These groups of a batch in pieces that the transport takes."""
+        """These groups of a batch in pieces that the transport accepts."""
         page_bytes = len(groups) * self._layout.group_bytes
         most = max(1, min(MAX_CHUNK_PAGES, self._transport.chunk_bytes // page_bytes))
         return [
@@ -267,7 +271,7 @@ class Pushes:
         ]
 
     def _deliver(self, push: Push, chunk: Chunk) -> bool:
-        """Sends a chunk; False where there is no room for it now."""
+        """Sends a chunk; False if there is no room for it now."""
         header = Pages(
             push.reservation.attempt,
             self._origin.incarnation,
@@ -284,13 +288,13 @@ class Pushes:
         push.left_at = now if push.left_at is None else push.left_at
         num_bytes = len(chunk.targets) * len(chunk.groups) * self._layout.group_bytes
         push.deliveries.append((delivery, num_bytes))
-        # Last, since nobody waits for them before the bytes have landed.
+        # Last, because they are only needed once the bytes have arrived.
         seed = push.reservation.digest_seed
         job = self._digester.begin(chunk.source_pages, chunk.groups, seed)
         push.digesting.append((chunk, job))
         return True
 
-    # How it ends.
+    # Its end.
 
     def _end(self, push: Push) -> None:
         now = self._now()
@@ -316,10 +320,10 @@ class Pushes:
         push.batches.clear()
 
     def _drain(self, push: Push) -> bool:
-        """Waits for what was sent; a push that nobody has cancelled yet waits for that, too."""
+        """Waits for sent parts; a push that was not cancelled yet also waits for that."""
         if push.cancelled_at is None:
             return False
-        # A link that is slow is no reason to take it from the others; but not beyond the lease.
+        # A slow link alone does not justify closing it for the others; but not beyond the lease.
         silent_since = max(push.cancelled_at, min(push.heard_at, push.deadline))
         if push.deliveries and self._now() - silent_since > self._transport.drain_s:
             self._transport.drop(push.peer)

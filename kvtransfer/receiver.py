@@ -1,4 +1,4 @@
-"""The decode side of handoffs: pool, connector and state machine held together.
+"""The decode side of handoffs: coordinates pool, connector and state machine.
 
 For one engine thread. Reports come from poll(); pages of a verified handoff belong to the caller.
 """
@@ -33,19 +33,19 @@ ReceiverMachine = Machine[ReceiverState, ReceiverEvent, ReceiverDo]
 
 @dataclass(frozen=True, slots=True)
 class ReceiverIdentity:
-    """Who an engine is to its writers."""
+    """Identity of an engine for its writers."""
 
     incarnation: str
     fingerprint: Fingerprint
     page_bytes: int
-    # A push must end within this time from the reservation, or from when its writer last promised
-    # that pages are still to come.
+    # Time for a push, from the reservation or from its writer's last report that pages are still to
+    # come.
     lease_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffFailed:
-    """The handoff did not work. Its pages stay in quarantine until nothing can land in them."""
+    """The handoff failed. Its pages stay in quarantine until nothing can arrive in them."""
 
     transfer_id: str
     cause: Cause
@@ -59,9 +59,9 @@ class _Incoming:
 
 
 class HandoffReceiver:
-    """All handoffs that come into one pool; none where there is no connector.
+    """All incoming handoffs of one pool; none if there is no connector.
 
-    Times are the caller's, on any one monotonic clock.
+    Times are the caller's, on one monotonic clock.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HandoffReceiver:
         self._connector = connector
         self._identity = identity
         self._digest_seed = secrets.randbits(63)
-        self._time = 0.0  # when the caller last said what time it is
+        self._time = 0.0  # the caller's last time
         self._handoffs: dict[str, _Incoming] = {}  # oldest first
 
     @property
@@ -89,7 +89,7 @@ class HandoffReceiver:
         return transfer_id in self._handoffs
 
     def quarantined(self) -> Iterator[PageRef]:
-        """Pages of given-up handoffs in which something may still land; for the audit."""
+        """Pages of abandoned handoffs in which bytes may still arrive; for the audit."""
         for handoff in self._handoffs.values():
             if handoff.machine.state in (ReceiverState.ABORTING, ReceiverState.FENCING):
                 yield from handoff.reservation.pages
@@ -99,7 +99,7 @@ class HandoffReceiver:
     ) -> Reservation:
         """Opens reserved pages to `writer`, the incarnation of the prefill worker that may push.
 
-        The reservation that it returns may be sent at once.
+        The returned reservation may be sent immediately.
         """
         if attempt.transfer_id in self._handoffs:
             raise ValueError(f"transfer {attempt.transfer_id} is already reserved")
@@ -116,25 +116,29 @@ class HandoffReceiver:
         return reservation
 
     def local(self, attempt: AttemptId) -> Reservation:
-        """The same for an attempt that prefills here: nothing is open to anybody."""
+        """The same for an attempt that prefills here: the pages are open to no writer."""
         return self._reservation(attempt, (), ReceiverAddress(connector="local"))
 
     def abort(self, transfer_id: str) -> None:
-        """Gives a handoff up, unreported. Its pages are free once nothing can land in them."""
+        """Abandons a handoff without a report. Its pages are free once nothing can arrive in
+        them.
+        """
         if transfer_id in self._handoffs:
             self._handle(transfer_id, ReceiverEvent.ABORTED)
 
     def writer_gone(self, transfer_id: str, *, has_drained: bool) -> HandoffFailed | None:
-        """The writer writes no more into this transfer's pages: it said that all it had posted is
-        over, or it is gone. Returns what became of a handoff that was still open."""
+        """The writer writes no more into this transfer's pages: it reported that all its writes
+        have ended, or it is gone. Returns the failure of a handoff that was still open.
+        """
         if transfer_id not in self._handoffs:
             return None
         reason = Cause.PEER, "the prefill worker has ended"
         return self._handle(transfer_id, ReceiverEvent.WRITER_GONE, reason, has_drained)
 
     def poll(self, now: float) -> list[Arrived | HandoffFailed]:
-        """What has come to an end since the last call. The pages of what arrived are the caller's
-        from now on."""
+        """Results since the last call. The pages of a verified handoff belong to the caller from
+        now on.
+        """
         self._time = now
         if self._connector is None:
             return []

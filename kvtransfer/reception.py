@@ -1,8 +1,7 @@
-"""The receiving half of every connector: which transfers may arrive, and what must hold.
+"""The receiving half of every connector: expected transfers, and their checks.
 
-Nothing is placed and nothing is accepted that was not checked against its reservation first. What
-arrived is digested over the memory that holds it; whatever is missing or differs is refused. Runs
-on the connector's thread.
+Nothing is placed or accepted without a check against its reservation. Arrived pages are digested in
+the memory that holds them; missing or different ones are refused. Runs on the connector's thread.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from effuse.kvtransfer.transport import FromWriter, Reply, Transport
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Who receives: what a writer must mean."""
+    """The receiver's identity, which a writer must name."""
 
     incarnation: str
     fingerprint: Fingerprint
@@ -61,18 +60,18 @@ class Destination:
 
 @dataclass(slots=True)
 class Expected:
-    """One transfer that may arrive, and what has."""
+    """One expected transfer, and its arrived parts."""
 
     reservation: Reservation
-    writer: str | None  # incarnation of the only one that may write, if that is known
+    writer: str | None  # incarnation of the only allowed writer, if that is known
     layout: KVLayout
     since: float
-    reply: Reply | None = None  # of the writer that was let in
+    reply: Reply | None = None  # of the accepted writer
     covered: npt.NDArray[np.bool_] = field(init=False)  # [pages, groups] that arrived
     pieces: PieceDigests = field(init=False)  # [pages, pieces] found in memory
     digesting: list[tuple[Pages, DigestJob]] = field(default_factory=list)
     manifest: Manifest | None = None
-    began_at: float = 0.0  # when its last page was final, by our clock; once the manifest is there
+    began_at: float = 0.0  # when its last page was final, by our clock; set with the manifest
 
     def __post_init__(self) -> None:
         num_pages, groups = len(self.reservation.pages), self.layout.num_groups
@@ -80,14 +79,14 @@ class Expected:
         self.pieces = np.zeros((num_pages, groups * pieces_in_group(self.layout)), dtype=np.int64)
 
     def span(self, pages: Pages) -> tuple[slice, slice]:
-        """Where these pages and groups are in `covered`."""
+        """Indices of these pages and groups in `covered`."""
         return (
             slice(pages.first, pages.first + len(pages.pages)),
             slice(pages.group, pages.end_group),
         )
 
     def take_digests(self) -> bool:
-        """Takes in digests that are done; whether all are."""
+        """Takes finished digests; returns whether all are."""
         if not self.digesting:
             return True
         left = []
@@ -120,11 +119,11 @@ class Receptions:
         self._emit = emit
         self._now = now
         self._expected: dict[str, Expected] = {}
-        # Given up, and not yet known to be over: the address that they were told.
+        # Abandoned, and perhaps still in progress: the address that their writers know.
         self._given_up: dict[str, ReceiverAddress] = {}
-        self._cut_off: dict[str, ReceiverAddress] = {}  # of these, those whose writer is gone
+        self._cut_off: dict[str, ReceiverAddress] = {}  # those of them whose writer is gone
         self._shut: set[ReceiverAddress] = set()  # one for each writer that died
-        self._placing: dict[str, Expected] = {}  # given up, while copies into pages are under way
+        self._placing: dict[str, Expected] = {}  # abandoned while copies into pages are running
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -137,14 +136,15 @@ class Receptions:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a writer that was let in may write any moment."""
+        """Whether an accepted writer may write at any moment."""
         return any(e.reply is not None for e in self._expected.values())
 
-    # What the engine asks for.
+    # Requests of the engine.
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer from now on. One whose address was shut off since it was given out
-        is refused at once: its writer would hear nothing, and wait for the whole lease."""
+        """Accepts this transfer from now on. If its address was shut off since the reservation, it
+        is refused immediately, because its writer would get no answer and wait for the whole lease.
+        """
         transfer_id = reservation.transfer_id
         layout, since = self._destination.layout, self._now()
         self._expected[transfer_id] = Expected(reservation, writer, layout, since)
@@ -162,11 +162,11 @@ class Receptions:
             return  # the latter: it was refused here, and the engine follows
         if expected is None or expected.take_digests():
             self._free(transfer_id)
-        else:  # a device digests behind what it copies
+        else:  # a device digests after its copy
             self._placing[transfer_id] = expected
 
     def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        """The writer of a forgotten transfer is done or gone; see Connector.fence."""
+        """The writer of a forgotten transfer has finished or is gone; see Connector.fence."""
         address = self._given_up.get(transfer_id)
         if self._transport.is_two_sided:
             return  # forgetting was enough
@@ -176,10 +176,10 @@ class Receptions:
         self._cut_off[transfer_id] = address
         self._transport.renew(address)
 
-    # What writers say.
+    # Messages of writers.
 
     def take(self, heard: FromWriter) -> None:
-        """Obeys a writer, or refuses its transfer and tells both sides."""
+        """Follows a writer's message, or refuses its transfer and reports to both sides."""
         message = heard.message
         transfer_id = attempt_of(message).transfer_id
         try:
@@ -190,7 +190,7 @@ class Receptions:
             self._transport.answer(heard.reply, Placed(transfer_id, message.first, message.group))
 
     def turn(self) -> bool:
-        """Concludes what is complete; closes what nobody may write to any more."""
+        """Completes finished transfers; closes addresses to which no writer may write any more."""
         moved = False
         for expected in list(self._expected.values()):
             if expected.take_digests() and expected.manifest is not None:
@@ -211,7 +211,8 @@ class Receptions:
                 expected = self._identified(begin.attempt, begin.source, begin.destination)
                 self._check_fingerprint(begin.fingerprint)
                 self._transport.learn(heard.reply, begin)
-                # The first word is none, unless it comes so late that the next may be too late.
+                # The first message does not count, unless it is so late that the next one may be
+                # too late.
                 lease_s = expected.reservation.lease_s
                 is_late = self._now() - expected.since > lease_s / PROMISES
                 if (expected.reply is not None or is_late) and expected.manifest is None:
@@ -253,7 +254,8 @@ class Receptions:
     def _check_size(self, num_pages: int, groups: range, payload: Sequence[memoryview]) -> None:
         size = len(groups) * self._destination.layout.group_bytes
         sizes = [part.nbytes for part in payload]
-        if num_pages * size > self._transport.chunk_bytes:  # there is no more room on a GPU's way
+        # there is no more room in a GPU's buffers
+        if num_pages * size > self._transport.chunk_bytes:
             raise HandoffRefused(
                 Cause.SIZE,
                 f"{num_pages * size} bytes in one piece, expected at most "
@@ -297,7 +299,7 @@ class Receptions:
             self._transport.answer(expected.reply, Accepted(transfer_id))
 
     def _refuse(self, transfer_id: str, refusal: HandoffRefused, reply: Reply) -> None:
-        """The one way in which a transfer that was expected is refused; others are only told."""
+        """The only way in which an expected transfer is refused; others just get an answer."""
         if transfer_id in self._expected:
             self._emit(ArrivalRefused(transfer_id, refusal.cause, str(refusal)))
             self.forget(transfer_id)
@@ -329,10 +331,10 @@ class Receptions:
         if found is not None:
             raise HandoffRefused(Cause.FINGERPRINT, str(found))
 
-    # How a given-up transfer ends.
+    # The end of an abandoned transfer.
 
     def _shut_off(self) -> bool:
-        """Shuts off addresses that nobody but writers that are gone could still write to."""
+        """Shuts off addresses to which only writers that are gone could still write."""
         in_use = {expected.reservation.address for expected in self._expected.values()}
         unused = set(self._cut_off.values()) - in_use
         for address in unused:
@@ -350,7 +352,9 @@ class Receptions:
 
 
 def check_span(reservation: Reservation, first: int, pages: Sequence[PageRef]) -> None:
-    """Pages named by a writer are those reserved at [first, first + n), in this allocation."""
+    """The pages that a writer names are those reserved at [first, first + n), in this
+    allocation.
+    """
     reserved = reservation.pages[first : first + len(pages)]
     if first < 0 or len(reserved) != len(pages):
         raise HandoffRefused(
@@ -367,14 +371,14 @@ def check_span(reservation: Reservation, first: int, pages: Sequence[PageRef]) -
 
 
 def check_num_bytes(reservation: Reservation, written: int) -> None:
-    """As many bytes were written, by their writer's account, as are reserved."""
+    """The writer's count of bytes equals the reserved bytes."""
     num_bytes = len(reservation.pages) * reservation.page_bytes
     if written != num_bytes:
         raise HandoffRefused(Cause.SIZE, f"expected {num_bytes} bytes, got {written}")
 
 
 def check_digest(claimed: bytes, found: bytes) -> None:
-    """What lies in memory is what was sent."""
+    """The bytes in memory are those that were sent."""
     if claimed != found:
         raise HandoffRefused(
             Cause.DIGEST,

@@ -1,6 +1,6 @@
-"""The prefill side of handoffs: connector and state machine held together.
+"""The prefill side of handoffs: coordinates connector and state machine.
 
-For one engine thread. Reports come from poll(); source pages belong to the caller, who may reuse
+For one engine thread. Reports come from poll(). Source pages belong to the caller, which may reuse
 them only after Ended.
 """
 
@@ -25,12 +25,12 @@ from effuse.kvtransfer.messages import AttemptId, BoundaryState, Reservation
 
 SenderMachine = Machine[SenderState, SenderEvent, SenderDo]
 
-OVERTIME_S = 5.0  # beyond the lease, which the connector itself keeps: it may be stuck
+OVERTIME_S = 5.0  # after the lease, which the connector itself enforces but may be stuck
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nothing of this transfer reads the source pages any more."""
+    """This transfer does not read the source pages any more."""
 
     transfer_id: str
 
@@ -43,15 +43,16 @@ class _Outgoing:
     attempt: AttemptId
     machine: SenderMachine
     reservation: Reservation | None = None
-    promise_at: float = math.inf  # when the receiver is told again that pages are still to come
-    # Source pages that were not pushed yet, in order, with what says how far they are.
+    # when the receiver next gets the message that pages are still to come
+    promise_at: float = math.inf
+    # Source pages that were not pushed yet, in order, with functions for their progress.
     ready: list[tuple[Sequence[int], Pending[int] | None]] = field(default_factory=list)
     num_pushed: int = 0
     boundary: Pending[BoundaryState] | None = None
 
 
 class HandoffSender:
-    """All handoffs that leave one pool."""
+    """All outgoing handoffs of one pool."""
 
     def __init__(
         self, connector: Connector, *, reservation_s: float, now: Callable[[], float]
@@ -72,16 +73,16 @@ class HandoffSender:
         self._handoffs[attempt.transfer_id] = _Outgoing(attempt, machine)
 
     def reservation(self, transfer_id: str) -> Reservation | None:
-        """Where this handoff goes, once that is known."""
+        """The destination of this handoff, once it is known."""
         return self._handoffs[transfer_id].reservation
 
     def awaits_reservation(self, transfer_id: str) -> bool:
-        """Whether this handoff has not ended and it is not known where it goes."""
+        """Whether this handoff has not ended and its destination is not known."""
         handoff = self._handoffs.get(transfer_id)
         return handoff is not None and handoff.reservation is None
 
     def address(self, reservation: Reservation) -> None:
-        """Says where the pages go; what is final already is pushed at once."""
+        """Sets the destination of the pages; final ones are pushed immediately."""
         handoff = self._handoffs[reservation.transfer_id]
         assert handoff.reservation is None, reservation.transfer_id
         handoff.reservation = reservation
@@ -91,13 +92,15 @@ class HandoffSender:
     def pages_ready(
         self, transfer_id: str, source_pages: Sequence[int], num_final: Pending[int] | None = None
     ) -> None:
-        """Further pages are final, or will be by layers as `num_final` says (see Connector)."""
+        """Further pages are final, or will be by layers according to `num_final` (see
+        Connector).
+        """
         handoff = self._handoffs[transfer_id]
         handoff.ready.append((source_pages, num_final))
         self._handle(handoff, SenderEvent.PAGES_READY)
 
     def computed(self, transfer_id: str, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow, and this goes with them once it is there."""
+        """No more pages follow; `boundary` goes with them once it exists."""
         handoff = self._handoffs[transfer_id]
         handoff.boundary = boundary
         if handoff.reservation is None:
@@ -105,7 +108,7 @@ class HandoffSender:
         self._handle(handoff, SenderEvent.COMPUTED)
 
     def abort(self, transfer_id: str) -> None:
-        """Gives a handoff up, unreported but for its Ended; nothing if it has ended."""
+        """Abandons a handoff, with no other report than Ended; no effect if it has ended."""
         handoff = self._handoffs.get(transfer_id)
         if handoff is not None:
             self._handle(handoff, SenderEvent.ABORTED)
@@ -119,7 +122,7 @@ class HandoffSender:
         self._connector.close()
 
     def poll(self) -> list[SendReport]:
-        """What has happened since the last call, in order."""
+        """Events since the last call, in order."""
         for event in self._connector.poll():
             handoff = self._handoffs.get(event.transfer_id)
             if handoff is not None:
@@ -130,9 +133,9 @@ class HandoffSender:
         return reports
 
     def keep_promises(self) -> None:
-        """Keeps reservations of prompts that are not done: whoever waits in a queue still lives.
+        """Keeps reservations of unfinished prompts, because a prompt in a queue still lives.
 
-        poll() does so, too; this is for who cannot poll for long.
+        poll() does so too; this is for callers that cannot poll for long.
         """
         for handoff in self._handoffs.values():
             is_due = handoff.machine.state is SenderState.PUSHING and (
@@ -150,7 +153,7 @@ class HandoffSender:
             case PushCancelled():
                 self._handle(handoff, SenderEvent.DRAINED)
             case _:
-                pass  # of transfers that come in
+                pass  # of incoming transfers
 
     def _promise(self, handoff: _Outgoing, reservation: Reservation) -> None:
         now, lease_s = self._now(), reservation.lease_s

@@ -1,8 +1,8 @@
 """Pinned buffers between a GPU's pages and the host, on the pool's stream for transfers.
 
-Copies run beside all computing. A buffer is one chunk on its way; with several of them a link is
-filled while the next chunk is copied. Pages are gathered on the GPU first, so that a chunk of
-however many pages is one copy over the bus.
+Copies run beside all computing. A buffer has one chunk in transit; several of them fill a link
+while the next chunk is copied. Pages are gathered on the GPU first, so that a chunk of any number
+of pages is one copy over the bus.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class Buffer:
-    """Room on the host for one chunk, and for the ids of its pages."""
+    """Host memory for one chunk, and for the ids of its pages."""
 
     def __init__(self, num_words: int, most_pages: int, word: torch.dtype) -> None:
         self.words = torch.empty(num_words, dtype=word, pin_memory=True)
@@ -29,7 +29,7 @@ class Buffer:
         self._ids = torch.empty(most_pages, dtype=torch.int64, pin_memory=True)
 
     def ids(self, page_ids: Sequence[int], device: torch.device) -> Tensor:
-        """The ids of pages, on their way to a device."""
+        """The ids of pages, being copied to a device."""
         ids = self._ids[: len(page_ids)]
         ids.numpy()[:] = page_ids
         return ids.to(device, non_blocking=True)
@@ -37,7 +37,7 @@ class Buffer:
 
 @dataclass(slots=True, eq=False)
 class Fetched:
-    """Bytes of pages on their way to the host."""
+    """Bytes of pages, being copied to the host."""
 
     buffer: Buffer
     num_bytes: int
@@ -45,7 +45,7 @@ class Fetched:
     home: deque[Buffer]
 
     def is_over(self) -> bool:
-        """Whether they have arrived: `view` may be read, the pages are not any more."""
+        """Whether they have arrived: `view` may be read, and the pages are not read any more."""
         return _has_ended(self.done)
 
     @property
@@ -54,7 +54,7 @@ class Fetched:
         return self.buffer.data[: self.num_bytes]
 
     def release(self) -> None:
-        """Nobody reads the buffer any more."""
+        """The buffer has no reader any more."""
         self.home.append(self.buffer)
 
 
@@ -68,7 +68,7 @@ class Staging:
         self._stream = memory.stream
         self._rows = memory.byte_rows().view(word)
         most_words = buffer_bytes // word.itemsize
-        # Of one chunk at a time, as all of it happens on one stream.
+        # For one chunk at a time, because everything is on one stream.
         self._gathered = torch.empty(most_words, dtype=word, device=memory.device)
         self._free: deque[Buffer] = deque(
             Buffer(most_words, most_words // self._group_words, word) for _ in range(NUM_BUFFERS)
@@ -81,7 +81,7 @@ class Staging:
         return len(self._free)
 
     def fetch(self, page_ids: Sequence[int], groups: range) -> Fetched | None:
-        """Begins to copy groups of layers of pages to the host; None while no buffer is free."""
+        """Starts to copy groups of layers of pages to the host; None while no buffer is free."""
         if not self._free:
             return None
         buffer = self._free.popleft()
@@ -93,9 +93,9 @@ class Staging:
         return Fetched(buffer, gathered.nbytes, self._mark(), self._free)
 
     def store(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
-        """Begins to copy bytes of the host into groups of layers of pages.
+        """Starts to copy bytes of the host into groups of layers of pages.
 
-        The payload may be reused at once. Waits for an earlier copy where no buffer is free.
+        The payload may be reused immediately. Waits for an earlier copy if no buffer is free.
         """
         buffer = self._buffer()
         at = 0
@@ -121,7 +121,7 @@ class Staging:
         return self._rows[:, groups.start * self._group_words : groups.stop * self._group_words]
 
     def _room(self, page_ids: Sequence[int], groups: range) -> Tensor:
-        """Where the groups of these pages are gathered, a page a row."""
+        """Destination for gathering the groups of these pages, one page in each row."""
         shape = len(page_ids), len(groups) * self._group_words
         return self._gathered[: shape[0] * shape[1]].view(shape)
 

@@ -1,7 +1,8 @@
-"""All that one pool sends and receives over one transport, and the thread that this runs on.
+"""All sending and receiving of one pool over one transport, and the thread that runs it.
 
-A thread of its own, because one transfer call can block for more than a second. Requests in, events
-out, and a descriptor that says when there are any. loopback.py does without the thread.
+On a separate thread, because one transfer call can block for more than a second. Requests go in,
+events come out, and a descriptor is readable while there are any. loopback.py does without the
+thread.
 """
 
 from __future__ import annotations
@@ -34,19 +35,21 @@ from effuse.kvtransfer.transport import (
 
 LOG = logging.getLogger(__name__)
 
-LIVELY_S = 1.0  # a message that was sent may need more looks here before it leaves
+LIVELY_S = 1.0  # a sent message may need more polls here before it leaves
 HOT_S = 0.0005  # after a movement the next one is due so soon that sleeping costs more
-OPEN_S = 60.0  # registering a large pool takes its time
+OPEN_S = 60.0  # registering a large pool takes time
 JOIN_S = 10.0
-STUCK_S = 180  # in one call, of which none takes longer: a kernel may have to be compiled
-_PAUSE_S = 10.0  # between two polls of the engine, which then stood still itself
-# How long a thread that computes may keep the interpreter from others: the default of 5 ms is as
-# long as several handoffs.
+STUCK_S = 180  # limit for one call, of which none takes longer: a kernel may have to be compiled
+_PAUSE_S = 10.0  # between two polls of the engine, which was stopped itself then
+# How long a computing thread may keep the interpreter from others: the default of 5 ms is as long
+# as several handoffs.
 SWITCH_S = 0.0002
 
 
 class Exchange:
-    """Pushes and receptions of one pool; the methods are Connector's, events go to `emit`."""
+    """Pushes and receptions of one pool; the methods are those of Connector, events go to
+    `emit`.
+    """
 
     def __init__(
         self,
@@ -90,11 +93,11 @@ class Exchange:
         num_final: Pending[int] | None,
         at: float,
     ) -> None:
-        """Pages of a reservation, to leave as their layers become final; asked for then."""
+        """Pages of a reservation, which leave as their layers become final; requested then."""
         self._pushes.push_pages(reservation, source_pages, first, num_final, at)
 
     def finish(self, reservation: Reservation, boundary: Pending[BoundaryState], at: float) -> None:
-        """No more pages follow; said then."""
+        """No more pages follow; requested then."""
         self._pushes.finish(reservation, boundary, at)
 
     def cancel(self, transfer_id: str) -> None:
@@ -102,15 +105,15 @@ class Exchange:
         self._pushes.cancel(transfer_id)
 
     def forget_life(self, incarnation: str) -> None:
-        """A receiver's life is over."""
+        """A receiver's life has ended."""
         self._transport.forget_life(incarnation)
 
     def hear(self) -> list[Heard]:
-        """What has been said since the last call."""
+        """Messages since the last call."""
         return self._transport.hear()
 
     def turn(self, heard: Sequence[Heard]) -> bool:
-        """Takes in what was heard and moves on what can be; True if anything did."""
+        """Handles received messages and advances transfers; True if anything moved."""
         for item in heard:
             match item:
                 case FromWriter():
@@ -126,11 +129,11 @@ class Exchange:
 
     @property
     def is_moving(self) -> bool:
-        """Whether bytes or digests are under way, or the last word of a peer."""
+        """Whether bytes, digests, or a peer's last message are on their way."""
         return self._pushes.is_moving or self._receptions.is_moving
 
     def wait(self, requests: int) -> None:
-        """Sleeps for as long as nothing is likely to happen, or until `requests` is readable."""
+        """Sleeps as long as nothing is likely to happen, or until `requests` is readable."""
         self._transport.wait(self._pace(), requests)
 
     def _pace(self) -> Pace:
@@ -146,7 +149,7 @@ class Exchange:
 
 
 class ThreadConnector:
-    """A Connector; `transport` belongs to its thread once it is started."""
+    """A Connector; `transport` belongs to its thread from the start on."""
 
     def __init__(
         self,
@@ -176,7 +179,7 @@ class ThreadConnector:
         self._thread = threading.Thread(target=self._run, name=title, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread and waits until it is open. Raises ValueError where it cannot be."""
+        """Starts the thread and waits until it is open. Raises ValueError if it cannot be."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread.start()
         if not self._opened.wait(OPEN_S):
@@ -198,7 +201,7 @@ class ThreadConnector:
             os.close(self._event_signal)
 
     def describe(self) -> ReceiverAddress:
-        """How a peer reaches this pool."""
+        """The address of this pool for peers."""
         return self._transport.address()
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
@@ -220,7 +223,7 @@ class ThreadConnector:
         first: int,
         num_final: Pending[int] | None = None,
     ) -> None:
-        """Pages of a reservation, to leave as their layers become final."""
+        """Pages of a reservation, which leave as their layers become final."""
         at = self._now()
         self._request(
             lambda: self._exchange.push_pages(reservation, source_pages, first, num_final, at)
@@ -236,12 +239,13 @@ class ThreadConnector:
         self._request(lambda: self._exchange.cancel(transfer_id))
 
     def forget_life(self, incarnation: str) -> None:
-        """A receiver's life is over."""
+        """A receiver's life has ended."""
         self._request(lambda: self._exchange.forget_life(incarnation))
 
     def poll(self) -> list[ConnectorEvent]:
-        """Events since the last call. Raises ConnectorDied if the thread has ended by itself, or
-        does not return from a call."""
+        """Events since the last call. Raises ConnectorDied if the thread has ended by itself, or is
+        stuck in a call.
+        """
         if self._ended.is_set():
             raise ConnectorDied(f"the {self._thread.name} has ended") from self._error
         self._check_turns()
@@ -262,12 +266,12 @@ class ThreadConnector:
             raise ConnectorDied(f"the {self._thread.name} has been in one call for {since:.0f} s")
 
     def _request(self, action: Callable[[], None]) -> None:
-        """Has the thread run this soon; from any thread."""
+        """Makes the thread run this soon; from any thread."""
         self._requests.append(action)
         _raise(self._request_signal)
 
     def _emit(self, event: ConnectorEvent) -> None:
-        """Tells the engine; from the connector's thread."""
+        """Passes an event to the engine; from the connector's thread."""
         self._events.append(event)
         _raise(self._event_signal)
 
@@ -284,8 +288,8 @@ class ThreadConnector:
     def _live(self) -> None:
         self._transport.open()
         self._opened.set()
-        # What a peer says may follow from a request that is still queued: it may be the answer to a
-        # reservation. So requests are served after hearing, before what was heard is taken in.
+        # A peer's message may be the consequence of a request that is still queued, such as a
+        # reservation. So requests are served after receiving, before received messages are handled.
         heard = self._exchange.hear()
         while self._serve_requests() and threading.main_thread().is_alive():
             self._turns += 1
@@ -295,14 +299,14 @@ class ThreadConnector:
         self._exchange.close()
 
     def _serve_requests(self) -> bool:
-        """False once the thread is to end."""
-        # Lowered before closing is looked at: the other way round, a close() in between would wake
-        # nobody.
+        """False once the thread should end."""
+        # Reset before `closing` is checked: otherwise a close() in between would not wake the
+        # thread.
         _lower(self._request_signal)
         if self._closing.is_set():
             return False
-        # Also those that come meanwhile: while another agent was made, the engine gave the old
-        # address out, and what it reserved must be known before that address is shut off.
+        # Also those that arrive meanwhile: while another agent was made, the engine gave the old
+        # address out, and its reservations must be known before that address is shut off.
         while self._requests:
             self._requests.popleft()()
         return True
@@ -317,7 +321,8 @@ def _raise(signal: int) -> None:
 
 
 def _lower(signal: int) -> None:
-    """Always before the queue is read: a signal that is raised late would else stay up for ever,
-    and whoever waits for it would spin."""
+    """Always before the queue is read: otherwise a late signal would stay set for ever, and its
+    waiter would spin.
+    """
     with contextlib.suppress(BlockingIOError):
         os.eventfd_read(signal)

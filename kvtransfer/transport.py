@@ -1,7 +1,8 @@
-"""What a transport does, so that pushes (pushes.py) and receptions (reception.py) are the same over
-all of them. Three: nixl_transport.py, zmq_transport.py, loopback.py.
+"""The interface of a transport, with which pushes (pushes.py) and receptions (reception.py) are the
+same for all three: nixl_transport.py, zmq_transport.py, loopback.py.
 
-All methods are called from the connector's thread and return at once, if nothing else is said.
+All methods are called from the connector's thread and return immediately, unless they state
+otherwise.
 """
 
 from __future__ import annotations
@@ -25,36 +26,36 @@ from effuse.kvtransfer.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Groups of layers of some pages: what moves in one piece."""
+    """Groups of layers of some pages, which move together."""
 
-    first: int  # place of its first page in the reservation
+    first: int  # index of its first page in the reservation
     source_pages: tuple[int, ...]
     targets: tuple[PageRef, ...]
     groups: range
 
 
 class Peer(Protocol):
-    """A receiver that can be written to."""
+    """A receiver to write to."""
 
 
 class Delivery(Protocol):
-    """A chunk on its way."""
+    """A chunk in transit."""
 
     def is_over(self) -> bool:
-        """Whether it has arrived, or will not, and the source is not read any more.
+        """Whether it has arrived, or never will, and the source is not read any more.
 
-        Raises HandoffRefused where it has failed; it is over then, too.
+        Raises HandoffRefused if it has failed, which also ends it.
         """
         ...
 
 
 class Reply(Protocol):
-    """Whom an answer goes to."""
+    """The destination of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromWriter:
-    """What a sender says to this pool. Over a two-sided transport pages come as `payload`."""
+    """A sender's message to this pool. Over a two-sided transport, pages come as `payload`."""
 
     message: ToReceiver
     payload: Sequence[memoryview]
@@ -63,7 +64,7 @@ class FromWriter:
 
 @dataclass(frozen=True, slots=True)
 class FromReceiver:
-    """What a receiver answers."""
+    """A receiver's answer."""
 
     peer: Peer
     message: ToSender
@@ -71,7 +72,7 @@ class FromReceiver:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A receiver is out of reach."""
+    """A receiver is unreachable."""
 
     peer: Peer
     refusal: HandoffRefused
@@ -81,13 +82,13 @@ Heard = FromWriter | FromReceiver | Lost
 
 
 class Pace(Enum):
-    """How soon something may happen that no descriptor tells of."""
+    """How soon an event is likely that no descriptor signals."""
 
-    HOT = auto()  # bytes or digests are under way, and some moved on a moment ago
-    MOVING = auto()  # bytes or digests are under way
-    COMPUTING = auto()  # nothing is under way; a forward of our own makes layers final
-    BEGUN = auto()  # a writer has introduced itself and may write any moment
-    EXPECTING = auto()  # something is reserved, or was said a moment ago
+    HOT = auto()  # bytes or digests are in progress, and some advanced a moment ago
+    MOVING = auto()  # bytes or digests are in progress
+    COMPUTING = auto()  # nothing is in progress; a forward of this engine makes layers final
+    BEGUN = auto()  # a writer has introduced itself and may write at any moment
+    EXPECTING = auto()  # there is a reservation, or a message arrived a moment ago
     IDLE = auto()
 
 
@@ -95,21 +96,21 @@ class Transport(Protocol):
     """Moves bytes and messages between pools."""
 
     name: str
-    is_two_sided: bool  # the receiver places the bytes: what it refuses is never placed
-    chunk_bytes: int  # most of one delivery, in either direction
-    window_bytes: int  # most of a push that is under way
-    drain_s: float  # a receiver that does not answer for so long may be dropped
+    is_two_sided: bool  # the receiver places the bytes, and never places refused ones
+    chunk_bytes: int  # largest delivery, in either direction
+    window_bytes: int  # most bytes of a push in transit
+    drain_s: float  # a receiver that is silent for this long may be dropped
 
     def open(self) -> None:
-        """Makes what belongs to the thread. Raises OSError or ValueError."""
+        """Makes the objects that belong to the thread. Raises OSError or ValueError."""
         ...
 
     def close(self) -> None:
-        """Gives it back."""
+        """Closes them."""
         ...
 
     def address(self) -> ReceiverAddress:
-        """How this pool is reached now."""
+        """The current address of this pool."""
         ...
 
     def reach(self, reservation: Reservation) -> Peer:
@@ -117,38 +118,38 @@ class Transport(Protocol):
         ...
 
     def leave(self, peer: Peer) -> None:
-        """A push does not use the peer any more."""
+        """A push has stopped using the peer."""
         ...
 
     def forget_life(self, incarnation: str) -> None:
-        """A receiver's life is over: gives back what is kept for it."""
+        """A receiver's life has ended: frees all memory that is kept for it."""
         ...
 
     def route(self, peer: Peer) -> Route:
-        """What has moved the bytes of a push that is over."""
+        """The transport that moved the bytes of a finished push."""
         ...
 
     def drop(self, peer: Peer) -> None:
-        """Closes the connection to a peer, where that ends what is under way to it."""
+        """Closes the connection to a peer, if that ends everything in transit to it."""
         ...
 
     def say(self, peer: Peer, message: ToReceiver) -> None:
-        """Tells a receiver something. Raises HandoffRefused."""
+        """Sends a message to a receiver. Raises HandoffRefused."""
         ...
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
-        """Sends a chunk, with its header; None where there is no room now. Raises HandoffRefused.
+        """Sends a chunk with its header; None if there is no room now. Raises HandoffRefused.
 
-        May take as long as copying it does.
+        May take as long as the copy.
         """
         ...
 
     def hear(self) -> list[Heard]:
-        """What has been said since the last call; moves on what is under way."""
+        """Messages since the last call; advances everything in progress."""
         ...
 
     def learn(self, reply: Reply, begin: Begin) -> None:
-        """A writer that was let in is going to be answered. Raises HandoffRefused."""
+        """An accepted writer will get answers. Raises HandoffRefused."""
         ...
 
     def answer(self, reply: Reply, message: ToSender) -> None:
@@ -156,18 +157,19 @@ class Transport(Protocol):
         ...
 
     def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
-        """Copies the bytes that came with Pages into the pool, cut as `PageMemory.write` says."""
+        """Copies the bytes that came with Pages into the pool, split as in `PageMemory.write`."""
         ...
 
     def renew(self, address: ReceiverAddress) -> None:
-        """Gives this pool another address than this one, which works on until `shut_off`."""
+        """Gives this pool another address; the old one works until `shut_off`."""
         ...
 
     def shut_off(self, address: ReceiverAddress) -> None:
-        """Ends an address that was renewed: nothing that was under way to it lands any more."""
+        """Ends a replaced address: nothing in transit to it arrives any more."""
         ...
 
     def wait(self, pace: Pace, requests: int) -> None:
-        """Sleeps as the pace allows, or until the descriptor `requests` or one of its own is
-        readable."""
+        """Sleeps as long as the pace allows, or until the descriptor `requests` or one of its own
+        is readable.
+        """
         ...

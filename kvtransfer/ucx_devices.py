@@ -1,7 +1,7 @@
-"""Where UCX listens: the network devices of the address that a worker was told to listen on.
+"""Where UCX listens: the network devices of the worker's listening address.
 
-UCX listens on every interface of the machine unless it is told which to use. It takes names of
-devices and no addresses, so the interface is looked up that has the address. Linux alone.
+UCX listens on every interface of the machine unless an option names some. It accepts names of
+devices but no addresses, so this file finds the interface of the address. Linux only.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def confine(host: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has UCX listen on the interface of `host` alone; to be called before the first agent is made.
+    """Makes UCX listen only on the interface of `host`; call it before the first agent is made.
 
-    A wildcard means all interfaces, as it does for other sockets, and `UCX_NET_DEVICES` where it is
-    set means what it says. RDMA devices stay where the address is not loopback: nothing reaches
-    them by an IP address. Raises ValueError where no interface has the address.
+    A wildcard means all interfaces, like for other sockets, and a set `UCX_NET_DEVICES` has
+    precedence. RDMA devices stay unless the address is loopback, because nothing reaches them by an
+    IP address. Raises ValueError if no interface has the address.
     """
     address = _resolve(host)
     if address.is_unspecified or DEVICES in environment:
         return
     names = [name for name, own in addresses() if own == address]
-    if address.is_loopback:  # lo has all of 127.0.0.0/8, and tells one address of it
+    if address.is_loopback:  # lo has all of 127.0.0.0/8, and reports one address of it
         names = names or [name for name, own in addresses() if own.is_loopback]
     if not names:
         raise ValueError(
@@ -50,7 +50,7 @@ def confine(host: str, environment: MutableMapping[str, str] = os.environ) -> No
 
 
 def addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Every interface that is up with each of its addresses."""
+    """Every interface that is up, with each of its addresses."""
     table = array.array("B", bytes(_MOST_ENTRIES * _ENTRY_BYTES))
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         asked = struct.pack("iL", len(table), table.buffer_info()[0])
@@ -74,6 +74,6 @@ def _resolve(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _rdma_ports() -> Iterator[str]:
-    """Ports of RDMA devices, as UCX names them."""
+    """Ports of RDMA devices, by UCX's names."""
     for port in sorted(_RDMA.glob("*/ports/*")):
         yield f"{port.parent.parent.name}:{port.name}"

@@ -1,7 +1,7 @@
-"""What UCX says it moves bytes with: its tables of protocols, read out of its log.
+"""The transports that UCX uses: its tables of protocols, read from its log.
 
-UCX tells nobody else. The log goes to a file in memory, since UCX holds back what it writes, and
-whatever is no table goes on to our own log.
+UCX reports them nowhere else. The log goes to a file in memory, because UCX buffers its output, and
+lines outside of tables go to our own log.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from effuse.kvtransfer.connector import UNKNOWN, Route
 LOG = logging.getLogger(__name__)
 
 FILE, TABLES = "UCX_LOG_FILE", "UCX_PROTO_INFO"
-WRITES = "*put*"  # of all operations, those whose tables are wanted
-# Beside these, GPUs' pages go from device to device.
+WRITES = "*put*"  # operations whose tables are used
+# With the defaults and these, GPUs' pages go from device to device.
 SLOW = {"tcp", "self", "cma", "knem", "xpmem", "posix", "sysv", "cuda_copy", "gdr_copy"}
 _DIRECT = {"zero-copy", "short"}
 _PREFIX = re.compile(r"^\[\d+\.\d+\] \[[^\]]*\] *")
@@ -34,7 +34,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How messages of first to last bytes are sent; last is None where there is no end."""
+    """How messages of first to last bytes are sent; last is None without an end."""
 
     first: int
     last: int | None
@@ -44,29 +44,29 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """How one operation is done over one kind of connection."""
+    """The protocols of one operation over one kind of connection."""
 
     scope: str  # self, intra-node or inter-node
-    title: str  # of the operation, with the memory at both ends
+    title: str  # the operation, with the memory at both ends
     rows: tuple[Row, ...]
 
 
 @dataclass(slots=True)
 class Reader:
-    """Takes in the log line by line."""
+    """Reads the log line by line."""
 
     tables: list[Table] = field(default_factory=list)
-    _cells: list[str] = field(default_factory=list)  # of the table that has begun
+    _cells: list[str] = field(default_factory=list)  # of the current table
 
     def take(self, line: str) -> str | None:
-        """Takes a line in; the text of one that is of no table."""
+        """Takes a line; returns the text of a line outside of tables."""
         text = _PREFIX.sub("", line).strip()
         if text.startswith("|") and text.endswith("|"):
             self._cells.append(text.strip("|").strip())
             return None
         if not (text.startswith("+-") and text.endswith("-+")):
             return text or None
-        if len(self._cells) > 3:  # the line below the rows
+        if len(self._cells) > 3:  # the line after the rows
             self.tables.append(_table(self._cells))
             self._cells.clear()
         return None
@@ -75,15 +75,16 @@ class Reader:
 def route_of(
     tables: Iterable[Table], *, on_gpu: bool, num_bytes: int, scope: str | None = None
 ) -> Route:
-    """What writes of so many bytes of pages take by these tables, those of one scope or, without
-    it or where it has none, all but self; where they differ, all names."""
+    """The transports of writes with this many bytes of pages, from tables of one scope or, without
+    it or without such tables, of all scopes except self; all names if they differ.
+    """
     memory = " from cuda" if on_gpu else " from host"
     meant = [
         table
         for table in tables
         if table.scope != "self" and "ucp_put" in table.title and memory in table.title
     ]
-    # To UCX pods of one node may be on two.
+    # UCX may see pods of one node as being on two.
     rows = [
         row
         for table in [one for one in meant if one.scope == scope] or meant
@@ -98,10 +99,10 @@ def route_of(
 
 
 class UcxLog:
-    """The log of this process's UCX; any thread may ask."""
+    """The log of this process's UCX; any thread may use it."""
 
     def __init__(self) -> None:
-        """Leaves the log alone where the environment says already where it goes."""
+        """Does nothing if the environment already sets a destination for the log."""
         self._lock = threading.Lock()
         self._reader = Reader()
         self._rest = b""
@@ -112,9 +113,10 @@ class UcxLog:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """What is made of UCX meanwhile tells its tables; the first of all decides on the log.
+        """UCX objects made within it log their tables; the very first one decides the log's
+        destination.
 
-        Afterwards the environment is as before: processes that are started have logs of their own.
+        Afterwards the environment is as before, because child processes have their own logs.
         """
         wishes = {} if self._file < 0 else {FILE: _name(self._file), TABLES: WRITES}
         own = wishes.keys() - os.environ.keys()
@@ -144,7 +146,7 @@ class UcxLog:
         if end <= self._at:
             return []
         data = self._rest + os.pread(self._file, end - self._at, self._at)
-        # Gives the memory back: UCX writes on behind it.
+        # Frees the memory; UCX continues to write after it.
         self._at = end
         os.ftruncate(self._file, 0)
         *lines, self._rest = data.split(b"\n")
@@ -153,13 +155,14 @@ class UcxLog:
 
 @functools.cache
 def ucx_log() -> UcxLog:
-    """The one of this process; first asked for before anything loads UCX."""
+    """The log of this process; must be called before UCX is loaded."""
     return UcxLog()
 
 
 def _open() -> int:
-    """A file in memory; -1 where it cannot be opened by its name, without which UCX would end the
-    process."""
+    """A file in memory; -1 if it cannot be opened by its name, because UCX would end the process
+    then.
+    """
     file = os.memfd_create("ucx log")
     try:
         os.close(os.open(_name(file), os.O_WRONLY))

@@ -1,13 +1,14 @@
-"""The sockets of the ZMQ transport: one that listens, one to each receiver, and the keys of both.
+"""The sockets of the ZMQ transport: one that listens, one for each receiver, and the keys of both.
 
-ZMQ bounds a frame, not a message: frames that announce another one pile up in its memory until the
-last has come. What it has read of each connection, by the kernel's count, is held against what has
-come out of the listening socket, and a connection that is too far ahead is cut. So is one whose
-message has more frames than any has pages: ZMQ takes 64 bytes for each, and we hundreds.
+ZMQ bounds a frame but not a message: frames that announce another one accumulate in its memory
+until the last has arrived. So the bytes that it has read from each connection, by the kernel's
+count, are compared with those that have left the listening socket. A connection that is too far
+ahead is closed. So is one whose message has more frames than a chunk has pages, because ZMQ takes
+64 bytes for each, and Python hundreds.
 
-One pair of CurveZMQ keys follows from the fleet's secret, and every worker has it, as server and
-as client. Each connection has keys of its own on top, which are gone with it, so that what was
-recorded stays closed to who learns the secret later. http://curvezmq.org/page:read-the-docs
+One pair of CurveZMQ keys is derived from the fleet's secret, and every worker has it, as server and
+as client. Each connection also has its own keys, which end with it. So a later thief of the secret
+cannot read recorded traffic. http://curvezmq.org/page:read-the-docs
 """
 
 from __future__ import annotations
@@ -33,27 +34,29 @@ from effuse.kvtransfer.messages import MAX_CHUNK_PAGES, ToReceiver, encode
 LOG = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 32
-MOST_FRAMES = 1 + MAX_CHUNK_PAGES  # of a message: what it says, and pages
+MOST_FRAMES = 1 + MAX_CHUNK_PAGES  # of a message: its content, and pages
 SHORT_HEADER, LONG_HEADER = 2, 9  # of frames of up to 255 bytes, and of others
-SLACK_BYTES = 16 << 20  # beyond what an honest connection holds
+SLACK_BYTES = 16 << 20  # more than an honest connection holds
 _LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
 KEY_BYTES = 32
 FRAME_BYTES = 33
-"""That encryption adds to a frame: the command's name, a nonce, the code and flags."""
+"""Bytes that encryption adds to a frame: the command's name, a nonce, the code and flags."""
 HEARTBEAT_MS = 1000
 HEARTBEAT_BYTES = 64
-"""More than one takes, encrypted. They never come out of the socket: without them in the account a
-connection would be cut for its age."""
+"""More than one command has, encrypted. They never leave the socket, and without counting them an
+old connection would be closed.
+"""
 SILENCE_MS = 5000
 KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 20,  # seconds, as the next one
+    zmq.TCP_KEEPALIVE_IDLE: 20,  # seconds, like the next one
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 4,
 }
-"""By which a listener learns that a sender's host is gone. It sends no heartbeats of its own, and
-those of the sender may be late behind the bytes of a slow link."""
+"""How a listener notices that a sender's host is gone. It sends no heartbeats itself, and the
+sender's may be delayed behind the bytes of a slow link.
+"""
 _PEER_EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED
@@ -65,34 +68,35 @@ _PEER_EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """A pair of keys as ZMQ writes them."""
+    """A pair of keys in ZMQ's form."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def of(cls, seed: bytes) -> CurveKeys:
-        """The pair that follows from 32 bytes of a secret."""
+        """The pair derived from 32 bytes of a secret."""
         if len(seed) != KEY_BYTES:
             raise ValueError(f"expected {KEY_BYTES} bytes, got {len(seed)}")
         secret = z85.encode(seed)
         return cls(zmq.curve_public(secret), secret)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Has a socket that is not bound yet take encrypted connections alone."""
+        """Makes an unbound socket accept only encrypted connections."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
     def ask(self, socket: zmq.Socket[bytes]) -> None:
-        """Has a socket that is not connected yet reach one that serves these keys, and no other."""
+        """Makes an unconnected socket connect only to an owner of these keys."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
     @contextmanager
     def admitting(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
-        """Lets in who has these keys, for as long as the context lasts. ZMQ asks nobody by itself,
-        and takes any key then."""
+        """Accepts owners of these keys, as long as the context lasts. Without it ZMQ asks nothing,
+        and accepts any key.
+        """
         doorkeeper = ThreadAuthenticator(context)
         doorkeeper.start()
         doorkeeper.configure_curve_callback("*", self)
@@ -102,7 +106,7 @@ class CurveKeys:
             doorkeeper.stop()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether it is the fleet's key; called by the thread that lets in."""
+        """Whether it is the fleet's key; called by the thread that accepts connections."""
         return key == self.public
 
 
@@ -112,22 +116,22 @@ class Connection:
 
     twin: socket.socket  # of the same TCP connection, for the kernel's counts
     since: float  # when it was accepted
-    num_taken: int = 0  # bytes that came out of the ZMQ socket
+    num_taken: int = 0  # bytes that left the ZMQ socket
 
     def num_read(self) -> int:
-        """Bytes that ZMQ has read of it at least: the kernel may keep more than ZMQ does."""
+        """Least number of its bytes that ZMQ has read: the kernel may hold more than ZMQ does."""
         info = self.twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         received: int = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]
         (unread,) = struct.unpack("i", fcntl.ioctl(self.twin, termios.FIONREAD, bytes(4)))
         return received - int(unread)
 
     def num_waiting(self, now: float) -> int:
-        """Bytes that ZMQ holds at least."""
+        """Least number of bytes that ZMQ holds."""
         num_beats = int((now - self.since) * 1000 / HEARTBEAT_MS)
         return self.num_read() - self.num_taken - num_beats * HEARTBEAT_BYTES
 
     def cut(self) -> None:
-        """Ends the connection, for ZMQ too."""
+        """Ends the connection, also for ZMQ."""
         try:
             self.twin.shutdown(socket.SHUT_RDWR)
         except OSError as error:
@@ -136,15 +140,16 @@ class Connection:
 
 @dataclass(slots=True)
 class Received:
-    """One message: who sent it, and its frames."""
+    """One message: its sender and its frames."""
 
     sender: bytes
     frames: list[zmq.Frame] = field(default_factory=list)
 
 
 class ZmqListener:
-    """A bound ROUTER socket. A connection holds `queued` messages of `message_bytes` here at
-    most, and one that is not complete."""
+    """A bound ROUTER socket. Each connection may hold at most `queued` messages of `message_bytes`
+    here, and an incomplete one.
+    """
 
     def __init__(
         self,
@@ -155,7 +160,7 @@ class ZmqListener:
         queued: int,
         keys: CurveKeys | None = None,
     ) -> None:
-        """keys: whose connections alone are taken, and encrypted; None takes all."""
+        """keys: only encrypted connections of their owners are accepted; None accepts all."""
         self.socket = context.socket(zmq.ROUTER)
         if keys is not None:
             keys.serve(self.socket)
@@ -174,7 +179,7 @@ class ZmqListener:
         self._drops = False  # the rest of a message that has too many frames
 
     def close(self) -> None:
-        """Closes the socket; what is queued is dropped."""
+        """Closes the socket; queued messages are dropped."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         for connection in self._connections.values():
@@ -183,7 +188,7 @@ class ZmqListener:
         self.socket.close(linger=0)
 
     def receive(self) -> list[Received]:
-        """Messages that have come, within a bound."""
+        """Messages that have arrived, within a bound."""
         self._watch()
         received: list[Received] = []
         for _ in range(MESSAGES_A_TURN):
@@ -194,8 +199,9 @@ class ZmqListener:
         return received
 
     def _next(self) -> Received | None:
-        """The next message. None where there is none, and while one is dropped that has too many
-        frames: ZMQ gives no others before its end, which may take many turns."""
+        """The next message. None if there is none, and while one with too many frames is dropped:
+        ZMQ returns no others before its end, which may take many turns.
+        """
         frames: list[zmq.Frame] = []
         with suppress(zmq.Again):
             while len(frames) <= MOST_FRAMES:
@@ -231,7 +237,7 @@ class ZmqListener:
             try:
                 twin = socket.socket(fileno=os.dup(descriptor))
             except OSError:
-                continue  # it has ended already
+                continue  # it has already ended
             earlier = self._connections.pop(descriptor, None)
             if earlier is not None:
                 earlier.twin.close()
@@ -257,7 +263,7 @@ class ZmqListener:
                 self._cut(descriptor, f"{waiting} bytes of an unfinished message")
 
     def _cut(self, descriptor: int, sent: str) -> None:
-        """Ends a connection, if it is known; what it sent is for the log."""
+        """Ends a connection, if it is known; `what` describes its message for the log."""
         LOG.warning("closed a connection that sent %s", sent)
         connection = self._connections.pop(descriptor, None)
         if connection is not None:
@@ -266,8 +272,9 @@ class ZmqListener:
 
 
 def _descriptor_of(frames: list[zmq.Frame]) -> int:
-    """ZMQ's descriptor of the connection that a message came over; -1 where ZMQ does not say, as of
-    an empty message, or of a peer that speaks ZMTP 1 or 2."""
+    """ZMQ's descriptor of a message's connection; -1 if ZMQ has none, for example for an empty
+    message, or for a peer with ZMTP 1 or 2.
+    """
     try:
         descriptor: int = frames[0].get(zmq.SRCFD) if frames else -1
     except zmq.ZMQError:
@@ -276,7 +283,7 @@ def _descriptor_of(frames: list[zmq.Frame]) -> int:
 
 
 class ZmqPeer:
-    """A DEALER socket to one endpoint. Raises zmq.ZMQError for an endpoint that is none."""
+    """A DEALER socket to one endpoint. Raises zmq.ZMQError for an invalid endpoint."""
 
     def __init__(
         self,
@@ -285,7 +292,9 @@ class ZmqPeer:
         now: float,
         keys: CurveKeys | None = None,
     ) -> None:
-        """keys: what the receiver must have, too; None asks any, in plain text."""
+        """keys: those that the receiver must also have; None accepts any receiver, in plain
+        text.
+        """
         self.endpoint = endpoint
         self.opened_at = now
         self.is_connected = False
@@ -294,7 +303,7 @@ class ZmqPeer:
         if keys is not None:
             keys.ask(self.socket)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by the sender
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # the sender bounds the bytes in transit
         self.socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
@@ -307,7 +316,7 @@ class ZmqPeer:
             raise
 
     def close(self) -> None:
-        """Drops the connection and all that is queued; may be called twice."""
+        """Drops the connection and everything queued; may be called twice."""
         if self.is_open:
             self.is_open = False
             self.socket.disable_monitor()
@@ -324,8 +333,9 @@ class ZmqPeer:
         return False
 
     def answers(self) -> list[bytes]:
-        """What the receiver has said since the last call, within a bound. No message of ours to a
-        sender has a second frame: one that has comes as empty, and nothing is to be asked then."""
+        """The receiver's messages since the last call, within a bound. Our messages to senders have
+        no second frame; one with a second frame is returned empty, and must not be parsed.
+        """
         said: list[bytes] = []
         with suppress(zmq.Again):
             while len(said) < MESSAGES_A_TURN:
@@ -340,7 +350,7 @@ class ZmqPeer:
         self.socket.send(encode(message), zmq.NOBLOCK)
 
     def send(self, header: ToReceiver, frames: Sequence[memoryview]) -> zmq.MessageTracker:
-        """Sends frames straight from their memory, which is read until the tracker is done."""
+        """Sends frames directly from their memory, which is read until the tracker is done."""
         tracker = self.socket.send_multipart(
             [encode(header), *frames], zmq.NOBLOCK, copy=False, track=True
         )

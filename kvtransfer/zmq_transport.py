@@ -1,8 +1,8 @@
-"""The transport over ZMQ: the receiver places the bytes, after it has checked them.
+"""The transport over ZMQ: the receiver checks the bytes and places them.
 
-The safe fallback, and what machines without RDMA use. Pages in host memory are sent from where they
-lie; those of a GPU pass through pinned buffers. Each chunk is answered, so that a push keeps a
-bounded number of bytes unanswered.
+The safe fallback, and the transport of machines without RDMA. Pages in host memory are sent in
+place; those of a GPU go through pinned buffers. Each chunk is acknowledged, so that a push has a
+bounded number of bytes in transit.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ CHUNK_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
 QUEUED_BYTES = 32 << 20  # per connection, beyond which TCP holds it back
 CONNECT_S = 5.0
-# Of a context: 3 for each peer, whose number is the fleet's. ZMQ's own choice is 1023.
+# Of a context: 3 for each peer, of which there are as many as in the fleet. ZMQ's default is 1023.
 MAX_SOCKETS = 1 << 14
-DRAIN_S = 2.0  # for a receiver to answer what is under way, before its connection is dropped
-IDLE_MS = 20  # between looks at deadlines and at floods; sockets wake the thread sooner
+DRAIN_S = 2.0  # for a receiver to answer chunks in transit, before its connection is dropped
+IDLE_MS = 20  # between checks of deadlines and floods; sockets wake the thread sooner
 MOVING_MS = 1
 ROUTE = Route("zmq over tcp")
-DEVICE_PAUSE_S = 50e-6  # copies of a GPU wake nobody
+DEVICE_PAUSE_S = 50e-6  # copies of a GPU do not wake the thread
 
 
 @dataclass(slots=True, eq=False)
@@ -71,11 +71,13 @@ class ZmqDelivery:
     peer: ZmqPeer
     header: Pages
     fetched: Fetched | None
-    tracker: zmq.MessageTracker | None = None  # says whether ZMQ still reads the memory
+    tracker: zmq.MessageTracker | None = None  # whether ZMQ still reads the memory
     is_placed: bool = False
 
     def is_over(self) -> bool:
-        """Whether it was placed, or its connection has ended and nothing reads the source."""
+        """Whether it was placed, or its connection has ended and the source is not read any
+        more.
+        """
         if not self.is_placed and (self.peer.is_open or self._is_read()):
             return False
         if self.fetched is not None:
@@ -84,14 +86,15 @@ class ZmqDelivery:
         return True
 
     def _is_read(self) -> bool:
-        """Whether ZMQ or a copy may still read what is sent."""
+        """Whether ZMQ or a copy may still read the source."""
         is_fetched = self.fetched is None or self.fetched.is_over()
         return not is_fetched or (self.tracker is not None and not self.tracker.done)
 
 
 class ZmqTransport:
-    """A Transport that listens on `host`, reached by peers as `advertised_host`; with `keys` it
-    speaks to who has them, too, and to nobody else."""
+    """A Transport that listens on `host`, and that peers reach as `advertised_host`; with `keys` it
+    only connects to their owners.
+    """
 
     name = "zmq"
     is_two_sided = True
@@ -120,7 +123,7 @@ class ZmqTransport:
         self._address = ReceiverAddress(connector=self.name)
         self._staging: Staging | None = None
         self._peers: dict[str, ZmqPeer] = {}
-        self._poller = zmq.Poller()  # of all sockets that there are
+        self._poller = zmq.Poller()  # of all existing sockets
         self._fetching: list[ZmqDelivery] = []  # to be sent once they are on the host
         self._sent: dict[tuple[str, int, int], ZmqDelivery] = {}  # not answered yet
 
@@ -153,13 +156,13 @@ class ZmqTransport:
         self._context.term()
 
     def address(self) -> ReceiverAddress:
-        """Where this pool listens."""
+        """The listening address of this pool."""
         return self._address
 
     # Sending.
 
     def reach(self, reservation: Reservation) -> Peer:
-        """A connection to the receiver of a reservation, new or not."""
+        """A connection to the receiver of a reservation, new or existing."""
         endpoint = reservation.address.endpoint
         peer = self._peers.get(endpoint)
         if peer is None:
@@ -186,7 +189,7 @@ class ZmqTransport:
         return ROUTE
 
     def drop(self, peer: Peer) -> None:
-        """Closes a connection; what was sent over it is not read any more then."""
+        """Closes a connection; nothing that was sent over it is read any more then."""
         assert isinstance(peer, ZmqPeer)
         if self._peers.get(peer.endpoint) is peer:
             del self._peers[peer.endpoint]
@@ -203,7 +206,7 @@ class ZmqTransport:
             peer.say(message)
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
-        """Sends pages from where they lie; those of a GPU once they have been copied."""
+        """Sends pages in place; those of a GPU once they have been copied."""
         assert isinstance(peer, ZmqPeer)
         with _open(peer):
             if self._staging is None:
@@ -211,7 +214,7 @@ class ZmqTransport:
                 self._send(delivery, self._memory.views(chunk.source_pages, chunk.groups))
                 return delivery
             if self._num_staged(peer) >= self._staging.num_free:
-                return None  # what is left is for others, should this peer never answer
+                return None  # the rest is for others, in case this peer never answers
             fetched = self._staging.fetch(chunk.source_pages, chunk.groups)
         if fetched is None:
             return None
@@ -220,7 +223,7 @@ class ZmqTransport:
         return delivery
 
     def _num_staged(self, peer: ZmqPeer) -> int:
-        """Buffers that hold what this peer has not answered."""
+        """Buffers with chunks that this peer has not answered."""
         return sum(one.peer is peer for one in (*self._fetching, *self._sent.values()))
 
     def _send(self, delivery: ZmqDelivery, frames: Sequence[memoryview]) -> None:
@@ -228,15 +231,15 @@ class ZmqTransport:
         delivery.tracker = delivery.peer.send(header, frames)
         self._sent[header.attempt.transfer_id, header.first, header.group] = delivery
 
-    # Hearing.
+    # Receiving.
 
     def hear(self) -> list[Heard]:
-        """What peers have said; sends what has been copied from a GPU."""
+        """Messages of peers; also sends chunks that were copied from a GPU."""
         heard: list[Heard] = []
         self._send_fetched(heard)
         for message in self._listener.receive():
             self._take(message, heard)
-        # Of hundreds of peers hardly one has said anything: to ask each of them takes milliseconds.
+        # Of hundreds of peers almost none has sent anything, and polling each takes milliseconds.
         ready = {source for source, _ in self._poller.poll(0)}
         for peer in list(self._peers.values()):
             if peer.socket in ready or peer.monitor in ready:
@@ -250,7 +253,7 @@ class ZmqTransport:
         for delivery in fetching:
             assert delivery.fetched is not None
             if not delivery.peer.is_open:
-                continue  # lost with an earlier one of these
+                continue  # lost together with an earlier one of these
             if not delivery.fetched.is_over():
                 self._fetching.append(delivery)
                 continue
@@ -260,7 +263,7 @@ class ZmqTransport:
                 self._lose(delivery.peer, "closed the connection", heard)
 
     def _take_out(self, delivery: ZmqDelivery, fetched: Fetched) -> memoryview:
-        """What is to be sent of a chunk that was copied from a GPU."""
+        """The frames of a chunk that was copied from a GPU."""
         assert self._staging is not None, "it was copied"
         if self._staging.num_free:
             return fetched.view
@@ -276,7 +279,7 @@ class ZmqTransport:
         try:
             message = decode_to_receiver(first)
         except MalformedMessage:
-            return  # nobody to answer: the sender did not name itself
+            return  # no address for an answer: the sender did not name itself
         heard.append(FromWriter(message, payload, received.sender))
 
     def _hear_peer(self, peer: ZmqPeer, heard: list[Heard]) -> None:
@@ -294,7 +297,7 @@ class ZmqTransport:
                     delivery.is_placed = True
                     del self._sent[key]
             heard.append(FromReceiver(peer, answer))
-        # One that is lost may have said more before, which is taken first.
+        # A lost one may have sent more before, which is handled first.
         if len(answers) < MESSAGES_A_TURN and peer.is_lost():
             self._lose(peer, "closed the connection", heard)
 
@@ -312,20 +315,20 @@ class ZmqTransport:
         self._listener.answer(reply, encode(message))
 
     def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
-        """Copies pages into the pool, on a GPU behind what its stream does."""
+        """Copies pages into the pool, on a GPU after the work on its stream."""
         if self._staging is None:
             self._memory.write(page_ids, groups, payload)
         else:
             self._staging.store(page_ids, groups, payload)
 
     def renew(self, address: ReceiverAddress) -> None:
-        """Not needed: nothing is placed that is not expected."""
+        """Not needed: only expected pages are placed."""
 
     def shut_off(self, address: ReceiverAddress) -> None:
-        """Not needed: nothing is placed that is not expected."""
+        """Not needed: only expected pages are placed."""
 
     def wait(self, pace: Pace, requests: int) -> None:
-        """Sleeps until a socket or the engine has something."""
+        """Sleeps until a socket or the engine needs the thread."""
         is_moving = pace in (Pace.HOT, Pace.MOVING, Pace.COMPUTING)
         if is_moving and self._staging is not None:
             time.sleep(DEVICE_PAUSE_S)
@@ -340,8 +343,9 @@ class ZmqTransport:
 
 @contextmanager
 def _open(peer: ZmqPeer) -> Iterator[None]:
-    """Raises HandoffRefused where the connection is closed: by us, or by ZMQ, which lets go of one
-    whose handshake was refused and then has nowhere to put a message."""
+    """Raises HandoffRefused if the connection is closed, by us or by ZMQ. ZMQ drops a connection
+    whose handshake was refused, and then has no destination for a message.
+    """
     refusal = HandoffRefused(Cause.PEER, f"the connection to {peer.endpoint} was closed")
     if not peer.is_open:
         raise refusal
