@@ -32,7 +32,7 @@ def test_a_good_report(capsys: pytest.CaptureFixture[str]) -> None:
         ("--average=0.001", "the average is "),
         ("--slowest=0.001", "the slowest is "),
         ("--least-rps=100000", "calls per second, expected at least 100000"),
-        ("--count=7", "6 calls were made, 7 were asked for"),
+        ("--count=7", "6 calls were made, expected 7"),
     ],
 )
 def test_each_limit_is_held(limit: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,7 @@ def test_how_an_assignment_reads() -> None:
         ),
         (
             lambda: assign(2, 3, gpus=["0", "1"], decode_gpus=["0", "1", "0"]),
-            "5 workers (2 prefill, 3 decode) on 2 GPUs (0, 1): each needs",
+            "5 workers (2 prefill, 3 decode) on 2 GPUs (0, 1): each worker needs",
         ),
         (
             lambda: assign(0, 1, gpus=[], sharing=True),

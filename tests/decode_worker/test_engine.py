@@ -177,7 +177,7 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
                     committed_token_ids=(), frontier=(BlockState((9,) * 4, b"\0", True, 1),)
                 ),
             ),
-            "holds no mask",
+            "has no mask",
             id="no-mask",
         ),
     ],

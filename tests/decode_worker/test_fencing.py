@@ -128,7 +128,7 @@ def test_a_writer_that_does_not_let_go_gets_no_more_pages(
             again = remote_request("b", one.incarnation, address, engine_port)
             error = await failure_of(one.decode.Decode(again, timeout=20))
             assert isinstance(error, TransferFailed)
-            assert address in error.message and "has not let go of pages" in error.message
+            assert address in error.message and "has not released pages" in error.message
             again.remote.incarnation, again.remote.engine_port = "next-life", NOBODY
             other = one.decode.Decode(again, timeout=20)
             assert (await event_of(other)).HasField("reservation")

@@ -52,7 +52,11 @@ def test_what_the_environment_says_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "told"), [("203.0.113.9", "no interface"), ("no.such.host.invalid", "no address")]
+    ("host", "told"),
+    [
+        ("203.0.113.9", "an interface of this machine"),
+        ("no.such.host.invalid", "a host with an address"),
+    ],
 )
 def test_an_address_that_is_not_ours_is_refused(host: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"--host: .*{told}"):

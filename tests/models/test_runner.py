@@ -172,7 +172,7 @@ def test_only_shifting_models_return_a_boundary(model: PagedModel) -> None:
 def test_missing_boundary_and_stray_candidates_are_named(tmp_path: Path) -> None:
     model = PagedModel(write_tiny_checkpoint(tmp_path, "dream"), page_size=8, block_size=BLOCK)
     part = start_sequence(model, 6, blocks=1)
-    with pytest.raises(ValueError, match=r"position 6 wants a candidate.*boundary.*position 5"):
+    with pytest.raises(ValueError, match=r"position 6 is a candidate.*boundary.*position 5"):
         model.runner().run([replace(part, boundary=None)])
     with pytest.raises(ValueError, match=r"must lie in the part's positions 6\.\.9"):
         model.runner().run([replace(part, candidates=[10], denoise_counts=[0])])

@@ -312,11 +312,11 @@ def test_servers_that_share_a_port_take_turns() -> None:
         )
         port = await first.start("127.0.0.1:0", [])
         assert await second.start(f"127.0.0.1:{port}", []) == port
-        with pytest.raises(OSError, match="port is taken"):
+        with pytest.raises(OSError, match="port is in use"):
             await third.start(f"127.0.0.1:{port}", [])
         health_port = await first.start_health("127.0.0.1:0")
         assert await second.start_health(f"127.0.0.1:{health_port}") == health_port
-        with pytest.raises(OSError, match="port is taken"):
+        with pytest.raises(OSError, match="port is in use"):
             await third.start_health(f"127.0.0.1:{health_port}")
         await first.stop(0)
         async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
@@ -332,7 +332,7 @@ def test_a_taken_port_is_an_error() -> None:
     async def main() -> None:
         first, second = rpc.RpcServer(rpc.PUBLIC_LIMITS), rpc.RpcServer(rpc.PUBLIC_LIMITS)
         port = await first.start("127.0.0.1:0", [])
-        with pytest.raises(OSError, match="port is taken"):
+        with pytest.raises(OSError, match="port is in use"):
             await second.start(f"127.0.0.1:{port}", [])
         await first.stop(0)
 

@@ -134,7 +134,7 @@ BAD: dict[str, tuple[Chat, str, str]] = {
         replace(HI.assistant("a"), continue_last=True, add_generation_prompt=True),
         "chat.add_generation_prompt", "got true",
     ),
-    "what the template says": (Chat().system("a"), "chat", "does not take it: 'no system here'"),
+    "what the template says": (Chat().system("a"), "chat", "refuses it: 'no system here'"),
     "what it renders": (
         Chat(HI.user("a" * (MOST - 9)).messages), "chat", f"at most {MOST} bytes after"
     ),

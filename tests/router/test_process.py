@@ -143,7 +143,7 @@ def test_a_ready_file_that_cannot_be_written_ends_it_at_its_start_alone(tmp_path
                 assert any("listening on" in line for line in process.stderr)
                 partial.mkdir()
                 asyncio.run(_announce(redis.connection_url))
-                assert any("is not written: " in line for line in process.stderr)
+                assert any("could not be written: " in line for line in process.stderr)
                 process.send_signal(signal.SIGTERM)
                 rest = process.stderr.read()
                 assert process.wait(30) == 0, rest
@@ -191,7 +191,7 @@ def test_a_ready_file_that_cannot_be_written_any_more_ends_no_router(
         last = fleet.decode[1]
         last.record = msgspec.structs.replace(last.record, state="draining")
         await fleet.announce()
-        await until(lambda: f"{ready} is not written: " in caplog.text)
+        await until(lambda: f"{ready} could not be written: " in caplog.text)
         assert (await ask(fleet)).text == "the answer is three"
 
     run(body, num_decode=2, ready_file=ready)

@@ -89,5 +89,5 @@ def test_stand_ins_are_characters_that_nobody_used() -> None:
     disguise = TOKENS.disguise([text])
     assert disguise.show(disguise.hide(text)) == text
     assert disguise.mark not in text
-    with pytest.raises(ValueError, match="private use"):
+    with pytest.raises(ValueError, match="private characters"):
         TOKENS.disguise(["".join(map(chr, PRIVATE))])

@@ -234,7 +234,7 @@ def test_a_directory_that_takes_no_ready_file_any_more_is_no_end_of_a_worker(
         engine.kill()
         log = tmp_path / "log"
         until(lambda: log.read_text().count(" is ready") == 2 or process.poll() is not None)
-        until(lambda: "is not written: " in log.read_text() or process.poll() is not None)
+        until(lambda: "could not be written: " in log.read_text() or process.poll() is not None)
         process.terminate()
         assert process.wait(patient(30)) == 0
 

@@ -352,7 +352,7 @@ def test_who_says_what_is_no_message_is_given_up(said: bytes) -> None:
             await ready(client)
             client._receiving = asyncio.get_running_loop().create_future()
             client._receiving.set_result(said)
-            with pytest.raises(EngineGone, match="no message"):
+            with pytest.raises(EngineGone, match="invalid message"):
                 await client.receive(20)
 
     asyncio.run(go())
