@@ -86,7 +86,7 @@ def test_9_an_oversized_message_is_resource_exhausted() -> None:
     ("bad", "kind", "text"),
     [
         ({"prompt": ""}, errors.InvalidRequest, "at least one character"),
-        ({"model": "other"}, errors.NotFound, "model 'other' does not exist; this fleet serves fake"),
+        ({"model": "other"}, errors.NotFound, "model 'other' does not exist; this fleet"),
         ({"model": "../etc/passwd"}, errors.InvalidRequest, "1 to 256 characters"),
         ({"model": ""}, errors.InvalidRequest, "model"),
         ({"request_id": "a b\n"}, errors.InvalidRequest, r"got 'a b\n'"),
