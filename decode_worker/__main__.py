@@ -8,7 +8,7 @@ from effuse.worker.config import DecodeConfig
 
 
 def main() -> int:
-    """Runs a decode worker until it is told to end."""
+    """Runs a decode worker until it receives the order to end."""
     with explaining("effuse-decode", "worker", "torch"):
         from effuse.decode_worker.server import make_role
         from effuse.worker import front

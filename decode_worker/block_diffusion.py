@@ -1,7 +1,7 @@
-"""Block diffusion as SDAR decodes: one block in flight, filled in a number of steps.
+"""Block diffusion as in SDAR: one block in flight, filled in a number of steps.
 
 When a block is appended, which of its masks are written, and which of its tokens are edited
-(LLaDA2.1, arXiv 2602.08676). Pure functions; the order of a step is in `denoise.py`.
+(LLaDA2.1, arXiv 2602.08676). Pure functions; `denoise.py` has the order of a step.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, Int
 
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
-    """True where no block holds masks: the next one is denoised beside the last one's commit."""
+    """True if no block has masks: the next one is denoised together with the last one's commit."""
     return sequence.num_active == 0
 
 
@@ -22,17 +22,17 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
 
 
 def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
-    """All masks of the block, and where tokens may be edited all of its tokens but the prompt's."""
+    """All masks of the block; if tokens may be edited, all of its tokens except the prompt's."""
     if not settings.edits_tokens:
         return sequence.masks(block)
     return np.arange(max(block.start, sequence.prompt_len), block.end)
 
 
 def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
-    """Indices into the block's candidates that are written in this step, by the remasking rule.
+    """Indices of the block's candidates that this step writes, by the remasking rule.
 
-    SDAR's own code writes the whole share even where fewer masks are left, over tokens that are
-    there; here no written token changes.
+    SDAR's own code writes the whole share even if fewer masks are left, over existing tokens; here
+    no written token changes.
     """
     if settings.remasking == "entropy_bounded":
         return _within_entropy(settings.entropy_bound, candidates)
@@ -53,9 +53,10 @@ def edit(
     positions: IntArray,
     candidates: HostCandidates,
 ) -> bool:
-    """Replaces written tokens that the model is sure to be others (LLaDA2.1); whether it did.
+    """Replaces written tokens for which the model is sure of another one (LLaDA2.1); returns
+    whether it did.
 
-    A block without masks is done by the first step that changes nothing, or after
+    A block without masks is done after the first step that changes nothing, or after
     `max_post_steps`.
     """
     is_other = candidates.tokens != sequence.token_ids[positions]
@@ -69,9 +70,9 @@ def edit(
 
 
 def step_share(block: Block, denoising_steps: int) -> int:
-    """Masks that the block's coming step fills: an even split, the remainder going first.
+    """Masks that the block's coming step fills: an even split, with the remainder first.
 
-    Of the block's length, also where a prompt's tail left it fewer masks, as SDAR's code has it.
+    Of the block's length, even if a prompt's tail left it fewer masks, as in SDAR's code.
     """
     step = min(block.denoise_count, denoising_steps - 1)
     even, remainder = divmod(block.end - block.start, denoising_steps)
@@ -80,7 +81,8 @@ def step_share(block: Block, denoising_steps: int) -> int:
 
 def _within_entropy(bound: float, candidates: HostCandidates) -> IndexArray:
     """The surest masks whose entropies add up to less than `bound` nats, and at least one; scores
-    are negative entropies. In fp64, so that a device comes to the same."""
+    are negative entropies. Computed in fp64, so that a device gets the same result.
+    """
     surest = np.argsort(-candidates.scores, kind="stable")
     entropies = -candidates.scores[surest].astype(np.float64)
     count = max(1, int((entropies.cumsum() < bound).sum()))

@@ -1,7 +1,7 @@
-"""Makes a decode engine, from its config or from parts that are there; run as the engine's process
-by the front.
+"""Makes a decode engine from its config or from existing parts; the front runs it as the engine's
+process.
 
-Only wires parts to each other.
+Only connects parts to each other.
 """
 
 import time
@@ -40,7 +40,8 @@ def build(
     connects: bool = True,
 ) -> Engine:
     """An engine that is ready to serve. Without a connector it prefills every prompt itself and
-    listens nowhere. Raises ValueError where the config is at fault."""
+    does not listen. Raises ValueError if the config is wrong.
+    """
     pulse = pulse or Pulse()
     parts = assemble(config, incarnation, "decode", config.default_algorithm, pulse)
     limits = _limits(config, parts)
@@ -89,7 +90,7 @@ def _core(
 
 
 def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:
-    """Whether steps are graphs over the device's slots, rather than run by the host."""
+    """Whether steps are graphs over the device's slots, instead of run by the host."""
     return device.type == "cuda" and config.runs_graphs
 
 
@@ -107,7 +108,7 @@ def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
 
 
 def _check_defaults(model: ModelInfo, limits: DecodeLimits) -> None:
-    """Raises ValueError where requests that leave everything to the model would be refused."""
+    """Raises ValueError if requests with only the model's defaults would be refused."""
     window = model.defaults.settings.most_active
     most_blocks = -(-model.max_model_len // model.block_size)
     taken = {
@@ -132,8 +133,9 @@ def make_executor(
     on_device: bool,
     queued: QueuedLayers | None = None,
 ) -> Executor:
-    """What runs steps over the pages in `memory`, its graphs captured where it denoises
-    `on_device`. `queued` are the layers of `forward`."""
+    """The executor for the pages in `memory`, with captured graphs if it denoises `on_device`.
+    `queued` are the layers of `forward`.
+    """
     place = place_on_cuda if model.device.type == "cuda" else None
     host = HostExecutor(forward, memory.copy_page, place, queued)
     if not on_device:
@@ -149,7 +151,7 @@ def make_stepper(
     uses_graphs: bool = True,
     adjust: Adjust | None = None,
 ) -> DeviceStepper:
-    """A stepper with a slot for every request that may hold pages, its graphs captured."""
+    """A stepper with a slot for every request that may hold pages, with captured graphs."""
     layout = SlotLayout(
         limits.max_num_seqs,
         limits.block_size,

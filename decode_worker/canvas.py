@@ -1,15 +1,16 @@
-"""One step of a canvas: prompt and answer, masks included, in a forward that sees all of itself.
+"""One step of a canvas: prompt and answer, including masks, in one forward in which each token sees
+all others.
 
-As models like LLaDA and Dream were trained, and so nothing of it can be cached exactly: what each
-position computes depends on every mask that is left. Two pure functions around the forward, as in
-`denoise.py`; which masks are proposed and written is an algorithm's own. Blocks here are what is
-sent at once: all are in flight from the first step on, each counts every step, and those without
-masks settle from the left.
+Models like LLaDA and Dream were trained this way, so nothing can be cached exactly: the value at
+each position depends on every remaining mask. Two pure functions around the forward, as in
+`denoise.py`; each algorithm chooses the proposed and written masks. Blocks here are the units of
+sending: all are in flight from the first step on, each counts every step, and those without masks
+settle from the left.
 
-Fast-dLLM caches all the same: what surrounds a generation block keeps the K and V of the forward
-that began the block, before it (prefix) or on both sides (dual), where pages hold what is behind
-the block right after what is before it. Those who lose the cache fill it again from the canvas as
-it was then, on which it depends alone.
+Fast-dLLM caches nevertheless: the surroundings of a generation block keep the K and V of the
+forward that began the block. They are everything before it (prefix) or on both sides (dual); pages
+then hold the tokens after the block right after those before it. A lost cache is filled again from
+the canvas at that moment, which determines it completely.
 """
 
 from dataclasses import replace
@@ -32,10 +33,10 @@ from effuse.decode_worker.sequence import (
 
 
 class CanvasRules(Protocol):
-    """What an algorithm decides; masks are absolute positions, ascending."""
+    """The decisions of an algorithm; masks are absolute positions, ascending."""
 
     def proposals(self, step: CanvasStep) -> IntArray:
-        """Masks that want a token; there may be none."""
+        """Masks that need a token; there may be none."""
         ...
 
     def choose(self, step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
@@ -44,7 +45,7 @@ class CanvasRules(Protocol):
 
 
 def rules_of(settings: DecodeSettings) -> CanvasRules:
-    """The rules of the settings' algorithm. Raises ValueError where it denoises no canvas."""
+    """The rules of the settings' algorithm. Raises ValueError if it does not denoise a canvas."""
     match settings.algorithm:
         case "llada":
             return llada
@@ -57,9 +58,9 @@ def rules_of(settings: DecodeSettings) -> CanvasRules:
 
 
 def open_step(step: CanvasStep, *, has_cache: bool) -> StepPlan:
-    """Plans the forward of a step; one that could not run may be opened again.
+    """Plans the forward of a step; a step that could not run may be opened again.
 
-    has_cache: whether pages hold what surrounds the current generation block.
+    has_cache: whether pages hold the surroundings of the current generation block.
     """
     masks = rules_of(step.settings).proposals(step)
     plan = StepPlan(
@@ -75,13 +76,13 @@ def open_step(step: CanvasStep, *, has_cache: bool) -> StepPlan:
 
 
 def append_blocks(sequence: Sequence) -> None:
-    """Puts all blocks in flight, where they are not."""
+    """Puts all blocks in flight, unless they already are."""
     while sequence.may_grow:
         sequence.append_block().full = True
 
 
 def is_begun(step: CanvasStep) -> bool:
-    """Whether the current generation block holds tokens: its cache was filled before these."""
+    """Whether the current generation block has tokens: its cache was filled before these."""
     return not bool(step.sequence.masked[step.block_start : step.block_end].all())
 
 
@@ -104,7 +105,7 @@ def num_cached(step: CanvasStep) -> int:
 
 
 def apply_step(step: CanvasStep, plan: StepPlan, candidates: HostCandidates) -> StepOutcome:
-    """Writes what the algorithm chooses, and settles blocks in ascending order."""
+    """Writes the algorithm's choices, and settles blocks in ascending order."""
     assert len(candidates) == len(plan.candidates)
     chosen = rules_of(step.settings).choose(step, plan.candidates, candidates)
     written = _write(step.sequence, plan.candidates[chosen], candidates.tokens[chosen])
@@ -114,8 +115,9 @@ def apply_step(step: CanvasStep, plan: StepPlan, candidates: HostCandidates) -> 
 
 
 def footprint(step: CanvasStep, passes: int) -> Footprint:
-    """The most that a canvas ever needs: `passes` times all of its rows at once, and pages for all
-    but its last generation block where it has a cache."""
+    """Most resources that a canvas ever needs: `passes` times all of its rows together, and with a
+    cache pages for everything but its last generation block.
+    """
     sequence, length = step.sequence, step.settings.block_length
     last = (sequence.stopping.max_tokens - 1) % length + 1
     return Footprint(
@@ -128,7 +130,7 @@ def footprint(step: CanvasStep, passes: int) -> Footprint:
 
 
 def _filling(plan: StepPlan, step: CanvasStep) -> StepPlan:
-    """The forward over everything, whose K and V around the current generation block are kept."""
+    """The forward over everything, which keeps K and V around the current generation block."""
     if step.settings.cache == "prefix":
         return replace(plan, num_stored=step.block_start)
     block = range(step.block_start, step.block_end)
@@ -136,7 +138,7 @@ def _filling(plan: StepPlan, step: CanvasStep) -> StepPlan:
 
 
 def _cached(plan: StepPlan, step: CanvasStep) -> StepPlan:
-    """The forward over what is not in the cache."""
+    """The forward over the positions outside of the cache."""
     if step.settings.cache == "prefix":
         return replace(plan, start=step.block_start)
     behind = plan.end - step.block_end
@@ -144,7 +146,7 @@ def _cached(plan: StepPlan, step: CanvasStep) -> StepPlan:
 
 
 def _write(sequence: Sequence, positions: IntArray, tokens: IntArray) -> list[Block]:
-    """Writes tokens at ascending positions; the blocks that lost masks."""
+    """Writes tokens at ascending positions; returns the blocks that lost masks."""
     written = []
     for block in sequence.blocks:
         first, end = np.searchsorted(positions, (block.start, block.end))

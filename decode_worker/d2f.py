@@ -18,7 +18,7 @@ from effuse.decode_worker.sequence import (
 
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
-    """True where the last block is far enough, or done, and the window has room."""
+    """True if enough of the last block is written, and the window has room."""
     if not sequence.blocks:
         return True
     last = sequence.blocks[-1]
@@ -28,7 +28,7 @@ def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
 
 
 def activate(sequence: Sequence, settings: DecodeSettings) -> None:
-    """Marks blocks full whose predecessor is far enough; the first one always is."""
+    """Marks blocks as full if enough of their predecessor is written; the first one always is."""
     predecessor: Block | None = None
     for block in sequence.blocks:
         if predecessor is None or predecessor.progress >= settings.full_activation_threshold:
@@ -42,9 +42,9 @@ def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> Int
 
 
 def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
-    """Indices into the block's candidates that are written in this step.
+    """Indices of the block's candidates that this step writes.
 
-    All above the threshold (strictly); where there is none, a full block writes its best one and a
+    All strictly above the threshold; if there is none, a full block writes its best one and a
     semi-active block nothing.
     """
     above = np.flatnonzero(candidates.confidences > settings.confidence_threshold)

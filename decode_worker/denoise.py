@@ -1,10 +1,10 @@
 """One denoise step of one sequence, as two pure functions around a forward.
 
-`open_step` appends and activates and says which rows the forward takes; `apply_step` writes what
-the algorithm chooses, settles blocks in order and says which tokens became final. No torch, no I/O.
-The rules are those of arXiv 2508.09192 (D2F), of SDAR (block diffusion) and of arXiv 2509.26328
-(Fast-dLLM v2). Algorithms that denoise prompt and answer as one canvas have steps of their own
-(`canvas.py`).
+`open_step` appends and activates, and returns the rows of the forward. `apply_step` writes the
+algorithm's choices, settles blocks in order, and returns the tokens that became final. No torch, no
+I/O. The rules are those of arXiv 2508.09192 (D2F), of SDAR (block diffusion) and of arXiv
+2509.26328 (Fast-dLLM v2). Algorithms that denoise prompt and answer as one canvas have their own
+steps (`canvas.py`).
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from effuse.decode_worker.sequence import (
 
 
 class Rules(Protocol):
-    """What an algorithm decides."""
+    """The decisions of an algorithm."""
 
     def wants_block(self, sequence: Sequence, settings: DecodeSettings) -> bool: ...
     def activate(self, sequence: Sequence, settings: DecodeSettings) -> None: ...
@@ -51,22 +51,23 @@ class StepPlan:
     start: int
     end: int
     num_stored: int
-    candidates: IntArray  # absolute positions that want a token, ascending
+    candidates: IntArray  # absolute positions that need a token, ascending
     denoise_counts: npt.NDArray[np.int64]  # parallel to candidates
-    num_behind: int = 0  # cached tokens behind the rows
-    unstored: range = range(0)  # positions that are left out of the stored ones
-    is_greedy: bool = False  # its candidates are the likeliest tokens, whatever the temperature
+    num_behind: int = 0  # cached tokens after the rows
+    unstored: range = range(0)  # positions that are not stored
+    is_greedy: bool = False  # its candidates are the likeliest tokens, at any temperature
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a forward changed."""
+    """The changes that a forward made."""
 
-    tokens: tuple[int, ...]  # final now, for the answer; the stop id and all after it left out
+    # newly final tokens of the answer, without the stop id and all after it
+    tokens: tuple[int, ...]
     token_offset: int  # of the first of them, in the answer
     finish: AnswerEnd | None
-    end_token_id: int | None  # the stop id behind the tokens, where it ends the answer
-    written: tuple[Block, ...]  # blocks that lost masks or were edited, settled ones included
+    end_token_id: int | None  # the stop id after the tokens, if it ends the answer
+    written: tuple[Block, ...]  # blocks that lost masks or were edited, including settled ones
     num_settled: int  # blocks that settled
     num_semi_writes: int  # tokens written in blocks that were not full
 
@@ -119,7 +120,7 @@ def may_append(sequence: Sequence) -> bool:
 def apply_step(
     sequence: Sequence, settings: DecodeSettings, plan: StepPlan, candidates: HostCandidates
 ) -> StepOutcome:
-    """Commits what the forward stored, writes candidates, settles blocks in ascending order."""
+    """Commits the stored tokens, writes candidates, and settles blocks in ascending order."""
     assert sequence.step_open and len(candidates) == len(plan.candidates)
     sequence.step_open = False
     sequence.store(plan.num_stored)
@@ -175,7 +176,7 @@ def _write(
 
 
 def _settle(sequence: Sequence) -> int:
-    """Settles blocks that are done, in order, up to the first that is not."""
+    """Settles finished blocks in order, up to the first unfinished one."""
     num_settled = 0
     for block in sequence.blocks:
         if block.is_pending:
@@ -188,8 +189,7 @@ def _settle(sequence: Sequence) -> int:
 
 
 def _emit(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], int | None]:
-    """The answer's tokens from `offset` on that are final, cut before the first stop id, and that
-    id."""
+    """The answer's final tokens from `offset` on, cut before the first stop id, and that id."""
     start = sequence.prompt_len + offset
     end = sequence.prompt_len + sequence.num_emitted
     tokens = tuple(sequence.token_ids[start:end].tolist())

@@ -1,7 +1,7 @@
-"""How many rows and candidates the coming step may need, guessed one step ahead. Pure numpy.
+"""How many rows and candidates the coming step may need, predicted one step ahead. Pure numpy.
 
-The host launches a step before it has read the last one's records. Counts too small make some slots
-wait a step, counts too large are computed for nothing; neither changes a token.
+The host launches a step before it has read the last one's records. With counts that are too small
+some slots wait a step, and with counts that are too large work is wasted; neither changes a token.
 """
 
 import math
@@ -22,11 +22,11 @@ from effuse.kernels.step_slots import (
 
 Integers = npt.NDArray[np.int32]
 
-_MEMORY = 0.9  # of the running mean of writes, a step
+_MEMORY = 0.9  # of the running mean of writes per step
 
 
 def bucket(count: int) -> int:
-    """The next size that is captured: multiples of 32 to 256, then 64, 128 and 256 wide."""
+    """The next captured size: multiples of 32 up to 256, then 64, 128 and 256 wide."""
     for most, width in ((256, 32), (2560, 64), (5120, 128)):
         if count <= most:
             return max(width, -(-count // width) * width)
@@ -34,7 +34,7 @@ def bucket(count: int) -> int:
 
 
 def context_class(num_tokens: int) -> int:
-    """Bound on cached tokens for which attention is captured: 768, then half as much again."""
+    """Bounds on cached tokens for which attention is captured: 768, then half as much again."""
     bound = 768
     while bound < num_tokens:
         bound = -(-bound * 3 // 2 // 256) * 256
@@ -42,7 +42,7 @@ def context_class(num_tokens: int) -> int:
 
 
 def context_classes(contexts: range) -> list[int]:
-    """The bounds that serve all of these numbers of cached tokens, ascending."""
+    """The bounds for all of these numbers of cached tokens, ascending."""
     classes = [context_class(contexts[0])]
     while classes[-1] < contexts[-1]:
         classes.append(context_class(classes[-1] + 1))
@@ -51,17 +51,17 @@ def context_classes(contexts: range) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one step may need room for."""
+    """Room that one step may need."""
 
     rows: int
     candidates: int
     context: int  # most cached tokens of a slot
-    least_rows: int  # of the largest slot: fewer would let it wait for ever
+    least_rows: int  # of the largest slot, which would wait for ever with fewer
     least_candidates: int
 
 
 class Forecast:
-    """Follows the records and says what the next step needs."""
+    """Follows the records and predicts the needs of the next step."""
 
     def __init__(self, layout: SlotLayout) -> None:
         self._layout = layout
@@ -70,10 +70,11 @@ class Forecast:
         self._masks_left: Integers = np.zeros((layout.num_slots, layout.ring), dtype=np.int32)
         self._ahead: npt.NDArray[np.bool_] = np.zeros(layout.num_slots, dtype=np.bool_)
         self._rows: Integers = np.zeros((layout.num_slots, layout.tokens_at), dtype=np.int32)
-        self._pace: float | None = None  # masks that a block loses in a step, once one was read
+        # masks that a block loses in a step, once a record was read
+        self._pace: float | None = None
 
     def join(self, slot: int, row: Integers) -> None:
-        """A request begins with this row of the slot table; no step of it has been launched."""
+        """A request begins with this row of the slot table; none of its steps has been launched."""
         layout = self._layout
         self._rows[slot] = row[: layout.tokens_at]
         self._state[slot] = 0
@@ -89,13 +90,13 @@ class Forecast:
         self._state[slot, RecordColumn.STATUS] = Status.EMPTY
 
     def launched(self) -> None:
-        """A step was launched; what is known is from before it."""
+        """A step was launched; the known state is from before it."""
         self._ahead[:] = True
 
     def read(self, records: Integers, *, is_last: bool) -> None:
-        """Takes in a step's records; `is_last` where no later step was launched.
+        """Takes a step's records; `is_last` if no later step was launched.
 
-        Those of requests that have left their slot are passed over.
+        Records of requests that have left their slot are ignored.
         """
         columns = [RecordColumn.GENERATION, RecordColumn.STATUS]
         known, told = self._state[:, columns], records[:, columns]
@@ -113,10 +114,10 @@ class Forecast:
             self._pace = _MEMORY * before + (1 - _MEMORY) * pace
 
     def need(self) -> Need:
-        """Of the step after the last launched one."""
+        """The needs of the step after the last launched one."""
         state, size = self._state, self._layout.block_size
         runs = state[:, RecordColumn.STATUS] == Status.RUNNING
-        # A slot that sat out may still have to store what was settled.
+        # A slot that did not take part may still have to store settled tokens.
         stores = self._ahead & (state[:, RecordColumn.STEPPED] == 1)
         stored = state[:, RecordColumn.NUM_SETTLED] * stores
         appended = self._appends() & self._ahead

@@ -1,7 +1,7 @@
-"""Runs denoise steps on the device: launches one, then reads what became of the one before.
+"""Runs denoise steps on the device: launches one, then reads the records of the previous one.
 
-Here requests move into device slots, get pages before the device needs them, and are followed
-through records, one step behind. Prompts and canvases are fed from the host, beside the steps.
+It moves requests into device slots, gives them pages before the device needs them, and follows
+their records, one step behind. The host feeds prompts and canvases beside the steps.
 """
 
 from collections.abc import Sequence
@@ -34,18 +34,20 @@ class Resident:
     request: DecodeRequest
     slot: int
     generation: int
-    num_pages: int  # that the device knows of
+    num_pages: int  # that the device knows
 
 
 class DeviceExecutor:
-    """An Executor for the tokens of `HostExecutor`. While requests are on the device one step is
-    left unread, so that the device has its next one before it ends this one."""
+    """An Executor with the same tokens as `HostExecutor`. While requests are on the device, one
+    step stays unread, so that the device has its next step before it ends this one.
+    """
 
     runs_ahead = True
 
     def __init__(self, prompts: HostExecutor, stepper: DeviceStepper) -> None:
-        """`prompts` runs what is fed from the host; a stepper has as many slots as requests hold
-        pages."""
+        """`prompts` runs the forwards that the host feeds; a stepper has as many slots as requests
+        hold pages.
+        """
         self.counters = prompts.counters
         self._prompts = prompts
         self._stepper = stepper
@@ -53,7 +55,7 @@ class DeviceExecutor:
         self._residents: dict[str, Resident] = {}  # by transfer id
         self._free_slots = list(range(stepper.layout.num_slots))
         self._generation = 0
-        self._results: list[StepResult] = []  # that no record tells
+        self._results: list[StepResult] = []  # that are in no record
 
     @property
     def is_full(self) -> bool:
@@ -64,7 +66,7 @@ class DeviceExecutor:
         return bool(self._results) or self._stepper.num_ahead > 0
 
     def launch(self, shares: Sequence[Share]) -> bool:
-        """As in `Executor`; requests that were granted rows once take part until they end."""
+        """As in `Executor`; requests that were once granted rows take part until they end."""
         from_host = [share for share in shares if share.request.runs_from_host]
         for share in shares:
             if not share.request.runs_from_host:
@@ -77,7 +79,7 @@ class DeviceExecutor:
         return True
 
     def has_results(self) -> bool:
-        self._prompts.has_results()  # of which none are left, but layers may have ended
+        self._prompts.has_results()  # none are left, but layers may have ended
         if self._results:
             return True
         most_ahead = 1 if self._residents else 0
@@ -102,7 +104,7 @@ class DeviceExecutor:
     # Before a step.
 
     def _bring_up(self, request: DecodeRequest) -> None:
-        """Sees to it that the request is on the device with all of its pages."""
+        """Makes sure that the request is on the device with all of its pages."""
         resident = self._residents.get(request.attempt.transfer_id)
         if resident is None:
             self._move_in(request)
@@ -137,7 +139,7 @@ class DeviceExecutor:
         self._free_slots.append(resident.slot)
 
     def _launch_step(self) -> None:
-        """Launches a step; where that fails, who was on the device fails, and only they."""
+        """Launches a step; if that fails, only the requests on the device fail."""
         self.counters.steps += 1
         self.counters.requests += len(self._residents)
         try:
@@ -147,7 +149,7 @@ class DeviceExecutor:
                 self._move_out(resident)
                 self._results.append(Broken(resident.request, str(failure), is_retryable=True))
             while self._stepper.num_ahead:
-                self._read_step()  # nothing of it may still run when pages are given back
+                self._read_step()  # none of its work may still run when pages are released
 
     # After a step.
 
@@ -162,7 +164,7 @@ class DeviceExecutor:
         for resident in list(self._residents.values()):
             record = Record(records[resident.slot], self._stepper.layout)
             if record.column(RecordColumn.GENERATION) != resident.generation:
-                continue  # of one that had the slot before
+                continue  # of the slot's previous request
             if record.status is Status.FAILED:
                 self._move_out(resident)
                 results.append(Broken(resident.request, NOT_FINITE, is_retryable=False))
@@ -171,12 +173,12 @@ class DeviceExecutor:
         return results
 
     def _follow(self, resident: Resident, record: Record) -> Denoised:
-        """Brings a request's sequence to where the device has it."""
+        """Advances a request's sequence to the device's state."""
         request = resident.request
         plan = request.close_step()
         outcome = apply_record(request.sequence, plan, record)
         self.counters.rows += plan.end - plan.start
         if outcome.finish is not None:
-            # The device has ended it in that very step: nothing in flight touches its pages.
+            # The device has ended it in that step: nothing in flight uses its pages.
             self._move_out(resident)
         return Denoised(request, outcome)

@@ -1,9 +1,10 @@
-"""A sequence as a row of the device's slot table, and a record of the device as what it says.
+"""Translates a sequence to a row of the device's slot table, and a device record to a step's
+result.
 
-Pure numpy. The row is written when a request joins; from then on the device's state machine goes
-on and its records are all that the host reads. The host's sequence follows them: the choice was
-made on the device, the rest of a step is `denoise.py`'s own, so that commits, drafts and resuming
-know no difference.
+Pure numpy. The row is written when a request joins; from then on the device's state machine
+continues, and the host only reads its records. The host's sequence follows them: the device makes
+the choice, and the rest of a step is that of `denoise.py`, so that commits, drafts and resuming are
+the same.
 """
 
 from collections.abc import Sequence as Ids
@@ -27,7 +28,7 @@ from effuse.kernels.step_slots import (
     Status,
 )
 
-# As a slot's column numbers them.
+# The numbers in a slot's column.
 _REMASKINGS: tuple[Remasking, ...] = (
     "low_confidence_dynamic",
     "low_confidence_static",
@@ -38,7 +39,7 @@ _REMASKINGS: tuple[Remasking, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a step left in one slot: its state with the next step opened, and what it did."""
+    """The state that a step left in one slot, with the next step opened, and its actions."""
 
     values: Integers  # [record_width]
     layout: SlotLayout
@@ -67,7 +68,7 @@ class Record:
 
     @property
     def tokens(self) -> Integers:
-        """Of all blocks in flight from `start` on, -1 for a mask."""
+        """Of all blocks in flight from `start` on, with -1 for a mask."""
         begin = NUM_RECORD_COLUMNS + 3 * self.layout.ring
         return self.values[begin : begin + self.num_rows]
 
@@ -92,7 +93,9 @@ class Record:
 
 
 def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutcome:
-    """`denoise.apply_step` with the device's choice: `record` is of the step that `plan` opened."""
+    """`denoise.apply_step` with the device's choice: `record` belongs to the step that `plan`
+    opened.
+    """
     assert sequence.step_open
     sequence.step_open = False
     sequence.store(plan.num_stored)
@@ -111,7 +114,9 @@ def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutc
 
 
 def _take_over(sequence: Sequence, block: Block, record: Record) -> int:
-    """Writes the block's tokens that the record shows and the sequence masks; how many."""
+    """Writes the block's tokens that are in the record and masked in the sequence; returns their
+    number.
+    """
     span = slice(block.start, block.end)
     shown = record.tokens[block.start - record.start : block.end - record.start]
     positions = ((shown >= 0) & sequence.masked[span]).nonzero()[0]

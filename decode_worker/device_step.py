@@ -1,8 +1,8 @@
-"""One decode step of all slots, on the device from end to end: plan, forward, sample, advance.
+"""One decode step of all slots, completely on the device: plan, forward, sample, advance.
 
-On CUDA it is two graphs, one for the rows (by their bucket) and one for the candidates (by theirs),
-because masks are fewer than rows; on the CPU, and where graphs are not wanted, the same calls run
-one by one. The host writes rows of the slot table and reads records; see `device_stepper`.
+On CUDA it is two graphs, one for a bucket of rows and one for a bucket of candidates, because there
+are fewer masks than rows. On the CPU, and without graphs, the same calls run one by one. The host
+writes rows of the slot table and reads records; see `device_stepper`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ Adjust = Callable[[Candidates, RowSampling], Candidates]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBuffers:
-    """Everything of a step that stays on the device, at fixed addresses."""
+    """All parts of a step that stay on the device, at fixed addresses."""
 
     table: SlotTable
     control: Tensor  # [4] int32
     rows: StepRows
     mixed: Tensor  # [T, Q] the last attention's output
-    residual: Tensor  # [T, H] beside it
+    residual: Tensor  # [T, H] that goes with it
     boundary: Tensor  # [S, H] hidden row of each slot's last stored position (shifting models)
     records: Tensor  # [S, record_width] int32
 
@@ -52,7 +52,7 @@ class StepBuffers:
 
 
 class DeviceStep:
-    """Runs steps over the paged memory `kv`. `adjust` may change candidates (benchmarks do)."""
+    """Runs steps over the paged memory `kv`. `adjust` may change candidates, as benchmarks do."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class DeviceStep:
         advance(buffers.table, buffers.control, rows.first_candidate, candidates, buffers.records)
 
     def limit_candidates(self, limit: int) -> None:
-        """The coming step takes no more than `limit` candidates."""
+        """The coming step takes at most `limit` candidates."""
         self.buffers.control[Control.MASK_LIMIT].fill_(limit)
 
     def _attention(self, num_rows: int, max_context: int) -> AttentionBatch:
@@ -122,7 +122,7 @@ class DeviceStep:
                 layout, num_rows, page_size=self.page_size, max_context=max_context
             )
         lengths = rows.cu_seqlens.diff().tolist()
-        # The page lists are as long as the widest; what a sequence does not reach is not read.
+        # All page lists have the widest length; entries beyond a sequence are not read.
         return make_attention_batch(
             lengths,
             rows.context_lens.tolist(),
@@ -134,8 +134,9 @@ class DeviceStep:
         )
 
     def _hidden(self, num_candidates: int) -> Tensor:
-        """Hidden rows [R, H] that the candidates are drawn from; for shifting models the boundary
-        vectors take part, and those of slots that store are replaced."""
+        """Hidden rows [R, H] of the candidates; for shifting models the boundary vectors are used,
+        and those of slots that store are replaced.
+        """
         buffers, rows = self.buffers, self.buffers.rows
         wanted = rows.hidden_rows[:num_candidates]
         shift = self.model.config.shift_logits

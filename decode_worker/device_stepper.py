@@ -1,7 +1,8 @@
-"""Launches device steps ahead of the host: graphs by bucket, records through pinned memory.
+"""Launches device steps ahead of the host: graphs by bucket, and records through pinned memory.
 
-Owns what crosses between host and device: rows of joining requests, limits, records and the events
-that say when those may be read. Who joins and what a record means is `device_executor.py`'s.
+It owns everything that crosses between host and device: rows of joining requests, limits, records,
+and the events after which those may be read. `device_executor.py` chooses requests and interprets
+records.
 """
 
 from collections import deque
@@ -25,12 +26,12 @@ from effuse.models.progress import ProgressLog
 
 _ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records that may be in use at a time
-_STAGED = 256  # the same of rows and pages: as many requests may join while one step runs
+_STAGED = 256  # the same for rows and pages: as many requests may join while one step runs
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose records are on their way."""
+    """A step whose records are being copied."""
 
     records: Tensor  # [S, record_width] on the host
     done: torch.cuda.Event | None
@@ -69,12 +70,12 @@ class DeviceStepper:
 
     @property
     def num_ahead(self) -> int:
-        """Steps that were launched and not read."""
+        """Steps that were launched but not read."""
         return len(self._launched)
 
     @torch.inference_mode()
     def join(self, slot: int, row: Integers, boundary: Tensor | None = None) -> None:
-        """Puts a request into a free slot; `row` as `slot_row` makes it."""
+        """Puts a request into a free slot; `row` is made by `slot_row`."""
         self._put(self._step.buffers.table.rows[slot], row)
         if boundary is not None:
             self._step.buffers.boundary[slot].copy_(boundary, non_blocking=True)
@@ -82,13 +83,13 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
-        """Takes a request out; records of steps that were launched before are stale."""
+        """Removes a request; records of earlier launched steps are stale."""
         self._step.buffers.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
         self._forecast.leave(slot)
 
     @torch.inference_mode()
     def grow(self, slot: int, first: int, pages: Integers, storable: int) -> None:
-        """Adds pages behind the `first` ones of a slot, which cover `storable` tokens then."""
+        """Appends pages after the `first` ones of a slot, which then cover `storable` tokens."""
         table = self._step.buffers.table
         self._put(table.pages[slot, first : first + len(pages)], pages)
         table.storable[slot].fill_(storable)
@@ -110,14 +111,14 @@ class DeviceStepper:
         self._forecast.launched()
 
     def has_ended(self) -> bool:
-        """Whether the oldest launched step has, so that `read` does not wait."""
+        """Whether the oldest launched step has ended, so that `read` does not wait."""
         done = self._launched[0].done
         return done is None or bool(done.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Integers:
-        """Records [S, record_width] of the oldest launched step; waits for that step alone.
+        """Records [S, record_width] of the oldest launched step; waits only for that step.
 
-        They are overwritten by the eighth launch after it.
+        The eighth launch after it overwrites them.
         """
         launched = self._launched.popleft()
         if launched.done is not None:
@@ -128,7 +129,7 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def prepare(self, rows: range, candidates: range, contexts: range) -> None:
-        """Captures the graphs of all buckets of these counts, as launches would need them.
+        """Captures the graphs of all buckets for these counts, in the form that launches need.
 
         A graph that was not prepared is captured by the first launch that needs it.
         """
@@ -158,7 +159,7 @@ class DeviceStepper:
         return rows, min(bucket(wanted), rows), self._context_class(rows, need.context)
 
     def _context_class(self, rows: int, context: int) -> int:
-        """Only small launches split the cache, so larger ones do with a single class."""
+        """Only small launches split the cache, so larger ones have a single class."""
         layout = self.layout
         most = layout.max_pages * self.page_size
         return context_class(min(context, most) if rows < _ROWS_THAT_SPLIT else most)
@@ -195,7 +196,7 @@ class DeviceStepper:
         return found
 
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Runs once with nobody taking part, so that all kernels are loaded, then captures."""
+        """Runs once without any slot, so that all kernels are loaded, then captures."""
         self._set_limit(-1)
         self._step.buffers.rows.first_candidate.fill_(-1)
         self._step.buffers.rows.kept_rows.fill_(-1)
@@ -208,7 +209,7 @@ class DeviceStepper:
         return graph
 
     def _put(self, target: Tensor, values: Integers) -> None:
-        """Copies `values` to the device; waits only where all pinned copies are in use."""
+        """Copies `values` to the device; waits only if all pinned copies are in use."""
         if not self._on_cuda:
             target.copy_(torch.from_numpy(values))
             return

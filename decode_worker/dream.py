@@ -1,8 +1,8 @@
 """Dream's own diffusion_generate (arXiv 2508.15487): masks anywhere in the answer, by a schedule.
 
-Time runs from 1 to `eps` in equal steps, and the step from t to s writes a mask with probability
-1 - s/t (`origin`), or that share of the masks left, the best ones by `alg`. The last step writes
-all. Pure functions; the order of a step is in `canvas.py`.
+Time goes from 1 to `eps` in equal steps. The step from t to s writes a mask with probability 1 -
+s/t (`origin`), or that share of the remaining masks, the best ones by `alg`. The last step writes
+all. Pure functions; `canvas.py` has the order of a step.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from effuse.decode_worker.sequence import CanvasStep, HostCandidates, IndexArray
 
 
 def proposals(step: CanvasStep) -> IntArray:
-    """All masks, or with `origin` those that the lot has chosen, whatever they will hold."""
+    """All masks; with `origin` randomly chosen ones, whatever their candidates are."""
     masks = step.masks()
     if step.settings.alg != "origin":
         return masks
@@ -21,7 +21,7 @@ def proposals(step: CanvasStep) -> IntArray:
 
 
 def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
-    """The step's share of the best, or of a lot in which better ones count for more."""
+    """The step's share of the best ones, or a random draw that prefers better ones."""
     if step.settings.alg == "origin":
         return np.arange(len(masks), dtype=np.intp)
     count = int(np.float32(len(masks)) * _transfer_rate(step))
@@ -36,7 +36,7 @@ def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> Ind
 
 
 def _transfer_rate(step: CanvasStep) -> np.float32:
-    """1 - s/t of this step, in float32 as the authors have it; 1 in the last one."""
+    """1 - s/t of this step, in float32 like the authors' code; 1 in the last one."""
     steps = step.settings.steps or step.sequence.stopping.max_tokens
     if step.number >= steps - 1:
         return np.float32(1)
@@ -46,8 +46,9 @@ def _transfer_rate(step: CanvasStep) -> np.float32:
 
 
 def _time(number: int, steps: int, eps: np.float32) -> np.float32:
-    """Entry `number` of the steps + 1 from 1 to eps, to the bit that torch.linspace gives: counted
-    from the nearer end by a float32 stride, and rounded once."""
+    """Entry `number` of the steps + 1 from 1 to eps, with the exact bits of torch.linspace: counted
+    from the nearer end by a float32 stride, and rounded once.
+    """
     stride = float((eps - np.float32(1)) / np.float32(steps))
     if number < (steps + 1) // 2:
         return np.float32(1 + stride * number)

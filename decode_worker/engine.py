@@ -1,7 +1,7 @@
 """The decode engine: KV pages in, committed tokens out. One `step` is one iteration.
 
-Owns the loop and the messages; what a block does is `denoise.py`, who takes part is `scheduler.py`,
-how pages arrive is kvtransfer's receiver, and forwards are an executor's. Single-threaded.
+It has the loop and the messages. `denoise.py` has the rules of blocks, `scheduler.py` chooses
+requests, kvtransfer's receiver gets pages, and an executor runs forwards. Single-threaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,12 +54,12 @@ class DecodeEngine:
         self._outbox = Outbox()
         self._rehearsal = RehearsalReceiver(pool, handoffs, self._outbox)
         self._num_arrived = 0
-        self._is_stalled = False  # the last step could move nobody
+        self._is_stalled = False  # the last step could advance no request
 
     def step(self) -> bool:
-        """Takes in what arrived, admits, launches a step and says what ended ones have changed.
+        """Handles arrivals, admits, launches a step, and reports the changes of ended ones.
 
-        No step is waited for: while the executor is full, only arrivals and ends are heard of.
+        It waits for no step: while the executor is full, it only handles arrivals and ends.
         """
         has_changed = self._take_handoffs() | self._end_late() | self._admit() | self._apply_ended()
         if self._executor.is_full:
@@ -73,7 +73,7 @@ class DecodeEngine:
         return self._executor.is_running
 
     def handle(self, message: ToEngine) -> None:
-        """Takes one message of the front."""
+        """Handles one message of the front."""
         match message:
             case StartDecode():
                 self._start(message)
@@ -95,18 +95,18 @@ class DecodeEngine:
                 text = "this is a decode worker"
                 self._outbox.failed(reservation.attempt, "INVALID_ARGUMENT", text)
             case messages.ReceiverGone() | messages.Shutdown():
-                pass  # the process's matter
+                pass  # for the process
 
     def check(self, message: StartDecode) -> None:
-        """Raises RequestError for a request that could never be served here; keeps nothing."""
+        """Raises RequestError for a request that could never be served here; stores nothing."""
         self._intake.make_request(message, arrival=0, now=self._now())
 
     def outbox(self) -> Sequence[CoreEvent]:
-        """What is to be said since the last call, in order."""
+        """Events since the last call, in order."""
         return self._outbox.drain()
 
     def load(self) -> Load:
-        """What the engine has and does now."""
+        """State and counters of the engine now."""
         queues = self._queues
         requests = queues.by_transfer.values()
         return Load(
@@ -129,7 +129,9 @@ class DecodeEngine:
         )
 
     def audit(self) -> None:
-        """Checks that every page is free, some request's, or a gone one's. Raises AuditError."""
+        """Checks that every page is free, or held for a request or a gone one. Raises
+        AuditError.
+        """
         held = [page for request in self._queues.by_transfer.values() for page in request.pages]
         self._pool.audit([*held, *self._rehearsal.pages(), *self._handoffs.quarantined()])
 
@@ -137,7 +139,7 @@ class DecodeEngine:
         """Stops the connector."""
         self._handoffs.close()
 
-    # What comes in.
+    # Arrivals.
 
     def _start(self, message: StartDecode) -> None:
         attempt = message.attempt
@@ -173,7 +175,7 @@ class DecodeEngine:
         self._outbox.abort_done(attempt, was_running=was_running)
 
     def _take_handoffs(self) -> bool:
-        """Takes in what became of handoffs; True if there was anything."""
+        """Handles results of handoffs; True if there were any."""
         reports = self._handoffs.poll(self._now())
         for report in reports:
             if self._rehearsal.take_report(report):
@@ -197,21 +199,22 @@ class DecodeEngine:
         self._verify(request, manifest.num_bytes, len(request.pages), arrived.seconds)
 
     def _end_late(self) -> bool:
-        """Ends requests that took too long; True if there were any."""
+        """Ends requests that exceeded their time; True if there were any."""
         before = self._now() - self._max_request_s
         late = [r for r in self._queues.by_transfer.values() if r.arrived_s < before]
         for request in late:
             if request.attempt.transfer_id not in self._queues.by_transfer:
-                continue  # giving up another one has shown that this one had ended
+                continue  # abandoning another one has shown that this one had ended
             message = f"the attempt ran longer than {self._max_request_s:g} s"
             self._fail(request, "DEADLINE_EXCEEDED", message)
         return bool(late)
 
-    # Before a step: who takes part, and with which pages.
+    # Before a step: which requests take part, and with which pages.
 
     def _admit(self) -> bool:
-        """Gives the oldest waiting requests their pages, as many as there is room for; those whose
-        prompt's KV comes to others let younger ones pass."""
+        """Gives the oldest waiting requests their pages, as many as there is room for. Requests
+        that wait for another one's prompt let younger ones pass.
+        """
         waiting = self._prompts.not_coming(self._queues.waiting)
         if not waiting:
             return False
@@ -231,7 +234,9 @@ class DecodeEngine:
         return count > 0
 
     def _pages_to_begin(self, request: DecodeRequest) -> int:
-        """Free pages that it takes to begin; whole ones of another's prompt are not among them."""
+        """Free pages with which it can begin; whole pages of another request's prompt do not
+        count.
+        """
         count = request.pages_to_begin(self._limits)
         if self._prompts.source_of(request) is None:
             return count
@@ -262,8 +267,9 @@ class DecodeEngine:
         self._note_prefilled(request)
 
     def _share_prompt(self, request: DecodeRequest, source: DecodeRequest, count: int) -> None:
-        """Lets a request read the prompt of `source`, and gives it `count` pages of its own. The
-        first of them begins as a copy where prompt and answer touch one page."""
+        """Lets a request read the prompt of `source`, and gives it `count` pages of its own. If
+        prompt and answer share a page, the first of them begins as a copy of it.
+        """
         num_whole, tail = divmod(request.sequence.first_block_start, self._limits.page_size)
         self._pool.share(request.take_prompt(source, self._limits.page_size))
         self._give_pages(request, count)
@@ -277,7 +283,7 @@ class DecodeEngine:
         request.pages.extend(pages)
 
     def _schedule(self) -> list[Share]:
-        """Asks the scheduler who takes part, preempts, and hands out pages."""
+        """Asks the scheduler which requests take part, preempts, and hands out pages."""
         running = list(self._queues.running)
         ahead = self._executor.runs_ahead
         demands = [request.demand(self._limits, runs_ahead=ahead) for request in running]
@@ -288,7 +294,7 @@ class DecodeEngine:
             count_freed=lambda gone: self._pool.count_freed(running[at].pages for at in gone),
         )
         if schedule.preempted and self._executor.is_running:
-            # What was launched must land before pages change hands; it may free some, too.
+            # Launched steps must end before pages change hands; that may also free some.
             self._apply_all()
             return self._schedule()
         for index in schedule.preempted:
@@ -337,7 +343,7 @@ class DecodeEngine:
                     self._fail(request, "INTERNAL", message, retryable=is_retryable)
 
     def _note_prefilled(self, request: DecodeRequest) -> None:
-        """Says once that a locally prefilled prompt is complete."""
+        """Reports once that a locally prefilled prompt is complete."""
         if not request.is_verified and request.has_prompt:
             self._verify(request, 0, 0, 0.0)
 
@@ -349,7 +355,7 @@ class DecodeEngine:
             Verified(attempt=request.attempt, bytes=num_bytes, pages=pages, handoff_s=handoff_s)
         )
 
-    # How it ends.
+    # Ends.
 
     def _fail_handoff(self, failed: HandoffFailed) -> None:
         request = self._queues.by_transfer[failed.transfer_id]
@@ -363,12 +369,12 @@ class DecodeEngine:
         self._outbox.failed(request.attempt, code, message, retryable=retryable)
 
     def _end(self, request: DecodeRequest) -> None:
-        """Nothing of the request is left; pages that a writer may reach are quarantined."""
+        """Removes the request completely; pages that a writer may reach are quarantined."""
         if self._executor.remove(request):
             self._apply_all()
         transfer_id = request.attempt.transfer_id
         if transfer_id in self._queues.receiving:
-            # The pages are the handoff's, which frees them or has done so by now.
+            # The pages belong to the handoff, which frees them or already has.
             self._handoffs.abort(transfer_id)
             request.pages.clear()
         self._pool.release(request.pages)

@@ -1,4 +1,4 @@
-"""What a decode engine says of its requests: makes the events; decides nothing."""
+"""Events of a decode engine about its requests; decides nothing."""
 
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
 from effuse.decode_worker.request import DecodeRequest
@@ -17,7 +17,9 @@ _CODES: dict[Cause, FailureCode] = {
 
 
 def handoff_failed(attempt: AttemptId, handoff: HandoffFailed) -> Failed:
-    """An attempt's pages will not come. Another one may work, but not with this writer's model."""
+    """An attempt's pages will not arrive. Another one may succeed, but not with this writer's
+    model.
+    """
     return Failed(
         attempt=attempt,
         code=_CODES.get(handoff.cause, "DATA_LOSS"),
@@ -27,7 +29,7 @@ def handoff_failed(attempt: AttemptId, handoff: HandoffFailed) -> Failed:
 
 
 def step_events(request: DecodeRequest, outcome: StepOutcome) -> list[CoreEvent]:
-    """A denoise step's commit, its drafts where they were asked for, and the end."""
+    """A denoise step's commit, its drafts if the request asks for them, and the end."""
     events: list[CoreEvent] = []
     if outcome.num_settled:
         events.append(_committed(request, outcome))
@@ -39,8 +41,9 @@ def step_events(request: DecodeRequest, outcome: StepOutcome) -> list[CoreEvent]
 
 
 def begun_drafts(request: DecodeRequest) -> list[CoreEvent]:
-    """Drafts of the blocks that have begun since the last time, where they were asked for. A block
-    may be written whole by its first forward, and would never be seen otherwise."""
+    """Drafts of the blocks that have begun since the last time, if the request asks for them. A
+    block's first forward may write it completely, and its draft would never be shown otherwise.
+    """
     if not request.drafts:
         return []
     begun = [one for one in request.sequence.blocks if one.end > request.drafted_end]

@@ -1,7 +1,7 @@
-"""What runs the forward of a step: chunks of prompts, and denoise steps.
+"""Runs the forward of a step: chunks of prompts, and denoise steps.
 
-`Executor` is what the engine asks for. Here is the one that feeds every forward from the host; in
-`device_executor.py` the one whose denoising lives on the device.
+`Executor` is the engine's interface. This file has the one that feeds every forward from the host;
+the one in `device_executor.py` denoises on the device.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,13 +33,13 @@ _SCORES: Final[Mapping[Alg, ScoreCode]] = {
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine has done since it started."""
+    """Counters of an engine since its start."""
 
     steps: int = 0  # forwards
-    requests: int = 0  # in them, added up
-    rows: int = 0  # tokens in them
+    requests: int = 0  # sum of the requests in each
+    rows: int = 0  # sum of the tokens in each
     preemptions: int = 0
-    prompts_shared: int = 0  # whose KV another request had
+    prompts_shared: int = 0  # whose KV came from another request
     kv_bytes: int = 0  # received from prefill workers
 
 
@@ -68,7 +68,7 @@ class Denoised:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A request cannot go on; nothing runs for it any more."""
+    """A request cannot go on; none of its work runs any more."""
 
     request: DecodeRequest
     message: str  # for the caller
@@ -80,10 +80,10 @@ NOT_FINITE = "the model gave no finite probabilities"
 
 
 class Executor(Protocol):
-    """Launches steps, and tells what became of them once they have ended.
+    """Launches steps, and returns their results once they have ended.
 
-    Results are to be acted upon before the next ones are read: they are about sequences as they
-    are then.
+    Results must be applied before the next ones are read, because they refer to the current
+    sequences.
     """
 
     counters: Counters
@@ -91,7 +91,7 @@ class Executor(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more may be launched before results are read."""
+        """Whether results must be read before the next launch."""
         ...
 
     @property
@@ -100,33 +100,34 @@ class Executor(Protocol):
         ...
 
     def launch(self, shares: Sequence[Share]) -> bool:
-        """Launches a step; False where there was nothing to run. Each share has its pages."""
+        """Launches a step; False if there was nothing to run. Each share has its pages."""
         ...
 
     def has_results(self) -> bool:
-        """Whether results are there that need not wait."""
+        """Whether results can be read without waiting."""
         ...
 
     def read(self) -> list[StepResult]:
-        """Results of the oldest step that is running; waits for it."""
+        """Results of the oldest running step; waits for it."""
         ...
 
     def remove(self, request: DecodeRequest) -> bool:
-        """Takes a request out of steps that are launched from now on; True where those whose
-        results were not read may still write its pages. What else may is waited for."""
+        """Removes a request from steps that are launched from now on. True if steps with unread
+        results may still write its pages; it waits for other writers.
+        """
         ...
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies a page of this id to another one, behind all that was launched before."""
+        """Copies the page with this id to another one, after all earlier launches."""
         ...
 
 
 class HostExecutor:
     """Feeds every forward from the host: its results are there when its launch returns.
 
-    On a device a prompt's forward may write pages for long after that, as nothing of it is waited
-    for, and so may a copy of a page. Whoever gets these pages next through the same queue comes
-    behind them; a prefill worker's bytes do not.
+    On a device a prompt's forward may write pages long after its launch returns, and so may the
+    copy of a page. Later work in the same queue that uses these pages comes after them, but a
+    prefill worker's bytes do not.
     """
 
     runs_ahead = False
@@ -139,8 +140,9 @@ class HostExecutor:
         place: Callable[[], Place] | None = None,
         queued: QueuedLayers | None = None,
     ) -> None:
-        """`copy_page` is that of the pages' memory. On a device `place` is that behind all that was
-        launched, and `queued` are the forward's layers: where they end, that is a sign of life."""
+        """`copy_page` copies within the pages' memory. On a device `place` returns the place after
+        all launched work. `queued` are the forward's layers, whose ends are signs of life.
+        """
         self.counters = Counters()
         self._forward = forward
         self._copy_page = copy_page
@@ -148,7 +150,7 @@ class HostExecutor:
         self._queued = queued
         self._guard = ForwardGuard()
         self._results: list[StepResult] = []
-        # What may still write pages: those of a request, by transfer id, or those that are named.
+        # Work that may still write pages: those of a request, by transfer id, or named ones.
         self._writing: dict[str | int, Place] = {}
 
     @property
@@ -189,7 +191,7 @@ class HostExecutor:
         self._note([source, target])
 
     def _note(self, keys: Iterable[str | int]) -> None:
-        """All that was launched so far is waited for before pages of these change hands."""
+        """Waits for all launched work before the pages of these requests change hands."""
         if self._place is not None:
             writing = {key: place for key, place in self._writing.items() if not place.query()}
             self._writing = writing | dict.fromkeys(keys, self._place())
@@ -212,7 +214,7 @@ class HostExecutor:
 
 
 def _parts_of(share: Share) -> list[Part]:
-    """What the forward runs for a request; the first one's results are the request's."""
+    """The parts of a forward for a request; the first one's results are the request's."""
     request = share.request
     if request.settings.is_canvas:
         return canvas_parts(request)
@@ -222,7 +224,7 @@ def _parts_of(share: Share) -> list[Part]:
 
 
 def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult:
-    """Takes over what the forward has stored and proposed for a request."""
+    """Applies a forward's stored tokens and proposals to a request."""
     if result.boundary is not None:
         request.boundary = result.boundary
     if request.num_to_prefill:
@@ -249,7 +251,7 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
 
 
 def prefill_part(request: DecodeRequest, num_rows: int) -> Part:
-    """The next `num_rows` tokens of what precedes the blocks in flight; all are stored."""
+    """The next `num_rows` tokens before the blocks in flight; all are stored."""
     sequence = request.sequence
     start = sequence.committed_len
     return Part(
@@ -263,7 +265,7 @@ def prefill_part(request: DecodeRequest, num_rows: int) -> Part:
 
 
 def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
-    """All blocks in flight; the settled ones are stored, masks want candidates."""
+    """All blocks in flight; the settled ones are stored, and masks need candidates."""
     sampling = request.sampling
     if plan.is_greedy:
         sampling = msgspec.structs.replace(sampling, temperature=0.0)
@@ -311,7 +313,7 @@ def canvas_parts(request: DecodeRequest) -> list[Part]:
         num_stored=plan.num_stored,
         num_behind=plan.num_behind,
         unstored=plan.unstored,
-        block_origin=sequence.mask_end,  # what lies before it sees all of itself
+        block_origin=sequence.mask_end,  # each token before it sees all of them
         candidates=plan.candidates.tolist(),
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=request.sampling,
@@ -329,7 +331,7 @@ def canvas_parts(request: DecodeRequest) -> list[Part]:
 
 
 def _draw(request: DecodeRequest) -> LladaDraw | None:
-    """How LLaDA's loop draws, and Fast-dLLM's but for models that shift their logits."""
+    """Draws of LLaDA's loop, and of Fast-dLLM's except for models that shift their logits."""
     settings, eos, mask = request.settings, request.eos_token_ids, request.sequence.mask_token_id
     if settings.algorithm == "dream" or (settings.algorithm == "fast_dllm" and request.shifts):
         return None

@@ -1,10 +1,11 @@
-"""Fast-dLLM's parallel decoding (arXiv 2505.22618): all masks of a block above a threshold at once.
+"""Fast-dLLM's parallel decoding (arXiv 2505.22618): all masks of a block above a threshold
+together.
 
-Which masks a step proposes tokens for, and which of them it writes. Pure functions; the order of a
-step and its caches are in `canvas.py`. The rules differ by model as the authors' loops do: models
-that shift their logits by one write the first token of a block from the forward that fills the
-cache, whatever its confidence, and without a cache they know no blocks but a budget that grows by
-`block_length` a step.
+Which masks a step proposes tokens for, and which of them it writes. Pure functions; `canvas.py` has
+the order of a step and its caches. The rules differ by model like the authors' loops. Models that
+shift their logits by one write the first token of a block from the forward that fills the cache, at
+any confidence. Without a cache they have no blocks but a budget that grows by `block_length` at
+each step.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from effuse.decode_worker.sequence import CanvasStep, HostCandidates, IndexArray
 
 
 def proposals(step: CanvasStep) -> IntArray:
-    """Masks of the first generation block that holds any."""
+    """Masks of the first generation block that has any."""
     masks = step.masks()
     if not step.shifts:
         return masks[masks < step.block_end]
@@ -24,8 +25,7 @@ def proposals(step: CanvasStep) -> IntArray:
 
 
 def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
-    """The best one, and all that are surer than the threshold (strictly), or as many as `factor`
-    allows."""
+    """The best one, and all strictly above the threshold, or as many as `factor` allows."""
     if step.settings.factor:
         return candidates.best(_num_within(step.settings.factor, candidates))
     best = candidates.best(_budget(step, masks))
@@ -44,10 +44,11 @@ def _budget(step: CanvasStep, masks: IntArray) -> int:
 
 
 def _num_within(factor: float, candidates: HostCandidates) -> int:
-    """How many of the surest masks are written: the n-th one is, but for the first, where
-    1 - confidence is at most factor / (n + 1), and the last one of a block with the one before it.
+    """How many of the surest masks are written. The n-th one (except the first) is written if 1 -
+    confidence is at most factor / (n + 1), and the last one of a block together with the one before
+    it.
 
-    In fp64. That the last one goes unasked is how the authors' code counts.
+    In fp64. The authors' code also does not check the last one.
     """
     confidences = np.sort(-candidates.scores.astype(np.float64))
     thresholds = 1 - factor / np.arange(2, len(confidences) + 2)

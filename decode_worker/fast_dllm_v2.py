@@ -1,9 +1,10 @@
-"""Fast-dLLM v2's decoding (arXiv 2509.26328): a block part by part, its first token by itself.
+"""Fast-dLLM v2's decoding (arXiv 2509.26328): a block part by part, with its first token
+separately.
 
-Which masks want tokens, and which are written. Pure functions; the order of a step is in
-`denoise.py`. The model shifts its logits by one, so that the forward that stores a block gives the
-next one's first token: it is written alone, whatever its confidence and at any temperature the
-likeliest. From then on each step fills the first part of `block_length` tokens that holds masks.
+Which masks need tokens, and which are written. Pure functions; `denoise.py` has the order of a
+step. The model shifts its logits by one, so the forward that stores a block gives the next one's
+first token. It is written separately: the likeliest token, at any confidence and temperature. From
+then on each step fills the first part of `block_length` tokens that has masks.
 """
 
 from effuse.config.decoding import DecodeSettings
@@ -15,9 +16,9 @@ __all__ = ["activate", "choose", "is_greedy", "proposals", "wants_block"]
 
 
 def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
-    """Masks that want a token: the block's first position, or those of its first unfinished part.
+    """Masks that need a token: the block's first position, or those of its first unfinished part.
 
-    `choose` takes all of them that are surer than the threshold (strictly), or the best one.
+    `choose` takes all of them that are strictly above the threshold, or the best one.
     """
     masks = sequence.masks(block)
     first = masks[:1]
@@ -29,5 +30,5 @@ def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> Int
 
 
 def is_greedy(sequence: Sequence, block: Block) -> bool:
-    """Whether the coming step writes the block's first token, which nobody draws."""
+    """Whether the coming step writes the block's first token, which is not drawn at random."""
     return bool(sequence.masked[block.start])

@@ -1,10 +1,10 @@
-"""What comes into a decode engine: requests, what is handed over beside pages, and rehearsals.
+"""Input of a decode engine: requests, boundary states of handoffs, and rehearsals.
 
-A StartDecode message becomes a request, or the reason why it cannot be served here: values are
-checked against the model and the engine's limits, and nothing is reserved and nothing is kept. The
-boundary state is checked against the request it is for: the prompt must be the request's, by its
-length, digest and tail; shifting models need one hidden vector. All of it is looked at on the host:
-a look at the device would wait for queued steps.
+A StartDecode message becomes a request, or a reason why it cannot be served here. Values are
+checked against the model and the engine's limits; nothing is reserved or stored. The boundary state
+is checked against its request: the prompt must be the request's, by length, digest and tail;
+shifting models need one hidden vector. All checks read host memory, because reading the device
+would wait for queued steps.
 """
 
 from collections.abc import Collection
@@ -29,9 +29,9 @@ from effuse.placement.records import FEW_PAGES
 from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import Reserved, Resume, StartDecode, StartRehearsal, Verified
 
-MOST_BYTES = 64 << 20  # about what the prompt of a large model takes
+MOST_BYTES = 64 << 20  # about the size of a large model's prompt
 MOST_PAGES = 1 << 14  # each is named and digested
-LEAST_SHARE = 8  # of the pool: no more than one page in so many
+LEAST_SHARE = 8  # of the pool: at most one page in this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Intake:
     limits: DecodeLimits
 
     def make_request(self, message: StartDecode, *, arrival: int, now: float) -> DecodeRequest:
-        """A request that can finish here. Raises RequestError with what is wrong."""
+        """A request that can finish here. Raises RequestError with the fault."""
         self._check_steps(message.settings)
         request = DecodeRequest(
             attempt=message.attempt,
@@ -106,7 +106,7 @@ class Intake:
         return sequence.resume(committed, frontier, is_canvas=is_canvas)
 
     def _check_length(self, prompt_len: int, max_tokens: int) -> None:
-        """Refuses absurd lengths before anything of that size is made."""
+        """Refuses absurd lengths before it makes anything of that size."""
         most = self.limits.max_model_len
         if prompt_len + max_tokens > most:
             raise RequestError(
@@ -123,7 +123,7 @@ class Intake:
 
 
 def _resume_logprobs(request: DecodeRequest, resume: Resume) -> None:
-    """Takes over those of tokens that are written in the frontier."""
+    """Restores the log-probabilities of written tokens in the frontier."""
     sequence = request.sequence
     for block, state in zip(sequence.blocks, resume.frontier, strict=True):
         first = max(block.start, sequence.prompt_len)
@@ -138,7 +138,7 @@ def _resume_logprobs(request: DecodeRequest, resume: Resume) -> None:
 
 def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:
     if request.settings.is_canvas:
-        return  # all its blocks are in flight at once, in no slot of a device
+        return  # all its blocks are in flight together, outside of device slots
     most_active = request.settings.most_active
     if most_active > limits.max_window:
         raise RequestError(
@@ -164,21 +164,21 @@ def _check_stops(request: DecodeRequest, limits: DecodeLimits) -> None:
 
 
 class BoundaryError(ValueError):
-    """The boundary state is not that of this request."""
+    """The boundary state does not belong to this request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What boundary states must look like for one model."""
+    """The valid form of boundary states for one model."""
 
-    hidden_size: int | None  # None where logits are not shifted: no vector is needed
+    hidden_size: int | None  # None if logits are not shifted: no vector is needed
     dtype: torch.dtype
     device: torch.device
 
     def accept(self, state: BoundaryState, sequence: Sequence) -> Tensor | None:
-        """The hidden vector [hidden_size] on the host, pinned where it goes to a GPU, or None.
+        """The hidden vector [hidden_size] on the host, pinned if it goes to a GPU, or None.
 
-        Raises BoundaryError naming what differs.
+        Raises BoundaryError that names the difference.
         """
         if state.prompt_len != sequence.prompt_len:
             raise BoundaryError(
@@ -193,7 +193,7 @@ class Boundary:
                 "the prompt's last tokens differ from those that arrived with the pages"
             )
         if self.hidden_size is None or sequence.first_block_start == 0:
-            return None  # nothing is stored that a block could follow
+            return None  # nothing is stored before a first block
         return self._vector(state.hidden, self.hidden_size)
 
     def _vector(self, data: bytes | None, size: int) -> Tensor:
@@ -209,10 +209,10 @@ class Boundary:
 
 class RehearsalReceiver:
     """The rehearsal that an engine receives: free pages that a prefill worker writes once, to
-    measure the way. Its own thread calls it.
+    measure the link. Its own thread calls it.
 
     They are reserved, written and verified like a prompt's, and free again afterwards. They are
-    held only while most of what is free stays so, and for one rehearsal at a time.
+    held only while most of the free pages stay free, and for one rehearsal at a time.
     """
 
     def __init__(self, pool: PagePool, handoffs: HandoffReceiver, outbox: Outbox) -> None:
@@ -224,11 +224,11 @@ class RehearsalReceiver:
         self._last = ""  # transfer id of the last one, which may have left pages in quarantine
 
     def pages(self) -> tuple[PageRef, ...]:
-        """The pages that are held, those in quarantine left out; for the audit."""
+        """The held pages, without those in quarantine; for the audit."""
         return self._pages
 
     def reserve(self, message: StartRehearsal, *, is_busy: bool, now: float) -> None:
-        """Opens free pages to the writer; refuses where requests may need them."""
+        """Opens free pages to the writer; refuses if requests may need them."""
         attempt, free = message.attempt, self._pool.num_free
         if not self._handoffs.can_receive:
             text = "this worker has no connector, so it only accepts local prefill"
@@ -236,7 +236,7 @@ class RehearsalReceiver:
             return
         most = min(MOST_BYTES // self._handoffs.page_bytes, self._pool.num_pages // LEAST_SHARE)
         count = min(max(1, most), MOST_PAGES, message.most_pages)
-        if message.most_pages <= FEW_PAGES:  # a link warms up, and no prompt takes it before
+        if message.most_pages <= FEW_PAGES:  # a link warms up, and no prompt takes it before that
             is_busy, count = False, min(count, max(1, free // 2))
         if self._attempt is not None or self._handoffs.is_open(self._last):
             self._refuse(attempt, "another rehearsal is running")
@@ -253,7 +253,7 @@ class RehearsalReceiver:
             self._outbox.say(Reserved(reservation=reservation))
 
     def take_report(self, report: Arrived | HandoffFailed) -> bool:
-        """Takes in how a handoff ended; False where it is not of the rehearsal."""
+        """Handles the end of a handoff; False if it is not the rehearsal's."""
         attempt, pages = self._attempt, self._pages
         if attempt is None or report.transfer_id != attempt.transfer_id:
             return False
@@ -273,7 +273,7 @@ class RehearsalReceiver:
         return True
 
     def abort(self, transfer_id: str) -> bool:
-        """Gives the rehearsal up; False where there is none of this name."""
+        """Abandons the rehearsal; False if there is none of this name."""
         if self._attempt is None or self._attempt.transfer_id != transfer_id:
             return False
         self._attempt, self._pages = None, ()

@@ -1,8 +1,8 @@
 """LLaDA's own generate (arXiv 2502.09992): block by block, a share of the masks at each step.
 
-Which masks a step proposes tokens for, and which of them it writes. Pure functions; the order of a
-step is in `canvas.py`. Where the authors ask that blocks divide the answer and steps the blocks,
-and these do, the steps are theirs; else the last block is shorter and the first blocks take the
+Which masks a step proposes tokens for, and which of them it writes. Pure functions; `canvas.py` has
+the order of a step. The authors require that blocks divide the answer and steps divide by blocks,
+and then the steps are theirs. Otherwise the last block is shorter, and the first blocks take the
 remaining steps.
 """
 
@@ -15,13 +15,13 @@ from effuse.decode_worker.sequence import CanvasStep, HostCandidates, IndexArray
 
 
 def proposals(step: CanvasStep) -> IntArray:
-    """All masks of the first generation block that holds any."""
+    """All masks of the first generation block that has any."""
     masks = step.masks()
     return masks[masks < step.block_end]
 
 
 def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
-    """The step's share of those with the highest confidence, or drawn by lot."""
+    """The step's share of those with the highest confidence, or drawn at random."""
     if step.settings.remasking == "random":
         candidates = replace(candidates, scores=step.drawn(masks).astype(np.float32))
     return candidates.best(share(step.sequence, step.settings, masks))
@@ -29,7 +29,8 @@ def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> Ind
 
 def share(sequence: Sequence, settings: DecodeSettings, masks: IntArray) -> int:
     """Masks that the coming step fills, of those left in its block: the block's tokens are split
-    evenly over its steps, the remainder going first."""
+    evenly over its steps, with the remainder first.
+    """
     num_tokens, length = sequence.stopping.max_tokens, settings.block_length
     index = (int(masks[0]) - sequence.prompt_len) // length
     size = min(length, num_tokens - index * length)
@@ -41,7 +42,9 @@ def share(sequence: Sequence, settings: DecodeSettings, masks: IntArray) -> int:
 
 
 def _steps_of(index: int, num_blocks: int, size: int, steps: int) -> int:
-    """Steps of block `index`: an even split, at least one, at most one a token; 0 takes that."""
+    """Steps of block `index`: an even split, at least one, at most one for each token, which is
+    also the meaning of 0.
+    """
     if steps == 0:
         return size
     even, remainder = divmod(steps, num_blocks)

@@ -1,12 +1,12 @@
 """One attempt at a request inside the engine: its sequence, its pages, its counters; and the queues
-in which it is.
+of requests.
 
-Data with derived properties; what happens to it is decided by the scheduler and done by the engine.
+Data with derived properties; the scheduler makes decisions and the engine carries them out.
 
-What it changes of its logits (penalties of what is written, biases, ids that are barred) follows
-from final text alone, that of blocks that are settled: it is the same for whoever resumes the
-request at the same commit, and a block in flight does not depend on the order in which its own
-masks were filled. How logits are changed is `kernels/sampling_edits.py`.
+Its changes of logits (penalties of written tokens, biases, barred ids) depend only on final text,
+that is, on settled blocks. So they are the same for an attempt that resumes the request at the same
+commit, and a block in flight does not depend on the order in which its own masks were filled.
+`kernels/sampling_edits.py` applies the changes.
 """
 
 from bisect import insort
@@ -29,7 +29,7 @@ from effuse.models.part import HostLogprobs, PartEdits, TokenEdits
 from effuse.worker.messages import BlockState, TokenLogprobs
 
 SLOT_ALGORITHMS: Final[tuple[Algorithm, ...]] = ("d2f", "block_diffusion")
-"""What a device's slots denoise, in the order of their numbers; the host feeds the others."""
+"""Algorithms of the device's slots, in the order of their numbers; the host feeds the others."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class DecodeRequest:
     """An attempt from its arrival to its end. Pages cover the sequence's stored tokens."""
 
     attempt: AttemptId
-    arrival: int  # order of arrival; the scheduler's age
+    arrival: int  # order of arrival; the age for the scheduler
     arrived_s: float  # on the engine's clock
     sequence: Sequence
     settings: DecodeSettings
@@ -45,21 +45,22 @@ class DecodeRequest:
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
     group: str = ""  # whose members share the KV of an equal prompt; empty: none
-    siblings: list["DecodeRequest"] = field(default_factory=list)  # those here, with itself
-    num_logprobs: int | None = None  # likeliest ids beside each token's; None sends none
+    siblings: list["DecodeRequest"] = field(default_factory=list)  # members here, including itself
+    num_logprobs: int | None = None  # number of likeliest ids sent with each token; None sends none
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
-    drafted_end: int = 0  # position behind the last block that a draft has told of
+    drafted_end: int = 0  # position after the last block in a draft
     eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
-    postponed_ids: tuple[int, ...] = ()  # of the model: written last where that was asked for
-    shifts: bool = False  # the model predicts a position from the row before it
+    postponed_ids: tuple[int, ...] = ()  # of the model: written last if the request asks for it
+    shifts: bool = False  # the model predicts a position from the previous row
     pages: list[PageRef] = field(default_factory=list)
-    cache_of: int | None = None  # start of the generation block that a canvas' pages surround
+    # start of the generation block whose surroundings are in the canvas' pages
+    cache_of: int | None = None
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
-    prompt_boundary: Tensor | None = None  # [H] the same behind the prompt, once that was stored
-    token_edits: TokenEdits | None = None  # what its final text asked for
-    token_edits_of: int = 0  # when that had so many tokens
-    plan: StepPlan | None = None  # of the step that is opened and not yet applied
-    is_verified: bool = False  # the prompt's KV was complete once
+    prompt_boundary: Tensor | None = None  # [H] the same after the prompt, once that was stored
+    token_edits: TokenEdits | None = None  # edits for its final text
+    token_edits_of: int = 0  # length of the final text for them
+    plan: StepPlan | None = None  # of the opened step that is not applied yet
+    is_verified: bool = False  # the prompt's KV was complete at some time
     forward_passes: int = 0
     preemptions: int = 0
 
@@ -70,7 +71,9 @@ class DecodeRequest:
     @property
     def num_to_prefill(self) -> int:
         """Rows to run before the next denoise step: tokens before the blocks in flight whose KV is
-        not stored, prompt and settled text. All of a canvas that has lost its cache, or none."""
+        not stored, from prompt and settled text. For a canvas that has lost its cache all rows,
+        otherwise none.
+        """
         if not self.settings.is_canvas:
             return self.sequence.in_flight_start - self.sequence.committed_len
         step = self.canvas_step()
@@ -79,17 +82,17 @@ class DecodeRequest:
 
     @property
     def has_cache(self) -> bool:
-        """Whether pages hold what surrounds the canvas' current generation block."""
+        """Whether pages hold the surroundings of the canvas' current generation block."""
         return self.cache_of is not None and self.cache_of == self.canvas_step().block_start
 
     def canvas_step(self) -> CanvasStep:
-        """What decides the canvas' coming step."""
+        """The inputs of the canvas' coming step."""
         canvas.append_blocks(self.sequence)
         return CanvasStep(self.sequence, self.settings, self.position_noise, self.shifts)
 
     @property
     def runs_from_host(self) -> bool:
-        """Whether the host feeds its next forward, also where others denoise on a device."""
+        """Whether the host feeds its next forward, even if others denoise on a device."""
         is_of_slots = self.settings.algorithm in SLOT_ALGORITHMS and not self.settings.edits_tokens
         if not is_of_slots or self.num_to_prefill > 0 or self.num_logprobs is not None:
             return True
@@ -97,7 +100,7 @@ class DecodeRequest:
 
     @property
     def has_prompt(self) -> bool:
-        """Whether nothing of the prompt is left to be computed before the first denoise step."""
+        """Whether the whole prompt is computed, so that the first denoise step can run."""
         return (
             self.settings.is_canvas
             or self.sequence.committed_len >= self.sequence.first_block_start
@@ -105,12 +108,12 @@ class DecodeRequest:
 
     @property
     def lacks_prompt(self) -> bool:
-        """Whether KV of its prompt is still to come, which another request may have."""
+        """Whether KV of its prompt is still missing, which another request may have."""
         return self.sequence.committed_len < self.sequence.first_block_start
 
     @property
     def holds_prompt(self) -> bool:
-        """Whether its pages hold all that another answer to this prompt needs to begin."""
+        """Whether its pages have everything with which another answer to this prompt can begin."""
         if self.sequence.committed_len == 0 or self.lacks_prompt:
             return False
         return self.prompt_boundary is not None or not self.shifts
@@ -130,8 +133,9 @@ class DecodeRequest:
         return self.plan
 
     def edits(self, candidates: IntArray) -> PartEdits | None:
-        """`edits_for` these positions. What final text asks for takes all of it, which of a prompt
-        of thousands of tokens is longer than a step: so it is kept until there is more of it."""
+        """`edits_for` these positions. Edits for final text read all of it, which takes longer than
+        a step for a prompt of thousands of tokens. So they are kept until there is more final text.
+        """
         length = self.sequence.num_emitted
         known = self.token_edits if self.token_edits_of == length else None
         found = edits_for(self.sampling, self.sequence, candidates, known)
@@ -147,16 +151,18 @@ class DecodeRequest:
         return plan
 
     def take_prompt(self, source: "DecodeRequest", page_size: int) -> list[PageRef]:
-        """Goes on behind the prompt of `source`, as if it had stored it itself; returns the whole
-        pages of it, which it holds from now on, too."""
+        """Continues after the prompt of `source`, as if it had stored it itself; returns its whole
+        pages, of which this request also becomes a holder.
+        """
         self.pages = source.pages[: self.sequence.first_block_start // page_size]
         self.sequence.store(self.sequence.first_block_start)
         self.boundary = self.prompt_boundary = source.prompt_boundary
         return self.pages
 
     def pages_to_begin(self, limits: DecodeLimits) -> int:
-        """Pages it needs before its first forward here, or before its writer may push; another's
-        prompt may spare it some."""
+        """Pages that it needs before its first forward here, or before its writer may push; another
+        request's prompt may save some.
+        """
         if self.settings.is_canvas:
             return limits.pages_for(canvas.num_cached(self.canvas_step()))
         if self.needs_remote:
@@ -164,10 +170,9 @@ class DecodeRequest:
         return limits.pages_for(self.sequence.in_flight_start)
 
     def demand(self, limits: DecodeLimits, *, runs_ahead: bool = False) -> Demand:
-        """What it wants of the next step; opens its denoise step.
+        """Its demand for the next step; opens its denoise step.
 
-        With `runs_ahead` a second step is launched before this one is read, and pages are wanted
-        for both.
+        With `runs_ahead` a second step is launched before this one is read, and both need pages.
         """
         if self.settings.is_canvas:
             return self._canvas_demand(limits)
@@ -207,22 +212,25 @@ class DecodeRequest:
         )
 
     def note_logprobs(self, positions: IntArray, before: IntArray, told: HostLogprobs) -> None:
-        """Keeps those of candidates that were written at these positions, whose ids were `before`:
-        one that is not taken leaves an earlier token with its own."""
+        """Keeps log-probabilities of candidates that were written at these positions. `before` are
+        the previous ids: an unchanged token keeps its earlier ones.
+        """
         for index in np.flatnonzero(self.sequence.token_ids[positions] != before).tolist():
             ids, top = told.top_token_ids[index], told.top[index]
             entry = TokenLogprobs(told.chosen[index], tuple(ids), tuple(top))
             self.logprobs[int(positions[index])] = entry
 
     def take_logprobs(self, offset: int, count: int) -> tuple[TokenLogprobs, ...]:
-        """Those of `count` final tokens from `offset` on in the answer, where asked for."""
+        """Those of `count` final tokens from `offset` on in the answer, if the request asks for
+        them.
+        """
         if self.num_logprobs is None:
             return ()
         first = self.sequence.prompt_len + offset
         return tuple(self.logprobs.pop(position) for position in range(first, first + count))
 
     def frontier(self) -> tuple[BlockState, ...]:
-        """The sequence's, with the log-probabilities of what is written in it."""
+        """The sequence's frontier, with the log-probabilities of its written tokens."""
         states = self.sequence.frontier()
         if self.num_logprobs is None or not states:
             return states
@@ -240,13 +248,13 @@ class DecodeRequest:
         """Forgets the stored KV; tokens, flags and counters stay."""
         self.pages.clear()
         if self.settings.is_canvas:
-            self.cache_of = self.plan = None  # a plan that read the cache
+            self.cache_of = self.plan = None  # a plan that reads the cache
         self.boundary = None
         self.sequence.drop_kv()
         self.preemptions += 1
 
     def footprint(self) -> Footprint:
-        """The most it can ever need."""
+        """Most resources that it can ever need."""
         sequence = self.sequence
         if self.settings.is_canvas:
             return canvas.footprint(self.canvas_step(), self._passes)
@@ -255,7 +263,8 @@ class DecodeRequest:
             prompt_len=sequence.prompt_len,
             max_tokens=sequence.stopping.max_tokens,
             most_cached=sequence.last_block_start,
-            # All of a full window may settle in one step and ride along with one new block.
+            # All blocks of a full window may settle in one step and be stored together with one new
+            # block.
             most_rows=min(self.settings.most_active + 1, num_blocks) * sequence.block_size,
             first_chunk=sequence.origin,
         )
@@ -266,11 +275,11 @@ class DecodeRequest:
 
     @property
     def _passes(self) -> int:
-        """Sequences that a step forwards: with guidance, one beside it whose prompt is masked."""
+        """Sequences in a forward: with guidance, also one whose prompt is masked."""
         return 2 if self.settings.cfg_scale else 1
 
     def _smallest_chunk(self) -> int:
-        """A bidirectional prompt goes in one piece; what follows it, block by block."""
+        """A bidirectional prompt goes in one piece; later tokens go block by block."""
         sequence = self.sequence
         unsplittable = max(0, sequence.origin - sequence.committed_len)
         return unsplittable or sequence.block_size
@@ -278,12 +287,13 @@ class DecodeRequest:
 
 class RequestQueues:
     """Every request of an engine, by transfer id and in exactly one of three queues, which are in
-    the order of arrival. Who moves is the scheduler's decision, pages are the pool's."""
+    the order of arrival. The scheduler moves requests; the pool has the pages.
+    """
 
     def __init__(self) -> None:
         self.by_transfer: dict[str, DecodeRequest] = {}
         self.waiting: list[DecodeRequest] = []  # hold no pages
-        self.receiving: dict[str, DecodeRequest] = {}  # a remote writer fills their pages
+        self.receiving: dict[str, DecodeRequest] = {}  # a remote writer is filling their pages
         self.running: list[DecodeRequest] = []  # oldest first
 
     @property
@@ -292,7 +302,7 @@ class RequestQueues:
         return len(self.receiving) + len(self.running)
 
     def add(self, request: DecodeRequest) -> None:
-        """A request arrives, behind all others."""
+        """A request arrives, after all others."""
         self.by_transfer[request.attempt.transfer_id] = request
         self.waiting.append(request)
 
@@ -302,7 +312,7 @@ class RequestQueues:
         self.receiving[request.attempt.transfer_id] = request
 
     def start_running(self, request: DecodeRequest) -> None:
-        """A request has what it needs to take part in steps."""
+        """A request can take part in steps."""
         if self.receiving.pop(request.attempt.transfer_id, None) is None:
             self.waiting.remove(request)
         insort(self.running, request, key=_arrival)
@@ -328,8 +338,9 @@ def _arrival(request: DecodeRequest) -> int:
 def edits_for(
     sampling: Sampling, sequence: Sequence, candidates: IntArray, known: TokenEdits | None = None
 ) -> PartEdits | None:
-    """What a step changes of the logits of these positions [R] of `sequence`; None for nothing.
-    `known` is what the same final text asked for before."""
+    """A step's changes of the logits at these positions [R] of `sequence`; None for none. `known`
+    are the earlier edits for the same final text.
+    """
     bars = _bars(sequence, candidates)
     if not (sampling.edits_logits or bars):
         return None
@@ -348,7 +359,7 @@ def changes_logits(sampling: Sampling, sequence: Sequence, candidates: IntArray)
 
 
 def _bars(sequence: Sequence, candidates: IntArray) -> bool:
-    """Whether a candidate, of which the first is the leftmost, may be no stop id."""
+    """Whether a candidate must not be a stop id; the first candidate is the leftmost."""
     has_stops = bool(sequence.stopping.stop_token_ids)
     return has_stops and len(candidates) > 0 and int(candidates[0]) < sequence.min_end
 
@@ -358,7 +369,7 @@ def _token_edits(sampling: Sampling, sequence: Sequence) -> TokenEdits:
     answer, times = np.unique(
         sequence.token_ids[first : first + sequence.num_emitted], return_counts=True
     )
-    by_id: dict[int, list[float]] = {}  # penalty, what is added
+    by_id: dict[int, list[float]] = {}  # penalty, number to add
     if sampling.repetition_penalty != 1:
         seen = {*sequence.token_ids[:first].tolist(), *answer.tolist()}
         by_id = {token: [sampling.repetition_penalty, 0.0] for token in seen}

@@ -1,8 +1,8 @@
-"""Who takes part in the next step: admission, growth, preemption and the token budget.
+"""Which requests take part in the next step: admission, growth, preemption and the token budget.
 
-Pure policy on numbers: requests are indices into what the engine lists, oldest first. It neither
-holds pages nor knows tokens. The oldest running request always advances, unless a remote writer
-still holds pages that it needs; those writers have a lease.
+Pure policy on numbers: requests are indices into the engine's list, oldest first. It neither holds
+pages nor knows tokens. The oldest running request always advances, unless a remote writer still
+holds pages that it needs; those writers have a lease.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from effuse.worker.config import DecodeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """What an engine can hold and do in one step."""
+    """Limits of an engine in total and in one step."""
 
     max_num_batched_tokens: int  # rows of one forward: prompt chunks and blocks in flight
     max_num_seqs: int  # requests that hold pages
@@ -43,36 +43,38 @@ class DecodeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The most that one request can ever need, known at its start."""
+    """Most resources that one request can ever need, known at its start."""
 
     prompt_len: int
     max_tokens: int
     most_cached: int  # tokens before its last block
     most_rows: int  # of one denoise step
-    first_chunk: int  # rows that its prefill cannot split; 0 where nothing is prefilled
+    first_chunk: int  # rows that its prefill cannot split; 0 without prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one running request wants of the next step."""
+    """The demand of one running request for the next step."""
 
     rows: int  # all it could take
     whole: bool  # all or nothing: a denoise step takes every block in flight
-    least: int  # smallest chunk of a prefill; 0 where whole
+    least: int  # smallest chunk of a prefill; 0 if it cannot be split
     pages_held: int
-    pages_wanted: int  # with this step's KV stored
+    pages_wanted: int  # including the KV that this step stores
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows granted to each running request, 0 where it waits; and who loses its pages first."""
+    """Rows granted to each running request, 0 if it waits; and those that lose their pages
+    first.
+    """
 
     rows: tuple[int, ...]
     preempted: tuple[int, ...]
 
 
 def check_fits(footprint: Footprint, limits: DecodeLimits) -> None:
-    """Raises RequestError, with the numbers, where a request could never finish here."""
+    """Raises RequestError with the numbers if a request could never finish here."""
     length = footprint.prompt_len + footprint.max_tokens
     if length > limits.max_model_len:
         raise RequestError(
@@ -105,11 +107,11 @@ def admit(
     growth: int,
     limits: DecodeLimits,
 ) -> int:
-    """How many of the waiting requests get their pages now, first come first served.
+    """How many of the waiting requests get their pages now, in the order of arrival.
 
     waiting_pages: pages each needs to begin, oldest first. num_holding: requests that hold pages.
-    growth: pages that the running ones take in the coming step. While others hold pages a block's
-    growth is kept free for each of them, so that a newcomer is not preempted at once.
+    growth: pages that the running ones take in the coming step. While others hold pages, a block's
+    growth is kept free for each of them, so that a newcomer is not preempted immediately.
     """
     num_admitted = 0
     per_block = limits.pages_for(limits.block_size)
@@ -131,15 +133,15 @@ def schedule(
     limits: DecodeLimits,
     count_freed: Callable[[Sequence[int]], int],
 ) -> Schedule:
-    """Grants rows, oldest first, within one budget; preempts the youngest where pages run out, of
-    those that hold any.
+    """Grants rows, oldest first, within one budget; if pages run out, preempts the youngest request
+    that holds any.
 
-    count_freed: how many pages are free once the requests of these indices let go of theirs, which
+    count_freed: how many pages are free once the requests of these indices release theirs, which
     they may share with others.
     """
     rows = [0] * len(running)
     preempted: list[int] = []
-    freed = 0  # by those
+    freed = 0  # by them
     budget = limits.max_num_batched_tokens
     holders = [index for index, demand in enumerate(running) if demand.pages_held]
     for index, demand in enumerate(running):

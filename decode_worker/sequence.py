@@ -1,9 +1,9 @@
-"""The token state of one generation: ids, the bitmap of masks, the blocks in flight, and what a
-forward proposes for their masks.
+"""The token state of one generation: ids, the bitmap of masks, the blocks in flight, and a
+forward's proposals for their masks.
 
-Pure data on numpy: no torch, no pages, no policy. Which block is appended, which mask is written
-and when a block settles is decided in `denoise.py`. Masks are a bitmap; no id is ever taken for
-one. Positions are absolute throughout.
+Pure data on numpy: no torch, no pages, no policy. `denoise.py` decides which block is appended,
+which mask is written and when a block settles. Masks are a bitmap, so no id means a mask. Positions
+are always absolute.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,15 @@ IndexArray = npt.NDArray[np.intp]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 PositionNoise = Callable[[IntArray, int], FloatArray]
-"""A uniform number in (0, 1) for each of these positions at this step; always the same one."""
+"""A uniform number in (0, 1) for each of these positions at this step; always the same number."""
 
-_MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the randomness' counter
+_MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the counter for randomness
 
 
 class RequestError(ValueError):
-    """The request cannot be served as it was sent; the message says what was expected. `field`:
-    what a client has to change, as it names that; empty where that is not one field."""
+    """The request cannot be served as sent; the message has the expected form. `field`: the field
+    that a client must change, by the client's name; empty if it is not one field.
+    """
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -38,10 +39,10 @@ class RequestError(ValueError):
 
 
 class BlockPhase(Enum):
-    """Life of a block in flight. A COMMITTED block (KV stored) leaves the list of blocks."""
+    """State of a block in flight. A COMMITTED block (KV stored) leaves the list of blocks."""
 
     ACTIVE = auto()  # has masks, or waits for a predecessor
-    SETTLED = auto()  # final, as are all its predecessors; KV not yet stored
+    SETTLED = auto()  # final, like all its predecessors; KV not yet stored
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Block:
     masks_left: int
     full: bool = False  # must advance every step; sticky
     denoise_count: int = 0  # forwards that have denoised it
-    edits_left: int = 0  # forwards that may still edit it once it holds no mask
+    edits_left: int = 0  # forwards that may still edit it once it has no mask
     state: BlockPhase = BlockPhase.ACTIVE
 
     @property
@@ -64,7 +65,7 @@ class Block:
 
     @property
     def progress(self) -> float:
-        """Share of the masks it was born with that are written, as float32."""
+        """Share of its initial masks that are written, as float32."""
         written = self.masks_at_birth - self.masks_left
         return float(np.float32(written / self.masks_at_birth))
 
@@ -81,13 +82,13 @@ class HostCandidates:
         return len(self.tokens)
 
     def part(self, start: int, end: int) -> "HostCandidates":
-        """The candidates [start, end) of these, as views."""
+        """The candidates [start, end), as views."""
         return HostCandidates(
             self.tokens[start:end], self.confidences[start:end], self.scores[start:end]
         )
 
     def pick(self, indices: IndexArray) -> "HostCandidates":
-        """Those at these indices."""
+        """The candidates at these indices."""
         return HostCandidates(self.tokens[indices], self.confidences[indices], self.scores[indices])
 
     def best(self, count: int) -> IndexArray:
@@ -98,7 +99,7 @@ class HostCandidates:
         return np.sort(by_score[:count])
 
     def is_finite(self) -> bool:
-        """False where the model gave NaN or infinity for any of them."""
+        """False if the model gave NaN or infinity for any of them."""
         return bool(np.isfinite(self.confidences).all() and np.isfinite(self.scores).all())
 
 
@@ -106,7 +107,7 @@ class Sequence:
     """Prompt and answer of one request, on the block grid `origin + i * block_size`.
 
     token_ids [end of the last block] int64, masked [same] bool. The first block of a grid that is
-    anchored at 0 holds the prompt's ragged tail, which is never masked.
+    anchored at 0 has the prompt's ragged tail, which is never masked.
     """
 
     __slots__ = (
@@ -135,7 +136,9 @@ class Sequence:
         stopping: Stopping,
         is_canvas: bool = False,
     ) -> None:
-        """On a canvas the last block holds no mask past the answer's end: all would see it."""
+        """On a canvas the last block has no mask after the answer's end, because all tokens would
+        see it.
+        """
         if not prompt:
             raise RequestError("the prompt must have at least one token")
         self.prompt_len = len(prompt)
@@ -160,9 +163,9 @@ class Sequence:
         *,
         is_canvas: bool = False,
     ) -> Self:
-        """Goes on where another attempt stood after a commit: its final tokens and its frontier.
+        """Continues from another attempt's commit: its final tokens and its frontier.
 
-        Of a sequence that has just begun. Raises RequestError where the two do not fit the block
+        For a sequence that has just begun. Raises RequestError if the two do not fit the block
         grid.
         """
         self._restore_committed(committed)
@@ -183,7 +186,7 @@ class Sequence:
 
     @property
     def answer_end(self) -> int:
-        """Position after the last token that the answer may hold."""
+        """Position after the last possible token of the answer."""
         return self.prompt_len + self.stopping.max_tokens
 
     @property
@@ -199,7 +202,7 @@ class Sequence:
 
     @property
     def last_block_start(self) -> int:
-        """Where the last block begins; its KV is never stored, all before it may be."""
+        """Where the last block begins; its KV is never stored, but everything before it may be."""
         in_grid = (self.answer_end - 1 - self.origin) // self.block_size
         return self.origin + in_grid * self.block_size
 
@@ -214,7 +217,7 @@ class Sequence:
 
     @property
     def in_flight_start(self) -> int:
-        """First position of the coming forward; all before it must be cached by then."""
+        """First position of the coming forward; everything before it must be cached by then."""
         return self.blocks[0].start if self.blocks else self.final_len
 
     @property
@@ -237,11 +240,11 @@ class Sequence:
 
     @property
     def num_emitted(self) -> int:
-        """Answer tokens that are final and were not cut: all up to here, while it runs."""
+        """Final answer tokens that were not cut off: all up to here, while it runs."""
         return min(max(self.final_len, self.prompt_len), self.answer_end) - self.prompt_len
 
     def append_block(self) -> Block:
-        """Appends one block of masks behind the last; the ragged prompt tail stays as it is."""
+        """Appends one block of masks after the last; the ragged prompt tail stays unchanged."""
         start = self.in_flight_end
         end = start + self.block_size
         assert end <= self.last_block_end, "no block is left to append"
@@ -267,7 +270,7 @@ class Sequence:
         )
 
     def edit(self, positions: IntArray, tokens: IntArray) -> None:
-        """Replaces written tokens of blocks in flight. A stop id may go, as it may come."""
+        """Replaces written tokens of blocks in flight. This may remove or add a stop id."""
         assert not bool(self.masked[positions].any()), "masks are written, not edited"
         self.token_ids[positions] = tokens
         answer = slice(max(self.in_flight_start, self.prompt_len), self.in_flight_end)
@@ -275,7 +278,9 @@ class Sequence:
         self.stop_seen = not self.stopping.stop_token_ids.isdisjoint(written.tolist())
 
     def store(self, num_tokens: int) -> None:
-        """Notes that the KV of the next `num_tokens` is stored; blocks within leave the flight."""
+        """Records that the KV of the next `num_tokens` is stored; blocks within leave the
+        flight.
+        """
         self.committed_len += num_tokens
         assert self.committed_len <= self.final_len, "only final tokens are stored"
         while self.blocks and self.blocks[0].end <= self.committed_len:
@@ -286,7 +291,7 @@ class Sequence:
         self.committed_len = 0
 
     def frontier(self) -> tuple[messages.BlockState, ...]:
-        """The ACTIVE blocks as they are now; with the final tokens, all that resuming needs."""
+        """The current ACTIVE blocks; with the final tokens, they are all that resuming needs."""
         return tuple(
             self.snapshot(block) for block in self.blocks if block.state is BlockPhase.ACTIVE
         )
@@ -344,33 +349,36 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class CanvasStep:
-    """What decides a step of a canvas, beside what the forward proposes."""
+    """The inputs of a canvas' step, besides the forward's proposals."""
 
     sequence: Sequence
     settings: DecodeSettings
     noise: PositionNoise
-    shifts: bool = False  # the model predicts a position from the row before it
+    shifts: bool = False  # the model predicts a position from the previous row
 
     @property
     def number(self) -> int:
-        """Steps before it: each block counts them all, and the last one is in flight to the end."""
+        """Earlier steps: each block counts all of them, and the last one is in flight to the
+        end.
+        """
         return self.sequence.blocks[-1].denoise_count
 
     @property
     def block_start(self) -> int:
-        """Where the first generation block begins that holds a mask; blocks cut the answer into
-        runs of `block_length`."""
+        """Start of the first generation block that has a mask; blocks divide the answer into runs
+        of `block_length`.
+        """
         prompt_len, length = self.sequence.prompt_len, self.settings.block_length
         first = int(self.sequence.masked.argmax())
         return prompt_len + (first - prompt_len) // length * length
 
     @property
     def block_end(self) -> int:
-        """Where that block ends."""
+        """End of that block."""
         return min(self.block_start + self.settings.block_length, self.sequence.mask_end)
 
     def masks(self) -> IntArray:
-        """Positions of all masks that are left, ascending."""
+        """Positions of all remaining masks, ascending."""
         return np.flatnonzero(self.sequence.masked)
 
     def drawn(self, positions: IntArray) -> FloatArray:

@@ -1,7 +1,8 @@
-"""DecodeService: a request in, its reservation, commits and drafts out, to the end or an error.
+"""DecodeService: a request in; its reservation, commits and drafts out, to the end or an error.
 
-Forms are checked here, fit is checked by the engine. However a stream ends, its attempt is ended in
-the engine, and no prefill worker writes for it any more before its pages are used again.
+This file checks the form of requests, and the engine checks whether they fit. However a stream
+ends, its attempt ends in the engine, and no prefill worker writes for it any more before its pages
+are reused.
 """
 
 import asyncio
@@ -33,21 +34,21 @@ from effuse.worker.shell import Shell
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]"
 _RehearseContext: TypeAlias = "grpc.aio.ServicerContext[pb.RehearseRequest, pb.RehearseResponse]"
-_REHEARSAL_S = 30.0  # longest that pages are lent
+_REHEARSAL_S = 30.0  # longest loan of pages
 _MOST_TOGETHER = 64  # events in one message
 
 
 @dataclass(slots=True)
 class _DecodeCall:
-    """What is known of one Decode call while it runs."""
+    """State of one Decode call while it runs."""
 
     attempt: OpenAttempt
     writer: wire.Writer | None  # the prefill worker that pushes; None prefills here
     began_at: float
-    # Pages that somebody outside was told of and may write into by himself.
+    # Pages that an outside writer knows and may write into by itself.
     num_exposed: int = 0
     connector: str = ""  # of a writer's pages
-    is_verified: bool = False  # the writer is done
+    is_verified: bool = False  # the writer has finished
     committed_at: float | None = None  # the last time
 
 
@@ -84,7 +85,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
     async def Rehearse(  # type: ignore[override]  # as Decode
         self, request: pb.RehearseRequest, context: _RehearseContext
     ) -> None:
-        """Lends pages to a prefill worker that measures the way here."""
+        """Lends pages to a prefill worker that measures its link to this worker."""
         writer = wire.writer(request.writer, "writer")
         if request.most_pages < 1:
             raise InvalidRequest.of("most_pages", "expected 1 or more, got 0")
@@ -122,7 +123,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
                 await context.write(pb.RehearseResponse(verified=told.verified))
 
     def _leave(self, stream: _DecodeCall) -> None:
-        """Ends what has not ended by itself, although nobody waits for it."""
+        """Ends an unfinished attempt, although no caller waits for it."""
         if not stream.attempt.ended.is_set():
             self._shell.spawn(self._end(stream))
 
@@ -130,7 +131,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         while True:
             event = await stream.attempt.next_event()
             response = self._handle_event(stream, event)
-            # A message costs each side more than an event: what one step has said goes in one.
+            # A message costs each side more than an event, so one step's events go in one message.
             while len(response.then) < _MOST_TOGETHER and (more := stream.attempt.next_ready()):
                 event = more
                 response.then.append(self._handle_event(stream, more))
@@ -172,7 +173,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
                 raise to_error(event)
 
     async def _end(self, stream: _DecodeCall) -> None:
-        """Ends an attempt whose stream broke off, failed or ran out of time."""
+        """Ends an attempt whose stream broke, failed or ran out of time."""
         attempt = stream.attempt
         try:
             await self._shell.end_in_engine(attempt, "the stream ended")
@@ -184,7 +185,9 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             self._shell.attempts.close(attempt)
 
     async def _wait_for_writer(self, stream: _DecodeCall, writer: wire.Writer) -> bool:
-        """Returns once the writer is in nobody's way; True if nothing of it can be under way."""
+        """Returns once the writer cannot interfere; True if none of its writes can be in
+        progress.
+        """
         if not stream.num_exposed or stream.attempt.engine_gone:
             return True
         with self._shell.quarantines.holding(writer, stream.num_exposed) as tell:
@@ -203,7 +206,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
 
 
 def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
-    """Reads a request; raises `InvalidRequest` naming the field at fault."""
+    """Reads a request; raises `InvalidRequest` that names the bad field."""
     writer = writer_of(request)
     return StartDecode(
         attempt=wire.attempt_id(request.attempt),
@@ -220,7 +223,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
 
 
 def writer_of(request: pb.DecodeRequest) -> wire.Writer | None:
-    """Reads who prefills; None is this worker itself."""
+    """Reads the prefill worker; None means this worker itself."""
     which = request.WhichOneof("prefill")
     if which is None:
         raise InvalidRequest.of("prefill", "expected remote or local, got neither")
@@ -230,7 +233,7 @@ def writer_of(request: pb.DecodeRequest) -> wire.Writer | None:
 
 
 def _num_exposed(event: Reserved) -> int:
-    """Pages that the writer itself writes into; over ZMQ it is we who place what comes."""
+    """Pages that the writer itself writes into; over ZMQ this worker places arriving bytes."""
     reservation = event.reservation
     return 0 if reservation.address.connector == "zmq" else len(reservation.pages)
 
@@ -276,7 +279,7 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
 
 
 def make_role() -> Role:
-    """Returns what makes a front a decode worker's."""
+    """Returns the parts that make a front a decode worker's."""
 
     def add(shell: Shell, server: grpc.aio.Server) -> None:
         pb_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(shell), server)

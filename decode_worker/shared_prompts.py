@@ -1,9 +1,9 @@
-"""Prompts that several requests of an engine have in common: who reads whose KV.
+"""Prompts that several requests of an engine share: which request reads whose KV.
 
-Answers to one request are a group. The first of them receives or computes the prompt's KV; others
-wait for it, then read its whole pages and own a copy of the page that prompt and answer both touch.
-Who computes it where the first one ends before that is the next one in the order of arrival: as
-after a preemption, no prefill worker is asked again. Decides; pages are moved by the engine.
+Answers to one request are a group. Their first one receives or computes the prompt's KV; the others
+wait for it, then read its whole pages and own a copy of the page that has both prompt and answer.
+If the first one ends before that, the next one in the order of arrival computes it: as after a
+preemption, no prefill worker is involved again. This file decides; the engine moves pages.
 """
 
 import math
@@ -19,8 +19,9 @@ class SharedPrompts:
         self._groups: dict[tuple[str, bytes], list[DecodeRequest]] = {}
 
     def add(self, request: DecodeRequest) -> None:
-        """A request has arrived. Its siblings have its very prompt: what a group is called is
-        somebody else's word."""
+        """A request has arrived. Only an equal prompt makes it a sibling, because the group's name
+        comes from outside.
+        """
         if request.group:
             request.siblings = self._groups.setdefault(_key(request), [])
             request.siblings.append(request)
@@ -33,14 +34,17 @@ class SharedPrompts:
                 del self._groups[_key(request)]
 
     def source_of(self, request: DecodeRequest) -> DecodeRequest | None:
-        """Whose pages hold the KV of its prompt, for a request that has yet to get it."""
+        """The request whose pages have the KV of its prompt, for a request that does not have it
+        yet.
+        """
         if not _may_share(request):
             return None
         return next((one for one in request.siblings if one.holds_prompt), None)
 
     def not_coming(self, waiting: Iterable[DecodeRequest]) -> list[DecodeRequest]:
-        """Those of `waiting`, which hold no pages, whose prompt's KV is not on its way to another
-        one, and no older one will see to it."""
+        """Those of `waiting`, which hold no pages, whose prompt's KV is not on its way to a
+        sibling, and that have no older sibling that will get it.
+        """
         last_to_begin: dict[int, float] = {}  # arrivals, by the identity of a group
         left = []
         for request in waiting:
@@ -57,14 +61,16 @@ def _key(request: DecodeRequest) -> tuple[str, bytes]:
 
 
 def _may_share(request: DecodeRequest) -> bool:
-    """Whether a request may have its prompt from another one; not once it has it, nor where a
-    writer brings it."""
+    """Whether a request may get its prompt from another one; not once it has it, and not if a
+    writer brings it.
+    """
     return bool(request.siblings) and request.lacks_prompt and not request.needs_remote
 
 
 def _last_to_begin(siblings: Sequence[DecodeRequest]) -> float:
-    """The arrival up to which those that may share can begin: all where one has the KV, none while
-    it comes to one, else the oldest."""
+    """The last arrival among the sharing requests that can begin: all if one has the KV, none while
+    it is on its way to one, otherwise the oldest.
+    """
     if any(one.holds_prompt for one in siblings):
         return math.inf
     lacking = [one for one in siblings if one.lacks_prompt]

@@ -8,7 +8,7 @@ from effuse.worker.config import PrefillConfig
 
 
 def main() -> int:
-    """Runs a prefill worker until it is told to end."""
+    """Runs a prefill worker until it receives the order to end."""
     with explaining("effuse-prefill", "worker", "torch"):
         from effuse.prefill_worker.server import make_role
         from effuse.worker import front

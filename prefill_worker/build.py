@@ -1,6 +1,6 @@
-"""Makes a prefill engine from its config; run as the engine's process by the front.
+"""Makes a prefill engine from its config; the front runs it as the engine's process.
 
-Only wires parts to each other.
+Only connects parts to each other.
 """
 
 import time
@@ -16,7 +16,7 @@ from effuse.worker.watchdog import Pulse
 
 
 def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -> Engine:
-    """An engine that is ready to serve. Raises ValueError where the config is at fault."""
+    """An engine that is ready to serve. Raises ValueError if the config is wrong."""
     pulse = pulse or Pulse()
     parts = assemble(config, incarnation, "prefill", None, pulse)
     limits = _limits(config, parts)

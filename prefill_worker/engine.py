@@ -1,7 +1,7 @@
 """The prefill engine: prompt in, KV pages out. One `step` launches one forward.
 
-Owns the loop and the messages; what takes part is prompts.py's, forwards are executor.py's, and how
-pages leave is kvtransfer's sender. Never computes logits. Single-threaded.
+It has the loop and the messages. prompts.py chooses prompts, executor.py runs forwards, and
+kvtransfer's sender pushes pages. It never computes logits. Single-threaded.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ class PrefillEngine:
         self._cache = PrefixCache(pool, page_size=limits.page_size, block_size=limits.block_size)
         self._rehearsals = RehearsalSender(pool, self._cache, sender, self._outbox)
         self._over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
-        self._prompts: dict[str, Prompt] = {}  # everything not ended, draining ones included
+        self._prompts: dict[str, Prompt] = {}  # all unfinished ones, including draining ones
         self._waiting: list[Prompt] = []
         self._computing: list[Prompt] = []
         self._live: set[str] = set()  # transfers that have not failed or been aborted
-        self._aborting: dict[str, bool] = {}  # transfers whose AbortDone is due: did they run
+        self._aborting: dict[str, bool] = {}  # transfers whose AbortDone is due: whether they ran
         self._kv_bytes = 0
 
     def step(self) -> bool:
-        """Takes in what became of pushes, admits, launches a forward, and says what ended ones have
-        computed. No forward is waited for."""
+        """Handles results of pushes, admits, launches a forward, and reports the results of ended
+        ones. It waits for no forward.
+        """
         has_changed = self._end_late() | self._take_reports() | self._admit()
         if self._executor.is_full:
             return has_changed
@@ -79,7 +80,7 @@ class PrefillEngine:
         return self._executor.is_running
 
     def handle(self, message: ToEngine) -> None:
-        """Takes one message of the front."""
+        """Handles one message of the front."""
         match message:
             case StartPrefill():
                 self._start(message)
@@ -95,11 +96,13 @@ class PrefillEngine:
             case messages.ReceiverGone(incarnation=incarnation):
                 self._sender.forget_life(incarnation)
             case messages.WriterGone() | messages.Shutdown():
-                pass  # nobody writes here; the process ends itself
+                pass  # nothing writes here; the process ends itself
 
     def meanwhile(self, come: Sequence[ToEngine]) -> Sequence[ToEngine]:
-        """From within a forward, which may take longer than a lease: takes new prompts and where
-        pages go, and keeps promises. Returns the rest, in order: what ends an attempt waits."""
+        """From within a forward, which may take longer than a lease: accepts new prompts and
+        destinations, and renews leases. Returns the rest, in order: messages that end an attempt
+        wait.
+        """
         left: list[ToEngine] = []
         aborted: set[str] = set()
         for message in come:
@@ -118,11 +121,11 @@ class PrefillEngine:
         return left
 
     def outbox(self) -> Sequence[CoreEvent]:
-        """What is to be said since the last call, in order."""
+        """Events since the last call, in order."""
         return self._outbox.drain()
 
     def load(self) -> Load:
-        """What the engine has and does now."""
+        """State and counters of the engine now."""
         unfinished = [*self._waiting, *self._computing]
         return Load(
             running=len(self._prompts) - len(self._waiting),
@@ -141,7 +144,7 @@ class PrefillEngine:
         )
 
     def audit(self) -> None:
-        """Checks that every page is free, cached or some prompt's. Raises AuditError."""
+        """Checks that every page is free, cached or held by a prompt. Raises AuditError."""
         held = [page for prompt in self._prompts.values() for page in prompt.pages]
         self._pool.audit([*held, *self._cache.pages(), *self._rehearsals.pages()])
 
@@ -149,7 +152,7 @@ class PrefillEngine:
         """Stops the connector."""
         self._sender.close()
 
-    # What comes in.
+    # Arrivals.
 
     def _start(self, message: StartPrefill) -> None:
         attempt = message.attempt
@@ -178,7 +181,9 @@ class PrefillEngine:
         self._sender.begin(message.attempt)
 
     def _make_prompt(self, message: StartPrefill) -> Prompt:
-        """A block-causal prompt is paged up to its last whole block, a bidirectional one wholly."""
+        """A block-causal prompt is paged up to its last whole block, a bidirectional one
+        completely.
+        """
         token_ids = message.prompt_token_ids
         can_split = self._model.prompt_attention == "causal_blocks"
         block = self._limits.block_size
@@ -196,7 +201,7 @@ class PrefillEngine:
         transfer_id, attempt = reservation.transfer_id, reservation.attempt
         prompt = self._prompts.get(transfer_id)
         if transfer_id in self._over or (prompt and transfer_id not in self._live):
-            return  # it has ended, and its front was told
+            return  # it has ended, and its front has the event
         if prompt is None or prompt.attempt != attempt:
             self._outbox.failed(attempt, "INVALID_ARGUMENT", "this attempt has no prompt here")
             return
@@ -213,7 +218,7 @@ class PrefillEngine:
             self._sender.address(reservation)
 
     def _can_push_to(self, reservation: Reservation) -> bool:
-        """Whether a reservation is the first and right one of a prompt that is alive."""
+        """Whether a reservation is the first and right one of a living prompt."""
         transfer_id = reservation.transfer_id
         prompt = self._prompts.get(transfer_id)
         return (
@@ -238,7 +243,7 @@ class PrefillEngine:
         self._give_up(prompt)
 
     def _end_late(self) -> bool:
-        """Ends prompts that took too long; True if there were any."""
+        """Ends prompts that exceeded their time; True if there were any."""
         before = self._now() - self._limits.max_request_s
         late = [self._prompts[i] for i in self._live if self._prompts[i].arrived_s < before]
         for prompt in late:
@@ -247,9 +252,9 @@ class PrefillEngine:
         return bool(late)
 
     def _take_reports(self) -> bool:
-        """Takes in what became of pushes; True if there was anything."""
+        """Handles results of pushes; True if there were any."""
         reports = self._sender.poll()
-        has_applied = self._apply_ended()  # what was pushed was computed: that is said first
+        has_applied = self._apply_ended()  # a pushed prompt was computed, which is reported first
         for report in reports:
             prompt = self._prompts.get(report.transfer_id)
             if prompt is None:
@@ -266,7 +271,7 @@ class PrefillEngine:
                     self._outbox.say(push_failed(prompt.attempt, report))
         return bool(reports) or has_applied
 
-    # Before a forward: what takes part, and with which pages.
+    # Before a forward: which prompts take part, and with which pages.
 
     def _admit(self) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
@@ -279,7 +284,7 @@ class PrefillEngine:
         return has_admitted
 
     def _begin(self, prompt: Prompt) -> bool:
-        """Gives a prompt its pages, with what is known of its KV; False if too few are free."""
+        """Gives a prompt its pages, with any known KV; False if too few are free."""
         num_pages = self._limits.pages_for(prompt.num_paged)
         given = self._cache.begin(prompt.keys, prompt.num_paged, num_pages)
         if given is None:
@@ -297,7 +302,7 @@ class PrefillEngine:
         return True
 
     def _schedule(self) -> list[PromptChunk]:
-        """Chooses who takes part, with how many tokens."""
+        """Chooses prompts for the forward, and their number of tokens."""
         sizes = prompts.schedule(
             [(prompt.num_left, prompt.can_split) for prompt in self._computing],
             budget=self._limits.max_num_batched_tokens,
@@ -310,7 +315,7 @@ class PrefillEngine:
         ]
 
     def _launch(self, chunks: Sequence[PromptChunk]) -> bool:
-        """Launches a forward; False where there is nothing to compute."""
+        """Launches a forward; False if there is nothing to compute."""
         if not chunks:
             return False
         try:
@@ -323,7 +328,7 @@ class PrefillEngine:
     # After a forward.
 
     def _apply_ended(self) -> bool:
-        """Takes note of forwards that have ended; True if there were any."""
+        """Handles forwards that have ended; True if there were any."""
         has_applied = False
         while self._executor.has_ended():
             has_applied = True
@@ -341,11 +346,11 @@ class PrefillEngine:
             self._conclude(prompt)
 
     def _conclude(self, prompt: Prompt) -> None:
-        """The prompt's KV is there."""
+        """The prompt's KV is complete."""
         self._computing.remove(prompt)
         self._outbox.say(prefill_done(prompt, self._now()))
 
-    # How it ends.
+    # Ends.
 
     def _fail(
         self,
@@ -360,7 +365,7 @@ class PrefillEngine:
         self._outbox.failed(prompt.attempt, code, message, retryable=retryable, field=field)
 
     def _give_up(self, prompt: Prompt) -> None:
-        """Nothing more of the prompt is computed or pushed; its pages wait until that has ended."""
+        """The prompt is not computed or pushed any more; its pages wait until that has ended."""
         self._leave_queues(prompt)
         self._sender.abort(prompt.attempt.transfer_id)
 
@@ -372,7 +377,7 @@ class PrefillEngine:
             self._computing.remove(prompt)
 
     def _end(self, prompt: Prompt) -> None:
-        """Nothing reads the prompt's pages any more; a forward that writes them ends first."""
+        """Nothing reads the prompt's pages any more; a forward that writes them must end first."""
         self._leave_queues(prompt)
         prompt.is_unread = True
         if not prompt.is_being_written:

@@ -1,7 +1,7 @@
-"""Launches forwards over chunks of prompts, and has their pages leave while they run.
+"""Launches forwards over chunks of prompts, and lets their pages leave meanwhile.
 
-On a device the host is a forward ahead, so that scheduling and packing cost the device no time:
-layers leave as the forward itself says that they are stored. On the CPU a forward has ended when
+On a device the host is one forward ahead, so that scheduling and packing cost the device no time:
+layers leave as soon as the forward itself marks them as stored. On the CPU a forward has ended when
 its call returns.
 """
 
@@ -24,16 +24,16 @@ from effuse.prefill_worker.prompts import Prompt
 from effuse.worker.engine_process import ForwardGuard
 
 IsOver = Callable[[], bool]
-Mark = Callable[[], IsOver]  # marks all that was queued so far; the result asks for just that
+Mark = Callable[[], IsOver]  # marks all work queued so far; the result tests whether that has ended
 
 _MOST_RUNNING = 2  # forwards that were launched and have not ended
 
 
 class PromptForward(Forward, Protocol):
-    """The part of the model runner that is used here."""
+    """The part of the model runner that this file uses."""
 
     def progress(self) -> Pending[int]:
-        """Says, from any thread, how many groups of layers the next forward has stored."""
+        """Returns, in any thread, how many groups of layers the next forward has stored."""
         ...
 
 
@@ -52,7 +52,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedForward:
-    """A forward that may not have ended. Its boundaries may be read once it is over."""
+    """A forward that may not have ended. Its boundaries may be read after its end."""
 
     chunks: Sequence[PromptChunk]
     progress: Pending[int]  # groups of layers that it has stored
@@ -60,9 +60,9 @@ class LaunchedForward:
     is_over: IsOver
 
     def boundary(self, index: int) -> Pending[BoundaryState]:
-        """What goes with the pages of a chunk that ends its prompt, once the forward is over.
+        """The boundary of a chunk that ends its prompt, once the forward has ended.
 
-        It may be asked for from any thread.
+        May be called from any thread.
         """
         prompt, row = self.chunks[index].prompt, self.boundaries[index]
 
@@ -88,10 +88,11 @@ class PromptExecutor:
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`needs_boundary`: the model shifts its logits, so that a vector goes with the pages.
-        `mark` says when queued forwards have ended; None where they have when they return.
-        `on_progress` is called where one that was launched has stored more layers."""
+        `mark` shows when queued forwards have ended; None if they have when they return.
+        `on_progress` is called when a launched forward has stored more layers.
+        """
         self.num_forwards = 0
-        self.num_prompts = 0  # in forwards, added up
+        self.num_prompts = 0  # sum over the forwards
         self.num_tokens = 0
         self._forward = forward
         self._memory = memory
@@ -99,7 +100,7 @@ class PromptExecutor:
         self._needs_boundary = needs_boundary
         self._mark = mark
         self._on_progress = on_progress
-        self._num_stored: int | None = 0  # groups of layers of the oldest forward that is running
+        self._num_stored: int | None = 0  # groups of layers of the oldest running forward
         self._guard = ForwardGuard()
         self._running: deque[LaunchedForward] = deque()
 
@@ -110,13 +111,14 @@ class PromptExecutor:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more may be launched before a forward has ended."""
+        """Whether a forward must end before the next launch."""
         return len(self._running) >= _MOST_RUNNING
 
     def launch(self, chunks: Sequence[PromptChunk]) -> None:
-        """Queues a forward, its pages handed on before: their layers leave while it runs.
+        """Queues a forward, and hands its pages to the sender before: their layers leave while it
+        runs.
 
-        Raises ForwardFailed; whoever was in it is to be given up.
+        Raises ForwardFailed; the caller abandons the prompts in it.
         """
         parts = [self._part(chunk) for chunk in chunks]
         progress = self._forward.progress()
@@ -135,8 +137,9 @@ class PromptExecutor:
                 self._sender.computed(transfer_id, launched.boundary(index))
 
     def has_ended(self) -> bool:
-        """Whether the oldest forward that is running has. Where it has come on, that is a sign of
-        life: a long one ends long after its launch."""
+        """Whether the oldest running forward has ended. Its progress is a sign of life, because a
+        long forward ends long after its launch.
+        """
         if not self._running:
             return False
         oldest = self._running[0]
@@ -146,7 +149,7 @@ class PromptExecutor:
         return oldest.is_over()
 
     def read(self) -> Sequence[PromptChunk]:
-        """What the oldest forward, which has ended, has computed."""
+        """The results of the oldest forward, which has ended."""
         return self._running.popleft().chunks
 
     def _part(self, chunk: PromptChunk) -> Part:
@@ -161,8 +164,9 @@ class PromptExecutor:
         )
 
     def _hand_on(self, chunk: PromptChunk, progress: Pending[int]) -> None:
-        """Gives the sender the pages that this chunk makes final, the unused end of the last one
-        determined."""
+        """Gives the sender the pages that this chunk makes final, with the unused end of the last
+        one cleared.
+        """
         prompt, page_size = chunk.prompt, self._memory.layout.page_size
         used = prompt.num_paged % page_size
         if used and chunk.end == prompt.num_paged:
@@ -177,7 +181,7 @@ class PromptExecutor:
         progress: Pending[int],
         boundaries: Sequence[Tensor | None],
     ) -> LaunchedForward:
-        """A forward whose call has just returned; its boundaries set out for the host."""
+        """A forward whose call has just returned; starts copying its boundaries to the host."""
         copies = [None if row is None else _to_host(row) for row in boundaries]
         return LaunchedForward(
             chunks, progress, copies, _always if self._mark is None else self._mark()
@@ -185,7 +189,7 @@ class PromptExecutor:
 
 
 def mark_of(device: torch.device) -> Mark | None:
-    """How to mark what was queued on a device; None where nothing is ever queued."""
+    """A function that marks queued work on a device; None if nothing is ever queued."""
     if device.type != "cuda":
         return None
 
@@ -202,7 +206,7 @@ def _always() -> bool:
 
 
 def _to_host(row: Tensor) -> Tensor:
-    """A copy [hidden_size] on its way; into memory that is not pinned it would be awaited."""
+    """A copy [hidden_size] in progress; into memory that is not pinned it would be synchronous."""
     copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=row.is_cuda)
     return copy.copy_(row, non_blocking=True)
 

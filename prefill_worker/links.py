@@ -1,8 +1,9 @@
-"""What a prefill worker knows of its links, as values: which are warm, how fast, and who is next.
+"""A prefill worker's knowledge of its links, as values: which are warm, how fast, and which is
+next.
 
-No I/O; the time and the jitter are handed in. Rehearsals (rehearsals.py) and prompts bring the
-samples. A link is warm once a rehearsal has passed over it. Its rate is the best of the last
-WINDOW_S: one bad moment slows a sample down, and nothing speeds one up.
+No I/O; the time and the jitter are arguments. Rehearsals (rehearsals.py) and prompts bring the
+samples. A link is warm after its first rehearsal. Its rate is the best of the last WINDOW_S: one
+bad moment slows a sample down, and nothing speeds one up.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from dataclasses import dataclass, field, replace
 
 from effuse.placement.records import MOST_LINKS, Link, WorkerRecord
 
-FIRST_S = 1.0  # to the next try after one that failed, or that found the link too slow
+FIRST_S = 1.0  # until the next attempt after one that failed or found the link too slow
 MOST_S = 60.0
-COLD_FIRST_S = 0.2  # the same for a link that is not warm, which prompts wait for
+COLD_FIRST_S = 0.2  # the same for a link that is not warm, for which prompts wait
 COLD_MOST_S = 5.0
-AGAIN_S = 10.0  # from the first rehearsal to the second one; each further pause is twice as long
+AGAIN_S = 10.0  # from the first rehearsal to the second; each further pause is twice as long
 MOST_AGAIN_S = 300.0
-WINDOW_S = 900.0  # what is older counts no more; several rehearsals fit into it
-AGREEING = 3  # rehearsals that must find a link too slow before it is
+WINDOW_S = 900.0  # older samples do not count; several rehearsals fit into it
+AGREEING = 3  # rehearsals that must find a link too slow before it is refused
 MOST_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What handoffs over one link have shown, in bytes a second."""
+    """Samples of handoffs over one link, in bytes a second."""
 
     measured: tuple[tuple[float, float], ...] = ()  # (when, rate) of rehearsals, the last ones
-    proven: tuple[float, float] | None = None  # the same of a prompt: at least this fast
+    proven: tuple[float, float] | None = None  # the same for a prompt, as a lower bound
 
     def with_measured(self, rate: float, now: float) -> Rates:
         """With one more rehearsal."""
         return replace(self, measured=(*self.measured, (now, rate))[-MOST_SAMPLES:])
 
     def with_proven(self, rate: float, now: float) -> Rates:
-        """With a prompt, whose pages may have left as slowly as they were computed."""
+        """With a prompt, whose pages may have left only as fast as they were computed."""
         is_news = rate >= self.best(now)
         return replace(self, proven=(now, rate)) if is_news else self
 
@@ -50,26 +51,28 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """What is known of the link to one life of a decode worker."""
+    """The state of the link to one life of a decode worker."""
 
     peer: WorkerRecord
-    due_at: float  # when it is rehearsed
-    transport: str = ""  # what moves its bytes; empty while it is cold
+    due_at: float  # when it is next rehearsed
+    transport: str = ""  # transport of its bytes; empty while it is cold
     rates: Rates = field(default_factory=Rates)
     num_bytes: int = 0  # of the largest rehearsal
     num_good: int = 0  # rehearsals since the link was last too slow
-    tries: int = 0  # that failed or found it too slow, since one that did not
-    told: bool | None = None  # the verdict that was logged
+    tries: int = 0  # that failed or found it too slow, since the last good one
+    told: bool | None = None  # the last verdict in the log
 
     def link(self, least: float, now: float) -> Link | None:
-        """As a record has it; None while it is cold, or open whether it reaches a `least` rate."""
+        """The link for a record; None while it is cold, or while it is open whether it reaches a
+        `least` rate.
+        """
         if not self.transport or (least and self.verdict(least, now) is None):
             return None
         life = self.peer.worker_id, self.peer.incarnation
         return Link(*life, self.transport, self.rates.best(now))
 
     def verdict(self, least: float, now: float) -> bool | None:
-        """Whether it is at least so fast in bytes a second; None while that is open."""
+        """Whether it reaches this rate in bytes a second; None while that is open."""
         if not self.rates.measured:
             return None
         if self.rates.best(now) >= least:
@@ -78,10 +81,10 @@ class LinkState:
 
 
 class Links:
-    """All links of one prefill worker. Times are seconds of any one monotonic clock."""
+    """All links of one prefill worker. Times are seconds of one monotonic clock."""
 
     def __init__(self, jitter: Callable[[], float], min_gbps: float = 0.0) -> None:
-        """`jitter` gives numbers in [0, 1); a link below `min_gbps` is measured again soon."""
+        """`jitter` returns numbers in [0, 1); a link below `min_gbps` is measured again soon."""
         self._jitter = jitter
         self._least = min_gbps * 1e9
         self.own = ""  # the life that measures
@@ -91,11 +94,11 @@ class Links:
     def follow(
         self, own: WorkerRecord, seen: Sequence[WorkerRecord], now: float
     ) -> list[WorkerRecord]:
-        """Takes in who is there: `seen` are all workers, at most MOST_LINKS of which are followed.
-        Returns the decode workers whose life of before is over.
+        """Takes `seen`, all live workers, of which at most MOST_LINKS are followed. Returns the
+        decode workers whose previous life has ended.
 
-        Links to decode workers of our fingerprint are due at once. Nothing that was found for
-        another life, ours or theirs, is kept.
+        Links to decode workers with our fingerprint are due immediately. Results for another life,
+        ours or theirs, are dropped.
         """
         before = self._links if self.own == own.incarnation else {}
         self.own, self._links = own.incarnation, {}
@@ -103,7 +106,7 @@ class Links:
             one
             for one in seen
             if one.role == "decode" and one.fingerprint == own.fingerprint
-            if one.state != "starting"  # its engine is over
+            if one.state != "starting"  # its engine has ended
         ]
         for peer in fitting[:MOST_LINKS]:
             state = before.get(peer.worker_id)
@@ -116,9 +119,9 @@ class Links:
     def next(
         self, now: float, *, only_cold: bool = False, may_measure: bool = True
     ) -> WorkerRecord | None:
-        """The decode worker to rehearse with now; None while nothing is due.
+        """The decode worker to rehearse with now; None if nothing is due.
 
-        Cold links come first. `may_measure`: whether our engine is idle. A warm link that is fast
+        Cold links come first. `may_measure`: whether this engine is idle. A warm link that is fast
         enough waits until both of its ends are.
         """
         due = [
@@ -131,25 +134,25 @@ class Links:
         return min(due, key=self._turn).peer if due else None
 
     def begin(self, peer: WorkerRecord) -> None:
-        """A rehearsal with this worker is under way, until `end`."""
+        """A rehearsal with this worker is running, until `end`."""
         self._under_way.add(peer.worker_id)
 
     def end(self, peer: WorkerRecord) -> None:
-        """It is over."""
+        """It has ended."""
         self._under_way.discard(peer.worker_id)
 
     def state_of(self, peer: WorkerRecord) -> LinkState | None:
-        """What is known of the link to this life of a decode worker."""
+        """The link to this life of a decode worker."""
         state = self._links.get(peer.worker_id)
         return state if state is not None and state.peer.incarnation == peer.incarnation else None
 
     def known(self, now: float) -> tuple[Link, ...]:
-        """All links that are warm and, under a limit, known to reach it or not."""
+        """All warm links, and whether each reaches the limit, if there is one."""
         links = (state.link(self._least, now) for state in self._links.values())
         return tuple(link for link in links if link is not None)
 
     def warmed(self, peer: WorkerRecord, transport: str, rate: float, now: float) -> None:
-        """A link may carry prompts from now on, and is at least so fast in bytes a second."""
+        """A link may carry prompts from now on, with at least this rate in bytes a second."""
         state = self.state_of(peer)
         if state is not None:
             rates = state.rates.with_proven(rate, now)
@@ -158,7 +161,7 @@ class Links:
     def measured(
         self, peer: WorkerRecord, transport: str, rate: float, num_bytes: int, now: float
     ) -> None:
-        """A rehearsal of so many bytes found a rate in bytes a second."""
+        """A rehearsal of this many bytes found a rate in bytes a second."""
         state = self.state_of(peer)
         if state is None:
             return
@@ -179,9 +182,11 @@ class Links:
             self._put(replace(state, due_at=due_at, num_good=state.num_good + 1, tries=0))
 
     def proven(self, incarnation: str, num_bytes: int, seconds: float, now: float) -> None:
-        """A prompt's pages have moved to this life of a decode worker, in so many seconds.
+        """A prompt's pages have moved to this life of a decode worker, in this many seconds.
 
-        Fewer bytes than half of a rehearsal's show nothing: their time is that of the messages."""
+        Fewer bytes than half of a rehearsal's prove nothing, because their time is mostly that of
+        the messages.
+        """
         for state in self._links.values():
             is_there = state.peer.incarnation == incarnation and state.rates.measured
             if is_there and 2 * num_bytes >= state.num_bytes and seconds > 0:
@@ -190,14 +195,14 @@ class Links:
                 return
 
     def refused(self, peer: WorkerRecord, ways: str, now: float) -> None:
-        """No bytes can move: the two ends have two connectors."""
+        """No bytes can move, because the two ends have different connectors."""
         state = self.state_of(peer)
         if state is not None:
             rates = Rates(((now, 0.0),) * AGREEING)
             self._put(self._later(replace(state, transport=ways, rates=rates), now))
 
     def news(self, peer: WorkerRecord, now: float) -> Link | None:
-        """The link, if it is to be logged: a verdict was reached, or is another one now."""
+        """The link, if it should be logged: there is a verdict, and it is new or changed."""
         state = self.state_of(peer)
         verdict = None if state is None else state.verdict(self._least, now)
         if state is None or verdict is None or verdict is state.told:
@@ -206,7 +211,7 @@ class Links:
         return state.link(self._least, now)
 
     def failed(self, peer: WorkerRecord, now: float) -> float:
-        """A try gave nothing; seconds until the next one."""
+        """An attempt failed; returns the seconds until the next one."""
         state = self.state_of(peer)
         if state is None:
             return 0.0

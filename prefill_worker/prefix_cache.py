@@ -1,10 +1,10 @@
-"""KV pages of prompts that have ended, for prompts that begin with the same tokens.
+"""KV pages of ended prompts, for prompts that begin with the same tokens.
 
-Only block-causal models: their KV of a block follows from the tokens up to its end and from nothing
-behind it. A unit is as many tokens as fill both whole pages and whole blocks. It goes by a digest
-of all tokens up to its end, which nobody can find another text for. What no prompt holds stays
-until others need its pages, least recently used first, ends of prompts before their beginnings.
-Pure accounting, as `kvtransfer/pool.py`, with which it shares the pages.
+Only for block-causal models: their KV of a block depends only on the tokens up to its end. A unit
+is the number of tokens that fills both whole pages and whole blocks. Its key is a digest of all
+tokens up to its end, for which no other text can be found. Units without a prompt stay until others
+need their pages, least recently used first, and ends of prompts before their beginnings. Pure
+accounting like `kvtransfer/pool.py`, with which it shares the pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
 
 Key = bytes
-"""Of one unit: a digest of the prompt up to its end."""
+"""Key of one unit: a digest of the prompt up to its end."""
 
 _KEY_BYTES: Final = 32
 
@@ -29,12 +29,12 @@ _KEY_BYTES: Final = 32
 @dataclass(slots=True)
 class _Unit:
     pages: tuple[PageRef, ...]
-    num_users: int = 1  # prompts that hold its pages, too
+    num_users: int = 1  # prompts that also hold its pages
 
 
 @dataclass(slots=True)
 class HeldPrefix:
-    """What one prompt has to do with the cache."""
+    """One prompt's part of the cache."""
 
     keys: Sequence[Key] = ()  # of its whole units, in order
     num_found: int = 0  # units that it did not have to compute
@@ -43,7 +43,7 @@ class HeldPrefix:
 
 
 class PrefixCache:
-    """Gives an engine its pages: those that hold the beginning of a prompt, and free ones."""
+    """Gives an engine its pages: cached ones for the beginning of a prompt, and free ones."""
 
     def __init__(self, pool: PagePool, *, page_size: int, block_size: int) -> None:
         """`page_size` and `block_size` in tokens."""
@@ -51,13 +51,13 @@ class PrefixCache:
         self._pages_per_unit = self.unit_size // page_size
         self._pool = pool
         self._units: dict[Key, _Unit] = {}
-        self._idle: OrderedDict[Key, None] = OrderedDict()  # held by nobody else, oldest first
-        self.num_queried = 0  # tokens of prompts that were looked for, ever
-        self.num_found = 0  # those of them that were not computed again
+        self._idle: OrderedDict[Key, None] = OrderedDict()  # held only by the cache, oldest first
+        self.num_queried = 0  # tokens of prompts that were looked up, in total
+        self.num_found = 0  # those of them that were found
 
     @property
     def num_free(self) -> int:
-        """Pages that can be had now: free ones, and those that only the cache holds."""
+        """Pages that can be used now: free ones, and those that only the cache holds."""
         return self._pool.num_free + len(self._idle) * self._pages_per_unit
 
     def pages(self) -> list[PageRef]:
@@ -65,8 +65,9 @@ class PrefixCache:
         return [page for unit in self._units.values() for page in unit.pages]
 
     def keys_of(self, token_ids: Sequence[int], num_paged: int, salt: str = "") -> tuple[Key, ...]:
-        """Of the whole units among a prompt's first `num_paged` tokens; of different salts all
-        are different."""
+        """Keys of the whole units among a prompt's first `num_paged` tokens; with different salts
+        all keys differ.
+        """
         keys, key = [], hashlib.blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()
         for end in range(self.unit_size, num_paged + 1, self.unit_size):
             tokens = array("I", token_ids[end - self.unit_size : end]).tobytes()
@@ -86,9 +87,9 @@ class PrefixCache:
     def begin(
         self, keys: Sequence[Key], num_paged: int, num_pages: int
     ) -> tuple[HeldPrefix, tuple[PageRef, ...]] | None:
-        """All pages of a prompt that begins, the first ones with the KV of as many units as are
-        known; None if too few are free. Something is left to be computed always, since what goes
-        with the pages comes of it."""
+        """All pages of a new prompt, beginning with the known units; None if too few are free. At
+        least one token remains to be computed, because the boundary comes from it.
+        """
         found: list[Key] = []
         for key in keys[: max(0, num_paged - 1) // self.unit_size]:
             if key not in self._units:
@@ -111,8 +112,9 @@ class PrefixCache:
         return HeldPrefix(keys, len(found), len(found), set(found)), known + new
 
     def add(self, prefix: HeldPrefix, pages: Sequence[PageRef], num_computed: int) -> None:
-        """So many tokens of a prompt are computed, into these pages: whole units are kept. Of one
-        that two prompts computed at once the first is."""
+        """This many tokens of a prompt are computed, into these pages: whole units are kept. If two
+        prompts computed a unit at the same time, the first one's is kept.
+        """
         end = min(num_computed // self.unit_size, len(prefix.keys))
         for at in range(prefix.num_seen, end):
             key = prefix.keys[at]
@@ -125,8 +127,8 @@ class PrefixCache:
         prefix.num_seen = max(prefix.num_seen, end)
 
     def end(self, prefix: HeldPrefix) -> None:
-        """The prompt lets go of its pages, as the pool is told apart from this."""
-        for key in reversed(prefix.keys):  # so that ends go before beginnings
+        """The prompt's hold on cached units ends; the pool releases its pages separately."""
+        for key in reversed(prefix.keys):  # so that ends leave before beginnings
             if key in prefix.held:
                 unit = self._units[key]
                 unit.num_users -= 1

@@ -1,8 +1,8 @@
-"""A prompt on its way through a prefill engine: what it is, when it is computed, what it tells.
+"""A prompt in a prefill engine: its data, its schedule, and its events.
 
-First come, first served, under one token budget; pages are taken for a whole prompt at once, so
-that nothing that has begun ever waits for pages. Pure: forwards are executor.py's, and how pages
-leave is kvtransfer's sender's.
+First come, first served, with one token budget. A prompt gets all its pages before it begins, so
+that no prompt that has begun waits for pages. Pure: executor.py runs forwards, and kvtransfer's
+sender pushes pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODES: dict[Cause, FailureCode] = {
     Cause.UNRESERVED: "UNAVAILABLE",
     Cause.PEER: "UNAVAILABLE",
 }
-FOR_EVERYONE = (Cause.FINGERPRINT, Cause.MALFORMED)  # no other attempt of this pair would work
+FOR_EVERYONE = (Cause.FINGERPRINT, Cause.MALFORMED)  # another attempt with this pair would fail too
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,26 +41,26 @@ class Prompt:
     token_ids: tuple[int, ...]
     block_origin: int
     num_paged: int
-    can_split: bool  # into chunks that end with a block; a bidirectional prompt cannot
+    can_split: bool  # into chunks that end at a block's end; a bidirectional prompt cannot
     arrived_s: float
     started_s: float = 0.0
-    num_cached: int = 0  # tokens whose KV was there when it began
-    num_launched: int = 0  # tokens in forwards that were launched, the present one included
+    num_cached: int = 0  # tokens whose KV was there at its beginning
+    num_launched: int = 0  # tokens in launched forwards, including the current one
     num_computed: int = 0  # tokens whose KV is there
-    num_ready: int = 0  # pages that the sender knows of
+    num_ready: int = 0  # pages that the sender knows
     pages: tuple[PageRef, ...] = ()
-    keys: tuple[Key, ...] = ()  # under which the cache has, or will have, its beginning
+    keys: tuple[Key, ...] = ()  # keys under which the cache has, or will have, its beginning
     prefix: HeldPrefix = field(default_factory=HeldPrefix)
-    is_unread: bool = False  # its handoff is over: only a running forward may touch its pages
+    is_unread: bool = False  # its handoff has ended: only a running forward may use its pages
 
     @property
     def num_left(self) -> int:
-        """Tokens that no forward has taken yet."""
+        """Tokens that are not in a forward yet."""
         return self.num_paged - self.num_launched
 
     @property
     def is_being_written(self) -> bool:
-        """Whether a forward that has not ended writes its pages."""
+        """Whether an unfinished forward writes its pages."""
         return self.num_launched > self.num_computed
 
     @property
@@ -69,14 +69,14 @@ class Prompt:
         return [page.page_id for page in self.pages]
 
     def take_final_pages(self, end: int, page_size: int) -> list[int]:
-        """Further pages that no forward will touch again once tokens up to `end` are computed."""
+        """Further pages that no forward will write again once tokens up to `end` are computed."""
         final = len(self.pages) if end == self.num_paged else end // page_size
         pages = self.page_ids[self.num_ready : final]
         self.num_ready = final
         return pages
 
     def boundary(self, hidden: bytes | None = None) -> BoundaryState:
-        """What goes with the pages; `hidden` is the boundary row, for models that need it."""
+        """The boundary that goes with the pages; `hidden` is its row, for models that need it."""
         return BoundaryState(
             prompt_len=len(self.token_ids),
             prompt_digest=prompt_digest(self.token_ids),
@@ -86,15 +86,15 @@ class Prompt:
 
 
 class PromptRefused(ValueError):
-    """This prompt can never be computed here. The message says found and allowed."""
+    """This prompt can never be computed here. The message has the found and the allowed value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLimits:
-    """What an engine can hold and do in one forward."""
+    """Limits of an engine in total and in one forward."""
 
     max_num_batched_tokens: int
-    max_num_seqs: int  # prompts that are being computed at once
+    max_num_seqs: int  # prompts that are computed at a time
     max_model_len: int  # tokens of prompt and answer
     num_pages: int
     page_size: int  # tokens
@@ -114,14 +114,14 @@ class PrefillLimits:
             raise ValueError(f"limits must be at least 1, got {self}")
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold the KV of this many tokens."""
+        """Number of pages for the KV of this many tokens."""
         return -(-num_tokens // self.page_size)
 
 
 def check_prompt(
     token_ids: Sequence[int], num_paged: int, can_split: bool, limits: PrefillLimits
 ) -> None:
-    """Raises PromptRefused, with the numbers, for a prompt that can never be computed here."""
+    """Raises PromptRefused with the numbers for a prompt that can never be computed here."""
     if not token_ids:
         raise PromptRefused("prompt_token_ids must not be empty")
     if len(token_ids) >= limits.max_model_len:
@@ -149,9 +149,10 @@ def check_prompt(
 
 
 def schedule(left: Sequence[tuple[int, bool]], *, budget: int, block_size: int) -> list[int]:
-    """Tokens of each prompt in the next forward, 0 where it waits; oldest first.
+    """Tokens of each prompt in the next forward, 0 if it waits; oldest first.
 
-    left: (tokens to compute, can be split) of each. Chunks end with a block, or with the prompt.
+    left: (tokens to compute, can be split) of each. Chunks end at a block's end, or with the
+    prompt.
     """
     chunks: list[int] = []
     for tokens, can_split in left:
@@ -174,7 +175,7 @@ def prefill_done(prompt: Prompt, now: float) -> PrefillDone:
 
 
 def prompt_pushed(attempt: AttemptId, report: Pushed) -> PromptPushed:
-    """The handoff is over."""
+    """The handoff has ended."""
     return PromptPushed(
         attempt=attempt,
         pages=report.pages,
@@ -187,7 +188,7 @@ def prompt_pushed(attempt: AttemptId, report: Pushed) -> PromptPushed:
 
 
 def push_failed(attempt: AttemptId, report: PushFailed) -> Failed:
-    """The handoff did not work. Where a peer lives and what a library says of it is logged."""
+    """The handoff failed. The peer's address and the library's text only go to the log."""
     message = report.message
     if report.cause is Cause.PEER:
         LOG.warning(

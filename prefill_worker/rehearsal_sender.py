@@ -1,7 +1,7 @@
-"""Free pages of a prefill engine that are pushed once, to measure the way to a decode worker.
+"""Free pages of a prefill engine that are pushed once, to measure the link to a decode worker.
 
-What their bytes are does not matter: they are digested and verified like a prompt's. They are
-held only while most of what is free stays so. The engine calls it from its one thread.
+Their content does not matter: they are digested and verified like a prompt's. They are held only
+while most of the free pages stay free. The engine calls it from its one thread.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class RehearsalSender:
         self._aborting: set[str] = set()  # those whose AbortDone is due
 
     def pages(self) -> list[PageRef]:
-        """All pages that are held; for the audit."""
+        """All held pages; for the audit."""
         return [page for _, pages in self._held.values() for page in pages]
 
     def push(self, reservation: Reservation, *, is_busy: bool, in_groups: bool = False) -> None:
         """Pushes as many free pages as are reserved, group by group of layers if `in_groups`.
 
-        Refuses if prompts may need the pages; a few are there for each link to warm up."""
+        Refuses if prompts may need the pages; the few for warming up a link are always available.
+        """
         attempt, count = reservation.attempt, len(reservation.pages)
         if attempt.transfer_id in self._held:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
@@ -59,14 +60,14 @@ class RehearsalSender:
         self._held[attempt.transfer_id] = attempt, pages
         self._sender.begin(attempt)
         self._sender.address(reservation)
-        # One more group of layers is final each time that the connector asks.
+        # One more group of layers is final each time that the connector polls.
         num_final = itertools.count(1).__next__ if in_groups else None
         page_ids = [page.page_id for page in pages]
         self._sender.pages_ready(attempt.transfer_id, page_ids, num_final)
         self._sender.computed(attempt.transfer_id, lambda: _NOTHING)
 
     def take_report(self, report: SendReport) -> None:
-        """Takes in what became of a rehearsal's push."""
+        """Handles the result of a rehearsal's push."""
         attempt, pages = self._held[report.transfer_id]
         match report:
             case Pushed():
@@ -81,7 +82,7 @@ class RehearsalSender:
                     self._outbox.abort_done(attempt, was_running=True)
 
     def abort(self, transfer_id: str) -> bool:
-        """Ends a rehearsal, to be answered with AbortDone; False where it is none."""
+        """Ends a rehearsal, which AbortDone reports; False if there is none."""
         if transfer_id not in self._held:
             return False
         self._aborting.add(transfer_id)

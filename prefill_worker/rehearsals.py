@@ -1,8 +1,9 @@
 """Warms up the link to every decode worker and measures it, by rehearsals: handoffs of free pages.
 
-The first ones connect and bring up all that prompts use: a link carries prompts once they have
-passed. Another one is timed, again when both ends are idle. Runs beside the requests. A peer that
-refuses, or goes away, is tried again later and costs nothing here. Links are described by links.py.
+The first rehearsals connect and initialise everything that prompts use: a link carries prompts
+after them. Another one is timed, and repeated when both ends are idle. Runs beside the requests. A
+peer that refuses or leaves is tried again later, at no cost to this worker. links.py describes
+links.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from effuse.worker.shell import Shell
 
 LOG = logging.getLogger(__name__)
 
-LOOK_S = 0.2  # between looks at which workers are there
-CALL_S = 20.0  # longest that one rehearsal may take
-LEAST_SHARE = 8  # of our pool: no more than one page in so many
+LOOK_S = 0.2  # seconds between lookups of the live workers
+CALL_S = 20.0  # time limit of one rehearsal
+LEAST_SHARE = 8  # of our pool: at most one page in this many
 AT_ONCE = (
-    4  # cold links that are warmed up beside each other, so that a stalled peer stops no other
+    4  # cold links that are warmed up in parallel, so that a stalled peer does not stop others
 )
 
 
 class LiveWorkers(Protocol):
-    """Who is alive; placement.fleet.FleetView is one."""
+    """Source of the live workers; placement.fleet.FleetView is one."""
 
     def workers(self) -> Sequence[WorkerRecord]:
-        """Live workers, draining ones included."""
+        """Live workers, including draining ones."""
 
 
 class Rehearsals:
-    """Those of one front. Writes what it finds to `shell.links`, and calls `changed` then."""
+    """Rehearsals of one front. Writes results to `shell.links`, and then calls `changed`."""
 
     def __init__(
         self,
@@ -121,7 +122,9 @@ class Rehearsals:
             self._changed()
 
     async def _visit(self, own: WorkerRecord, peer: WorkerRecord) -> None:
-        """Warms a link up if it is cold, then measures it. Raises EffuseError or TimeoutError."""
+        """Warms a link up if it is cold, then measures it. Raises EffuseError or
+        TimeoutError.
+        """
         if not own.has_connector_of(peer):
             ways = f"{own.connector} here, {peer.connector} there"
             self._links.refused(peer, ways, self._now())
@@ -151,9 +154,10 @@ class Rehearsals:
         peer: WorkerRecord,
         most_pages: int,
     ) -> None:
-        """Few pages, whole and by groups of layers, then as many as may be, as large prompts take.
+        """Few pages, whole and by groups of layers, then as many as possible, like large prompts.
 
-        A peer lends many only while nothing waits there; prompts do not wait for that."""
+        A peer lends many only while nothing waits there; prompts do not wait for that.
+        """
         few = min(FEW_PAGES, most_pages)
         await self._rehearse(stub, own, peer, few)
         pushed = await self._rehearse(stub, own, peer, few, in_groups=True)
@@ -232,7 +236,9 @@ class Rehearsals:
 
 
 def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
-    """Logs what a link is; loudly where it is slow by nobody's wish, or refused."""
+    """Logs the state of a link; as a warning if it is refused, or slow although no flag accepts
+    that.
+    """
     found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
     if not link.bytes_per_second:
         LOG.warning("%s: REFUSED, because both ends must have the same --connector", found)
@@ -254,7 +260,7 @@ async def _next(
 ) -> pb.RehearseResponse:
     try:
         response = await call.read()
-    except asyncio.CancelledError:  # of the call, where nobody cancels us
+    except asyncio.CancelledError:  # of the call, which only the peer can cancel
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise

@@ -1,7 +1,7 @@
 """PrefillService: a prompt in, then the reservation on the same stream; computed and pushed out.
 
-Computing begins at once, only the push waits for the reservation. However a stream ends, its
-attempt is ended in the engine.
+Computing begins immediately, and only the push waits for the reservation. However a stream ends,
+its attempt ends in the engine.
 """
 
 import asyncio
@@ -32,21 +32,21 @@ from effuse.worker.shell import Shell
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]"
 _Requests: TypeAlias = AsyncIterator[pb.PrefillRequest]
-_MOST_SALT = 128  # characters; a tenant's name has fewer
+_MOST_SALT = 128  # characters; a tenant's name is shorter
 
 
 @dataclass(slots=True)
 class _PrefillCall:
-    """What is known of one Prefill call while it runs."""
+    """State of one Prefill call while it runs."""
 
     attempt: OpenAttempt
     began_at: float
     is_reserved: bool = False
-    reader: str = ""  # life of the decode worker that its pages go to
+    reader: str = ""  # life of the decode worker that gets its pages
     limit: asyncio.TimerHandle | None = None  # of the wait for it, once the prompt is computed
 
     def require_reservation(self, waited_s: float) -> None:
-        """Ends the attempt if its reservation has not come."""
+        """Ends the attempt if its reservation has not arrived."""
         if not self.is_reserved and not self.attempt.ended.is_set():
             self.attempt.fail(
                 Unreserved(f"no reservation came within {waited_s:g} s of the computed prompt")
@@ -125,7 +125,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             raise to_error(event)
 
     async def _take_reservation(self, stream: _PrefillCall, requests: _Requests) -> None:
-        """Reads what follows the start; the time for it is the call's."""
+        """Reads the messages after the start; the call's deadline applies."""
         try:
             async for message in requests:
                 if stream.is_reserved or message.WhichOneof("message") != "reservation":
@@ -144,7 +144,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             stream.attempt.fail(error)
 
     async def _end(self, attempt: OpenAttempt) -> None:
-        """Ends an attempt whose stream broke off, failed or ran out of time."""
+        """Ends an attempt whose stream broke, failed or ran out of time."""
         try:
             await self._shell.end_in_engine(attempt, "the stream ended")
         finally:
@@ -177,7 +177,7 @@ def _response(event: CoreEvent) -> pb.PrefillResponse:
 
 
 def make_role(config: PrefillConfig) -> Role:
-    """Returns what makes a front a prefill worker's."""
+    """Returns the parts that make a front a prefill worker's."""
 
     def add(shell: Shell, server: grpc.aio.Server) -> None:
         shell.min_handoff_gbps = config.min_handoff_gbps
