@@ -1,1 +1,1 @@
-"""The two-process shell both workers wear: front, engine process, their messages, health, drain."""
+"""The two-process shell of both workers: front, engine process, their messages, health, drain."""

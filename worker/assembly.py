@@ -1,7 +1,7 @@
-"""What both engines are made of, from a worker's config: model, pages, connector, fingerprint.
+"""The parts of both engines, made from a worker's config: model, pages, connector, fingerprint.
 
-Runs in the engine's process only; the front never imports it. What an engine does with the parts is
-its own `build.py`'s.
+Runs only in the engine's process; the front never imports it. Each engine's own `build.py` uses the
+parts.
 """
 
 from collections.abc import Callable
@@ -43,21 +43,23 @@ from effuse.worker.connectors import choose_connector, why_no_nixl
 from effuse.worker.messages import Ready
 from effuse.worker.watchdog import Pulse
 
-# A block's KV is stored by the forward that follows the one in which it settled.
+# A block's KV is stored by the forward after the one in which it settled.
 COMMIT_RULE = "settled_recompute"
 
 CPU_THREADS = 1
-"""Threads that an engine on a CPU computes with. With two, several engines on one machine wait for
-each other at every operator's end, and are many times slower."""
+"""Threads of an engine on a CPU. With two, several engines on one machine wait for each other at
+the end of every operator, and are many times slower.
+"""
 
-_CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by page as it is used
+_CPU_POOL_BYTES = 256 << 20  # if the config does not set it; touched page by page at first use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
     """The parts of an engine. `connect` starts the connector of its pages and returns it; it raises
-    ValueError where that cannot be opened. `queued` are the runner's layers where they are watched
-    on a device."""
+    ValueError if that cannot be opened. `queued` are the runner's layers if they are followed on a
+    device.
+    """
 
     model: Transformer
     memory: PageMemory
@@ -79,8 +81,8 @@ def assemble(
 ) -> Assembly:
     """Loads everything and runs one forward. Raises ValueError for a bad config.
 
-    Without a `default_algorithm` it is the model's. What takes long is told to `pulse`, then and in
-    all forwards to come.
+    `default_algorithm` is the model's if it is None. `pulse` receives the progress of long steps,
+    now and in all later forwards.
     """
     device = _device(config)
     _announce_compiling(config, device, pulse)
@@ -93,7 +95,7 @@ def assemble(
     config = replace(config, connector=connector)
     layout = _layout(config, model)
     memory = PageMemory(layout, _num_pages(config, model, layout, max_model_len), device)
-    # Only who pushes needs to know which layers are stored.
+    # Only a worker that pushes needs to know which layers are stored.
     marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role == "prefill" else None
     most_cached = max_model_len if caches_prefixes(config, model) else 0
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
@@ -121,15 +123,15 @@ def assemble(
 
 
 def warm_up(runner: ModelRunner, num_rows: int) -> None:
-    """Runs a forward of `num_rows` rows, nearly all of which want a candidate; writes to page 0.
+    """Runs a forward of `num_rows` rows, nearly all with a candidate; writes to page 0.
 
-    A sequence has as many of them as the model has positions: tables end there.
+    A sequence has at most as many as the model has positions, because tables end there.
     """
     most = runner.model.config.max_position_embeddings
     parts = []
     for begin in range(0, num_rows, most):
         length = min(most, num_rows - begin)
-        wanted = range(1, length)  # position 0 has no row before it, which shifting models need
+        wanted = range(1, length)  # position 0 has no previous row, which shifting models need
         part = Part(
             token_ids=[0] * length,
             start=0,
@@ -154,10 +156,10 @@ def _device(config: WorkerConfig) -> torch.device:
 
 
 def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:
-    """A kernel is compiled when it is first launched with arguments of its kind, at any time."""
-    if device.type != "cuda" or not pulse.is_watched:  # the hooks are the whole process's
+    """A kernel is compiled at its first launch with a new kind of arguments, at any time."""
+    if device.type != "cuda" or not pulse.is_watched:  # hooks are global to the process
         return
-    from triton import knobs  # a CPU does without
+    from triton import knobs  # a CPU needs none
 
     knobs.runtime.jit_cache_hook = lambda **_: pulse.begin("compiling")
     knobs.runtime.jit_post_compile_hook = lambda **_: pulse.end()
@@ -169,8 +171,9 @@ def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse
 
 
 def _queued_layers(device: torch.device, role: Role, pulse: Pulse) -> QueuedLayers | None:
-    """How a decode worker's own forwards show that they go on, of which a canvas' is waited for and
-    a prompt's is not; a prefill worker follows those whose pages it pushes."""
+    """How a decode worker's own forwards show progress: it waits for those of a canvas but not for
+    those of a prompt. A prefill worker follows the forwards whose pages it pushes.
+    """
     if device.type != "cuda" or role != "decode" or not pulse.is_watched:
         return None
     return QueuedLayers(place_on_cuda, pulse.mark)
@@ -190,7 +193,7 @@ def _load(config: WorkerConfig, directory: Path, device: torch.device) -> Transf
 
 
 def _attend(config: WorkerConfig) -> Attend:
-    """Imports FlexAttention only where it is used: it brings the whole of torch's compiler."""
+    """Imports FlexAttention only for its use, because it loads all of torch's compiler."""
     if config.attention == "flex":
         from effuse.kernels.attention_flex import FlexAttention
 
@@ -223,7 +226,7 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
 def _num_pages(
     config: WorkerConfig, model: Transformer, layout: KVLayout, max_model_len: int
 ) -> int:
-    """Pages as configured, or what fits: one whole request at least."""
+    """Pages from the config, or as many as fit: at least one whole request."""
     if config.num_pages is not None:
         return config.num_pages
     least = layout.pages_for(max_model_len)
@@ -233,7 +236,7 @@ def _num_pages(
 
 
 def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) -> int:
-    """Pages in the device memory that the largest forward leaves of the share to be used."""
+    """Pages in the device memory that the largest forward leaves of the configured share."""
     probe = PageMemory(layout, 1, model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     warm_up(_runner(model, probe), config.max_num_batched_tokens)
@@ -250,7 +253,7 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
 
 
 def caches_prefixes(config: WorkerConfig, model: Transformer) -> bool:
-    """Whether prompts may begin with tokens that are cached."""
+    """Whether prompts may begin with cached tokens."""
     is_on = isinstance(config, PrefillConfig) and config.enable_prefix_caching
     return is_on and model.config.prompt_attention == "causal_blocks"
 
@@ -263,7 +266,7 @@ def _prompt_graphs(
     pulse: Pulse,
     max_context: int,
 ) -> PromptGraphs | None:
-    """Captured before anything is served; none where there is no use for them."""
+    """Graphs captured before serving; None if they are not used."""
     if model.device.type != "cuda" or not config.runs_graphs:
         return None
     graphs = PromptGraphs(
@@ -288,7 +291,7 @@ def _runner(
     pulse: Pulse | None = None,
     queued: QueuedLayers | None = None,
 ) -> ModelRunner:
-    """Layers are signs of life where they are launched, or where they end if they are queued."""
+    """Layers are signs of life at their launch, or at their end if they are queued."""
     at_launch = None if pulse is None else pulse.mark
     return ModelRunner(
         model,
@@ -354,7 +357,7 @@ def _connect(
 
 
 def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
-    """Raises ValueError where no reservation could name a page, or all pages of a prompt."""
+    """Raises ValueError if a reservation could not name a page, or all pages of a prompt."""
     size, page_bytes = layout.page_size, layout.page_bytes
     if page_bytes > MAX_PAGE_BYTES:
         most = MAX_PAGE_BYTES * size // page_bytes
@@ -371,7 +374,7 @@ def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
 
 
 def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:
-    """Imports only what is used: NIXL needs a library that ZMQ does without."""
+    """Imports only the chosen one, because NIXL needs a library that ZMQ does not."""
     if config.connector == "nixl":
         from effuse.kvtransfer.nixl_transport import NixlTransport
 

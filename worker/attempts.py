@@ -1,8 +1,8 @@
-"""The attempts that run in this worker, and those that ended here not long ago; how they fail.
+"""The attempts that run in this worker, those that ended recently, and their errors.
 
-Carries the engine's events to whoever handles an attempt, and tells its failures in the errors that
-callers get. No I/O; the clock is injected. An attempt stays in the table until nothing of it is
-left in the engine; after that its transfer id is refused.
+Passes the engine's events to the handler of an attempt, and turns its failures into errors for
+callers. No I/O; the clock is injected. An attempt stays in the table until nothing of it is left in
+the engine; after that its transfer id is refused.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from effuse.protos.errors import (
 )
 from effuse.worker.messages import CoreEvent, Draft, Failed, FailureCode, Reserved
 
-_MOST_QUEUED_DRAFTS = 64  # a slow reader misses drafts, never commits
-_RETRY_AFTER_S: Final = 0.5  # where the engine names none: about the time of a short request
+_MOST_QUEUED_DRAFTS = 64  # a slow reader loses drafts, never commits
+_RETRY_AFTER_S: Final = 0.5  # if the engine names none: about the time of a short request
 
 
 class OpenAttempt:
@@ -34,16 +34,16 @@ class OpenAttempt:
 
     def __init__(self, attempt_id: AttemptId, incarnation: str) -> None:
         self.id = attempt_id
-        self.incarnation = incarnation  # of the engine that runs it
+        self.incarnation = incarnation  # of its engine
         self.ended = asyncio.Event()  # nothing of it is left here
-        self.engine_gone = False  # the engine died, and with it its memory
+        self.engine_gone = False  # the engine died, and its memory is freed
         self._events: asyncio.Queue[CoreEvent | EffuseError] = asyncio.Queue()
-        self._held: Failed | EffuseError | None = None  # was next, but is no event to go on with
+        self._held: Failed | EffuseError | None = None  # arrived next, but is no event of progress
 
     async def next_event(self) -> CoreEvent:
-        """Returns what the engine says next; raises the error that ended the attempt instead.
+        """Returns the engine's next event; raises the error that ended the attempt instead.
 
-        Waits without a deadline of its own by intent: callers bring theirs.
+        Waits without a deadline on purpose: callers have their own.
         """
         held, self._held = self._held, None
         event = held or await self._events.get()
@@ -52,7 +52,7 @@ class OpenAttempt:
         return event
 
     def next_ready(self) -> CoreEvent | None:
-        """Returns what the engine has said already; None where that is nothing or a bad end."""
+        """Returns an event that has already arrived; None for nothing or a bad end."""
         if self._held is not None or self._events.empty():
             return None
         event = self._events.get_nowait()
@@ -62,13 +62,13 @@ class OpenAttempt:
         return event
 
     def deliver(self, event: CoreEvent) -> None:
-        """Hands over an event of the engine."""
+        """Passes an event of the engine to the handler."""
         if isinstance(event, Draft) and self._events.qsize() > _MOST_QUEUED_DRAFTS:
             return
         self._events.put_nowait(event)
 
     def fail(self, error: EffuseError) -> None:
-        """Ends the attempt for whoever handles it."""
+        """Ends the attempt for its handler."""
         self._events.put_nowait(error)
 
 
@@ -94,10 +94,12 @@ class Attempts:
         return len(self._running)
 
     def open(self, attempt_id: AttemptId, incarnation: str) -> OpenAttempt:
-        """Admits an attempt; raises `AlreadyRunning` or, for one that is over, `Refused`.
+        """Admits an attempt; raises `AlreadyRunning`, or `Refused` for one that has ended.
 
-        Known by its transfer alone: of a request that is asked anew, here or at another router, the
-        earlier attempt may still be ending, or not know yet that its router is gone."""
+        Attempts are identified only by their transfer: if a request is sent again, here or at
+        another router, the earlier attempt may still be ending, or not know yet that its router is
+        gone.
+        """
         self._forget()
         if attempt_id.transfer_id in self._over:
             raise Refused(f"transfer {attempt_id.transfer_id!r} has already ended here")
@@ -128,13 +130,13 @@ class Attempts:
             self._over.popitem(last=False)
 
     def deliver(self, event: CoreEvent) -> None:
-        """Hands an event to its attempt; that of an attempt that is gone is dropped."""
+        """Passes an event to its attempt; events of a missing attempt are dropped."""
         attempt = self._running.get(attempt_of(event).transfer_id)
         if attempt is not None:
             attempt.deliver(event)
 
     def lose_engine(self, error: EffuseError) -> None:
-        """The engine's process is gone: ends every attempt, of which nothing is left there."""
+        """The engine's process is gone: ends every attempt, and nothing is left of them there."""
         for attempt in self._running.values():
             attempt.engine_gone = True
             attempt.fail(error)
@@ -145,7 +147,7 @@ class Attempts:
             attempt.fail(error)
 
     async def wait_idle(self) -> None:
-        """Returns when no attempt runs. The caller brings the deadline."""
+        """Returns when no attempt runs. The caller has the deadline."""
         await self._idle.wait()
 
     def _forget(self) -> None:
@@ -155,7 +157,7 @@ class Attempts:
 
 
 def attempt_of(event: CoreEvent) -> AttemptId:
-    """Returns the attempt that an event is about."""
+    """Returns the attempt of an event."""
     return event.reservation.attempt if isinstance(event, Reserved) else event.attempt
 
 
@@ -172,7 +174,7 @@ _KINDS: Final[Mapping[FailureCode, type[EffuseError]]] = {
 
 
 def to_error(failed: Failed) -> EffuseError:
-    """Returns the error that tells a caller what the engine said."""
+    """Returns the error for the caller from an engine's failure."""
     if failed.code == "INVALID_ARGUMENT":
         return InvalidRequest.of(failed.field or "", failed.message)
     kind = _KINDS[failed.code]
@@ -180,11 +182,11 @@ def to_error(failed: Failed) -> EffuseError:
     retry_after_s = failed.retry_after_s
     if retry_after_s is None and kind in (Overloaded, Unavailable, TransferFailed):
         retry_after_s = _RETRY_AFTER_S
-    # The class says what is usual; of our own mistakes only the engine knows.
+    # The class has the usual value; only the engine knows about bugs.
     retryable = failed.retryable if kind is Bug else None
     return kind(failed.message, retryable=retryable, retry_after_s=retry_after_s, labels=labels)
 
 
 def deadline_passed(what: str) -> DeadlineExceeded:
-    """The error of a caller whose time is over."""
+    """The error of a caller whose time has ended."""
     return DeadlineExceeded(f"the deadline passed before {what}")

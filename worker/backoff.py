@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Counts engines in a row that never became ready or ended soon after; durations in seconds.
+    """Counts consecutive engines that never became ready or ended soon after; durations in seconds.
 
-    Only the former are a reason to give up: what ends a ready engine may be a request, which will
-    be over, or a device that is mended while the worker lives. An engine that served for a while
-    and was then killed or frozen did not fail: the next one starts at once, however often.
+    Only the former are a reason to give up. A request may end a ready engine, and will be over, or
+    a device may be repaired while the worker lives. An engine that served for a while and was then
+    killed or frozen did not fail: the next one starts immediately, however often.
     """
 
     first_s: float = 0.2
@@ -23,7 +23,7 @@ class Backoff:
 
     @property
     def is_over(self) -> bool:
-        """True once it is no use to go on."""
+        """True once another attempt is useless."""
         return self.failures >= self.most_failures
 
     @property
@@ -31,7 +31,7 @@ class Backoff:
         """The wait before the next start."""
         if self.is_at_once:
             return 0.0
-        # Bounded, for an engine may end early as often as it takes.
+        # Bounded, because an engine may end early any number of times.
         doublings = min(self.failures + self.early_ends, 32)
         return min(self.first_s * 2.0**doublings, self.most_s)
 
@@ -40,7 +40,7 @@ class Backoff:
         return replace(self, failures=self.failures + 1, is_at_once=False)
 
     def ended(self, lived_s: float, *, by_itself: bool = True) -> "Backoff":
-        """An engine ended that had been ready for so long; or it was killed, or stood still."""
+        """An engine ended that had been ready for this long; or it was killed, or stopped."""
         if not by_itself and lived_s >= self.healthy_s:
             return replace(self, failures=0, early_ends=0, is_at_once=True)
         early_ends = 0 if lived_s >= self.steady_s else self.early_ends + 1

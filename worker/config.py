@@ -1,6 +1,6 @@
-"""What a worker is told at its start, of either kind: one frozen value, one flag per field.
+"""Settings of either kind of worker: one frozen value, with one flag for each field.
 
-Values that are found at run time (pages in the pool, the port taken) live where they are found.
+Values found at run time (pages in the pool, the bound port) are in other modules.
 """
 
 import math
@@ -25,16 +25,16 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVLayoutKind = Literal["unified", "distinct"]
 
 END_S: Final = 10.0
-"""What attempts that are cut off at the end have to leave the engine."""
+"""Time for attempts that are ended at shutdown to leave the engine."""
 STOP_S: Final = 20.0
-"""What an engine that they do not leave has to end, killed if need be."""
+"""Time for an engine to end that they do not leave; then it is killed."""
 _LEAST_HANG_S: Final = 1.0
-_MOST_STOP_IDS = 128  # more than a router lets through; a GPU keeps room for them in every slot
+_MOST_STOP_IDS = 128  # more than a router accepts; a GPU has room for them in every slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(Access):
-    """Settings of a prefill or decode worker. Raises ValueError naming the accepted form."""
+    """Settings of a prefill or decode worker. Raises ValueError that names the accepted form."""
 
     # The model.
     model: Annotated[Path | None, "checkpoint directory (default: the bundled model)"] = None
@@ -160,16 +160,16 @@ class WorkerConfig(Access):
 
     @property
     def runs_graphs(self) -> bool:
-        """Whether a GPU may run captured graphs; FlexAttention compiles for lengths it meets."""
+        """Whether a GPU may run captured graphs; FlexAttention compiles for new lengths."""
         return not self.enforce_eager and self.attention != "flex"
 
     @property
     def longest_end_s(self) -> float:
-        """Longest that a worker takes from SIGTERM to its end."""
+        """Longest time from SIGTERM to the worker's end."""
         return self.drain_s + 2 * END_S + STOP_S
 
     def reachable_host(self) -> str:
-        """Returns the host that others are told: never a wildcard address."""
+        """Returns the host for other processes: never a wildcard address."""
         if self.advertise_host is not None:
             return self.advertise_host
         return socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
@@ -177,7 +177,7 @@ class WorkerConfig(Access):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
-    """Settings of a prefill worker. Raises ValueError naming the accepted form."""
+    """Settings of a prefill worker. Raises ValueError that names the accepted form."""
 
     reservation_s: Annotated[float, "most time that a computed prompt waits for a reservation"] = (
         60.0
@@ -202,7 +202,7 @@ class PrefillConfig(WorkerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(WorkerConfig):
-    """Settings of a decode worker. Raises ValueError naming the accepted form."""
+    """Settings of a decode worker. Raises ValueError that names the accepted form."""
 
     default_algorithm: Annotated[
         Algorithm | None, "algorithm of requests that name none (default: the model's)"

@@ -1,7 +1,7 @@
-"""Which connector moves an engine's pages if `--connector auto` leaves that open.
+"""Chooses the connector of an engine's pages for `--connector auto`.
 
-Workers choose by the same rule and each for itself; their records name what they chose, and a link
-between two that differ carries no prompt.
+Workers choose by the same rule, each for itself. Their records name the choice, and a link between
+two different ones carries no prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def choose_connector(
 ) -> Literal["nixl", "zmq"]:
     """The connector of an engine whose pages are on a GPU or not; logs it with the reason.
 
-    `why_no_nixl` tries NIXL and returns why it cannot be used here, or nothing.
+    `why_no_nixl` tries NIXL and returns why it does not work here, or nothing.
     """
     if config.connector != "auto":
         return config.connector
@@ -43,10 +43,10 @@ def choose_connector(
 
 
 def why_no_nixl(host: str) -> str:
-    """Why no NIXL agent starts here that listens on the interface of `host`; empty if one does."""
+    """Why no NIXL agent starts that listens on the interface of `host`; empty if one does."""
     try:
         from effuse.kvtransfer.nixl_transport import why_unusable
-    except (ImportError, OSError) as error:  # not installed, or a library that it needs is not
+    except (ImportError, OSError) as error:  # not installed, or it lacks a library
         return str(error)
     return why_unusable(host)
 

@@ -1,6 +1,6 @@
-"""Private directories of engines' sockets: made for a front, swept after fronts that were killed.
+"""Private directories of engines' sockets: made for a front, removed after fronts that were killed.
 
-A front removes its own when its engine ends. Not here: the socket (`supervisor.py`).
+A front removes its own when its engine ends. The socket is in `supervisor.py`.
 """
 
 import logging
@@ -20,8 +20,9 @@ _MOST_SOCKET_PATH_BYTES = 107  # sockaddr_un
 
 
 def make_home() -> Path:
-    """Returns a new directory that only this user enters, near enough for a socket's name; raises
-    OSError where there is none."""
+    """Returns a new directory that only this user can enter, with a path short enough for a socket;
+    raises OSError if there is none.
+    """
     home = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     if len(bytes(home / SOCKET)) > _MOST_SOCKET_PATH_BYTES:
         home.rmdir()
@@ -41,10 +42,11 @@ def make_home() -> Path:
 
 
 def sweep() -> int:
-    """Removes what fronts of this user left that were killed; returns how many there were.
+    """Removes directories of this user's killed fronts; returns their number.
 
-    Both must be so: no process has the front's id, and nobody listens at the socket. The first
-    alone would not do where processes that do not see each other share a directory."""
+    Two conditions: no process has the front's id, and no process listens at the socket. The id
+    alone would not suffice if processes that do not see each other share a directory.
+    """
     num_swept = 0
     for home in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         found = _NAME.fullmatch(home.name)
@@ -59,7 +61,7 @@ def sweep() -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process of this id, as far as we see processes."""
+    """Whether a process has this id, among those that this process can see."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -73,7 +75,7 @@ def is_ours(home: Path) -> bool:
     """Whether it is a directory of this user."""
     try:
         return home.is_dir() and not home.is_symlink() and home.stat().st_uid == os.getuid()
-    except OSError:  # somebody else was faster
+    except OSError:  # another process was faster
         return False
 
 

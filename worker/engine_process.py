@@ -1,5 +1,5 @@
-"""The engine's process: takes messages, steps its core, says what happened, shows that it lives;
-and what both workers' cores have in common: forwards that may fail, and an outbox.
+"""The engine's process: takes messages, steps its core, sends events, shows that it lives. Also the
+common parts of both workers' cores: forwards that may fail, and an outbox.
 
 Knows no gRPC and no model: each worker's `build.py` makes the core. The process ends with its
 front, however that ended.
@@ -49,15 +49,15 @@ _ENCODER = msgspec.msgpack.Encoder()
 _ENDS = (Finished, Failed, PromptPushed, AbortDone)  # of an attempt
 
 _PR_SET_PDEATHSIG = 1
-_WAIT_DEVICE_MS = 1  # that it has ended something no descriptor tells
-_WAIT_BUSY_MS = 2  # a peer or the connector may have something soon
+_WAIT_DEVICE_MS = 1  # that an attempt has ended, which no descriptor shows
+_WAIT_BUSY_MS = 2  # a peer or the connector may have an event soon
 _WAIT_IDLE_MS = 100
 KEEP_ABORTED_S = 600.0  # how long an engine refuses attempts that were aborted before they began
-_MOST_FAILED_FORWARDS = 8  # in a row; then the device is taken for lost and the process ends
+_MOST_FAILED_FORWARDS = 8  # consecutive ones; then the device counts as lost and the process ends
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front tells its new engine, on standard input as JSON."""
+    """The front's input to its new engine, on standard input as JSON."""
 
     endpoint: str  # of the front's socket
     incarnation: str
@@ -65,7 +65,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     config: msgspec.Raw  # the worker's config
 
 
-# Called now and then within a long step, with the messages that have come; returns those that wait
+# Called repeatedly within a long step, with the messages that have arrived; returns those that wait
 # for its end, in order.
 Meanwhile = Callable[[Sequence[ToEngine]], Sequence[ToEngine]]
 
@@ -77,11 +77,11 @@ def leave(come: Sequence[ToEngine]) -> Sequence[ToEngine]:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A core that has loaded its weights and made a first forward."""
+    """A core that has loaded its weights and run a first forward."""
 
     core: EngineCore
     ready: Ready
-    wakes: Sequence[int] = ()  # descriptors that are readable while the core has something to do
+    wakes: Sequence[int] = ()  # descriptors that are readable while the core has work
     meanwhile: Meanwhile = leave
 
 
@@ -89,7 +89,7 @@ Builder = Callable[[Config, str, Pulse], Engine]
 
 
 class EngineLoop:
-    """Drives one core over one socket until told to shut down."""
+    """Drives one core over one socket until it receives a shutdown."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class EngineLoop:
         *,
         wakes: Sequence[int] = (),
         meanwhile: Meanwhile = leave,
-        idle_ms: int | None = _WAIT_IDLE_MS,  # None waits until something comes
+        idle_ms: int | None = _WAIT_IDLE_MS,  # None waits for an event
     ) -> None:
         self._core = core
         self._socket = socket
@@ -109,22 +109,23 @@ class EngineLoop:
         for source in (socket, *wakes):
             self._poller.register(source, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._left: Sequence[ToEngine] = ()  # messages that a step has not taken
+        self._left: Sequence[ToEngine] = ()  # messages that wait for the end of a step
         self._meanwhile = meanwhile
         pulse.meanwhile = self._hear
 
     def run(self) -> None:
-        """Runs until a `Shutdown` comes."""
+        """Runs until a `Shutdown` arrives."""
         while self.turn():
             pass
 
     def turn(self) -> bool:
-        """Takes messages, steps once, tells, and waits if it was idle. False at the end."""
+        """Takes messages, steps once, sends events, and waits if it was idle. False at the end."""
         if not self._take():
             return False
         worked = self._core.step()
         said, load = self._core.outbox(), self._core.load()
-        # The load is told before the end of an attempt, so that it is right for who hears that.
+        # The load is sent before the end of an attempt, so that it is correct for the reader of
+        # that.
         beat = self._pulse.turn(load, has_end=any(isinstance(event, _ENDS) for event in said))
         tell(self._socket, said if beat is None else [beat, *said])
         if not worked and not self._left:
@@ -145,7 +146,7 @@ class EngineLoop:
         return True
 
     def _hear(self) -> None:
-        """From within a step that takes long: lets the core take what must not wait for its end."""
+        """From within a long step: lets the core take messages that must not wait for its end."""
         self._left = self._meanwhile([*self._left, *self._messages()])
 
     def _messages(self) -> Iterator[ToEngine]:
@@ -179,7 +180,7 @@ def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
         socket.close()
         context.term()
     output.finish()
-    # Everything is closed; tearing down the interpreter with torch in it takes another second.
+    # Everything is closed; ending the interpreter with torch in it takes another second.
     os._exit(status)
 
 
@@ -197,8 +198,8 @@ def _run(
         except (ValueError, OSError) as error:
             tell(socket, [StartupFailed(message=str(error), permanent=True)])
             return 2
-        # What there is now stays. A full collection over it would stop every thread for 0.1 s, the
-        # connector's too, and all handoffs with it.
+        # All current objects stay. A full collection over them would stop every thread for 0.1 s,
+        # including the connector's, and all handoffs with it.
         gc.collect()
         gc.freeze()
         loop = EngineLoop(
@@ -213,13 +214,12 @@ def _run(
 
 
 def listen_while_alive(host: str, port: int = 0) -> network.socket:
-    """A socket that listens and answers nobody. The kernel closes it when the process ends: who
-    finds nobody at the port knows that the engine is gone, which a front that was killed cannot
-    tell.
+    """A socket that listens but never answers. The kernel closes it when the process ends, so a
+    closed port shows that the engine is gone, which a killed front cannot report.
 
-    One is opened before the engine's devices, and one behind them at the same port: kernels differ
-    in which end of a process's descriptors they close first, and what a device still does is over
-    only once those between are closed.
+    One is opened before the engine's devices, and one after them at the same port. Kernels differ
+    in the order in which they close a process's descriptors, and a device's work has ended only
+    once all between are closed.
     """
     name = host.strip("[]")
     family = network.AF_INET6 if ":" in name else network.AF_INET
@@ -236,7 +236,7 @@ def die_with(front_pid: int) -> None:
 
 
 def read_config(raw: msgspec.Raw, config_type: type[Config]) -> Config:
-    """Reads a config as `config.to_json` wrote it; raises msgspec.ValidationError."""
+    """Reads a config written by `config.to_json`; raises msgspec.ValidationError."""
     return msgspec.json.decode(raw, type=config_type, dec_hook=_path)
 
 
@@ -247,18 +247,19 @@ def _path(kind: type, value: object) -> object:
 
 
 class ForwardFailed(Exception):
-    """A forward failed: only what was in it fails with it. The message is for callers."""
+    """A forward failed, and with it only the requests in it. The message is for callers."""
 
 
 class ForwardGuard:
-    """Keeps an engine alive where a forward fails, unless eight in a row do."""
+    """Keeps an engine alive when a forward fails, unless eight consecutive ones do."""
 
     def __init__(self) -> None:
-        self._num_failed = 0  # in a row
+        self._num_failed = 0  # consecutive failures
 
     def run(self, forward: Callable[[], _Result], num_requests: int) -> _Result:
-        """What `forward`, over so many requests, returns. Raises ForwardFailed where it raises
-        anything; the eighth time in a row raises what it raised."""
+        """The result of `forward` over this many requests. Raises ForwardFailed if it raises
+        anything; the eighth consecutive failure raises the original error.
+        """
         try:
             result = forward()
         except Exception as error:
@@ -272,13 +273,13 @@ class ForwardGuard:
 
 
 class Outbox:
-    """What an engine says to its front, in order, since the last drain."""
+    """Events of an engine for its front, in order, since the last drain."""
 
     def __init__(self) -> None:
         self._events: list[CoreEvent] = []
 
     def drain(self) -> Sequence[CoreEvent]:
-        """Hands over what was said, and starts anew."""
+        """Returns the events, and starts again."""
         events, self._events = self._events, []
         return events
 
@@ -295,11 +296,11 @@ class Outbox:
         retryable: bool = False,
         field: str | None = None,
     ) -> None:
-        """Says that an attempt has ended without success."""
+        """Reports that an attempt has ended without success."""
         self.say(
             Failed(attempt=attempt, code=code, message=message, retryable=retryable, field=field)
         )
 
     def abort_done(self, attempt: AttemptId, *, was_running: bool) -> None:
-        """Says that nothing of an aborted attempt is left here."""
+        """Reports that nothing of an aborted attempt is left here."""
         self.say(AbortDone(attempt=attempt, was_running=was_running))

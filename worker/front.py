@@ -1,7 +1,7 @@
 """The front's process: gRPC server, health, engine, lease, metrics; from start to drained exit.
 
-Only wires parts to each other. It imports no torch; what a role does with a request is its own
-`server.py`'s.
+Only connects parts to each other. It imports no torch; each role's own `server.py` handles
+requests.
 """
 
 import asyncio
@@ -40,18 +40,18 @@ from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarna
 LOG = logging.getLogger(__name__)
 
 _WORKER_SERVICE = "effuse.v1.WorkerService"
-_POLL_S = 1.0  # between looks at the fleet
+_POLL_S = 1.0  # seconds between polls of the fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What distinguishes a prefill worker from a decode worker, to the front."""
+    """The differences between a prefill worker and a decode worker for the front."""
 
     name: records.Role
     engine_module: str  # run as `python -m`
     service: str  # full name of its gRPC service
     add: Callable[[Shell, grpc.aio.Server], None]  # adds the servicer
-    # Runs for as long as the front, with a view of the fleet and a way to announce at once.
+    # Runs as long as the front, with a view of the fleet and a function that announces immediately.
     beside: Callable[[Shell, FleetView, Callable[[], None]], Coroutine[None, None, None]] | None = (
         None
     )
@@ -60,9 +60,9 @@ class Role:
 def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
-    0 after a drain; 2 if it should use a GPU and none is here; 1 if the checkpoint is not served,
-    no engine starts or one does not die, the port is taken, certificates or the secret cannot be
-    used, or another process has its worker id.
+    0 after a drain; 2 if it should use a GPU and none is here. 1 for a checkpoint that is not
+    served, an engine that does not start or end, a taken port, unusable certificates or secret, or
+    another process with its worker id.
     """
     logs.set_up(role.name, config.log_level, config.log_format)
     try:
@@ -94,7 +94,7 @@ class Front:
         self._config = config
         self._role = role
         self._tasks = tasks
-        self._changed = asyncio.Event()  # the engine has come or gone, or a drain has begun
+        self._changed = asyncio.Event()  # the engine has started or ended, or a drain has begun
         attempts = Attempts()
         supervisor = Supervisor(role.engine_module, config, attempts, on_change=self._changed.set)
         access = FleetAccess.read(
@@ -104,15 +104,15 @@ class Front:
         self.server = rpc.RpcServer(
             rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=self._doorkeeper(access)
         )
-        self._facts: dict[str, str] = {}  # for whoever waits for the ready file
-        self._is_told = False  # it was written once
+        self._facts: dict[str, str] = {}  # for the process that waits for the ready file
+        self._is_told = False  # it was written at least once
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
-        self._draining: asyncio.Task[None] | None = None  # ends what runs past the drain's deadline
+        self._draining: asyncio.Task[None] | None = None  # ends attempts after the drain's deadline
         self._is_ending = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop`, then drains and leaves nothing behind."""
+        """Serves until `stop`, then drains and leaves nothing."""
         async with contextlib.AsyncExitStack() as stack:
             await self._listen(stack)
             self._supervising = self._tasks.create_task(self.shell.supervisor.run())
@@ -132,14 +132,14 @@ class Front:
             await asyncio.to_thread(self.shell.traces.close)
 
     def drain(self, deadline_s: float) -> None:
-        """Admits nothing more; ends what still runs after `deadline_s`."""
+        """Admits nothing more; ends attempts that still run after `deadline_s`."""
         self.shell.is_draining = True
         self._changed.set()
         self._stop_waiting()
         self._draining = self.shell.spawn(self._end_after(deadline_s))
 
     def undrain(self) -> None:
-        """Admits again; what still runs goes on. Raises `Draining` where the process ends."""
+        """Admits again; running attempts go on. Raises `Draining` if the process is ending."""
         if self._is_ending:
             raise Draining("this worker is ending and accepts no more requests", retry_after_s=0.1)
         self._stop_waiting()
@@ -203,7 +203,7 @@ class Front:
             raise
 
     async def _follow_changes(self) -> None:
-        """Tells health, the lease and the ready file whether work can be done."""
+        """Updates health, the lease and the ready file: whether the worker can work."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -215,7 +215,7 @@ class Front:
                 self._write_ready_file(self._config.ready_file)
 
     def _write_ready_file(self, path: Path) -> None:
-        """Raises OSError for the first engine, which somebody waits for."""
+        """Raises OSError only for the first engine, for which the parent waits."""
         facts = {"incarnation": self.shell.incarnation, **self._facts}
         try:
             rpc.write_ready_file(path, self.shell.identity.address, **facts)
@@ -234,8 +234,9 @@ class Front:
             await self._end_engine()
 
     async def _end_engine(self) -> None:
-        """Ends an engine with what runs in it. It is still reachable meanwhile: whoever finds the
-        port closed takes the engine for dead (`peer.py`)."""
+        """Ends an engine with its attempts. Its port stays open meanwhile, because a closed port
+        means that the engine is dead (`peer.py`).
+        """
         if self._announcer is not None:
             await self._announcer.release()
         if self._supervising is not None:

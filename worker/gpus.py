@@ -1,6 +1,6 @@
-"""Which GPUs this machine has, found without torch, which takes seconds and may start CUDA.
+"""The GPUs of this machine, found without torch, which takes seconds and may start CUDA.
 
-A GPU is named as in CUDA_VISIBLE_DEVICES, by its number or by its id (GPU-.. or MIG-..).
+A GPU has the name from CUDA_VISIBLE_DEVICES: its number or its id (GPU-.. or MIG-..).
 """
 
 import os
@@ -16,20 +16,20 @@ NAME: Final = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 _LISTED = re.compile(r"^GPU \d+:", re.MULTILINE)
 _DEVICE_FILE = re.compile(r"nvidia\d+")
-_LISTING_S = 30.0  # a driver that nothing uses may take seconds for each GPU
+_LISTING_S = 30.0  # an unused driver may take seconds for each GPU
 
 
 def check_device(device: str) -> None:
     """Raises ValueError for the device cuda if no GPU can be used here.
 
-    Device files are looked at first, because the driver may take seconds to answer.
+    Device files are checked first, because the driver may take seconds to answer.
     """
     if device == "cuda" and not (gpus_here(listing=str) or gpus_here()):
         raise ValueError(no_gpu("--device cuda"))
 
 
 def no_gpu(flag: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The error about a flag that needs a GPU, with the variable that may hide one."""
+    """The error of a flag that needs a GPU, with the variable that may hide one."""
     hidden = f" ({VARIABLE} is {environment[VARIABLE]!r})" if VARIABLE in environment else ""
     return f"{flag}: no GPU was found on this machine{hidden}"
 
@@ -39,11 +39,11 @@ def gpus_here(
     environment: Mapping[str, str] = os.environ,
     listing: Callable[[], str] | None = None,
 ) -> tuple[str, ...]:
-    """Names of the GPUs that processes started here can use; none on a machine without.
+    """Names of the GPUs that child processes can use; none on a machine without GPUs.
 
-    The driver's own list (`nvidia-smi -L`) has the GPUs that a container may use. Without it the
-    device files that a container got are counted, and last the driver's entries for the whole
-    machine. Only the number matters: CUDA counts the GPUs that it can use from 0.
+    The driver's own list (`nvidia-smi -L`) has the GPUs that a container may use. Without it, this
+    counts the container's device files, and last the driver's entries for the whole machine. Only
+    the number matters, because CUDA counts usable GPUs from 0.
     """
     count = (
         len(_LISTED.findall((listing or _driver_listing)()))
@@ -54,8 +54,9 @@ def gpus_here(
 
 
 def visible(count: int, variable: str | None) -> tuple[str, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves of so many: all if it is not set (None), else those
-    before the first that does not exist, because CUDA reads it so."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves of this many: all if it is not set (None),
+    otherwise those before the first that does not exist, as CUDA reads it.
+    """
     if variable is None or not count:
         return tuple(str(at) for at in range(count))
     kept: dict[str, None] = {}
@@ -76,7 +77,7 @@ class Memory:
 
 
 def memory_of(gpu: str) -> Memory | None:
-    """A GPU's memory as its driver reports it; None if it does not, as of a MIG part."""
+    """A GPU's memory from its driver; None if it is not reported, as for a MIG part."""
     query = "--query-gpu=memory.total,memory.free"
     words = _ask_driver(query, "--format=csv,noheader,nounits", "-i", gpu).split(",")
     try:

@@ -1,11 +1,11 @@
-"""What a worker's front and its engine tell each other, and what an engine core is.
+"""The messages between a worker's front and its engine, and the interface of an engine core.
 
-Tagged msgspec structs that mirror worker.proto; plain data, no I/O. Every message but those of the
-process itself names the attempt that it is about.
+Tagged msgspec structs that mirror worker.proto; plain data, no I/O. Every message names its
+attempt, except those of the process itself.
 
-After `Abort` an engine says nothing more of the attempt than `AbortDone`; after `Finished`,
-`Failed` and `PromptPushed` it says nothing more at all. A decode with a writer that ends before
-`Verified`, in whatever way, keeps its pages in quarantine until `WriterGone`.
+After `Abort` an engine only sends `AbortDone` for the attempt; after `Finished`, `Failed` and
+`PromptPushed` it sends nothing more. A decode with a writer that ends before `Verified`, in any
+way, keeps its pages in quarantine until `WriterGone`.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,13 @@ from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.placement.records import Load, ModelInfo
 
-# What an engine does. All but serving it announces, since for long it will show no other sign.
+# The current work of an engine. It announces every phase except serving, because it may show no
+# other sign for long.
 Phase = Literal["loading", "capturing", "compiling", "serving"]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """What the model thought of one written token, as `kernels.sampling_logprobs` has it."""
+    """The model's log-probabilities of one written token, as in `kernels.sampling_logprobs`."""
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()
@@ -32,15 +33,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class BlockState(msgspec.Struct, frozen=True, array_like=True):
     """One block in flight."""
 
-    token_ids: tuple[int, ...]  # the mask id where none is written
-    masks: bytes  # one bit a position, lowest bit first: set where a mask is left
+    token_ids: tuple[int, ...]  # the mask id at positions that are not written
+    masks: bytes  # one bit for each position, lowest bit first: set while it is a mask
     full: bool  # the block must progress every step
     denoise_count: int  # forwards that have denoised it
-    logprobs: tuple[TokenLogprobs | None, ...] = ()  # by position, where asked for; None: no token
+    # by position, if the request asks for them; None: no token
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be known to go on exactly where another attempt was."""
+    """The state with which an attempt continues exactly where another one stopped."""
 
     committed_token_ids: tuple[int, ...]
     frontier: tuple[BlockState, ...]
@@ -50,23 +52,23 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Computes a prompt at once; the push waits for the reservation."""
+    """Computes a prompt immediately; the push waits for the reservation."""
 
     attempt: AttemptId
     prompt_token_ids: tuple[int, ...]
-    cache_salt: str = ""  # prompts of others share no KV with it
+    cache_salt: str = ""  # prompts with other salts share no KV with it
 
 
 class PushTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Tells a prefill where its pages go. Its attempt is the reservation's."""
+    """The destination of a prefill's pages. Its attempt is the reservation's."""
 
     reservation: Reservation
 
 
 class StartRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Asks a decode engine for free pages that a prefill worker writes once, to measure the way.
+    """Asks a decode engine for free pages that a prefill worker writes once, to measure the link.
 
-    Answered by Reserved, then Verified, which is the end: the pages are free again.
+    Reserved follows, then Verified, which is the end: the pages are free again.
     """
 
     attempt: AttemptId
@@ -75,14 +77,14 @@ class StartRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PushRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Has a prefill engine push as many free pages as are reserved; answered by PromptPushed."""
+    """Makes a prefill engine push as many free pages as are reserved; PromptPushed follows."""
 
     reservation: Reservation
-    in_groups: bool = False  # layers leave one group after the other, as a prompt's do
+    in_groups: bool = False  # layers leave group by group, like a prompt's
 
 
 class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Asks for one answer. All settings are resolved and within their bounds."""
+    """Requests one answer. All settings are resolved and within their bounds."""
 
     attempt: AttemptId
     prompt_token_ids: tuple[int, ...]
@@ -92,25 +94,27 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     writer: str | None  # incarnation of the prefill worker that will push; None prefills here
     drafts: bool = False
     num_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = (
-        None  # likeliest ids to send with log-probabilities; None sends none
+        None  # number of likeliest ids sent with log-probabilities; None sends none
     )
     resume: Resume | None = None
     group: str = ""  # whose members share the KV of an equal prompt; empty: none
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Ends an attempt, known or not, and refuses it from now on; answered by AbortDone."""
+    """Ends an attempt, known or not, and refuses it from now on; AbortDone follows."""
 
     attempt: AttemptId
     reason: str
 
 
 class WriterGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Nobody writes into this transfer's pages any more. They may be reused once nothing that was
-    under way to this process can land."""
+    """The writer no longer writes into this transfer's pages. They may be reused once nothing in
+    transit to this process can arrive in them.
+    """
 
     transfer_id: str
-    has_drained: bool  # the writer's engine said that all it had posted is over; else it is gone
+    # the writer's engine reported that all its writes have ended; otherwise it is gone
+    has_drained: bool
 
 
 class ReceiverGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -138,15 +142,15 @@ ToEngine = (
 # Engine to front.
 
 FailureCode = Literal[
-    "INVALID_ARGUMENT",  # this request can never work here
+    "INVALID_ARGUMENT",  # this request can never succeed here
     "ALREADY_EXISTS",  # the attempt is running
     "FAILED_PRECONDITION",  # fingerprint or incarnation differ
     "RESOURCE_EXHAUSTED",  # no room now
-    "ABORTED",  # the attempt was ended before
-    "DEADLINE_EXCEEDED",  # the handoff's lease ran out
+    "ABORTED",  # the attempt had already ended
+    "DEADLINE_EXCEEDED",  # the handoff's lease expired
     "UNAVAILABLE",  # the peer or the connector failed
-    "DATA_LOSS",  # the digest or the coverage is wrong
-    "INTERNAL",  # our own mistake
+    "DATA_LOSS",  # the digest or the set of pages is wrong
+    "INTERNAL",  # a bug
 ]
 
 
@@ -157,7 +161,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     fingerprint: tuple[tuple[str, str], ...]
     page_size: int
     total_pages: int
-    # On which the process listens, and answers nobody, for as long as it lives: where nobody does,
+    # The process listens on it as long as it lives, but never answers: once the port is closed,
     # nothing of this engine writes any more.
     engine_port: int = 0
     connector: str = ""  # by which its pages move
@@ -167,11 +171,11 @@ class StartupFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine could not start; the last message of such a process."""
 
     message: str
-    permanent: bool  # the configuration or the checkpoint is at fault: starting again will not help
+    permanent: bool  # the configuration or the checkpoint is wrong: starting again will not help
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Pages are held. First event of a decode; without a writer it needs no address to write to."""
+    """Pages are held. First event of a decode; without a writer it needs no address."""
 
     reservation: Reservation
 
@@ -190,15 +194,15 @@ class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     attempt: AttemptId
     token_offset: int  # position of the first one in the answer
-    token_ids: tuple[int, ...]  # a stop id is left out
+    token_ids: tuple[int, ...]  # without a stop id
     forward_passes: int  # so far
     frontier: tuple[BlockState, ...]  # blocks in flight after this commit
-    end_token_id: int | None = None  # the stop id behind them, where it ends the answer
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, where asked for
+    end_token_id: int | None = None  # the stop id after them, if it ends the answer
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if the request asks for them
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A block has begun or changed. Sent only where drafts were asked for."""
+    """A block has begun or changed. Sent only if the request asks for drafts."""
 
     attempt: AttemptId
     token_offset: (
@@ -223,7 +227,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attempt: AttemptId
     queue_s: float
     compute_s: float
-    cached_tokens: int = 0  # whose KV was there
+    cached_tokens: int = 0  # prompt tokens whose KV was there
 
 
 class PromptPushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -231,26 +235,27 @@ class PromptPushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     attempt: AttemptId
     pages: int
-    bytes: int  # boundary state left out
+    bytes: int  # without boundary state
     push_s: float  # since the last page was final and the reservation known, to the last answer
-    transport: str = ""  # what moved the bytes, as `kvtransfer.connector.Route` names it
-    is_fallback: bool = False  # pages of GPUs took TCP or the host, which nobody asked for
+    transport: str = ""  # transport of the bytes, as in `kvtransfer.connector.Route`
+    # pages of GPUs went over TCP or the host, although no flag asks for that
+    is_fallback: bool = False
     moved_s: float = 0.0  # since the first page left, to the last answer
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The end of an attempt that did not work."""
+    """The end of an attempt that failed."""
 
     attempt: AttemptId
     code: FailureCode
-    message: str  # for the caller: expected and actual, no internals
-    retryable: bool  # another attempt may work
+    message: str  # for the caller: expected and actual value, no internals
+    retryable: bool  # another attempt may succeed
     retry_after_s: float | None = None
-    field: str | None = None  # the fingerprint or request field at fault
+    field: str | None = None  # the bad fingerprint or request field
 
 
 class AbortDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """An abort has taken effect: nothing of the attempt reads or writes KV memory here."""
+    """An abort has taken effect: the attempt does not read or write KV memory here any more."""
 
     attempt: AttemptId
     was_running: bool
@@ -263,18 +268,18 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     marks: int = 0  # parts of steps done so far, such as layers of forwards
     phase: Phase = "serving"
     load: Load
-    dropped_lines: int = 0  # of its output, that nobody read, since the last beat
+    dropped_lines: int = 0  # lines of its output without a reader, since the last beat
 
 
 AttemptEvent = (
     Verified | Committed | Draft | Finished | PrefillDone | PromptPushed | Failed | AbortDone
 )
-CoreEvent = Reserved | AttemptEvent  # what a core emits; the process adds the rest
+CoreEvent = Reserved | AttemptEvent  # events of a core; the process adds the rest
 ToFront = Ready | StartupFailed | Heartbeat | CoreEvent
 
 
 class EngineCore(Protocol):
-    """What an engine process drives; used from one thread only."""
+    """The interface of an engine process's core; used from one thread only."""
 
     def handle(self, message: ToEngine) -> None:
         """Takes one message. Never blocks; a bad request emits `Failed` and raises nothing."""
@@ -283,10 +288,10 @@ class EngineCore(Protocol):
         """Runs one iteration; False if there was nothing to do, or nothing yet."""
 
     def is_working(self) -> bool:
-        """Whether a device still runs what was launched on it: its end wakes nobody."""
+        """Whether a device still runs launched work, whose end wakes no thread."""
 
     def outbox(self) -> Sequence[CoreEvent]:
-        """Returns what is to be said since the last call, in order."""
+        """Returns the events since the last call, in order."""
 
     def load(self) -> Load:
         """Returns the load; cheap, called many times a second."""

@@ -1,6 +1,6 @@
-"""What a worker counts, and what it reads of itself when it is scraped.
+"""Counters of a worker, and values that it reads at a scrape.
 
-Not here: what the counts mean to a router, which reads the worker's load instead.
+Routers use the worker's load instead of these metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReadings:
-    """What a worker is and has at one moment."""
+    """State of a worker at one moment."""
 
     role: Role
     model_name: str  # empty before the first engine is ready
@@ -29,7 +29,7 @@ class WorkerReadings:
 
 
 class WorkerMetrics(ProcessMetrics):
-    """Counts from the start of the front on; `read` gives the rest when somebody scrapes."""
+    """Counts from the start of the front on; `read` returns the other values at a scrape."""
 
     def __init__(self, read: Callable[[], WorkerReadings]) -> None:
         super().__init__(lambda: _labels(read()))
@@ -77,7 +77,7 @@ class WorkerMetrics(ProcessMetrics):
         self.kv_bytes.labels(transport).inc(num_bytes)
 
     def families(self) -> Iterator[Metric]:
-        """What is counted, then what is read."""
+        """Counters first, then the values that are read."""
         yield from super().families()
         now = self._readings()
         yield from _load_families(now.load)

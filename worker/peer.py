@@ -1,10 +1,10 @@
-"""Makes sure that a prefill worker no longer writes into our pages: the abort contract's far side.
+"""Makes sure that a prefill worker no longer writes into our pages: the other side of an abort.
 
-A writer elsewhere reaches our memory through our own end of a connection, and closing that keeps it
-out, alive or not. One beside us may have mapped our memory, or have the kernel copy into it:
-nothing that we close keeps it out, so only its own word or its end will do. What then happens to
-the pages is the engine's. The front knows which pages wait, tells operators, and refuses such a
-writer more of them.
+A writer elsewhere reaches our memory through our end of a connection, and closing that keeps it
+out, alive or not. A writer on the same machine may have mapped our memory, or let the kernel copy
+into it. Nothing that we close keeps that one out, so only its own report or its end will. The
+engine then handles the pages. The front knows which pages wait, informs operators, and refuses such
+a writer more of them.
 """
 
 import asyncio
@@ -33,21 +33,22 @@ from effuse.worker.wire import Writer
 LOG = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACES = ("net", "ipc", "pid")  # who shares any of them may be able to map our memory
+# processes that share one of them may be able to map our memory
+_NAMESPACES = ("net", "ipc", "pid")
 SILENT_S = 10.0
-"""Who has not let go of pages for so long gets no more of them."""
+"""A writer that has not released pages for this long gets no more."""
 ALARM_S = 30.0
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long and how often a silent writer is asked, in seconds."""
+    """How long and how often a silent writer is called, in seconds."""
 
     call_s: float = 5.0
     first_pause_s: float = 0.1
     most_pause_s: float = 2.0
-    elsewhere_s: float = 10.0  # then one that is elsewhere is kept out without its word
+    elsewhere_s: float = 10.0  # then a writer elsewhere is kept out without its report
 
 
 async def until_gone(
@@ -60,11 +61,12 @@ async def until_gone(
     now: Callable[[], float] = time.monotonic,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Returns True once `writer` says that all it had posted of the attempt is over. False once
-    fencing the pages on our side is enough: it has ended, or it is elsewhere and does not answer.
+    """Returns True once `writer` reports that all its writes for the attempt have ended. Returns
+    False once fencing the pages on our side is enough: it has ended, or it is elsewhere and does
+    not answer.
 
-    `goes_on` is asked before each try; the pages may be gone themselves. Time alone frees no page
-    of a writer beside us: it is asked for as long as it takes.
+    `goes_on` is checked before each call, because the pages may be gone themselves. Time alone
+    frees no page of a writer on this machine: it is called for as long as it takes.
     """
     patience = patience or Patience()
     may_map = await is_beside_us(writer, patience.call_s)
@@ -93,7 +95,7 @@ async def _ask(
     channel: FleetChannel, request: pb.AbortRequest, timeout_s: float
 ) -> pb.AbortResponse | None:
     try:
-        await channel.prove()  # it may be gone, and another process have its port
+        await channel.prove()  # it may be gone, and another process may have its port
         return await worker_stub(channel).Abort(request, timeout=timeout_s)
     except PeerLost as error:
         LOG.info("%s has not ended yet: %s", request.attempt.transfer_id, error)
@@ -103,7 +105,7 @@ async def _ask(
 
 
 def here() -> str:
-    """The kernel and the namespaces of this process, as `WorkerRef.place` names them."""
+    """The kernel and the namespaces of this process, in the form of `WorkerRef.place`."""
     if not _BOOT_ID.exists():
         return ""
     spaces = [Path(f"/proc/self/ns/{name}").readlink() for name in _NAMESPACES]
@@ -112,7 +114,8 @@ def here() -> str:
 
 async def is_beside_us(writer: wire.Writer, timeout_s: float) -> bool:
     """Whether it may be able to write into our memory by itself: it shares the kernel and a
-    namespace with us, or, where its place is not told, has one of our addresses."""
+    namespace with us or, if its place is not known, has one of our addresses.
+    """
     own = here()
     if not (own and writer.place):
         host = writer.address.rpartition(":")[0]
@@ -123,18 +126,19 @@ async def is_beside_us(writer: wire.Writer, timeout_s: float) -> bool:
 
 
 async def is_free(address: str, timeout_s: float) -> bool:
-    """Whether nobody listens there, at any of this host's addresses that it stands for.
+    """Whether no process listens there, at any of this host's addresses for the name.
 
-    Our own kernel says so: a refused connection may be a firewall's. An address that is not ours,
-    or a name that no host can have, is not known to be free.
+    Our own kernel decides, because a refused connection may be a firewall's. An address that is not
+    ours, or an impossible name, is not known to be free.
     """
     binds = await _bind_all(address, timeout_s)
     return bool(binds) and not any(binds)
 
 
 async def _bind_all(address: str, timeout_s: float) -> list[int]:
-    """The error, or 0, with which our kernel answers who wants each address that a name stands for;
-    nothing where it stands for none."""
+    """The errors, or 0, of our kernel for binding each address of a name; empty for a name without
+    addresses.
+    """
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     try:
@@ -143,14 +147,14 @@ async def _bind_all(address: str, timeout_s: float) -> list[int]:
     except (OSError, TimeoutError, ValueError):
         return []
     binds = [_bind(family, where) for family, *_, where in found]
-    # Where our kernel has no addresses of a kind, as without IPv6, nobody has one of them.
+    # If our kernel has no addresses of a kind, for example without IPv6, nothing listens on one.
     return [error for error in binds if error != errno.EAFNOSUPPORT]
 
 
 def _bind(family: int, where: tuple[object, ...]) -> int:
     try:
         with socket.socket(family) as probe:
-            # Without it, connections that have ended would look like somebody who listens.
+            # Without it, ended connections would look like a listener.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:
@@ -168,17 +172,18 @@ class _Held:
 
 
 class Quarantines:
-    """All that wait now; a worker's handoffs are few, and so are these."""
+    """All waiting pages; a worker has few handoffs, so these are few."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._held: list[_Held] = []
-        self._told: set[str] = set()  # writers of which the log says that they are waited for
+        self._told: set[str] = set()  # writers that the log already reports as silent
 
     @contextmanager
     def holding(self, writer: Writer, pages: int) -> Iterator[Callable[[], None]]:
-        """Counts pages that wait for `writer`; gives what to call now and then meanwhile, for the
-        log's sake."""
+        """Counts pages that wait for `writer`; returns a function to call repeatedly meanwhile, for
+        the log.
+        """
         held = _Held(writer, pages, self._now())
         self._held.append(held)
         try:
@@ -190,7 +195,7 @@ class Quarantines:
                 LOG.warning("no page waits for %s any more", writer.address)
 
     def check(self, writer: Writer) -> None:
-        """Raises `TransferFailed` for a writer that has held pages for too long to get more."""
+        """Raises `TransferFailed` for a writer that has held pages for too long."""
         ages = [self._now() - one.since for one in self._held if _is_same(one.writer, writer)]
         if ages and max(ages) >= SILENT_S:
             raise TransferFailed(
@@ -200,7 +205,7 @@ class Quarantines:
             )
 
     def listed(self) -> tuple[Quarantine, ...]:
-        """Pages by writer, those that have waited longest first, `MOST_QUARANTINES` at most."""
+        """Pages by writer, those that have waited longest first, at most `MOST_QUARANTINES`."""
         by_writer: dict[str, list[_Held]] = defaultdict(list)
         for one in self._held:  # oldest first
             by_writer[one.writer.address].append(one)
@@ -229,6 +234,7 @@ class Quarantines:
 
 
 def _is_same(one: Writer, other: Writer) -> bool:
-    """Whether both are one life of one worker: what an earlier life holds is not held against the
-    next."""
+    """Whether both are one life of one worker: an earlier life's pages do not count against the
+    next.
+    """
     return (one.address, one.incarnation) == (other.address, other.incarnation)

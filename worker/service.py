@@ -1,4 +1,4 @@
-"""WorkerService, what every worker answers, whatever its role: Abort, GetLoad, Drain, Undrain."""
+"""WorkerService, the service of every worker: Abort, GetLoad, Drain, Undrain."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from effuse.worker import wire
 from effuse.worker.shell import Shell
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Message, Message]"
-_MOST_ABORT_S = 60.0  # callers ask again
+_MOST_ABORT_S = 60.0  # callers try again
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
@@ -29,7 +29,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self._undrain = undrain
 
     async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
-        """Ends an attempt wherever it stands; a transfer id not seen yet is refused from now on."""
+        """Ends an attempt in any state; an unknown transfer id is refused from now on."""
         attempt_id = wire.attempt_id(request.attempt)
         attempts = self._shell.attempts
         attempt = attempts.find(attempt_id.transfer_id)
@@ -55,7 +55,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
-        """Reports what the engine said last, and the front's own state."""
+        """Returns the engine's last load, and the front's own state."""
         shell = self._shell
         life = shell.supervisor.life
         load = Load() if life is None else life.load
@@ -83,8 +83,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         )
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
-        """Begins to drain; what still runs after the deadline is ended."""
-        if not request.deadline_s >= 0:  # NaN too
+        """Begins to drain; attempts that still run after the deadline are ended."""
+        if not request.deadline_s >= 0:  # also NaN
             raise InvalidRequest.of(
                 "deadline_s", f"expected 0 seconds or more, got {request.deadline_s}"
             )
@@ -92,6 +92,6 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         return pb.DrainResponse(running=len(self._shell.attempts))
 
     async def Undrain(self, request: pb.UndrainRequest, context: _Context) -> pb.UndrainResponse:
-        """Admits again, where the process is not to end."""
+        """Admits again, unless the process is ending."""
         self._undrain()
         return pb.UndrainResponse(running=len(self._shell.attempts))

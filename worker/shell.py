@@ -1,4 +1,4 @@
-"""What the servicers of a front share: who may come in, how an attempt ends, what the worker is.
+"""Shared parts of a front's servicers: admission, the end of an attempt, and the worker's identity.
 
 Speaks no gRPC itself: it takes checked messages and raises the errors of `protos/errors.py`.
 """
@@ -30,10 +30,10 @@ _STARTING_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """Who this worker is, whichever engine it has."""
+    """Identity of this worker, independent of its engine."""
 
     worker_id: str
-    address: str  # host:port that others reach it by
+    address: str  # host:port for other processes
 
 
 class Shell:
@@ -57,12 +57,12 @@ class Shell:
         self.metrics = WorkerMetrics(self._readings)
         self.traces = Traces.to(config.otlp_traces_endpoint, role)
         self.is_draining = False
-        # Of a prefill worker, as placement.records.WorkerRecord has them; links by the engine's
-        # life that they were measured for.
+        # Of a prefill worker, in the form of placement.records.WorkerRecord; links by the engine's
+        # life for which they were measured.
         self.links: Mapping[str, tuple[Link, ...]] = {}
         self.min_handoff_gbps = 0.0
         self.warms_links = False
-        # Of a prefill worker: told the life that a prompt went to, its bytes and their seconds.
+        # Of a prefill worker: called with the life that got a prompt, its bytes and their seconds.
         self.saw_handoff: Callable[[str, int, float], None] = lambda life, num_bytes, seconds: None
         self.place = peer.here()
         self.quarantines = Quarantines()
@@ -77,11 +77,11 @@ class Shell:
         return "" if life is None else life.incarnation
 
     def address(self) -> str:
-        """Where others reach this worker, once it listens."""
+        """Address of this worker for other processes, once it listens."""
         return self.identity.address
 
     def admit(self, incarnation: str) -> EngineLife:
-        """Returns the engine that a new attempt goes to; raises why it may not come in.
+        """Returns the engine for a new attempt; raises the reason for a refusal.
 
         `incarnation` is the life that the caller means.
         """
@@ -100,43 +100,43 @@ class Shell:
         return life
 
     def begin(self, attempt_id: AttemptId, incarnation: str, start: ToEngine) -> OpenAttempt:
-        """Admits an attempt and starts it; whoever calls this owes an `end`."""
+        """Admits an attempt and starts it; the caller must call `end` later."""
         life = self.admit(incarnation)
         attempt = self.attempts.open(attempt_id, life.incarnation)
         life.client.send(start)
         return attempt
 
     def send(self, attempt: OpenAttempt, message: ToEngine) -> None:
-        """Says something of an attempt to the engine that runs it, if that still lives."""
+        """Sends a message about an attempt to its engine, if that still lives."""
         self.supervisor.send(message, attempt.incarnation)
 
     def time_left(self, remaining_s: float | None) -> float:
-        """Returns how long a call may take, given what its client allows; None is no limit."""
+        """Returns the time limit of a call, given its client's; None is no limit."""
         most = self.config.max_request_s
         return most if remaining_s is None else min(remaining_s, most)
 
     def span(self, name: str, metadata: Carrier | None) -> AbstractContextManager[object]:
-        """What this worker does for a call, within the span that the call names."""
+        """The work of this worker for a call, within the call's span."""
         attributes = {"effuse.worker": self.identity.worker_id}
         return self.traces.span(name, metadata or (), attributes)
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Runs what must happen although its caller may be gone."""
+        """Runs work that must happen although its caller may be gone."""
         task = self._tasks.create_task(work)
         self._spawned.add(task)
         task.add_done_callback(self._spawned.discard)
         return task
 
     def abandon(self) -> None:
-        """Gives up on what was spawned: the process ends, and its memory with it."""
+        """Abandons spawned work: the process ends, and its memory with it."""
         for task in self._spawned:
             task.cancel()
 
     async def end_in_engine(self, attempt: OpenAttempt, reason: str) -> None:
-        """Returns once the engine has let go of the attempt, or is dead.
+        """Returns once the engine has released the attempt, or is dead.
 
-        It may take long while a transfer is in flight; an engine that never answers is replaced by
-        its supervisor, so this ends in any case.
+        It may take long while a transfer is in flight. The supervisor replaces an engine that never
+        answers, so this ends in any case.
         """
         self.send(attempt, Abort(attempt=attempt.id, reason=reason))
         while not attempt.engine_gone:
@@ -145,14 +145,14 @@ class Shell:
                     event = await attempt.next_event()
             except TimeoutError:
                 LOG.warning("the engine has not released %s yet", attempt.id)
-            except EffuseError as error:  # already told to whoever asked
+            except EffuseError as error:  # its caller already has the error
                 LOG.debug("while ending %s: %s", attempt.id, error)
             else:
                 if isinstance(event, AbortDone):
                     return
 
     def record(self) -> WorkerRecord | None:
-        """Returns what this worker announces; None before its first engine is ready."""
+        """Returns this worker's announcement; None before its first engine is ready."""
         life = self.supervisor.last_life
         if life is None:
             return None
@@ -187,7 +187,7 @@ class Shell:
         return "starting" if self.supervisor.life is None else "ready"
 
     def _readings(self) -> WorkerReadings:
-        """As it is now; by another thread than the event loop's."""
+        """The current state; called from another thread than the event loop's."""
         life, last = self.supervisor.life, self.supervisor.last_life
         return WorkerReadings(
             role=self.role,

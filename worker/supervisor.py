@@ -1,8 +1,8 @@
-"""Keeps an engine alive: starts its process, speaks with it, replaces it when it ends.
+"""Keeps an engine alive: starts its process, exchanges messages, replaces it when it ends.
 
-Each life of an engine has an incarnation of its own. What runs in an engine that is lost fails with
-a retryable error; the front goes on. Whether an engine hangs is `watchdog.py`'s to say, what its
-messages mean the attempts'.
+Each life of an engine has its own incarnation. Attempts in a lost engine fail with a retryable
+error; the front goes on. `watchdog.py` decides whether an engine hangs, and the attempts interpret
+its messages.
 """
 
 import asyncio
@@ -54,12 +54,12 @@ from effuse.worker.watchdog import (
 LOG = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 10.0
-_LAST_WORDS_S = 0.2  # for its connection to end, of an engine that has ended
-_HANDED_ON_S = 0.01  # from the library to us, once the connection has ended
+_LAST_WORDS_S = 0.2  # for the connection of an ended engine to end
+_HANDED_ON_S = 0.01  # for messages in the library, once the connection has ended
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _STOP_GRACE_S = 5.0
 _MOST_ENDED = 1024
-_RETRY_AFTER_S = 1.0  # about the time in which a small engine is back
+_RETRY_AFTER_S = 1.0  # about the time in which a small engine restarts
 
 
 class EngineGone(Exception):
@@ -72,7 +72,7 @@ class EngineGone(Exception):
 
 
 def new_incarnation() -> str:
-    """Returns the id of a new life: later ones sort after earlier ones, and no two are alike."""
+    """Returns the id of a new life: later ones sort after earlier ones, and all are different."""
     return f"{time.time_ns():016x}-{secrets.token_hex(8)}"
 
 
@@ -98,7 +98,7 @@ class EngineClient:
 
     @classmethod
     async def spawn(cls, module: str, config: WorkerConfig) -> Self:
-        """Starts `python -m module` with a socket of its own in a private directory.
+        """Starts `python -m module` with its own socket in a private directory.
 
         Raises OSError if the process or the directory cannot be made.
         """
@@ -119,14 +119,14 @@ class EngineClient:
         return self._process.pid
 
     def send(self, message: ToEngine) -> None:
-        """Says something to the engine; never waits. To a dead engine it says it in vain."""
+        """Sends a message to the engine; never waits. A dead engine does not get it."""
         self._socket.send(self._encoder.encode(message))
 
     async def receive(self, timeout_s: float) -> Sequence[ToFront]:
-        """Returns what the engine says next, nothing if it is silent for `timeout_s`.
+        """Returns the engine's next message, or None if it is silent for `timeout_s`.
 
-        Raises `EngineGone` once the process has ended and all that it said was returned, and
-        where it says what is no message.
+        Raises `EngineGone` once the process has ended and all of its messages were returned, and
+        for an invalid message.
         """
         if self._receiving is None:
             self._receiving = asyncio.ensure_future(self._socket.receive())
@@ -145,8 +145,9 @@ class EngineClient:
         return []
 
     async def _wait_for_last_words(self, received: asyncio.Future[bytes]) -> None:
-        """Returns once something of an engine that has ended was received, or nothing follows: what
-        it sent comes before its connection ends."""
+        """Returns once a message of an ended engine was received, or none follows: its messages
+        come before its connection ends.
+        """
         waited: set[asyncio.Future[bytes] | asyncio.Future[None]] = {received, self._disconnected}
         await asyncio.wait(waited, timeout=_LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
         if not received.done():
@@ -159,7 +160,7 @@ class EngineClient:
         await self.kill()
 
     async def kill(self) -> None:
-        """Ends the process, if it has not ended, and frees what was held for it."""
+        """Ends the process, if it has not ended, and frees its resources."""
         if not self._exited.done():
             with contextlib.suppress(ProcessLookupError):  # it has ended a moment ago
                 self._process.kill()
@@ -174,7 +175,7 @@ class EngineClient:
 
 
 class EngineSocket:
-    """A bound PAIR socket that queues without limit: the engine must never wait for its front."""
+    """A bound PAIR socket with an unlimited queue: the engine must never wait for its front."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -186,21 +187,22 @@ class EngineSocket:
         self._socket.bind(endpoint)
 
     def send(self, frame: bytes) -> None:
-        # A plain socket on the same handle would swallow the signal that something can be received.
+        # A plain socket on the same handle would swallow the signal that a message can be received.
         sent = cast("asyncio.Future[object]", self._socket.send(frame, zmq.NOBLOCK))
-        with contextlib.suppress(zmq.Again):  # nobody is connected: not yet, or no more
+        with contextlib.suppress(zmq.Again):  # not connected: not yet, or no more
             sent.result()
 
     async def receive(self) -> bytes:
         return await self._socket.recv()
 
     async def disconnected(self) -> None:
-        """Returns once who was connected is not any more, and all that it sent is received."""
+        """Returns once the peer has disconnected, and all of its messages are received."""
         await self._monitor.recv_multipart()
 
     def close(self) -> None:
         if not self._socket.closed:
-            self._socket.disable_monitor()  # first: nobody would take what it still has to say
+            # first, because its remaining messages would have no reader
+            self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close()
         self._context.term()
@@ -233,17 +235,17 @@ def _exit(status: int) -> EngineGone:
 
 
 class GaveUp(Exception):
-    """No engine can be started; the message says why."""
+    """No engine can be started; the message has the reason."""
 
 
 @dataclass(slots=True)
 class EngineLife:
-    """An engine that is ready, and what was last heard of it."""
+    """An engine that is ready, and its last messages."""
 
     client: EngineClient
     ready: Ready
     load: Load
-    began: float  # when it was ready, by the supervisor's clock
+    began: float  # when it became ready, by the supervisor's clock
 
     @property
     def incarnation(self) -> str:
@@ -252,7 +254,7 @@ class EngineLife:
 
 
 class Supervisor:
-    """Runs one engine after the other; `life` is the one that can be spoken to, if any."""
+    """Runs one engine after another; `life` is the current one, if any."""
 
     def __init__(
         self,
@@ -267,18 +269,18 @@ class Supervisor:
         self._module = module
         self._config = config
         self._attempts = attempts
-        self._on_change = on_change  # called whenever `life` has come or gone
+        self._on_change = on_change  # called whenever `life` has started or ended
         self.backoff = backoff or Backoff()
         self._now = now
-        self._progress = Progress.begin(now())  # of the present engine, ready or not
+        self._progress = Progress.begin(now())  # of the current engine, ready or not
         self._told_phase: Phase = "serving"  # the phase that was logged last
         self.life: EngineLife | None = None
-        self.last_life: EngineLife | None = None  # the newest that was ready, over or not
+        self.last_life: EngineLife | None = None  # the newest that was ready, even if it has ended
         self.restarts = 0
         self.ended: deque[str] = deque(maxlen=_MOST_ENDED)  # lives whose process is gone
 
     def send(self, message: ToEngine, incarnation: str) -> None:
-        """Says something to the engine of that incarnation; in vain if it is gone."""
+        """Sends a message to the engine of that incarnation; dropped if it is gone."""
         if self.life is not None and self.life.incarnation == incarnation:
             self.life.client.send(message)
 
@@ -354,7 +356,7 @@ class Supervisor:
         self._on_change()
 
     async def _lose(self, client: EngineClient, lost: EngineGone) -> None:
-        """Buries an engine; only once its memory is gone do its attempts hear of it."""
+        """Removes an engine; its attempts get their errors only once its memory is freed."""
         LOG.error("engine %s is lost: %s", client.incarnation, lost)
         if self.life is None:
             self.backoff = self.backoff.failed()

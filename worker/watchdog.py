@@ -1,12 +1,12 @@
-"""How an engine shows that it moves, and what its front makes of it: values, given the clock.
+"""How an engine shows progress, and how its front judges it: values, with the clock as argument.
 
-A beat goes out with the turns of the loop, from within a forward that takes long, and before a
-phase that shows nothing for long: loading, capturing, compiling. All of it comes from the thread
-that does the work; one of its own would beat for a loop that hangs.
+A beat is sent with the turns of the loop, from within a long forward, and before a long silent
+phase: loading, capturing, compiling. All of them come from the thread that does the work, because a
+separate one would beat for a loop that hangs.
 
-Liveness is not enough: a loop may turn while the work in it stands still. Nor is silence always a
-hang: what takes long by its nature is announced as a phase and has a limit of its own, and a model
-whose steps are slow is given time in proportion.
+Liveness is not enough: a loop may turn while its work stands still. Nor does silence always mean a
+hang: long work is announced as a phase with its own limit, and a model with slow steps gets
+proportionally more time.
 """
 
 import threading
@@ -20,18 +20,18 @@ from effuse.placement.records import Load
 from effuse.telemetry.output import dropped_lines
 from effuse.worker.messages import Heartbeat, Phase
 
-_BEAT_CHANGED_S = 0.05  # a changed load is told this soon
+_BEAT_CHANGED_S = 0.05  # a changed load is sent this soon
 _BEAT_S = 0.5
 _COMPILING_S = 180.0  # Triton needs up to a minute for a kernel, and FlexAttention for a length
-_STOPPED_PART = 4  # of the time that other engines may be silent
-_STEPS_PATIENCE = 10  # an engine may be silent for so many of its steps
-_FORGETTING = 0.1  # share of the newest step in what is expected; a longer one counts at once
+_STOPPED_PART = 4  # share of the time that other engines may be silent
+_STEPS_PATIENCE = 10  # an engine may be silent for this many of its steps
+_FORGETTING = 0.1  # weight of the newest step in the expected time; a longer one counts immediately
 
 
 class Pulse:
-    """Counts the signs of life of one engine, and tells them by `tell`, which never waits.
+    """Counts the signs of life of one engine, and sends them with `tell`, which never waits.
 
-    Without `tell` nobody watches the engine. Belongs to the thread that makes it. `now` is a
+    Without `tell` nothing watches the engine. Belongs to the thread that makes it. `now` is a
     monotonic clock in seconds.
     """
 
@@ -45,19 +45,20 @@ class Pulse:
         self._tell = tell or (lambda _: None)
         self._now = now
         self._thread = threading.get_ident()
-        # Called about as often as marks are told: what may happen within a long step.
+        # Called about as often as beats are sent, for work that may happen within a long step.
         self.meanwhile: Callable[[], None] = lambda: None
-        self._phases: list[Phase] = []  # that lie within each other
+        self._phases: list[Phase] = []  # that contain each other
         self._loops = 0
         self._marks = 0
         self._told = Load()
         self._told_at = float("-inf")
-        self._dropped = 0  # lines of our output, as they were told
+        self._dropped = 0  # lines of dropped output in the last beat
 
     def turn(self, load: Load, *, has_end: bool) -> Heartbeat | None:
-        """Notes a turn of the loop; returns what is to be told of it, if that is due.
+        """Records a turn of the loop; returns a beat, if one is due.
 
-        With `has_end` an attempt has ended in this turn: a changed load is due before that is told.
+        With `has_end` an attempt has ended in this turn: a changed load is due before its end is
+        sent.
         """
         self._loops += 1
         self._phases.clear()  # also those that an error has left open
@@ -69,7 +70,7 @@ class Pulse:
         return self._beat()
 
     def mark(self, _layer: int = 0) -> None:
-        """A part of a long step is done, such as a layer of a forward. Costs next to nothing."""
+        """A part of a long step is done, such as a layer of a forward. Costs almost nothing."""
         self._marks += 1
         if self._now() - self._told_at >= _BEAT_S:
             self._tell(self._beat())
@@ -77,7 +78,7 @@ class Pulse:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Tells that `phase` begins, and then that what was before it goes on."""
+        """Reports that `phase` begins and, at its end, that the previous one continues."""
         self.begin(phase)
         try:
             yield
@@ -85,14 +86,15 @@ class Pulse:
             self.end()
 
     def begin(self, phase: Phase) -> None:
-        """Tells that `phase` begins within the present one. In vain from another thread: what that
-        does keeps nobody waiting here."""
+        """Reports that `phase` begins within the current one. Has no effect from another thread,
+        whose work does not block this one.
+        """
         if threading.get_ident() == self._thread:
             self._phases.append(phase)
             self._tell(self._beat())
 
     def end(self) -> None:
-        """Tells that the phase that began last is over."""
+        """Reports that the last begun phase has ended."""
         if threading.get_ident() == self._thread and self._phases:
             self._phases.pop()
             self._tell(self._beat())
@@ -112,15 +114,15 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long an engine may show nothing, in seconds."""
+    """How long an engine may show no progress, in seconds."""
 
-    startup_s: float  # from its start until it is ready; in loading or capturing at any time
+    startup_s: float  # from its start until it is ready; at any time while loading or capturing
     serving_s: float  # or ten of its steps, if that is longer
     compiling_s: float = _COMPILING_S
 
     @property
     def stopped_s(self) -> float:
-        """How long an engine may be silent that a signal has stopped, whatever its phase."""
+        """How long an engine stopped by a signal may be silent, in any phase."""
         return self.serving_s / _STOPPED_PART
 
     def silence_s(self, progress: "Progress") -> float:
@@ -132,19 +134,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What is known of an engine's progress, in seconds of one monotonic clock."""
+    """The known progress of an engine, in seconds of one monotonic clock."""
 
     began_at: float
-    looked_at: float  # when we looked last
-    beat_at: float  # a sign of life was last seen
-    moved_at: float  # work was last seen to move, or there was nothing to do
+    looked_at: float  # the last check
+    beat_at: float  # the last sign of life
+    moved_at: float  # the last progress of work, or the last time without work
     is_ready: bool = False
     phase: Phase = "loading"
     loops: int = 0
     marks: int = 0
     steps: int = 0
     runnable: int = 0
-    step_s: float = 0.0  # what we expect from one sign of work to the next
+    step_s: float = 0.0  # the expected time between two signs of work
 
     @classmethod
     def begin(cls, now: float) -> "Progress":
@@ -153,10 +155,10 @@ class Progress:
 
 
 def look(progress: Progress, now: float, patience_s: float) -> tuple[Progress, float]:
-    """Returns what is known at this look, and for how many seconds we ourselves stood still.
+    """Returns the state at this check, and for how many seconds this process itself was stopped.
 
-    We look at least every `patience_s`. If this look comes far later, our process was stopped, or
-    the whole machine was, and we heard nothing of what was said: that time is not the engine's.
+    There is a check at least every `patience_s`. If this one comes far later, our process or the
+    whole machine was stopped and received no messages, so that time is not the engine's.
     """
     late_s = now - progress.looked_at - patience_s
     stood_still_s = late_s if late_s > patience_s else 0.0
@@ -171,7 +173,7 @@ def look(progress: Progress, now: float, patience_s: float) -> tuple[Progress, f
 
 
 def observe(progress: Progress, beat: Heartbeat, now: float) -> Progress:
-    """Returns what is known after a heartbeat."""
+    """Returns the state after a heartbeat."""
     signs = beat.load.steps - progress.steps + beat.marks - progress.marks
     changes_phase = beat.phase != progress.phase
     is_alive = changes_phase or signs > 0 or beat.loops != progress.loops
@@ -218,7 +220,7 @@ def verdict(
 
 
 def is_stopped_by_signal(pid: int) -> bool:
-    """Whether a signal has stopped the process (SIGSTOP and its like), as Linux tells."""
+    """Whether a signal such as SIGSTOP has stopped the process, from Linux's /proc."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:  # it has ended

@@ -1,7 +1,7 @@
 """Between worker.proto and the messages of the engine's socket: checks of form, field by field.
 
-Raises `InvalidRequest` naming the field with the expected and the found. Whether a request fits the
-model or the pool is not decided here.
+Raises `InvalidRequest` that names the field with the expected and the found value. The engine
+decides whether a request fits the model and the pool.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ from effuse.worker.messages import BlockState, Resume, TokenLogprobs
 _MOST_ID_CHARS = 128
 _MOST_ADDRESS_CHARS = 300
 _MOST_PLACE_CHARS = 256
-_LATER_KNOBS: Final = (  # that a router of before does not send
+_LATER_KNOBS: Final = (  # which earlier routers do not send
     "editing_threshold",
     "max_post_steps",
     "factor",
@@ -54,12 +54,12 @@ _LATER_KNOBS: Final = (  # that a router of before does not send
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The life of a prefill worker that was told where our pages are."""
+    """The life of a prefill worker that knows where our pages are."""
 
     address: str  # host:port of its front
     incarnation: str
-    engine_port: int  # at the same host, open for as long as its engine lives
-    place: str = ""  # `peer.here` of its process; empty where nobody told
+    engine_port: int  # at the same host, open as long as its engine lives
+    place: str = ""  # `peer.here` of its process; empty if not known
 
     @property
     def engine_address(self) -> str:
@@ -81,7 +81,7 @@ def attempt_id(message: pb.AttemptId) -> AttemptId:
 
 
 def writer(message: pb.WorkerRef, field: str) -> Writer:
-    """Reads which life of which prefill worker pushes, and where it answers; `field` holds it."""
+    """Reads the life and the address of the prefill worker that pushes; `field` has it."""
     host, colon, port = message.address.rpartition(":")
     is_short = len(message.address) <= _MOST_ADDRESS_CHARS
     if not (is_short and host and colon and port.isdecimal() and 0 < int(port) < 65536):
@@ -202,7 +202,7 @@ def settings(message: pb.DecodeSettings) -> DecodeSettings:
     """Reads how blocks are denoised."""
     with _naming("settings."):
         return DecodeSettings(
-            algorithm=cast(Algorithm, message.algorithm),  # names, too, are checked there
+            algorithm=cast(Algorithm, message.algorithm),  # which also checks names
             window=message.window,
             confidence_threshold=message.confidence_threshold,
             block_add_threshold=message.block_add_threshold,
@@ -216,7 +216,7 @@ def settings(message: pb.DecodeSettings) -> DecodeSettings:
 
 
 def resume(message: pb.Resume, block_size: int) -> Resume:
-    """Reads what another attempt left off with; every block is `block_size` long."""
+    """Reads the state that another attempt left; every block is `block_size` long."""
     num_bytes = (block_size + 7) // 8
     for index, block in enumerate(message.frontier):
         field = f"resume.frontier[{index}]"
@@ -262,14 +262,14 @@ def num_logprobs(message: pb.DecodeRequest) -> int | None:
 
 
 def group(message: pb.DecodeRequest) -> str:
-    """Reads with whom the prompt's KV may be shared; empty with nobody."""
+    """Reads the group that may share the prompt's KV; empty for none."""
     if len(message.group) > _MOST_ID_CHARS:
         raise _wrong("group", f"at most {_MOST_ID_CHARS} characters", len(message.group))
     return message.group
 
 
 def logprobs_to_proto(told: TokenLogprobs | None) -> generation_pb2.TokenLogprobs:
-    """Writes what the model thought of a token; an empty message stands for no token."""
+    """Writes a token's log-probabilities; an empty message means no token."""
     if told is None:
         return generation_pb2.TokenLogprobs()
     return generation_pb2.TokenLogprobs(
@@ -286,7 +286,7 @@ def _logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
 
 @contextmanager
 def _naming(parent: str) -> Iterator[None]:
-    """Says in which field of the request a setting is wrong."""
+    """Names the request's field in a setting's error."""
     try:
         yield
     except SettingError as error:
