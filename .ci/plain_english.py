@@ -62,7 +62,7 @@ _SPOKEN: Final = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Checks the places; 1 if a kind of text has too many odd turns, otherwise 0."""
+    """Checks the places. Returns 1 if a kind of text has too many odd turns, otherwise 0."""
     totals: dict[str, list[int]] = {}
     for path in _files(arguments or HELD):
         for kind, text in texts(path):

@@ -53,7 +53,7 @@ Spans = Sequence[tuple[str, Style]]
 
 
 def main() -> int:
-    """Writes both pictures; the exit status."""
+    """Writes both pictures; returns the exit status."""
     frames = record()
     (DOCS / "blocks.svg").write_text(film(frames))
     (DOCS / "goodput.svg").write_text(chart(json.loads(RUN.read_text())))
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def record() -> list[Spans]:
-    """The states of one real answer, from all masks to its end."""
+    """The states of one real answer, from only masks to its end."""
     with Fleet(FleetConfig(worker_flags=("--device", "cpu"))) as fleet:
         return asyncio.run(_record(fleet))
 
@@ -82,7 +82,7 @@ async def _record(fleet: Fleet) -> list[Spans]:
 
 
 def film(frames: Sequence[Spans]) -> str:
-    """The states one after the other, for ever."""
+    """The states one after another, repeated for ever."""
     total_s = FRAME_S * len(frames) + LAST_S
     rows = max(len(list(_rows(spans))) for spans in frames)
     height = TOP + LINE * (rows + 1)
@@ -135,8 +135,9 @@ def _text(spans: Spans) -> str:
 
 
 def chart(run: dict[str, Any]) -> str:
-    """The share of requests within both limits, by requests a second that arrive, split and
-    co-located; of several co-located forms the better one at each rate."""
+    """The share of requests within both limits by requests per second, for the split fleet and for
+    the best co-located form at each rate.
+    """
     alone = [gap for one in run["colocated"][0]["alone"][run["served"]] for gap in one["gaps"]]
     most = GAPS * sorted(alone)[len(alone) // 2]
     split, pair = (_best(run[name], most) for name in ("split", "colocated"))

@@ -1,4 +1,4 @@
-"""Writes docs/reference/, the pages that the code gives: `reference.py [--check] [FOLDER]`.
+"""Writes docs/reference/, the pages generated from code: `reference.py [--check] [FOLDER]`.
 
 Flags come from the parsers, metrics from the registries, errors from their classes, services from
 the .proto files, and the Python API from signatures and docstrings. With `--check` it writes
@@ -78,7 +78,7 @@ RPC: Final = re.compile(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the pages, or checks them. 1 if a page is stale, missing, or from no code."""
+    """Writes the pages, or checks them. Returns 1 if a page is stale, missing, or without code."""
     parser = argparse.ArgumentParser(description="Writes the pages of docs/reference.")
     parser.add_argument("--check", action="store_true", help="write nothing, name stale pages")
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="folder of the pages")
@@ -137,7 +137,8 @@ def _commands() -> str:
         groups = [
             group
             for group in find(name).make_parser()._action_groups
-            if not (group.title or "").startswith("flags of")  # on the page of the processes
+            # which are on the page of the processes
+            if not (group.title or "").startswith("flags of")
         ]
         actions = [one for group in groups for one in _actions(group)]
         rows = ((f"`{_spelled(one)}`", *_help(one)) for one in actions)
@@ -159,7 +160,7 @@ def _flag(action: argparse.Action) -> str:
 
 
 def _spelled(action: argparse.Action) -> str:
-    """The argument and its value, as usage lines have them."""
+    """The argument and its value, in the form of usage lines."""
     value = "|".join(map(str, action.choices or ())) or action.metavar or action.dest.upper()
     if action.nargs == 0:
         return _flag(action)
@@ -173,7 +174,7 @@ def _type(action: argparse.Action) -> str:
 
 
 def _help(action: argparse.Action) -> tuple[str, str]:
-    """The default and the meaning of a flag, which its help has together."""
+    """The default and the meaning of a flag, which are together in its help."""
     text = HelpWithDefaults("")._get_help_string(action).replace("%%", "%")
     meaning, mark, default = text.removesuffix(")").rpartition(" (default: ")
     if mark:
@@ -201,7 +202,7 @@ def _metrics() -> str:
 
 
 def _labels(metrics: ProcessMetrics, family: Metric) -> str:
-    """The names of a metric's labels; one that has counted nothing yet shows no sample."""
+    """The names of a metric's labels; a metric without counts shows no sample."""
     holder = metrics.registry._names_to_collectors.get(family.name, family)
     return ", ".join(f"`{name}`" for name in getattr(holder, "_labelnames", ()))
 
@@ -278,7 +279,7 @@ def _class(title: str, kind: type[Any], *, level: str = "##") -> Iterator[str]:
 
 
 def _stated(kind: type[Any]) -> str:
-    """The lines of a class's source that state its fields, with their comments."""
+    """The lines of a class's source with its fields and their comments."""
     lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
     (found,) = ast.parse("\n".join(lines)).body
     assert isinstance(found, ast.ClassDef)

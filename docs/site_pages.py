@@ -35,8 +35,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links to files that are no pages at the repository. A file that is missing stays as it
-    is, and MkDocs reports it."""
+    """Points links to files that are not pages at the repository. A missing file stays unchanged,
+    and MkDocs reports it.
+    """
 
     def moved(link: re.Match[str]) -> str:
         folder = os.path.dirname(page.file.src_uri)  # noqa: PTH120

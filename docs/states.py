@@ -1,6 +1,6 @@
-"""Prints `states.md`: the state tables of the code as diagrams, so that nobody draws them by hand.
+"""Prints `states.md`: diagrams generated from the code's state tables.
 
-`make states` writes the page anew; a test compares it with the tables.
+`make states` writes the page; a test compares it with the tables.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ event that has no arrow in a state is an error there.
 """
 
 Step = Enum | tuple[Enum, tuple[Enum, ...]]
-"""The state after an event, alone or with what is done about it."""
+"""The state after an event, with its actions if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One table and how it is introduced."""
+    """One table and its introduction."""
 
     title: str
     about: str
     start: Enum
-    table: Mapping[Any, Step]  # (state, event) to what follows
+    table: Mapping[Any, Step]  # (state, event) to the result
 
 
 MACHINES = (

@@ -1,4 +1,4 @@
-"""Talks with a fleet that `effuse up` runs in another terminal."""
+"""Chats with a fleet that `effuse up` runs in another terminal."""
 
 import effuse
 

@@ -1,9 +1,9 @@
 """`make k8s-try`: brings an overlay up on the cluster that KUBECONFIG names, and removes it.
 
-A namespace of its own under the restricted pod-security level, the overlay's Secrets made as the
-README makes them, every Deployment available, one fresh problem through a port-forward answered
-rightly with its KV moved between pods, and nothing left behind. Images are built first where
-`--build` says how.
+It makes a namespace under the restricted pod-security level and the overlay's Secrets with the
+README's commands. Every Deployment must become available, and one fresh problem through a
+port-forward must be answered correctly, with its KV moved between pods. Nothing may be left. If
+`--build` has a command, images are built first.
 """
 
 import argparse
@@ -38,19 +38,19 @@ DEPLOYMENTS = ("redis", "router", "prefill", "decode")
 FROM_BASE = ("redis", "router", "worker-base")
 TAG = "0.1.0"
 WAIT_S = 600
-LEAST_WORDS = 32  # each is a token at least, and a block of the bundled model 16
+LEAST_WORDS = 32  # each is at least one token, and a block of the bundled model has 16
 FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
-# The README's `kubectl` is ours, in our namespace.
+# The README's `kubectl` becomes ours, in our namespace.
 KUBECTL = 'set -euo pipefail\nkubectl() { command "$KUBECTL" --namespace "$NAMESPACE" "$@"; }\n'
 
 
 class AttemptError(Exception):
-    """The cluster did not do what it should."""
+    """The cluster behaved unexpectedly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The commands to speak to a cluster with, and the namespace to do it in."""
+    """The commands for a cluster, and the namespace for them."""
 
     kubectl: str
     namespace: str
@@ -92,7 +92,7 @@ def _parse() -> argparse.Namespace:
 
 
 def build_images(build: Sequence[str], base: str | None) -> None:
-    """Build every image, the shared layer before what stands on it."""
+    """Build every image, shared layers first."""
     for name in IMAGES:
         arguments = ["--build-arg", f"BASE={base}"] if base and name in FROM_BASE else []
         began = time.monotonic()
@@ -110,7 +110,7 @@ def attempt(cluster: Cluster, overlay: Path, connector: str) -> None:
         make_secrets(cluster, manifests, Path(files))
         cluster.run("apply", "-f", "-", stdin=manifests)
         wait_until_available(cluster)
-        authority = Path(files, "router-ca.crt")  # there where the router has TLS
+        authority = Path(files, "router-ca.crt")  # exists if the router has TLS
         tls = TlsFiles(ca=authority) if authority.exists() else None
         with port_forward(cluster) as port:
             answer, expected = asyncio.run(solve(f"localhost:{port}", Credentials(tls=tls)))
@@ -126,7 +126,7 @@ def attempt(cluster: Cluster, overlay: Path, connector: str) -> None:
 
 @contextlib.contextmanager
 def namespace(cluster: Cluster) -> Iterator[None]:
-    """A fresh namespace under the restricted level; deleted on leaving, with all that it holds."""
+    """A fresh namespace under the restricted level; deleted at the end, with its content."""
     levels = "".join(
         f"    pod-security.kubernetes.io/{mode}: restricted\n" for mode in ("enforce", "warn")
     )
@@ -149,7 +149,7 @@ def namespace(cluster: Cluster) -> Iterator[None]:
 
 
 def leftovers(cluster: Cluster) -> list[str]:
-    """The namespace itself, and volumes claimed from it, as far as they are still there."""
+    """The namespace itself, and volumes claimed from it, as far as they still exist."""
     name = cluster.namespace
     namespaces = cluster.run("get", "namespaces", "--output=name").split()
     volumes = cluster.run(
@@ -159,8 +159,9 @@ def leftovers(cluster: Cluster) -> list[str]:
 
 
 def make_secrets(cluster: Cluster, manifests: str, files: Path) -> None:
-    """Make the Secrets that the manifests ask for by the README's own commands, in the folder
-    `files`. Raises AttemptError."""
+    """Make the manifests' Secrets with the README's own commands, in the folder `files`. Raises
+    AttemptError.
+    """
     wanted = set(re.findall(r"secretName: (\S+)", manifests))
     variables = {"KUBECTL": cluster.kubectl, "NAMESPACE": cluster.namespace}
     for script in re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.M | re.S):
@@ -203,7 +204,7 @@ def port_forward(cluster: Cluster) -> Iterator[str]:
 
 
 async def solve(address: str, credentials: Credentials) -> tuple[Answer, bool]:
-    """Send one fresh problem; its answer, and whether it is right."""
+    """Send one fresh problem; returns its answer, and whether it is right."""
     drawn = long_problem(secrets.randbits(32))
     request = make_request(drawn.prompt, Params(max_tokens=160))
     options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
@@ -214,7 +215,9 @@ async def solve(address: str, credentials: Credentials) -> tuple[Answer, bool]:
 
 
 def long_problem(seed: int) -> Problem:
-    """The first problem of the seed that fills pages: a prompt below one block has none to move."""
+    """The first problem of the seed that fills pages: a prompt shorter than a block has none to
+    move.
+    """
     drawn = (problem(seed, index, "held_out") for index in itertools.count())
     return next(one for one in drawn if len(one.prompt.split()) >= LEAST_WORDS)
 

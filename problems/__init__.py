@@ -1,1 +1,1 @@
-"""The bundled model's problems: made, and answers to them checked."""
+"""The bundled model's problems: generating them, and checking answers."""

@@ -1,4 +1,4 @@
-"""Names and the frames of problems that are no stories: comparing, sums of products, orders.
+"""Names and the frames of problems that are not stories: comparisons, sums of products, orders.
 
 Data only; `stories.py` turns it into prompts and worked answers. `{n}` is the number,
 `{o}` the things, `{A}` and `{B}` two owners or names, `{s}` the pronoun of A.
@@ -191,7 +191,7 @@ PRODUCT_FRAMES: tuple[ProductFrame, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class OrderFrame:
-    """Orders to a calculator, one sentence a step."""
+    """Orders to a calculator, one in each sentence."""
 
     start: str
     add: str

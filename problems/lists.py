@@ -65,7 +65,7 @@ _WEIGHTS = {
 
 
 def list_task(rng: random.Random) -> Task:
-    """One list task; `lines` is empty but for counting, which keeps a running count."""
+    """One list task; `lines` is empty except for counting, which has a running count."""
     name = rng.choices(list(_FORMS), [_WEIGHTS[form] for form in _FORMS])[0]
     form = rng.randrange(len(_FORMS[name]))
     items, item, lines, result = _solve(rng, name)
@@ -81,7 +81,7 @@ def list_task(rng: random.Random) -> Task:
 
 
 def _solve(rng: random.Random, name: str) -> tuple[list[str], str, tuple[str, ...], str]:
-    """The items, the item asked for (counting only), the worked lines and the result."""
+    """The items, the counted item (counting only), the worked lines and the result."""
     size = rng.randint(3, LONGEST)
     match name:
         case "sort" | "sort_down":
@@ -108,7 +108,7 @@ def _distinct_numbers(rng: random.Random, size: int) -> list[int]:
 
 
 def _count(rng: random.Random, size: int) -> tuple[list[str], str, tuple[str, ...], str]:
-    """A running count of the items that have a property which each shows by itself."""
+    """A running count of the items with a property that each item shows by itself."""
     item = rng.choice(("even numbers", "odd numbers", "vowels", "colours", "items"))
     match item:
         case "even numbers" | "odd numbers":

@@ -33,7 +33,7 @@ _FAMILY_WEIGHTS = (44, 14, 12, 12, 20)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt, its one right answer (worked steps, then `answer: ...`) and where it came from."""
+    """A prompt, its one right answer (worked steps, then `answer: ...`) and its origin."""
 
     prompt: str
     answer: str
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def problem(seed: int, index: int, split: Split = "train") -> Problem:
-    """Problem `index` of the stream `seed`, drawn again until its prompt lies in `split`."""
+    """Problem `index` of the stream `seed`, drawn again until its prompt is in `split`."""
     if seed < 0 or index < 0:
         raise ValueError(f"expected a seed and an index of 0 or more, got {seed} and {index}")
     rng = random.Random(f"{split}/{seed}/{index}")
@@ -72,7 +72,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def final_answer(text: str) -> str | None:
-    """What follows `answer: ` on the last line that starts so, or None."""
+    """The text after `answer: ` on the last line that begins with it, or None."""
     lines = [line for line in text.splitlines() if line.startswith(ANSWER_PREFIX)]
     return lines[-1].removeprefix(ANSWER_PREFIX).strip() if lines else None
 

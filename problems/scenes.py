@@ -1,4 +1,4 @@
-"""The scenes that stories are set in: what is counted, how they open, what happens, what is asked.
+"""The scenes of stories: the counted things, beginnings, events, and questions.
 
 Data only; `stories.py` turns it into prompts and worked answers.
 In a sentence, `_word` marks the word that labels its line of the worked answer, `{n}` is the
@@ -16,7 +16,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One setting: what is counted, how a story opens, what may happen, what is asked."""
+    """One setting: the counted things, beginnings, possible events, and questions."""
 
     name: str
     things: tuple[str, ...]

@@ -76,7 +76,7 @@ def sentence(text: str) -> str:
 
 
 def chain(rng: random.Random) -> Task:
-    """A story about one quantity: a start, then things that happen to it."""
+    """A story about one quantity: a beginning, then events that change it."""
     scene = rng.choice(SCENES)
     thing = rng.choice(scene.things)
     (name, pronoun), (other, _) = rng.sample(NAMES, 2)
@@ -124,7 +124,7 @@ def _event(rng: random.Random, scene: Scene, ledger: Ledger, words: dict[str, st
 
 
 def _operation(rng: random.Random, scene: Scene, value: int) -> tuple[str, int, tuple[str, ...]]:
-    """The next sign, its right operand and the sentences that say it; stays in 1..LIMIT."""
+    """The next sign, its right operand and the sentences for it; stays in 1..LIMIT."""
     kind = rng.choices(("gain", "loss", "double", "grow", "halve", "share"), (40, 34, 7, 6, 6, 7))
     factors = [f for f in range(3, 10) if value <= 99 or (value % 10 == 0 and value * f <= LIMIT)]
     divisors = [d for d in range(3, 10) if value % d == 0 and 1 < value // d <= 99]
@@ -145,7 +145,7 @@ def _operation(rng: random.Random, scene: Scene, value: int) -> tuple[str, int, 
 
 
 def compare(rng: random.Random) -> Task:
-    """Several owners, each related to the one before; asks for one, a difference or the sum."""
+    """Several owners, each compared with the one before; asks for one, a difference or the sum."""
     frame = rng.randrange(len(COMPARE_FRAMES))
     owners = _owners(rng, COMPARE_FRAMES[frame].persons)
     thing = rng.choice(rng.choice(SCENES[:5]).things)
@@ -173,7 +173,7 @@ def compare(rng: random.Random) -> Task:
 
 
 def _owners(rng: random.Random, persons: bool) -> list[str]:
-    """Five names, or five things told apart by their colour."""
+    """Five names, or five things distinguished by their colour."""
     if persons:
         return [name for name, _ in rng.sample(NAMES, 5)]
     noun = rng.choice(("box", "bag", "jar", "room", "truck", "basket"))
@@ -215,7 +215,7 @@ def _conclude(ask: str, frame: int, owners: list[str], values: list[int], ledger
 
 
 def products(rng: random.Random) -> Task:
-    """A sum of products (shopping, travel, work), and what remains of a whole."""
+    """A sum of products (shopping, travel, work), and the rest of a whole."""
     index = rng.randrange(len(PRODUCT_FRAMES))
     frame = PRODUCT_FRAMES[index]
     parts = rng.sample(frame.parts, rng.choice((2, 2, 3)))

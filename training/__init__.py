@@ -1,1 +1,1 @@
-"""Trains the bundled model. Not part of what is installed."""
+"""Trains the bundled model. It is not installed."""

@@ -1,7 +1,7 @@
 """Training batches for the bundled model: problems, tokenised, noised and packed into rows.
 
-Pure numpy and a pure function of (seed, step), so worker processes need no torch and a resumed run
-sees the batches that the interrupted one would have seen.
+Pure numpy and a pure function of (seed, step), so worker processes need no torch, and a resumed run
+sees the same batches as an uninterrupted one.
 
 A problem becomes one *document*: a clean copy of prompt and answer, then two noisy copies of the
 blocks that hold the answer. Blocks of a noisy copy come in groups of one or more: a block sees the
@@ -38,9 +38,9 @@ Flags = NDArray[np.bool_]
 class Rows(NamedTuple):
     """One batch; every field is int16 [rows, length].
 
-    `labels` is NO_LABEL where nothing is learnt. Which tokens see which is given by `document`,
-    `copy` (0 is the clean one), `block` and `start`: first block of the group, or for clean tokens
-    one past their own block.
+    `labels` is NO_LABEL for tokens without a loss. `document`, `copy` (0 is the clean one), `block`
+    and `start` define which tokens see which; `start` is the first block of the group, or for clean
+    tokens one past their own block.
     """
 
     ids: Ints
@@ -62,7 +62,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What a `Source` is made from."""
+    """Settings of a `Source`."""
 
     tokenizer: Path
     seed: int
@@ -195,7 +195,7 @@ def pack(documents: list[Rows], shape: BatchShape) -> Rows:
 
 
 def _empty_rows(shape: BatchShape) -> Rows:
-    """Rows of padding: a document of its own (-1) in which every token sees every other."""
+    """Rows of padding: a separate document (-1) in which every token sees every other."""
 
     def full(value: int) -> Ints:
         return np.full((shape.rows, shape.length), value, dtype=np.int16)

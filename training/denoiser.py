@@ -1,4 +1,4 @@
-"""The bundled model as it is trained: a plain torch SDAR (Qwen3 with block-causal masks).
+"""The bundled model for training: a plain torch SDAR (Qwen3 with block-causal masks).
 
 Tensor names are those of the release, so a state dict is a checkpoint. No KV cache and no serving:
 `transformer.py` serves the same weights with its own code.
@@ -109,7 +109,7 @@ class Layer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: DenoiserConfig) -> None:
-        """One layer of the release's names."""
+        """One layer with the release's names."""
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
@@ -124,7 +124,7 @@ class Layer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, layers, final norm: what the release calls `model`."""
+    """Embedding, layers and final norm, which the release calls `model`."""
 
     def __init__(self, config: DenoiserConfig) -> None:
         """Layers are named by their index."""
@@ -170,7 +170,7 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Visibility(NamedTuple):
-    """Who sees whom in packed rows; fields are int [rows, tokens] as in `data.Rows`."""
+    """Which tokens see which in packed rows; fields are int [rows, tokens] as in `data.Rows`."""
 
     document: Tensor
     copy: Tensor
@@ -178,7 +178,7 @@ class Visibility(NamedTuple):
     start: Tensor
 
     def rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The rule in the form flex attention asks for: (row, head, query, key) to bool."""
+        """The rule in flex attention's form: (row, head, query, key) to bool."""
         document, copy, block, start = self
 
         def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:

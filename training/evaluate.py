@@ -1,4 +1,4 @@
-"""Accuracy and tokens per forward of the bundled model, in batches, for judging training.
+"""Accuracy and tokens per forward of the bundled model, in batches, to judge training.
 
 Recomputes the whole canvas under a dense block-causal mask at every step, in fp32: no cache, no
 serving code. Block diffusion is D2F with one block in flight; one token per forward is block
@@ -28,7 +28,7 @@ ADD_THRESHOLD, FULL_THRESHOLD = 0.1, 0.95
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A row of the table: how many blocks may be in flight, and what is confident enough."""
+    """A row of the table: most blocks in flight, and the confidence threshold."""
 
     name: str
     window: int
@@ -46,7 +46,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What one problem gave: the text, its tokens before EOS, forward passes, verdicts."""
+    """Results of one problem: the text, its tokens before EOS, forward passes, verdicts."""
 
     text: str
     tokens: int
@@ -85,7 +85,7 @@ class PromptBatch:
         return _by_block(self.masked).sum(-1)
 
     def settled(self) -> Tensor:
-        """Blocks that exist, hold no mask and have no predecessor that does."""
+        """Blocks that exist, have no mask and no predecessor with one."""
         open_before = self.left().cumsum(1) > 0
         return ~open_before & (self.index <= self.newest[:, None])
 
@@ -94,7 +94,7 @@ class PromptBatch:
         return _by_block((self.ids == EOS_ID) & self.editable).any(-1)
 
     def append(self, window: int) -> None:
-        """Add one block of masks where the newest has progressed, up to `window` in flight."""
+        """Add one block of masks if enough of the newest is written, up to `window` in flight."""
         left = self.left()
         exists = self.index <= self.newest[:, None]
         in_flight = (exists & ~self.settled() & (self.index >= self.first[:, None])).sum(1)
@@ -114,7 +114,7 @@ class PromptBatch:
         self.full |= (before >= FULL_THRESHOLD) | first
 
     def write(self, logits: Tensor, threshold: float) -> None:
-        """Write what is confident; a full block with nothing confident writes its best token."""
+        """Write confident tokens; a full block without any writes its best one."""
         logits = logits.float()
         logits[..., MASK_ID] = -torch.inf
         confidence, token = logits.softmax(-1).max(-1)

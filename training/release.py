@@ -45,14 +45,14 @@ def write_release(
     save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(_described(config), indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n")
-    # The layers are SDAR's, the way it was trained is D2F's.
+    # The layers are SDAR's, but training was D2F's.
     (folder / "generation_config.json").write_text('{"algorithm": "d2f"}\n')
     if tokenizer != folder / "tokenizer.json":
         (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
 
 
 def read_release(folder: Path, device: torch.device) -> tuple[Denoiser, Tokenizer]:
-    """The model in fp32 and its tokenizer, from what `write_release` wrote."""
+    """The model in fp32 and its tokenizer, from the output of `write_release`."""
     described = json.loads((folder / "config.json").read_text())
     model = Denoiser(DenoiserConfig(**{size: described[size] for size in _SIZES}))
     model.load_state_dict(load_file(folder / "model.safetensors"))
@@ -62,7 +62,7 @@ def read_release(folder: Path, device: torch.device) -> tuple[Denoiser, Tokenize
 def adopt(folder: Path, model: Denoiser, tokenizer: Path) -> None:
     """Start `model` from released weights; embedding rows follow their words to the new ids.
 
-    Words that the release does not know keep their fresh rows. Sizes must agree.
+    Words that the release lacks keep their fresh rows. Sizes must agree.
     """
     released, known = read_release(folder, torch.device("cpu"))
     source, target = released.state_dict(), model.state_dict()

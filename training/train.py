@@ -38,7 +38,7 @@ LONGEST_DOCUMENT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run is: everything that decides the final parameters."""
+    """Settings of a run, which determine the final parameters."""
 
     seed: int = 0
     steps: int = 21_000
@@ -71,7 +71,9 @@ class Trainer:
         self._loss = _loss_function(self.model, device)
 
     def learn(self, rows: Rows) -> Tensor:
-        """One step on one batch; the mean cross-entropy of the masked tokens (scalar tensor)."""
+        """One step on one batch; returns the mean cross-entropy of the masked tokens (scalar
+        tensor).
+        """
         loss = self._loss(rows)
         loss.backward()  # type: ignore[no-untyped-call]
         parameters = list(self._parameters.values())
@@ -105,7 +107,7 @@ class Trainer:
         partial.replace(folder)
 
     def load(self, folder: Path) -> None:
-        """Continue from `save`; ValueError names what differs from this run's plan."""
+        """Continue from `save`; ValueError names the differences from this run's plan."""
         state = json.loads((folder / "state.json").read_text())
         for name, value in json.loads(json.dumps(asdict(self.plan))).items():
             if state["plan"][name] != value:
@@ -154,7 +156,7 @@ def _to_device(rows: Rows, device: torch.device) -> list[Tensor]:
 
 
 def train(trainer: Trainer, out: Path, tokenizer: Path, minutes: float, workers: int) -> bool:
-    """Train until the plan or the time is used up; true if the plan is finished."""
+    """Train until the plan or the time is used up; returns True if the plan is finished."""
     started = saved = time.monotonic()
     plan = trainer.plan
     losses: list[Tensor] = []
