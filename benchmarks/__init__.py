@@ -1,1 +1,1 @@
-"""What RESULTS.md claims, reproducible: each figure beside its limit, measured in the same run."""
+"""The claims of RESULTS.md, reproducible: each figure with its limit, measured in the same run."""

@@ -1,6 +1,6 @@
-"""`python -m effuse.benchmarks`: every CPU figure, its limit measured in the same run.
+"""`python -m effuse.benchmarks`: every CPU figure, with its limit from the same run.
 
-Prints a table, writes it as JSON, and exits with 1 where a figure falls short of its limit.
+Prints a table, writes it as JSON, and exits with 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ BENCHMARKS: dict[str, Callable[[], Measured]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; the exit status."""
+    """Runs the chosen benchmarks; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks", description=__doc__)
     parser.add_argument(
-        "--only", choices=sorted(BENCHMARKS), action="append", help="run these and no others"
+        "--only", choices=sorted(BENCHMARKS), action="append", help="run only these"
     )
     parser.add_argument(
-        "--json", type=Path, default=Path("build/benchmarks/cpu.json"), help="where to write"
+        "--json", type=Path, default=Path("build/benchmarks/cpu.json"), help="output file"
     )
     asked = parser.parse_args(argv)
     report = Report("effuse on the CPU, each figure beside its limit")

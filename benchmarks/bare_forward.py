@@ -1,7 +1,7 @@
 """The limit of an engine step on the CPU: the same products in plain torch and nothing else.
 
 The same rows, contexts, attention and head rows as one engine step, over contiguous K and V that
-are already there: no pages, no scheduling, no sampling, no state.
+already exist: no pages, scheduling, sampling or state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Span:
 
 
 class BareForward:
-    """A step's shapes, laid out once; `run` is the timed part."""
+    """A step's shapes, prepared once; `run` is the timed part."""
 
     def __init__(self, model: Transformer, parts: Sequence[Part], block_size: int) -> None:
         self._model = model

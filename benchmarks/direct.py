@@ -1,7 +1,7 @@
-"""A client that does without the router: both legs of one request, opened by itself.
+"""A client without a router: it opens both legs of one request itself.
 
-Speaks the workers' own protocol with token ids, every setting resolved; what it saves beside the
-hop is text, admission, choice, placement and retries.
+It uses the workers' own protocol with token ids and resolved settings. It saves the hop, and text,
+admission, choice, placement and retries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEADLINE_S = 20.0
 
 
 class DirectClient:
-    """One prefill and one decode worker, asked without a router."""
+    """One prefill and one decode worker, called without a router."""
 
     def __init__(self, prefill_address: str, decode_address: str) -> None:
         self._prefill_channel = grpc.aio.insecure_channel(prefill_address)
@@ -36,7 +36,7 @@ class DirectClient:
         self._decode_ref = worker_pb2.WorkerRef()
 
     async def connect(self) -> None:
-        """Learns who the workers are."""
+        """Finds the workers."""
         self._prefill_ref = await _worker(self._prefill_channel)
         self._decode_ref = await _worker(self._decode_channel)
 
@@ -46,7 +46,7 @@ class DirectClient:
         await self._decode_channel.close()
 
     async def generate(self, prompt: tuple[int, ...], max_tokens: int) -> int:
-        """Tokens of the answer. Raises grpc.RpcError where a leg fails."""
+        """Tokens of the answer. Raises grpc.RpcError if a leg fails."""
         name = uuid.uuid4().hex
         attempt = worker_pb2.AttemptId(request_id=name, attempt=1, transfer_id=name)
         reserved: asyncio.Future[worker_pb2.Reservation] = asyncio.Future()
@@ -100,7 +100,7 @@ class DirectClient:
             pass
 
 
-# Every candidate passes: a block is one forward, so that little but the way there is measured.
+# Every candidate passes: a block is one forward, so that almost only the path is measured.
 CONFIDENCE_THRESHOLD = 0.0
 
 _SETTINGS = worker_pb2.DecodeSettings(

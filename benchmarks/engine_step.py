@@ -1,4 +1,4 @@
-"""A decode step of the engine beside the bare torch forward of the same rows.
+"""A decode step of the engine compared with the bare torch forward of the same rows.
 
 Sixteen held-out problems are decoded by the bundled model, pipelined. Every step is timed, and
 right after it a plain forward over the same rows, contexts and head rows; the figure is the ratio
@@ -42,7 +42,7 @@ MOST_S = 3600.0
 
 
 class _Recorder:
-    """Looks on as the engine runs its forward."""
+    """Observes the engine's forwards."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -106,7 +106,7 @@ class _TimedEngine(DecodeEngine):
 
 
 def measure() -> tuple[Figure, list[str]]:
-    """The figure, and what it was measured over."""
+    """The figure, and its sample."""
     torch.set_num_threads(1)
     directory = bundled_directory()
     model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)

@@ -1,13 +1,14 @@
-"""The first request's handoff on each new pair of workers, beside the median of those that follow.
+"""The first request's handoff on each new pair of workers, compared with the median of the next
+ones.
 
-A fleet of one pair starts and reports that it is ready; then one request after the other is sent,
-each with another prompt of the same length. The same follows after the prefill engine was killed,
-and after the decode engine was. Prefill is remote: each request takes the pair's link.
+A fleet of one pair starts and becomes ready; then requests follow one another, each with another
+prompt of the same length. The same is repeated after killing the prefill engine, and after killing
+the decode engine. Prefill is remote, so each request uses the pair's link.
 
     python -m effuse.benchmarks.first_handoff --connector nixl [--model DIR] [--device cuda]
 
-Prints a table and exits with 1 if a first handoff took more than MOST times the median. On two
-GPUs the workers get one each.
+Prints a table and exits with 1 if a first handoff took more than MOST times the median. With two
+GPUs each worker gets one.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ REQUEST_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; the exit status."""
+    """Runs the chosen benchmarks; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.first_handoff")
     parser.add_argument("--connector", choices=("auto", "nixl", "zmq"), default="nixl")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--model", type=Path, help="checkpoint directory (default: the bundled model)"
     )
-    parser.add_argument("--tokens", type=int, default=96, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of each prompt")
     parser.add_argument("--next", type=int, default=NUM_NEXT, help="requests after the first one")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/first_handoff.json"))
     asked = parser.parse_args(argv)
@@ -77,7 +78,7 @@ def _config(asked: argparse.Namespace) -> FleetConfig:
 
 
 def _measured(client: Client, name: str, num_tokens: int, num_next: int) -> tuple[Figure, str]:
-    """The first handoff over the median of the next ones, and what both took."""
+    """The first handoff over the median of the next ones, with both times."""
     draw = random.Random(name)
     first, *others = (_handoff_s(client, draw, num_tokens) for _ in range(1 + num_next))
     median = statistics.median(others)
@@ -103,7 +104,7 @@ def _handoff_s(client: Client, draw: random.Random, num_tokens: int) -> float:
 
 
 def _replace_engine(fleet: Fleet, name: str) -> None:
-    """Kills the engine of a worker and waits until the next one is there."""
+    """Kills the engine of a worker and waits for the next one."""
     worker = psutil.Process(fleet.processes[name].pid)
     (engine,) = worker.children()
     os.kill(engine.pid, signal.SIGKILL)

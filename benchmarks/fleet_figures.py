@@ -1,4 +1,4 @@
-"""What a load on a fleet came to: arithmetic over what its requests took. Seconds everywhere."""
+"""The figures of a load on a fleet: arithmetic over its requests. Seconds everywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from effuse.cli.figures import percentile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One load; NaN where there was nothing to measure."""
+    """One load; NaN for figures without a sample."""
 
     requests: int  # that began in the window
     failed: int
@@ -30,7 +30,7 @@ class Figures:
 
 
 def figures(window: Window) -> Figures:
-    """Of requests that began in the window; tokens and gaps of whatever arrived in it."""
+    """Of requests that began in the window; tokens and gaps of everything that arrived in it."""
     inside = [one for one in window.requests if window.begin <= one.sent < window.end]
     well = [one for one in inside if not one.failure and one.blocks]
     tokens = sum(
@@ -65,7 +65,7 @@ def figures(window: Window) -> Figures:
 
 
 def forwards_a_block(window: Window) -> float:
-    """Of requests that ended in the window; NaN where none did."""
+    """Of requests that ended in the window; NaN if none did."""
     ended = [
         one
         for one in window.requests
@@ -76,8 +76,9 @@ def forwards_a_block(window: Window) -> float:
 
 
 def decoding(window: Window) -> float:
-    """Requests that were being decoded at a time, on average. When a request's first forward ran is
-    not seen from outside; it is taken to be one of its gaps before its first block."""
+    """Requests that were being decoded at a time, on average. The time of a request's first forward
+    is not visible from outside; it is assumed to be one of its gaps before its first block.
+    """
     spent = 0.0
     for one in window.requests:
         if not one.blocks:

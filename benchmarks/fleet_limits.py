@@ -1,5 +1,5 @@
-"""What the GPUs of a split fleet do alone, as limits for `gpu_fleet`: the same GPUs, in turns with
-the fleet's own loads, as a GPU that has grown warm is slower than it was.
+"""The limits for `gpu_fleet` from a split fleet's GPUs by themselves: the same GPUs, in turns with
+the fleet's loads, because a warm GPU is slower.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ Times = dict[str, Any]
 
 class Limits:
     """Prefill on the GPU of the prefill worker, decode on that of the decode worker, each in an
-    engine of a process of its own, which does nothing while the fleet has its turn."""
+    engine in a separate process, which is idle during the fleet's turns.
+    """
 
     def __init__(self, plan: Plan, gpus: Sequence[str], prefill: Peer, decode: Peer) -> None:
         self._plan, self._gpus = plan, list(gpus)
         self._prefill, self._decode = prefill, decode
-        self._forwards: dict[tuple[int, int], list[float]] = {}  # by length and prompts in one
+        # by length and prompts in one forward
+        self._forwards: dict[tuple[int, int], list[float]] = {}
         self._loads: dict[tuple[Shape, int], list[Times]] = {}
         self._steady: dict[str, list[Pace]] = {}
         self._arrivals: Times = {}
 
     def found(self) -> dict[str, Any]:
-        """Seconds of a prompt by its length, in the faster of two, one to a forward or as many as
-        the prefill worker's limit lets in; decode by load; arrivals. Means over the turns."""
+        """Seconds of a prompt by its length, in the faster of two ways, one for each forward or as
+        many as the prefill worker's limit allows; decode by load; arrivals. Means over the turns.
+        """
         prefill: dict[str, float] = {}
         for (length, _), seconds in sorted(self._forwards.items()):
             mean = statistics.fmean(seconds)
@@ -59,15 +62,16 @@ class Limits:
         return {**found, "steady": steady, "arrivals": self._arrivals}
 
     def batches(self) -> None:
-        """Smaller batches of what arrives, to compare gaps with."""
+        """Smaller batches of the arriving requests, to compare gaps with."""
         for shape in dict.fromkeys(shape for shape, _ in self._plan.closed):
             for at_once in BATCHES:
                 if at_once <= self._plan.split[0].max_num_seqs:
                     self._steps_of(shape, at_once, self._plan.seconds / 4, goes_on=False)
 
     def turn(self, shape: Shape, at_once: int, goes_on: bool) -> None:
-        """Half of what is measured of a closed load, beside the fleet's own; both workers' GPUs at
-        once, as the fleet has them busy. goes_on: it has another turn, with the same requests."""
+        """Half of the measurements of a closed load, beside the fleet's own; both workers' GPUs
+        together, as the fleet uses them. goes_on: it has another turn, with the same requests.
+        """
         half = self._plan.seconds / 2
         jobs = [lambda: self._steps_of(shape, at_once, half, goes_on=goes_on)]
         if (shape, at_once) in self._plan.closed:
@@ -77,14 +81,14 @@ class Limits:
                 each.result()
 
     def steady(self, load: Steady, lags: Sequence[int]) -> Pace:
-        """As many requests in the engine alone, as many steps behind each other."""
+        """The same number of requests in the engine by itself, with the same delays in steps."""
         pace = Pace(**self._decode.ask(do="steady", **asdict(load), lags=list(lags)))
         self._steady.setdefault(str(load), []).append(pace)
         print(f"alone: {load}: {pace}", flush=True)
         return pace
 
     def _steps_of(self, shape: Shape, at_once: int, seconds: float, *, goes_on: bool) -> None:
-        """Rate and gaps of so many requests at once whose prompts' KV is there already."""
+        """Rate and gaps of this many requests at a time, whose prompts' KV already exists."""
         load = {"prompt": shape.prompt, "answer": shape.answer, "at_once": at_once}
         took = self._decode.ask(do="decode", seconds=seconds, goes_on=goes_on, **load)
         self._loads.setdefault((shape, at_once), []).append(took)
@@ -97,8 +101,9 @@ class Limits:
             self._forwards.setdefault((length, prompts), []).append(took)
 
     def arrivals(self) -> None:
-        """Time of a step of 16 requests in turns without handoffs and with 20 a second, every other
-        time the other way round."""
+        """Time of a step of 16 requests in turns without handoffs and with 20 a second; every other
+        time in the opposite order.
+        """
         plan = self._plan
         shape, at_once = plan.beside_arrivals
         count = max(2, round(HANDOFFS_A_SECOND * plan.seconds / 4))
@@ -148,7 +153,7 @@ def limits_on(plan: Plan, gpus: Sequence[str]) -> Iterator[Limits]:
 
 
 def _mean(turns: Sequence[Times]) -> Times:
-    """Of each figure; None where a turn was too short to have it."""
+    """Of each figure; None if a turn was too short for it."""
     return {
         name: None if None in values else statistics.fmean(values)
         for name in turns[0]

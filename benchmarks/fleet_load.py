@@ -1,7 +1,7 @@
-"""Load on a running fleet as its clients make it: text in, text out, a gRPC stream a request.
+"""Load on a running fleet from real clients: text in, text out, a gRPC stream for each request.
 
-Closed (so many at once) and open (Poisson arrivals at a rate, the same ones for every fleet). Times
-are the client's clock; what the answer says of itself stands beside them.
+Closed (a fixed number at a time) and open (Poisson arrivals at a rate, the same for every fleet).
+Times are from the client's clock, next to the answer's own figures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 TOKENS_A_FORWARD = (
-    4  # of each request: what a distilled model does about, and random weights do not
+    4  # for each request: about what a distilled model does, because random weights do not
 )
 TIMEOUT_S = 120.0
 _LOOK_S = 0.05
@@ -48,9 +48,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """So many requests at once, each followed from one of its blocks to another. All of them run
-    until the last one is there, so that nobody comes, ends or prefills meanwhile, and whoever is
-    given them does the same work."""
+    """A number of requests at a time, each followed from one of its blocks to another. All of them
+    run until the last one has arrived, so that none starts, ends or prefills meanwhile, and every
+    engine does the same work.
+    """
 
     prompt: int
     at_once: int
@@ -62,12 +63,13 @@ class Steady:
         return f"{self.at_once} of {self.prompt}"
 
     def shape(self, block_size: int) -> Shape:
-        """Whoever began first must not end before the last one is there."""
+        """The first request must not end before the last one has arrived."""
         return Shape(self.prompt, (self.last + self.spare) * block_size)
 
     def pace(self, blocks: Sequence[Sequence[float]], block_size: int) -> Pace:
-        """blocks: when each of each request came; by now all have come as far as they are
-        followed."""
+        """blocks: the times of each request's blocks; by now all have come as far as they are
+        followed.
+        """
         begins = [each[self.first] for each in blocks]
         ends = [each[self.last] for each in blocks]
         forwards = block_size // TOKENS_A_FORWARD
@@ -80,10 +82,10 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of a steady load: seconds of a step, from when to when on the monotonic clock.
+    """For a steady load: seconds of a step, between two points of the monotonic clock.
 
-    A step has more rows where a block begins, and as many steps of a block have such rows as
-    requests are at different steps of theirs: `phases`.
+    A step has more rows if a block begins, and as many steps of a block have such rows as requests
+    are at different steps of theirs: `phases`.
     """
 
     step_s: float
@@ -98,12 +100,11 @@ class Pace:
 
 @dataclass(slots=True)
 class Taken:
-    """What one request took; times in seconds, on this machine's monotonic clock where they are
-    points in time."""
+    """Times of one request in seconds; points in time are on this machine's monotonic clock."""
 
     shape: Shape
     sent: float
-    blocks: list[float] = field(default_factory=list)  # when each arrived
+    blocks: list[float] = field(default_factory=list)  # arrival of each
     sizes: list[int] = field(default_factory=list)  # tokens of each
     ended: float = 0.0
     failure: str = ""
@@ -127,7 +128,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a load that counts: all requests of it, and from when to when."""
+    """The measured part of a load: all of its requests, and its time span."""
 
     requests: list[Taken]
     begin: float
@@ -135,7 +136,7 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """Its length."""
         return self.end - self.begin
 
 
@@ -149,7 +150,7 @@ class Client:
         self._draw = random.Random(1)
 
     async def ask(self, shape: Shape, into: list[Taken] | None = None) -> Taken:
-        """One request. One that fails says so in `failure`."""
+        """One request. A failed one has `failure`."""
         request = self._request(shape)
         taken = Taken(shape, time.monotonic())
         if into is not None:
@@ -167,12 +168,13 @@ class Client:
         return taken
 
     async def alone(self, shape: Shape, count: int) -> list[Taken]:
-        """Requests one after the other, on an idle fleet."""
+        """Requests one after another, on an idle fleet."""
         return [await self.ask(shape) for _ in range(count)]
 
     async def closed(self, shape: Shape, at_once: int, warm_s: float, seconds: float) -> Window:
-        """Keeps `at_once` requests going; the window begins after `warm_s` and once everybody's
-        first answer, which is shorter, is over."""
+        """Keeps `at_once` requests running. The window begins after `warm_s` and once the first
+        answer of each client, which is shorter, has ended.
+        """
         taken: list[Taken] = []
         warm = time.monotonic() + warm_s
         firsts: list[float] = []
@@ -195,7 +197,7 @@ class Client:
         return Window(taken, begin(), begin() + seconds)
 
     async def arriving(self, shape: Shape, rate: float, seconds: float, seed: int) -> Window:
-        """Requests a second as they come, whoever is still being served; returns once all are."""
+        """Starts requests at their times, however many are running; returns once all have ended."""
         taken: list[Taken] = []
         begin = time.monotonic()
         async with asyncio.TaskGroup() as users:
@@ -205,8 +207,9 @@ class Client:
         return Window(taken, begin, begin + seconds)
 
     async def steady(self, load: Steady) -> Pace:
-        """Begins all at once and breaks them off when they have come far enough. Raises
-        RuntimeError where one ends before."""
+        """Starts all together and cancels them when they have come far enough. Raises RuntimeError
+        if one ends before.
+        """
         taken: list[Taken] = []
         shape = load.shape(self._block_size)
         asking = [asyncio.create_task(self.ask(shape, taken)) for _ in range(load.at_once)]
@@ -244,7 +247,7 @@ async def client_of(address: str, num_words: int, block_size: int) -> AsyncItera
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
-    """Seconds from the begin at which requests come: a Poisson process."""
+    """Arrival times of requests in seconds: a Poisson process."""
     draw = random.Random(seed)
     at = draw.expovariate(rate)
     while at < seconds:

@@ -1,4 +1,4 @@
-"""What `gpu_fleet` measures: the loads of a fleet, and the fleets."""
+"""The plans of `gpu_fleet`: the loads of a fleet, and the fleets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from effuse.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """A plan."""
 
     model: str
     closed: tuple[tuple[Shape, int], ...]
     steady: tuple[Steady, ...]  # the time of a step
-    beside_arrivals: tuple[Shape, int]  # what decodes while handoffs arrive, and how many at once
+    # requests that decode while handoffs arrive, and their number
+    beside_arrivals: tuple[Shape, int]
     alone: tuple[Shape, ...]
-    served: Shape  # arrives at rates
+    served: Shape  # arrivals at rates
     rates: tuple[float, ...]
-    swept_rates: tuple[float, ...]  # for all variants but the first
-    split: tuple[Variant, ...]  # the first one gets all loads, others arrivals only
+    swept_rates: tuple[float, ...]  # for all variants except the first
+    split: tuple[Variant, ...]  # the first one gets all loads, others only arrivals
     colocated: tuple[Variant, ...]
     handoffs: tuple[int, ...]  # tokens
     zmq: tuple[int, ...]
@@ -41,7 +42,7 @@ class Plan:
         return max(shape.prompt + shape.answer for shape in (*loads, *self.alone, self.served))
 
     def loads(self, number: int, connector: str) -> Loads:
-        """Of the variant of this number. What zmq moves is asked alone only."""
+        """For the variant with this number. zmq is only measured with single requests."""
         if connector == "zmq":
             return Loads(alone=self.alone, alone_count=self.rounds)
         arriving = tuple((self.served, rate) for rate in self.rates)
@@ -97,8 +98,8 @@ FULL = Plan(
     seconds=6.0,
     rounds=20,
 )
-# What two GPUs measure in less than ten minutes, where fleets run one after the other; STEPS is the
-# rest of it.
+# The part that two GPUs measure in less than ten minutes, if fleets run one after another; STEPS is
+# the rest.
 PAIR = replace(
     FULL,
     steady=(),
@@ -109,7 +110,7 @@ PAIR = replace(
     warm_s=2.0,
     seconds=5.0,
 )
-# The closed loads of the split fleet beside their limits.
+# The closed loads of the split fleet with their limits.
 LOADS = replace(
     PAIR,
     rates=(),
@@ -119,10 +120,10 @@ LOADS = replace(
     handoffs=(),
     zmq=(),
 )
-# What a fleet's processes add to a step. One GPU with room for the model four times does, as the
-# decode worker has it for itself while the prefill worker has no prompt.
+# The cost of a fleet's processes for a step. One GPU with room for four models is enough, because
+# the decode worker has it for itself while the prefill worker has no prompt.
 STEPS = replace(LOADS, closed=(), steady=FULL.steady, alone=FULL.alone[:1], rounds=2)
-# Enough to see that everything runs, on one GPU.
+# Enough to check that everything runs, on one GPU.
 SHORT = Plan(
     model="dream-7b",
     closed=((Shape(512, 128), 8),),

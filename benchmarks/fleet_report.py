@@ -1,9 +1,9 @@
-"""`python -m effuse.benchmarks.fleet_report FILE`: what `gpu_fleet` wrote, as tables and a plot.
+"""`python -m effuse.benchmarks.fleet_report FILE`: the output of `gpu_fleet` as tables and a plot.
 
-Pure arithmetic over its JSON. A request meets a pair of objectives if its first block came in time
-and 99 % of the gaps between its blocks are within a multiple of one unloaded gap, the shorter of
-the two fleets' medians. Goodput is told in two ways: how many requests a second met them, at the
-rate where most did, and the highest rate at which nine in ten of those that came did.
+Pure arithmetic over its JSON. A request meets a pair of objectives if its first block arrived in
+time and 99 % of the gaps between its blocks are within a multiple of one unloaded gap, the shorter
+of the two fleets' medians. Goodput has two forms: the requests a second that met them, at the rate
+with the most, and the highest rate at which nine requests in ten did.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MET_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a user asks of a request, in seconds."""
+    """A user's objectives for a request, in seconds."""
 
     first_s: float
     gap_s: float
 
     def met_by(self, request: Content) -> bool:
-        """Whether this request was served so."""
+        """Whether this request met them."""
         if request["failure"] or request["first_s"] is None or request["first_s"] > self.first_s:
             return False
         gaps = request["gaps"]
@@ -74,7 +74,7 @@ def _alone(content: Content) -> str:
 
 
 def _overlap(content: Content) -> str:
-    """Forward and handoff together, beside the longer of the two where each has all for itself."""
+    """Forward and handoff together, compared with the longer of the two by itself."""
     forwards, rows = content["limits"].get("prefill", {}), []
     alone = {
         (one["connector"], one["tokens"]): one["handoff_ms"] / 1e3
@@ -135,7 +135,9 @@ def _beside_colocated(one: Content, other: Content | None) -> list[str]:
 
 
 def _steps(content: Content) -> str:
-    """A step in a fleet beside one in the engine alone, and beside arriving handoffs."""
+    """A step in a fleet compared with one in the engine by itself, and next to arriving
+    handoffs.
+    """
     rows = []
     for split, _ in _pairs(content):
         for load, turns in split.get("steady", {}).items():
@@ -203,13 +205,13 @@ def _links(content: Content) -> str:
 
 
 def objectives(content: Content) -> list[Objectives]:
-    """One pair for each of GAPS. NaN gaps, which nothing meets, where nothing ran alone."""
+    """One pair for each of GAPS. NaN gaps, which no request meets, if there was no unloaded run."""
     gap = unloaded_gap(content)
     return [Objectives(FIRST_S, times * gap) for times in GAPS]
 
 
 def unloaded_gap(content: Content) -> float:
-    """Seconds between blocks of a request that is alone: the faster fleet's median."""
+    """Seconds between blocks of a single request: the faster fleet's median."""
     medians = [
         percentile([gap for one in fleet["alone"][content["served"]] for gap in one["gaps"]], 0.5)
         for fleet in (*content["split"], *content["colocated"])
@@ -219,7 +221,7 @@ def unloaded_gap(content: Content) -> float:
 
 
 Best = tuple[float, str, float]
-"""Goodput, and the fleet and the arrival rate where it was."""
+"""Goodput, and its fleet and arrival rate."""
 HIGHEST = f"highest rate with {MET_SHARE:.0%} met"
 
 
@@ -233,7 +235,7 @@ def _most_met(fleets: Sequence[Content], wanted: Objectives) -> Best:
 
 
 def _highest_rate(fleets: Sequence[Content], wanted: Objectives) -> Best:
-    """Below which no rate of the same fleet had fewer."""
+    """The highest rate such that it and all lower ones of the same fleet had this share."""
     found = [(0.0, "none", 0.0)]
     for fleet in fleets:
         for one in sorted(fleet["arriving"], key=lambda load: float(load["rate"])):
@@ -244,7 +246,7 @@ def _highest_rate(fleets: Sequence[Content], wanted: Objectives) -> Best:
 
 
 def met(load: Content, wanted: Objectives) -> tuple[float, float]:
-    """Requests a second that met them, and which share of all they are."""
+    """Requests a second that met them, and their share of all."""
     kept = sum(wanted.met_by(one) for one in load["each"])
     return kept / load["seconds"], kept / max(1, len(load["each"]))
 
@@ -268,8 +270,9 @@ def _decode_alone(content: Content, load: Content) -> Content | None:
 
 
 def _gap_of_batch(content: Content, load: Content) -> float:
-    """p99 of gaps in the smallest batch of this shape that was measured and is no smaller than the
-    load's own; its largest where none is."""
+    """p99 of gaps in the smallest measured batch of this shape that is at least as large as the
+    load's; the largest if there is none.
+    """
     batches = sorted(
         (one["at_once"], one["gap_p99_s"])
         for one in _decode_limits(content)
@@ -285,7 +288,7 @@ def _decode_limits(content: Content) -> list[Content]:
 
 
 def _pairs(content: Content) -> Iterator[tuple[Content, Content | None]]:
-    """The fleets that got all loads; a split one may have none beside it."""
+    """The fleets with all loads; a split one may have no counterpart."""
     if content["split"]:
         yield content["split"][0], next(iter(content["colocated"]), None)
 
@@ -305,7 +308,7 @@ def milliseconds(*seconds: float | None) -> list[str]:
 
 
 def over(value: float | None, limit: float) -> str:
-    """A cell: the one over the other."""
+    """A cell: one over the other."""
     return "" if value is None else f"{value / limit:.2f}"
 
 
@@ -347,9 +350,9 @@ def plot(content: Content, path: Path) -> None:
     if prefill is not None:
         gap = unloaded_gap(content)
         figure.suptitle(
-            f"a prefill between two steps adds {1e3 * prefill:.0f} ms to a gap of "
-            f"{1e3 * gap:.0f} ms where workers do both; split, prefills follow one another and "
-            f"bound the rate at {1 / prefill:.1f} a second",
+            f"a prefill between two steps adds {1e3 * prefill:.0f} ms to a gap of {1e3 * gap:.0f} "
+            "ms with co-located workers; in a split fleet, prefills follow one another and bound "
+            f"the rate at {1 / prefill:.1f} a second",
             fontsize=9,
         )
     panels[0].set_ylabel("requests a second that meet both")

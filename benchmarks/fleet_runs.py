@@ -1,4 +1,4 @@
-"""One fleet under its loads, for `gpu_fleet`; and how busy its GPUs were meanwhile."""
+"""One fleet under its loads, for `gpu_fleet`; and the utilisation of its GPUs meanwhile."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from effuse.models.config import ModelConfig
 PAGE_SIZE = 32
 READY_S = 240.0
 _SAMPLE_MS = 200
-MEMORY = "0.45"  # of a GPU, so that what is measured alone fits in beside a fleet
+MEMORY = "0.45"  # of a GPU, so that the limits' engines fit in beside a fleet
 
 STEADY_TURNS = 3
-REST_S = 0.5  # until requests that were broken off are over
+REST_S = 0.5  # until cancelled requests have ended
 
 
 class Beside(Protocol):
-    """What has its turns while the fleet is idle."""
+    """Measurements that take turns while the fleet is idle."""
 
     def turn(self, shape: Shape, at_once: int, goes_on: bool) -> object:
-        """Around each closed load; whether it is called again for the same load."""
+        """Around each closed load; returns whether it is called again for the same load."""
 
     def steady(self, load: Steady, lags: Sequence[int]) -> object:
-        """Before or after each steady load; by how many steps its requests are behind the first."""
+        """Before or after each steady load; `lags` are the requests' delays in steps behind the
+        first.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A fleet and its limits. Without prefill workers, decode workers prefill for themselves."""
+    """A fleet and its limits. Without prefill workers, decode workers prefill."""
 
     prefill: int
     decode: int
@@ -48,7 +50,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         size = f"{self.max_num_seqs} seqs, {self.prompt_rows} prompt rows"
         if not self.prefill:
             return f"{self.decode} co-located, {size}"
@@ -67,27 +69,27 @@ class Kills:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """What a fleet is put under, in this order; nothing is left out where there are none."""
+    """The loads of a fleet, in this order; all of them may be empty."""
 
     alone: Sequence[Shape] = ()  # one request at a time
     alone_count: int = 20
-    closed: Sequence[tuple[Shape, int]] = ()  # and how many at once
-    steady: Sequence[Steady] = ()  # in turns with what is beside the fleet
+    closed: Sequence[tuple[Shape, int]] = ()  # with their numbers at a time
+    steady: Sequence[Steady] = ()  # in turns with their counterparts
     arriving: Sequence[tuple[Shape, float]] = ()  # and requests a second
-    kills: Kills | None = None  # last, as nobody starts them again
+    kills: Kills | None = None  # last, because killed workers are not restarted
     warm_s: float = 3.0
     seconds: float = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """What became of requests while workers were killed."""
+    """Results of requests while workers were killed."""
 
     window: Window
-    workers: dict[str, float]  # when each was killed, on the monotonic clock
+    workers: dict[str, float]  # times of the kills, on the monotonic clock
 
     def rows(self) -> dict[str, Any]:
-        """Plain values; how many requests were running at one of the kills stands beside them."""
+        """Plain values, with the number of requests that were running at one of the kills."""
         ends = [(one.sent, one.ended or float("inf")) for one in self.window.requests]
         running = sum(
             any(sent < at < ended for at in self.workers.values()) for sent, ended in ends
@@ -97,7 +99,7 @@ class Killed:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a fleet did under its loads. `rows` are plain values for JSON."""
+    """Results of a fleet's loads. `rows` are plain values for JSON."""
 
     variant: Variant
     ready_s: float = 0.0
@@ -115,7 +117,7 @@ class Outcome:
         return alone + [one for window in windows for one in window.requests]
 
     def rows(self) -> dict[str, Any]:
-        """All that was measured."""
+        """All measurements."""
         return {
             "name": self.variant.name,
             **asdict(self.variant),
@@ -158,9 +160,9 @@ def run(
     log_dir: Path,
     beside: Beside | None = None,
 ) -> Outcome:
-    """Starts the fleet on these GPUs (none: the CPU), puts it under the loads and stops it.
+    """Starts the fleet on these GPUs (none: the CPU), runs the loads and stops it.
 
-    Raises FleetError if it does not start, and RuntimeError if no request of a load ended well.
+    Raises FleetError if it does not start, and RuntimeError if no request of a load succeeded.
     """
     outcome = Outcome(variant)
     settings = _config(variant, loads, model=model, config=config, gpus=gpus, log_dir=log_dir)
@@ -208,8 +210,9 @@ async def _put_under(
 async def _steady(
     client: Client, load: Steady, variant: Variant, beside: Beside | None
 ) -> list[Pace]:
-    """Turns of a steady load; every other one is after its rival's, not before. The rival's
-    requests lag behind each other as the fleet's last ones did."""
+    """Turns of a steady load, every other one after its rival's instead of before. The rival's
+    requests have the same lags as the fleet's last ones.
+    """
     paces: list[Pace] = []
     for turn in range(STEADY_TURNS):
         if beside and turn % 2:
@@ -243,7 +246,7 @@ def _shapes(loads: Loads, config: ModelConfig) -> list[Shape]:
 
 
 async def _warm(client: Client, shapes: Sequence[Shape]) -> None:
-    """Each shape a few times at once, so that nothing is compiled in what counts."""
+    """Each shape a few times together, so that nothing is compiled during measurements."""
     for shape in dict.fromkeys(shapes):
         short = Shape(shape.prompt, min(shape.answer, 64))
         for at_once in (1, 8):
@@ -288,7 +291,7 @@ def _config(
     longest = max(shape.prompt + shape.answer for shape in _shapes(loads, config))
     pages = -(-longest // PAGE_SIZE)
     # A settled and an active block each, and room for prompts, which any decode worker may have to
-    # prefill for itself.
+    # prefill.
     step_rows = 2 * config.block_size * variant.max_num_seqs + variant.prompt_rows
     seqs = ("--max-num-seqs", str(variant.max_num_seqs))
     memory = ("--gpu-memory-utilization", MEMORY) if gpus else ("--num-pages", str(70 * pages))
@@ -311,7 +314,7 @@ def _config(
 
 
 class Busy:
-    """Asks nvidia-smi again and again how much of its last moments each GPU computed."""
+    """Repeatedly asks nvidia-smi for the share of time that each GPU computed."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus = list(dict.fromkeys(gpus))

@@ -1,9 +1,9 @@
-"""What one GPU does alone, as the limits of `gpu_fleet`: a child process that is told what to time.
+"""Limits of `gpu_fleet` on one GPU by itself: a child process that times what its parent asks for.
 
-Prefill: forwards of prompts queued one behind the other, by the host's clock from the first to the
-end of the last. Decode: the decode worker's engine in a closed loop over prompts that count as
-handed over already (`HandedOver`), so that nothing but steps runs. With a sender, handoffs arrive
-in pages beside the engine's own while it steps.
+Prefill: forwards of prompts queued back to back, by the host's clock from the first to the end of
+the last. Decode: the decode worker's engine in a closed loop over prompts that count as already
+handed over (`HandedOver`), so that only steps run. With a sender, handoffs arrive in pages beside
+the engine's own while it steps.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Alone:
         self._model = model
         num_pages = max_num_seqs * -(-max_model_len // PAGE_SIZE)
         self._paged = paged(model, (num_pages + SPARE_PAGES) * PAGE_SIZE, page_size=PAGE_SIZE)
-        self._paged.memory.tensor.normal_()  # as KV is; zeros cost a GPU less
+        self._paged.memory.tensor.normal_()  # random like real KV; zeros cost a GPU less
         self._limits = DecodeLimits(
-            # As a worker has it: prompts that came need no rows, but the scheduler counts them.
+            # Like a worker's: handed-over prompts need no rows, but the scheduler counts them.
             max_num_batched_tokens=2 * size * max_num_seqs + max_model_len,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -62,7 +62,7 @@ class Alone:
         self._arrived = 0
 
     def _prefill(self, prompts: int, length: int, seconds: float) -> None:
-        """Seconds of a prompt's forward, where so many run in one."""
+        """Seconds of a prompt's forward, with this many in one."""
         pages, mask = -(-length // PAGE_SIZE), self._model.config.mask_token_id
         draw = np.random.default_rng(length)
         parts = [
@@ -91,8 +91,9 @@ class Alone:
     def _decode(
         self, prompt: int, answer: int, at_once: int, seconds: float, goes_on: bool = False
     ) -> None:
-        """Rate of tokens and gaps between blocks, `at_once` requests at any time; the load is kept
-        for the next command if it goes on."""
+        """Rate of tokens and gaps between blocks with `at_once` requests at any time; the load is
+        kept for the next command if it goes on.
+        """
         load = self._load = self._load or self._begin(prompt, answer, at_once)
         begin, _ = self._run(load, seconds)
         taken = time.perf_counter() - begin
@@ -118,8 +119,9 @@ class Alone:
     def _steady(
         self, prompt: int, at_once: int, first: int, last: int, spare: int, lags: Sequence[int]
     ) -> None:
-        """Pace of requests that run beside each other from one of their blocks to another, each so
-        many steps behind the first."""
+        """Pace of requests that run beside each other from one of their blocks to another, each
+        with its lag in steps behind the first.
+        """
         steady = Steady(prompt, at_once, first, last, spare)
         block_size = self._model.config.block_size
         draw = self._messages(prompt, steady.shape(block_size).answer)
@@ -129,12 +131,12 @@ class Alone:
         while any(len(one.blocks) <= last for one in running):
             load.step()
             if load.served:
-                raise RuntimeError("a request ended before all had come so far")
+                raise RuntimeError("a request ended before all had come that far")
         say(**asdict(steady.pace([one.blocks for one in running], block_size)))
         load.end()
 
     def _rest(self) -> None:
-        """Ends a load that goes on."""
+        """Ends a continued load."""
         self._end_load()
         say()
 
@@ -149,7 +151,9 @@ class Alone:
         say()
 
     def _reserve(self, handoffs: int, pages: int) -> None:
-        """Reservations of spare pages, which handoffs far enough apart take in turns."""
+        """Reservations of spare pages, which handoffs with enough time between them take in
+        turns.
+        """
         assert self._end is not None
         first, slots = self._limits.num_pages, SPARE_PAGES // pages
         names = [f"arriving {next(self._names)}" for _ in range(handoffs)]
@@ -163,8 +167,9 @@ class Alone:
         )
 
     def _steps(self, prompt: int, answer: int, at_once: int, seconds: float) -> None:
-        """Time of a step, and how many handoffs came meanwhile; the load goes on from call to
-        call."""
+        """Time of a step, and how many handoffs arrived meanwhile; the load continues from call to
+        call.
+        """
         if self._load is None:
             self._load = self._begin(prompt, answer, at_once)
         begin, steps = self._run(self._load, seconds)
@@ -192,14 +197,15 @@ class Alone:
             for number in range(1, at_once + 1)
         ]
         load = self._closed(first, prompt, most=1, then=draw)
-        # One a step, as clients come apart: else all would begin and end their blocks together.
+        # One for each step, like clients at different times: otherwise all would begin and end
+        # their blocks together.
         load.begin(range(at_once))
         while len(load.served) < at_once // 2 + 1:
             load.step()
         return load
 
     def _run(self, load: ClosedLoad, seconds: float) -> tuple[float, int]:
-        """When it began, and how many steps were made, those of prompts left out."""
+        """When it began, and the number of steps, without those of prompts."""
         self._arrived = 0
         before, begin = _num_steps(load), time.perf_counter()
         while time.perf_counter() < begin + seconds:
@@ -222,7 +228,7 @@ class Alone:
             attempt = msgspec.structs.replace(
                 made.attempt, request_id=f"{number}", transfer_id=f"{number}"
             )
-            # Each with a prompt and a seed of its own: equal ones share pages, and say the same.
+            # Each with its own prompt and seed, because equal ones share pages and answers.
             yield msgspec.structs.replace(
                 made,
                 attempt=attempt,
@@ -233,7 +239,7 @@ class Alone:
 
 
 def _num_steps(load: ClosedLoad) -> int:
-    """The engine counts what makes a prompt's KV, too, which here is nothing."""
+    """The engine also counts computing a prompt's KV, which is nothing here."""
     return load.engine.counters.steps - load.num_begun
 
 

@@ -40,7 +40,7 @@ class Point:
 
     @property
     def visible_pairs(self) -> int:
-        """(row, key) pairs of a head that the mask leaves."""
+        """(row, key) pairs of a head that are visible under the mask."""
         ends = ((row // BLOCK_SIZE + 1) * BLOCK_SIZE for row in range(self.in_flight))
         return self.batch * sum(self.context + min(end, self.in_flight) for end in ends)
 
@@ -108,7 +108,7 @@ class Dense:
         self.keys, self.values = self._gathered()
 
     def sdpa(self, *, gathers: bool) -> Tensor:
-        """cuDNN, without a mask; every page is whole, so no key is in excess."""
+        """cuDNN, without a mask; every page is whole, so there are no extra keys."""
         keys, values = self._gathered() if gathers else (self.keys, self.values)
         count = self._inputs.shuffled.max_context + self._inputs.shuffled.max_seqlen
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -133,7 +133,7 @@ class Dense:
 
 
 class ContiguousDense(Dense):
-    """Keys by head and then by token, as cuDNN likes them best."""
+    """Keys by head and then by token, the best order for cuDNN."""
 
     def _gathered(self) -> tuple[Tensor, Tensor]:
         keys, values = super()._gathered()
@@ -170,7 +170,9 @@ def measure_split(point: Point) -> dict[str, float]:
 
 
 def check(point: Point) -> None:
-    """That all ways give the same numbers; raises AssertionError with the name of one that errs."""
+    """Checks that all ways give the same numbers; raises AssertionError with the name of a wrong
+    one.
+    """
     one = Inputs(point)
     groups = HEADS[point.model][0] // HEADS[point.model][1]
     dense = Dense(one, groups)
@@ -204,7 +206,7 @@ def _time(inputs: Sequence[Set], run: Callable[[Set], object]) -> float:
 
 
 def _portable(one: Inputs) -> Tensor:
-    """The Triton kernel for every device, where Hopper has one of its own."""
+    """The Triton kernel for every device, even if Hopper has a special one."""
     attention_triton.launch_portable(
         one.q, one.k, one.v, *one.unified, one.shuffled, scale=SCALE, out=one.out
     )

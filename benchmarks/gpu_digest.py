@@ -1,4 +1,5 @@
-"""`python -m effuse.benchmarks.gpu_digest`: digests of pages beside one read of the same bytes.
+"""`python -m effuse.benchmarks.gpu_digest`: digests of pages compared with one read of the same
+bytes.
 
 Pages lie scattered in a pool; every call takes others, so that all come from the device's memory.
 The read is of a kernel that does nothing else: each program loads one part of a page, 16 bytes a
@@ -107,13 +108,13 @@ def _rotated(num_pages: int, count: int, page_bytes: int) -> Iterator[Tensor]:
 
 
 def _check(pool: Tensor, ids: Tensor) -> None:
-    """That the read reads what it should."""
+    """Checks that the read reads the right bytes."""
     part_bytes, num_warps = READS[0]
     assert int(read(pool, ids, part_bytes, num_warps).sum()) == int(pool[ids].sum())
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a case."""
+    """One line for each case."""
     lines = ["model  pages       MB  digest us    read us  ratio  digest TB/s  read by"]
     for r in results:
         times = f"{r.digest_us:10.2f} {r.read_us:10.2f} {r.ratio:6.3f}"

@@ -1,7 +1,7 @@
 """Engines of both kinds on a model in this process, as the workers build them, for benchmarks.
 
-No checkpoint, no front and no connector but the loopback one; every prompt is prefilled where it
-is decoded.
+No checkpoint, no front and only the loopback connector; every prompt is prefilled in its decode
+engine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Paged:
 
 
 def paged(model: Transformer, num_tokens: int, *, page_size: int) -> Paged:
-    """Pages for `num_tokens` tokens; short prompts run as graphs where there is a GPU."""
+    """Pages for `num_tokens` tokens; short prompts run as graphs on a GPU."""
     config = model.config
     dtype = str(model.dtype).removeprefix("torch.")
     layout = KVLayout(
@@ -86,7 +86,7 @@ def paged(model: Transformer, num_tokens: int, *, page_size: int) -> Paged:
 
 
 def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngine:
-    """A prefill worker's engine; nobody asks for what it computes."""
+    """A prefill worker's engine without readers of its results."""
     config, memory, agreed = parts.model.config, parts.memory, parts.fingerprint
     connector = LoopbackConnector(Hub(), memory, _NAME, agreed, time.monotonic)
     connector.start()
@@ -123,7 +123,8 @@ def decode_engine(
     parts: Paged, limits: decode_scheduler.DecodeLimits, stepper: DeviceStepper, forward: Forward
 ) -> DecodeEngine:
     """A decode worker's engine with device steps; prompts are prefilled in it, by `forward`. Pages
-    beyond those of `limits` are left to others. A stepper may have served other engines before."""
+    beyond those of `limits` stay free for others. A stepper may have served other engines before.
+    """
     config, model = parts.model.config, parts.model
     _forget(stepper)
     pool = PagePool(limits.num_pages)
@@ -146,8 +147,9 @@ def decode_engine(
 
 
 def _forget(stepper: DeviceStepper) -> None:
-    """Each engine numbers its requests from 1, and would take what a step tells of an earlier
-    engine's for what became of its own."""
+    """Each engine numbers its requests from 1, and would mistake records of an earlier engine's
+    step for its own.
+    """
     while stepper.num_ahead:
         stepper.read()
     buffers = stepper._step.buffers

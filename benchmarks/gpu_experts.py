@@ -1,8 +1,8 @@
 """`python -m effuse.benchmarks.gpu_experts`: the products of experts by the tiles they may take.
 
 LLaDA2.0-mini's experts with random weights and drawn routes, at the loads of 1, 8, 32 and 64 blocks
-of 32 rows. Each product by every tile, beside torch's grouped product of rows that lie sorted and
-beside what the memory needs to read the weights that are reached. `--rows` takes other loads.
+of 32 rows. Each product with every tile, compared with torch's grouped product of sorted rows and
+with the time to read the reached weights from memory. `--rows` takes other loads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Product = Literal["gate_up", "down"]
 ROWS = (32, 256, 1024, 2048)
 LAYERS = 3  # whose weights are rotated: more than the L2 cache holds
 SHOWN = 4  # of the fastest tiles
-# (columns, depth, warps, stages); 128 columns of `down` alone, whose program has one product.
+# (columns, depth, warps, stages); 128 columns only for `down`, whose program has one product.
 SHAPES = (
     *((32, 128, 4, 3), (32, 128, 4, 4), (32, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 3)),
     *((64, 64, 4, 4), (64, 64, 8, 3), (128, 64, 4, 3), (128, 128, 4, 3), (128, 64, 8, 3)),
@@ -56,7 +56,7 @@ class TiledProduct:
     taken: float  # by the tile that the step takes where experts have few picks
     tiles: dict[str, float]  # by `tile_name`
     grouped: float  # torch's
-    read: float  # of the weights of the experts that are reached
+    read: float  # of the weights of the reached experts
 
     @property
     def line(self) -> str:
@@ -75,7 +75,9 @@ def tile_name(tile: ProductTile) -> str:
 
 
 def tried_tiles(num_picks: int, num_experts: int, widest: int) -> list[ProductTile]:
-    """Tiles of as many rows as the step takes for so many picks, of half as many and of twice."""
+    """Tiles with as many rows as the step takes for this many picks, with half as many and with
+    twice.
+    """
     taken = rows_of_tiles(num_picks, num_experts)
     rows = [each for each in (taken // 2, taken, 2 * taken) if 16 <= each <= 128]
     shapes = [shape for shape in SHAPES if shape[0] <= widest]
@@ -101,7 +103,7 @@ class ExpertProducts:
         self._bytes_per_us = copy_bytes_per_us()
 
     def measure(self, name: Product, rows: int) -> TiledProduct:
-        """One product of so many rows."""
+        """One product of this many rows."""
         weights = self._weights[name]
         scores = torch.randn(rows, self._routing.num_experts, device=CUDA)
         picks = route(scores, None, self._routing).experts

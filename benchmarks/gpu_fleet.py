@@ -1,11 +1,11 @@
 """`python -m effuse.benchmarks.gpu_fleet`: split against co-located, through processes and gRPC.
 
-Fleets as `effuse up` starts them, asked by clients in text over streams; random weights in the
+Fleets as `effuse up` starts them, with clients that send text over streams; random weights in the
 Dream-7B shape, block diffusion at 4 tokens a forward, so that all answers take the same work. Of
 the GPUs in EFFUSE_GPUS (none: the CPU) four run a split and a co-located fleet side by side on two
-each; fewer run them one after the other. Measured in the same run, as limits: what one GPU does
-alone (`fleet_limits`), bare NIXL and a copy from GPU to GPU (`gpu_handoff`). Prints tables, writes
-JSON and a plot.
+each; fewer run them one after another. The same run measures limits: one GPU by itself
+(`fleet_limits`), bare NIXL and a copy from GPU to GPU (`gpu_handoff`). Prints tables, writes JSON
+and a plot.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from effuse.benchmarks.random_checkpoint import write_checkpoint
 
 @dataclass(slots=True)
 class Measured:
-    """All that a run found; plain values beside the fleets' outcomes."""
+    """All results of a run; plain values and the fleets' outcomes."""
 
     plan: Plan
     split: list[Outcome] = field(default_factory=list)
     colocated: list[Outcome] = field(default_factory=list)
     limits: dict[str, Any] = field(default_factory=dict)
     handoffs: list[gpu_handoff.Result] = field(default_factory=list)
-    peer_copy: float = 0.0  # bytes a second; 0 where there are no two GPUs
+    peer_copy: float = 0.0  # bytes a second; 0 without two GPUs
 
 
 class Bench:
@@ -58,7 +58,7 @@ class Bench:
         logs: Path,
         on_part: Callable[[Measured], object],
     ) -> None:
-        """on_part: called with all that was found, after each part."""
+        """on_part: called with all results so far, after each part."""
         self._plan = plan
         self._on_part = on_part
         self._telling = threading.Lock()
@@ -68,8 +68,9 @@ class Bench:
         self.pairs = [list(gpus[:2]), list(gpus[2:4])] if len(gpus) >= 4 else [list(gpus[:2])]
 
     def run(self) -> None:
-        """Measures everything; what one part found is kept if another fails. Raises what the first
-        one that went wrong raised."""
+        """Measures everything; the results of one part are kept if another fails. Raises the first
+        failure.
+        """
         with timed("checkpoint"):
             write_checkpoint(self._model, self._plan.config, _device(), _dtype())
             torch.cuda.empty_cache()
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_fleet")
     parser.add_argument("--plan", choices=sorted(PLANS), default="full")
-    parser.add_argument("--checkpoint", type=Path, help="directory to write the weights to")
+    parser.add_argument("--checkpoint", type=Path, help="directory for the weights")
     parser.add_argument("--logs", type=Path, default=Path("build/benchmarks/fleet-logs"))
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     asked = parser.parse_args(argv)

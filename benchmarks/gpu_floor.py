@@ -1,8 +1,8 @@
 """The limit of a step on a GPU: the model's own matrix products and nothing else, in one graph.
 
-Inputs are fixed random tensors; there is no attention, norm, sampling or state. Each product goes
-the fastest of the ways that are known, with the weights as they lie, found by timing them for just
-that number of rows. Long products are limited by power, so steps and their products take turns.
+Inputs are fixed random tensors; there is no attention, norm, sampling or state. Each product uses
+the fastest of the known ways for its weights in place, found by timing them for exactly that number
+of rows. Long products are limited by power, so steps and their products take turns.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.nn import functional
 from effuse.benchmarks.gpu_timing import Call, Stamp, medians_us
 from effuse.models.transformer import LayerWeights, Transformer
 
-# Rows up to which halves are tried, twice as many as the step does them for: above, writing the
-# fp32 halves costs more than filling the device wins.
+# Rows up to which halves are tried, twice as many as those for which the step uses them: above,
+# writing the fp32 halves costs more than filling the device gains.
 MOST_ROWS_HALVED = 512
-# Products whose halves the norm that follows can add up.
+# Products whose halves the next norm can add up.
 _ADDED_UP = ("attn_out", "down")
 
 
 def halves(x: Tensor, weight: Tensor) -> Tensor:
-    """Both halves [2, rows, out] fp32 of the sum that x [rows, in] times weight [out, in] is."""
+    """Both fp32 halves [2, rows, out] of the sum in x [rows, in] times weight [out, in]."""
     half = x.shape[1] // 2
     return torch.bmm(
         x.view(len(x), 2, half).transpose(0, 1),
@@ -46,7 +46,9 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def known_ways(product: str, num_rows: int, *, can_halve: bool) -> tuple[str, ...]:
-    """Names of the ways that `num_rows` rows of a product can go; `can_halve` is the device's."""
+    """Names of the ways to compute a product of `num_rows` rows; `can_halve` describes the
+    device.
+    """
     is_halved = can_halve and product in _ADDED_UP and num_rows <= MOST_ROWS_HALVED
     return ("linear", "halves") if is_halved else ("linear",)
 
@@ -57,7 +59,7 @@ def fastest(times: Mapping[str, float]) -> str:
 
 
 class Floor:
-    """A model's products for any number of rows; for each what was captured and chosen once."""
+    """A model's products for any number of rows; each number is captured and chosen once."""
 
     def __init__(self, model: Transformer, most_rows: int) -> None:
         config = model.config
@@ -79,7 +81,7 @@ class Floor:
     def replay(self, num_rows: int, num_head_rows: int) -> Call:
         """A step's products: `num_rows` rows, `num_head_rows` of them after the last attention.
 
-        One graph, captured when it is first asked for; on a CPU the calls themselves.
+        One graph, captured at its first use; on a CPU the calls themselves.
         """
         key = num_rows, num_head_rows
         if key not in self._replays:
@@ -89,7 +91,7 @@ class Floor:
         return self._replays[key]
 
     def choices(self) -> str:
-        """What was chosen where there was a choice, in words."""
+        """The choices among several ways, in words."""
         return ", ".join(
             f"{product} of {rows} rows by {way}"
             for (product, rows), way in sorted(self.chosen.items())
@@ -105,7 +107,7 @@ class Floor:
         functional.linear(inputs["head"][:num_head_rows], self._model.weights.head)
 
     def _rest(self, layer: LayerWeights, count: int) -> None:
-        """A layer's products behind its attention, of `count` rows."""
+        """A layer's products after its attention, for `count` rows."""
         for product in ("attn_out", "gate_up", "down"):
             self._product(layer, product, count)
 
@@ -120,13 +122,13 @@ class Floor:
                     self.chosen[product, rows] = self._fastest_way(product, rows)
 
     def _fastest_way(self, product: str, rows: int) -> str:
-        """By the time that the product takes in all layers, whose weights no cache holds."""
+        """By the product's time in all layers, whose weights fit in no cache."""
         ways = self._ways(product, rows)
         if len(ways) == 1:
             return ways[0]
         x = self._inputs[product][:rows]
         weights = [_weight(layer, product) for layer in self._model.weights.layers]
-        weights = [weight for weight in weights if weight.dim() == 2]  # no experts among them
+        weights = [weight for weight in weights if weight.dim() == 2]  # without experts
         return fastest(
             medians_us({way: [partial(WAYS[way], x, each) for each in weights] for way in ways})
         )
@@ -171,9 +173,9 @@ class Turns:
 
 
 def in_turns(device: torch.device, step: Call, bare: Sequence[Call], size: int) -> Turns:
-    """A step for each of `bare`: `size` steps, then the products of just those, and so on.
+    """A step for each of `bare`: `size` steps, then the products of exactly those, and so on.
 
-    Nothing is waited for in between, so that the device always has the next turn before it.
+    It does not wait in between, so that the device always has the next turn before it.
     """
     stamps = [Stamp(device)]
     for at in range(0, len(bare), size):
@@ -201,7 +203,7 @@ def graph_of(run: Call, pool: Any = None) -> Callable[[], None]:
 def mean_ms(run: Call, repeats: int, warm_s: float) -> float:
     """Mean time of `repeats` queued calls, back to back, by device events.
 
-    Long products are limited by power: `warm_s` of them go before, so that the clock is that of
+    Long products are limited by power: `warm_s` of them come before, so that the clock is that of
     long work.
     """
     device = torch.device("cuda")

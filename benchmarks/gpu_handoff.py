@@ -1,14 +1,15 @@
-"""`python -m effuse.benchmarks.gpu_handoff`: pages from GPU to GPU, beside the bare transports.
+"""`python -m effuse.benchmarks.gpu_handoff`: pages from GPU to GPU, compared with the bare
+transports.
 
-Two processes, each seeing one GPU of those that EFFUSE_GPUS names (0,1 or 0; none: the CPU). Pages
-of the Dream-7B shape lie scattered in both pools; a handoff is timed as engines see it, from the
-moment that they are final until the receiver's engine hears that all of it is verified, and until
-the sender's does, digests included; it was asked for 5 ms before, as by an engine whose forward is
-queued. Processes of one machine share the clock that says so. Beside it, in turns between the same
-two processes: a bare NIXL write of the same pages from prepared lists, to the receiver's answer,
-both ends polling without a pause, in the faster of two ways, a descriptor a page or one for each of
-its groups of layers; for ZMQ a bare push of as many bytes of host memory. With --busy our
-connectors poll without a pause, too. Prints a table and writes JSON.
+Two processes, each of which sees one GPU of those in EFFUSE_GPUS (0,1 or 0; none: the CPU). Pages
+of the Dream-7B shape are scattered in both pools. A handoff is timed as engines see it, including
+digests: from the moment that the pages are final until the receiver's engine knows that all is
+verified, and until the sender's does. It was requested 5 ms before, as by an engine whose forward
+is queued. Processes of one machine share the clock for that. In turns between the same two
+processes there is a bare NIXL write of the same pages from prepared lists, to the receiver's
+answer, with both ends polling without a pause. It takes the faster of two ways, one descriptor for
+each page or for each of its groups of layers. For ZMQ it is a bare push of as many bytes of host
+memory. With --busy our connectors also poll without a pause. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from effuse.benchmarks.raw_transfer import Move, hear, raw_rounds_s, scattered
 MODULE = "effuse.benchmarks.gpu_handoff"
 PAGE_TOKENS = 32
 PAGE_BYTES = 28 * 2 * 4 * PAGE_TOKENS * 128 * 2
-GROUPS = 7  # of layers, which a page leaves in
+GROUPS = 7  # groups of layers in which a page leaves
 TOKENS = (512, 2048, 8192)
 WARM_UP, ROUNDS = 5, 25
 DEADLINE_S = 60.0
@@ -45,9 +46,9 @@ class Result:
     polling: str
     tokens: int
     megabytes: float
-    handoff_ms: float  # until the sender has heard of its end
+    handoff_ms: float  # until the sender knows of its end
     handoff_p99_ms: float
-    bare_ms: float  # until the sender has heard of its end
+    bare_ms: float  # until the sender knows of its end
     ratio: float  # of the two above
     post_ms: float  # of the bare write: until posting it has returned
     gigabytes_per_s: float
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, action="append", help=f"else {TOKENS}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_handoff.json"))
-    parser.add_argument("--busy", action="store_true", help="poll without a pause, too")
+    parser.add_argument("--busy", action="store_true", help="also poll without a pause")
     parser.add_argument("--end", choices=("sender", "receiver", "copy"), help=argparse.SUPPRESS)
     parser.add_argument("--pages", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="dream-7b", help=argparse.SUPPRESS)
@@ -94,7 +95,8 @@ def measure(
     kind: str, lengths: Sequence[int], rounds: int, *, is_busy: bool, gpus: Sequence[str]
 ) -> list[Result]:
     """Handoffs over `kind` from the first of these GPUs to the last, between two new processes,
-    each length beside its limit."""
+    each length with its limit.
+    """
     flags = ["--connector", kind, "--pages", str(max(lengths) // PAGE_TOKENS)]
     flags += ["--busy"] if is_busy else []
     with end("sender", flags, gpus[:1]) as sender, end("receiver", flags, gpus[-1:]) as receiver:
@@ -174,36 +176,36 @@ def table(results: Sequence[Result]) -> str:
 
 
 class Peer:
-    """One of the two processes, spoken to in JSON lines."""
+    """One of the two processes, with JSON lines as messages."""
 
     def __init__(self, process: subprocess.Popen[str], said: IO[str]) -> None:
         self._process = process
         self._said = said
 
     def tell(self, **command: object) -> None:
-        """Gives it something to do."""
+        """Sends it a command."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        """What it says next."""
+        """Its next answer."""
         return hear(self._said)
 
     def ask(self, **command: object) -> dict[str, Any]:
-        """Gives it something to do, and what it says then."""
+        """Sends it a command, and returns the answer."""
         self.tell(**command)
         return self.hear()
 
 
 def end(role: str, flags: Sequence[str], gpus: Sequence[str]) -> AbstractContextManager[Peer]:
-    """One of the two, with a pool on the GPU named, if one is."""
+    """One of the two, with a pool on the named GPU, if there is one."""
     return child(MODULE, ["--end", role, *flags], gpus)
 
 
 @contextmanager
 def child(module: str, flags: Sequence[str], gpus: Sequence[str]) -> Iterator[Peer]:
-    """A process of this module that sees these GPUs, or what this one sees where none is named."""
+    """A process of this module that sees these GPUs, or those of this process if none is named."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *flags],
         stdin=subprocess.PIPE,
@@ -221,7 +223,8 @@ def child(module: str, flags: Sequence[str], gpus: Sequence[str]) -> Iterator[Pe
 
 def peer_copy(gpus: Sequence[str]) -> float:
     """Bytes a second of a copy of 117 MB from the first of these GPUs to the second, best of a few;
-    both are seen by the process that copies."""
+    the copying process sees both.
+    """
     with child(MODULE, ["--end", "copy"], gpus[:2]) as copier:
         return float(copier.hear()["bytes_per_s"])
 

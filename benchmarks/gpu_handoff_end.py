@@ -1,6 +1,6 @@
 """One of the two processes of gpu_handoff: a pool, a connector over it, and a bare NIXL agent.
 
-The bare agent polls without a pause and does nothing but write, notify and answer.
+The bare agent polls without a pause and only writes, notifies and answers.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class End:
     def _push(self, reservation: str, pages: Sequence[int]) -> None:
         if self._memory.device.type == "cuda":
             torch.cuda.synchronize()
-        # As the engine does: all is asked for when the forward is queued, and final when it ends.
+        # Like an engine: everything is requested when the forward is queued, and final when it
+        # ends.
         ended: list[bool] = []
         self._begin_push(reservation, pages, lambda: bool(ended))
         time.sleep(KNOWN_BEFORE_S)
@@ -122,7 +123,7 @@ class End:
         say(seconds=time.perf_counter() - begin, final_at=begin)
 
     def _push_many(self, reservations: list[str], source: Sequence[int], every_s: float) -> None:
-        """The same pages again and again, one push beginning `every_s` after the other."""
+        """The same pages repeatedly, one push every `every_s`."""
         begin = time.monotonic()
         for number, reservation in enumerate(reservations):
             time.sleep(max(0.0, begin + number * every_s - time.monotonic()))
@@ -137,7 +138,7 @@ class End:
     def _begin_push(
         self, reservation: str, pages: Sequence[int], is_final: Callable[[], bool] = lambda: True
     ) -> None:
-        """Asks for a push of pages that are final once `is_final` says so."""
+        """Requests a push of pages that are final once `is_final` returns so."""
         given, layout = _given(reservation), self._memory.layout
         boundary = BoundaryState(
             prompt_len=len(pages) * layout.page_size, prompt_digest=bytes(16), tail_token_ids=()
@@ -162,7 +163,7 @@ class End:
 
 
 class Bare:
-    """A NIXL agent over the same pool, written as one would for a benchmark of NIXL."""
+    """A NIXL agent over the same pool, written like a benchmark of NIXL."""
 
     def __init__(self, role: str, memory: PageMemory) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -178,12 +179,12 @@ class Bare:
         self._peer = ""
 
     def hello(self) -> dict[str, str]:
-        """How it is reached."""
+        """Its address."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         return {"metadata": metadata, "address": str(self._memory.address)}
 
     def meet(self, metadata: str, address: str) -> dict[str, str]:
-        """Gets to know the other one; says how this one is reached."""
+        """Adds the other one; returns this one's address."""
         peer = self._agent.add_remote_agent(base64.b64decode(metadata))
         self._peer = peer.decode() if isinstance(peer, bytes) else str(peer)
         self._lists = {
@@ -201,8 +202,9 @@ class Bare:
         return self._agent.prep_xfer_dlist(owner, described, self._kind)
 
     def write(self, source: Sequence[int], target: Sequence[int], parts: int) -> dict[str, float]:
-        """Writes pages, each as so many descriptors, prepared ones; seconds to the answer, and of
-        posting the write."""
+        """Writes pages, each with this many prepared descriptors; returns the seconds to the
+        answer, and those of posting the write.
+        """
         agent, (own, theirs) = self._agent, self._lists[parts]
         begin = time.perf_counter()
         handle = agent.make_prepped_xfer(
@@ -239,8 +241,9 @@ def _units(pages: Sequence[int], parts: int) -> npt.NDArray[np.int32]:
 
 
 def memory_for(num_pages: int, model: str, dtype: str, connector: str) -> PageMemory:
-    """A pool of this model's pages on the GPU, if there is one, with something in them, as workers
-    with this connector have it."""
+    """A pool of this model's pages on the GPU, if there is one, with data in them, as workers with
+    this connector have it.
+    """
     config = MODELS[model]
     sizes = (config.num_layers, config.num_kv_heads, config.head_dim, PAGE_TOKENS)
     layout = KVLayout("unified", *sizes, dtype, MOST_GROUPS[connector])
@@ -250,7 +253,7 @@ def memory_for(num_pages: int, model: str, dtype: str, connector: str) -> PageMe
 
 
 def copy_between(num_bytes: int) -> None:
-    """Says how fast so many bytes are copied from the first visible GPU to the second."""
+    """Measures how fast this many bytes are copied from the first visible GPU to the second."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=at) for at in (0, 1))
     taken = []
     for _ in range(12):

@@ -1,8 +1,8 @@
-"""`python -m effuse.benchmarks.gpu_kernels`: every kernel beside its limit and its rivals.
+"""`python -m effuse.benchmarks.gpu_kernels`: every kernel with its limit and its rivals.
 
 Attention over the grid of the aims (batch 16 to 64, 32 to 128 rows in flight, 2k to 8k cached),
-sampling beside one read of the logits and beside torch's chain, row-wise kernels beside a copy.
-The tables come first, the aims last; all of it is written as JSON.
+sampling compared with one read of the logits and with torch's chain, row-wise kernels compared with
+a copy. The tables come first, the aims last; everything is written as JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Found = list[tuple[Point, dict[str, float]]]
 
 @dataclass(slots=True)
 class Run:
-    """What the parts of one run fill in."""
+    """Results of the parts of one run."""
 
     report: Report
     copy: float  # bytes a microsecond
@@ -55,7 +55,7 @@ def grid(page_size: int = 32) -> Iterator[Point]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures what was asked for; the exit status says whether every aim holds."""
+    """Measures the chosen parts; returns 1 if an aim does not hold, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_kernels")
     parts: dict[str, Callable[[Run], None]] = {
         "sampling": _sampling,
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "attention": _attention,
     }
     parser.add_argument("--only", choices=sorted(parts), action="append")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after that")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_kernels.json"))
     asked = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -106,7 +106,7 @@ def _sampling_line(found: Sampled) -> str:
 
 
 def sampling_aims(report: Report, found: Sampled) -> None:
-    """Greedy beside the read; torch's chain beside the mode that gives the same results."""
+    """Greedy compared with the read; torch's chain with the mode that gives the same results."""
     greedy = found.modes["greedy"] / found.read
     against = f"one read of the logits, {found.read:.0f} us, in turns"
     name = f"confidence sampling, {found.rows} x {gpu_rows.VOCABULARY}"
@@ -131,7 +131,7 @@ def _moved_line(moved: Moved, copy: float) -> str:
 
 
 def _split(run: Run) -> None:
-    """Dream's heads alone: without a split LLaDA's 32 KV heads are 32 programs, not 4."""
+    """Only Dream's heads: without a split LLaDA's 32 KV heads are 32 programs, not 4."""
     for model in HEADS:
         found = gpu_attention.measure_split(Point(model, 1, 32, 8192, 32))
         one, split = found["one program"], found["split"]
@@ -171,13 +171,13 @@ def _attention_line(point: Point, times: dict[str, float], columns: Sequence[str
 
 
 def _rate(point: Point, times: dict[str, float], name: str) -> float:
-    """TFLOP/s; nan where it was not measured."""
+    """TFLOP/s; nan if it was not measured."""
     flop = point.dense_flop if "cudnn" in name else point.flop
     return flop / times[name] / 1e6 if name in times else math.nan
 
 
 def _attention_aims(report: Report, found: Found) -> None:
-    """Of the grid alone: Dream's heads, pages of 32."""
+    """Only for the grid: Dream's heads, pages of 32."""
     if not found:
         return
     cudnn = [_rate(p, t, "ours") / _rate(p, t, "cudnn") for p, t in found]
@@ -203,7 +203,7 @@ def _aim(report: Report, name: str, value: float, limit: float, bound: str, agai
 
 
 def _layouts(report: Report, found: Found) -> None:
-    """Distinct over unified by the kernels that differ in nothing else, and by the best ones."""
+    """Distinct over unified by the kernels that only differ in layout, and by the best ones."""
     if not found:
         return
     same = [t["portable"] / t["distinct"] for _, t in found]

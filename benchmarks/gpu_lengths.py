@@ -1,8 +1,8 @@
 """Prompt lengths of a data set, in tokens, without the model's tokenizer.
 
-A `.jsonl` file has a text a line in its field `prompt`; it counts as one token for each 3.6
-characters, rounded up, about what large English vocabularies take. A `.json` file is a list of
-lengths in tokens.
+A `.jsonl` file has a text in the field `prompt` of each line; it counts as one token for each 3.6
+characters, rounded up, as in large English vocabularies. A `.json` file is a list of lengths in
+tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RULE = f"characters / {CHARACTERS_PER_TOKEN}, rounded up"
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Lengths in the file's order. Raises ValueError for a file that holds none."""
+    """Lengths in the file's order. Raises ValueError for a file without lengths."""
     if path.suffix == ".jsonl":
         texts = [json.loads(line)["prompt"] for line in path.read_text().splitlines() if line]
         lengths = [max(1, ceil(len(text) / CHARACTERS_PER_TOKEN)) for text in texts]

@@ -1,4 +1,5 @@
-"""A closed load on a decode engine in this process: so many requests at once until all are served.
+"""A closed load on a decode engine in this process: a number of requests at a time until all are
+served.
 
 Only messages go in and events come out, as between a worker's front and its engine.
 """
@@ -29,7 +30,7 @@ from effuse.worker.messages import (
 
 @dataclass(slots=True)
 class Served:
-    """One request; points in time in seconds, and how long it took in all."""
+    """One request; points in time in seconds, and its total time."""
 
     submitted_s: float
     blocks: list[float] = field(default_factory=list)  # when each was committed
@@ -40,7 +41,7 @@ class Served:
 
     @property
     def first_block_s(self) -> float:
-        """From its submission to its first block; 0 where none came."""
+        """From its submission to its first block; 0 without any."""
         return self.blocks[0] - self.submitted_s if self.blocks else 0.0
 
 
@@ -59,9 +60,9 @@ class CountingRunner:
 def requests(
     config: ModelConfig, lengths: Sequence[int], window: int, max_tokens: int
 ) -> list[StartDecode]:
-    """Random prompts of these lengths; nothing ends an answer but its length."""
+    """Random prompts of these lengths; only its length ends an answer."""
     draw = np.random.default_rng(len(lengths))
-    # At 1 no block is forced to advance beside the acceptance script.
+    # At 1, no block is forced to advance besides the acceptance script.
     settings = DecodeSettings(
         algorithm="d2f",
         window=window,
@@ -82,8 +83,9 @@ def requests(
 
 
 class ClosedLoad:
-    """Keeps up to `most` requests in the engine, which may be changed: `messages`, and whatever
-    `then` gives after."""
+    """Keeps up to `most` requests in the engine, which may be changed: `messages`, then those that
+    `then` returns.
+    """
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class ClosedLoad:
         return [*self.served, *self._running.values()]
 
     def step(self) -> None:
-        """Submits what there is room for, has the engine make a step and takes in what it says."""
+        """Submits as many as there is room for, makes a step and handles the engine's events."""
         while self._next is not None and len(self._running) < self.most:
             self._running[self._next.attempt.transfer_id] = Served(time.perf_counter())
             self.engine.handle(self._next)
@@ -137,13 +139,13 @@ class ClosedLoad:
         self.served.append(served)
 
     def begin(self, lags: Sequence[int]) -> None:
-        """Begins a request for each of these, so many steps after the first one."""
+        """Starts a request for each of these, this many steps after the first one."""
         for step in range(max(lags) + 1):
             self.most = sum(lag <= step for lag in lags)
             self.step()
 
     def end(self) -> None:
-        """Submits nothing any more and serves what runs: its slots and pages are free then."""
+        """Submits no more and serves the running ones: its slots and pages are free then."""
         self._next = None
         while not self.is_done:
             self.step()

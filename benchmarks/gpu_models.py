@@ -1,4 +1,4 @@
-"""Published model shapes with random weights, made on the device; only the speed is like theirs.
+"""Published model shapes with random weights, made on the device; only their speed is realistic.
 
 Weights are normal with deviation 0.02, norms are 1, and the head's rows of mask and end ids are
 zero so that neither is ever drawn.
@@ -54,7 +54,7 @@ LLADA_8B = ModelConfig(
     eos_token_ids=(126081,),
     block_size=32,
 )
-# For trying the benchmarks out where there is no GPU.
+# For trying the benchmarks without a GPU.
 TINY = ModelConfig(
     architecture="dream",
     num_layers=2,
@@ -125,7 +125,7 @@ TINY_EXPERTS = replace(
         has_bias=True,
     ),
 )
-# Those with experts; the others' products are one and the same for every row.
+# Those with experts; the others' products are the same for every row.
 EXPERT_MODELS = {"llada2-mini": LLADA2_MINI, "tiny-experts": TINY_EXPERTS}
 
 

@@ -1,9 +1,9 @@
 """`python -m effuse.benchmarks.gpu_moe`: decode steps of a model with experts, and their products.
 
-LLaDA2.0-mini's shape with random weights decodes by block diffusion, one block of 32 rows a
-request and a second one where the last is stored, `--pace` tokens a step (`gpu_script`). Random
-weights would send alike rows to the same few experts, so routes are computed in full and then
-replaced by drawn ones; the bare graph beside the steps has products of just those loads.
+LLaDA2.0-mini's shape with random weights decodes by block diffusion, one block of 32 rows a request
+and a second one while the last is stored, `--pace` tokens a step (`gpu_script`). Random weights
+would send similar rows to the same few experts, so routes are computed completely and then replaced
+by drawn ones; the bare graph for comparison has products of exactly those loads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from effuse.models.transformer import LayerWeights, Transformer
 if TYPE_CHECKING:
     from effuse.kernels.experts_routes_triton import SortedPicks
 
-# (batch, steps that are timed, steps of a turn)
+# (batch, timed steps, steps of a turn)
 BATCHES = ((1, 64, 8), (8, 32, 4), (32, 16, 2), (64, 16, 2))
 
 
@@ -43,7 +43,7 @@ class DrawnRoutes(Transformer):
     drawn: Tensor  # [rows, K] int32
 
     def draw(self, num_rows: int) -> None:
-        """Draws experts for so many rows, as evenly as random scores choose them."""
+        """Draws experts for this many rows, as evenly as random scores choose them."""
         assert self.config.experts is not None
         routing = self.config.experts.routing
         generator = torch.Generator(self.device).manual_seed(1)
@@ -92,14 +92,14 @@ def _tiles(picks: Tensor, num_experts: int) -> dict[str, SortedPicks]:
 
 
 def grouped(layer: LayerWeights, load: ExpertLoad) -> None:
-    """Both products as torch has them, over rows that lie sorted."""
+    """Both products by torch, over sorted rows."""
     multiply = torch._grouped_mm
     multiply(load.rows, layer.gate_up.transpose(1, 2), offs=load.ends)
     multiply(load.activated, layer.down.transpose(1, 2), offs=load.ends)
 
 
 def in_tiles(layer: LayerWeights, load: ExpertLoad) -> None:
-    """Both products by the step's own kernels; where there are none, all of the experts' work."""
+    """Both products by the step's own kernels; without these, all of the experts' work."""
     if load.tiles is None:
         expert_mlp(load.x, layer.gate_up, layer.down, load.routes)
         return
@@ -111,7 +111,7 @@ def in_tiles(layer: LayerWeights, load: ExpertLoad) -> None:
 
 
 def wide(layer: LayerWeights, load: ExpertLoad) -> None:
-    """The first by the step's kernel for many picks, the second as torch has it."""
+    """The first by the step's kernel for many picks, the second by torch."""
     from effuse.kernels.experts_triton import WIDE_TILE, launch_gate_up
 
     assert load.wide is not None, "it is taken on a GPU"
@@ -174,7 +174,7 @@ class ExpertBench(Bench):
     window = 1
 
     def reached(self, rows: int) -> int:
-        """Experts that so many rows reach in a layer, the shared one included."""
+        """Experts that this many rows reach in a layer, including the shared one."""
         assert isinstance(self.model, DrawnRoutes)
         return len(torch.unique(self.model.drawn[:rows]))
 
@@ -193,12 +193,13 @@ class ExpertBench(Bench):
 
     def _usual(self, batch: int) -> tuple[range, range]:
         rows = batch * self.model.config.block_size
-        # A block that is about to be stored is counted with the next one, all masks, beside it.
+        # A block that is about to be stored is counted together with the next one, which is all
+        # masks.
         return range(rows, 2 * rows + 1), range(batch, 2 * rows + 1)
 
 
 def expert_line(bench: ExpertBench, result: Result) -> str:
-    """What the experts of a step weigh, in words."""
+    """The size of a step's experts, in words."""
     layers = bench.model.weights.layers
     reached = bench.reached(round(result.rows))
     experts = [layer for layer in layers if layer.router is not None]
@@ -220,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pace", type=int, default=4, help="tokens a request and step")
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_moe.json"))
-    parser.add_argument("--seconds", type=float, default=75, help="begin nothing after that")
+    parser.add_argument("--seconds", type=float, default=75, help="start nothing after this time")
     asked = parser.parse_args(argv)
     deadline = time.monotonic() + asked.seconds
     batches = [row for row in BATCHES if not asked.batch or row[0] in asked.batch]
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes: list[str] = []
     for batch, steps, size in batches:
         if time.monotonic() > deadline:
-            notes.append(f"batch {batch} was not begun: {asked.seconds:g} s were over")
+            notes.append(f"batch {batch} was not started: {asked.seconds:g} s had passed")
             continue
         result = bench.measure(batch, asked.context, asked.pace, steps, size)
         results.append(result)

@@ -1,9 +1,9 @@
 """An acceptance script for whole requests: 2, 3 or 4 tokens a step, 3 on average.
 
-Random weights never pass a threshold, so this says who does. How many a request gets in a step is
-drawn from its seed and its progress, so that requests drift apart as real ones do; they are dealt
-one by one to its blocks with masks in order, always the first masks of a block. The model's own
-candidates are computed in full; only their confidences are overwritten, with 1 and 0.
+Random weights never pass a threshold, so the script decides. A request's tokens in a step are drawn
+from its seed and its progress, so that requests drift apart like real ones. They are given one by
+one to its blocks with masks in order, always to the first masks of a block. The model's own
+candidates are computed completely; only their confidences are overwritten, with 1 and 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEAN = (LEAST + MOST) / 2
 
 
 class Pacer:
-    """The script in torch operators, for the CPU and for a captured graph alike."""
+    """The script in torch operators, for the CPU and for captured graphs."""
 
     def __init__(self, table: SlotTable, first_candidate: Tensor) -> None:
         """first_candidate: [S] int32, each slot's first entry in the candidates, -1 for none."""
@@ -39,7 +39,7 @@ class Pacer:
         before = left.cumsum(1) - left
         entry = (self._first[:, None] + before)[:, :, None] + rank
         is_asked = (masked == 1) & (self._first >= 0)[:, None, None]
-        # What is not asked for goes to an entry behind the last.
+        # Unused ones go to an entry after the last.
         entry = entry.where(is_asked, len(candidates.confidence))
         passes = (rank < share[:, :, None]).float()
         longer = torch.cat([candidates.confidence, self._end])
@@ -48,7 +48,7 @@ class Pacer:
         return candidates
 
     def _in_flight(self) -> tuple[Tensor, Tensor]:
-        """Where in the ring the blocks in flight are [S, ring], and their masks [S, ring, B]."""
+        """Places in the ring of the blocks in flight [S, ring], and their masks [S, ring, B]."""
         table, size = self._table, self._table.layout.block_size
         first = (table.column(Column.START) - table.column(Column.ORIGIN)) // size
         place = ((first[:, None] + self._block) % table.layout.ring).long()

@@ -1,7 +1,7 @@
-"""`python -m effuse.benchmarks.gpu_prefill`: prefill beside its products and attention alone.
+"""`python -m effuse.benchmarks.gpu_prefill`: prefill compared with only its products and attention.
 
-Each case is a few prompts of one length, handed to a prefill worker's engine at once. Its time is
-the host's, from the messages to the last `PrefillDone`; engine, floor and a plain PyTorch prefill
+Each case is a few prompts of one length, sent together to a prefill worker's engine. Its time is
+the host's, from the messages to the last `PrefillDone`. Engine, floor and a plain PyTorch prefill
 take turns, so that all run at the same clock. Prints a table and writes JSON.
 """
 
@@ -33,8 +33,8 @@ from effuse.worker.messages import Abort, AbortDone, PrefillDone, StartPrefill
 
 PAGE_SIZE = 32
 WARM_ROUNDS = 2
-MOST_ROWS = 8192  # of one forward; what is more takes several
-# (prompts, tokens of each, rounds that count)
+MOST_ROWS = 8192  # of one forward; more tokens take several
+# (prompts, tokens of each, counted rounds)
 CASES = ((1, 512, 24), (4, 512, 10), (16, 512, 5), (32, 512, 3), (1, 2048, 12), (4, 2048, 5))
 
 
@@ -162,14 +162,14 @@ class Bench:
 
 
 def compute(engine: PrefillEngine, messages: Sequence[StartPrefill]) -> None:
-    """Has the engine compute these prompts; returns once it has said so of all."""
+    """Makes the engine compute these prompts; returns once it has reported all of them."""
     for message in messages:
         engine.handle(message)
     _step_until(engine, PrefillDone, len(messages))
 
 
 def forget(engine: PrefillEngine, messages: Sequence[StartPrefill]) -> None:
-    """Ends the attempts, whose pages are free then.."""
+    """Ends the attempts, whose pages are free then."""
     for message in messages:
         engine.handle(Abort(attempt=message.attempt, reason="measured"))
     _step_until(engine, AbortDone, len(messages))
@@ -184,14 +184,14 @@ def _step_until(engine: PrefillEngine, kind: type[object], num_events: int) -> N
 
 
 def elapsed_ms(run: Callable[[], object]) -> float:
-    """How long the call takes."""
+    """Duration of the call."""
     begin = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - begin)
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a case."""
+    """One line for each case."""
     lines = [
         "model      prompts  engine ms  forward ms  floor ms  ratio  eager PyTorch ms  p90/p10"
     ]

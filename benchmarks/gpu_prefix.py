@@ -1,8 +1,8 @@
-"""`python -m effuse.benchmarks.gpu_prefix`: prompts that begin alike, through a whole fleet.
+"""`python -m effuse.benchmarks.gpu_prefix`: prompts with the same beginning, through a whole fleet.
 
-One prefill and one decode worker on two GPUs, random weights in SDAR-8B's shape, asked in text over
-gRPC streams: prompts that have nothing in common beside prompts that all begin with the same seven
-eighths, one at a time and many at once. Prints the ratios; without GPUs a small model on the CPU.
+One prefill and one decode worker on two GPUs, random weights in SDAR-8B's shape, text over gRPC
+streams. Prompts without a common part are compared with prompts that share their first seven
+eighths, one at a time and many together. Prints the ratios; without GPUs a small model on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALIKE = Shape(LENGTH, ANSWER, common=LENGTH - REST)
 
 
 def loads(seconds: float) -> Loads:
-    """One at a time, then many at once; first those that have nothing in common."""
+    """One at a time, then many together; first those without a common part."""
     return Loads(
         alone=(APART, ALIKE),
         closed=((APART, AT_ONCE), (ALIKE, AT_ONCE)),
@@ -39,7 +39,7 @@ def loads(seconds: float) -> Loads:
 
 
 def report(outcome: Outcome) -> str:
-    """Medians and rates of either, and how many times as fast the second is."""
+    """Medians and rates of both, and their ratio."""
     lines = [
         "| | nothing in common | seven eighths in common | times as fast |",
         "|---|--:|--:|--:|",
@@ -60,7 +60,7 @@ def report(outcome: Outcome) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures it."""
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_prefix")
-    parser.add_argument("--checkpoint", type=Path, help="directory to write the weights to")
+    parser.add_argument("--checkpoint", type=Path, help="directory for the weights")
     parser.add_argument("--logs", type=Path, default=Path("build/benchmarks/fleet-logs"))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     asked = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What benchmarks on a GPU write down: results with date and machine, device time by kernel, waits.
+"""Output of benchmarks on a GPU: results with date and machine, device time by kernel, waits.
 
 A wait is a call of the host that returns once the device has come so far. The profiler counts them.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-# By what the names of kernels contain, first match first.
+# By parts of kernels' names, first match first.
 _CLASSES = (
     ("attention", ("_attention", "merge", "sdpa", "flash", "cudnn")),
     ("SwiGLU", ("_swiglu",)),
@@ -30,7 +30,7 @@ _CLASSES = (
 
 
 class Row(Protocol):
-    """What is read of a line of the profiler's table."""
+    """The used fields of a line in the profiler's table."""
 
     key: str
     count: int
@@ -49,7 +49,7 @@ def profiled(run: Callable[[], object], repeats: int) -> Any:
 
 
 def waits(table: Iterable[Row], repeats: int) -> dict[str, float]:
-    """Waits of one run by the call's name: for an event, for a stream, for all of the device.
+    """Waits of one run by the call's name: for an event, for a stream, for the whole device.
 
     The profiler waits once for the device itself, when it ends.
     """
@@ -125,7 +125,7 @@ def _class_of(kernel: str) -> str:
 
 
 def write_record(path: Path, results: Sequence[dict[str, object]], notes: Sequence[str]) -> None:
-    """Writes results as JSON, the date and the machine with them."""
+    """Writes results as JSON, with the date and the machine."""
     on_cuda = torch.cuda.is_available()
     content = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

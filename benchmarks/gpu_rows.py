@@ -1,4 +1,4 @@
-"""Kernels that follow the memory, beside the memory: sampling, norms, SwiGLU, rotary, pages."""
+"""Kernels limited by memory, compared with the memory: sampling, norms, SwiGLU, rotary, pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETS = 4  # inputs that are rotated
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What every row of a sampling call asks for."""
+    """Settings of every row of a sampling call."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -44,7 +44,7 @@ MODES = {
 }
 
 
-# Modes beside torch's chain, by whether the entropy is wanted.
+# Modes with torch's chain, with and without the entropy.
 BESIDE_CHAIN = {"greedy": False, "entropy": True}
 
 
@@ -63,7 +63,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Microseconds of sampling and of what it is held against."""
+    """Microseconds of sampling and of its rivals."""
 
     rows: int
     read: float  # of the logits, in turns with greedy
@@ -81,7 +81,9 @@ class Moved:
 
 
 def measure_sampling(rows: int, deviation: float = 2.0) -> Sampled:
-    """Sampling of ``rows`` rows of normal logits; the worst case for a draw, as none stands out."""
+    """Sampling of ``rows`` rows of normal logits; the worst case for a draw, because none stands
+    out.
+    """
     logits = torch.randn(rows, VOCABULARY, dtype=torch.bfloat16, device=CUDA) * deviation
     settings = {name: row_sampling(mode, rows) for name, mode in MODES.items()}
 
@@ -90,7 +92,7 @@ def measure_sampling(rows: int, deviation: float = 2.0) -> Sampled:
 
     short = medians_us({"read": [lambda: read_once(logits)] * 4, "greedy": ours("greedy")})
     modes = {name: short.get(name) or median_us(ours(name)) for name in MODES}
-    # Last: the chains run long enough to lower the clock of what follows.
+    # Last, because the chains run long enough to lower the clock of later work.
     chains = {}
     for name, with_entropy in BESIDE_CHAIN.items():
         chain = [partial(torch_chain, logits, with_entropy=with_entropy)] * 2
@@ -99,7 +101,7 @@ def measure_sampling(rows: int, deviation: float = 2.0) -> Sampled:
 
 
 def torch_chain(logits: Tensor, *, with_entropy: bool) -> tuple[Tensor, ...]:
-    """What engines do without a kernel: softmax in fp32 and its maximum; the entropy if asked."""
+    """An engine without a kernel: softmax in fp32 and its maximum; the entropy if needed."""
     probability = logits.float().softmax(dim=-1)
     confidence, token = probability.max(dim=-1)
     if not with_entropy:
@@ -161,7 +163,7 @@ def measure_pages() -> list[Moved]:
 
 
 def _moved(name: str, num_bytes: int, make: Callable[[], Call]) -> Moved:
-    """Times the calls that ``make`` gives, each with inputs of its own."""
+    """Times the calls that ``make`` returns, each with its own inputs."""
     sets = max(SETS, (200 << 20) // num_bytes)
     found = Moved(name, median_us([make() for _ in range(sets)]), num_bytes)
     torch.cuda.empty_cache()

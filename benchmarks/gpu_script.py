@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The acceptance script: random weights never pass a threshold, so the benchmark says who passes.
+"""The acceptance script: random weights never pass a threshold, so the benchmark decides.
 
-Each request gets exactly `pace` tokens a step, dealt one by one to its blocks with masks in order,
-always the first masks of a block. The model's own tokens, confidences and scores are computed in
-full; only the confidences are then overwritten, with 1 for who passes and 0 for who does not.
+Each request gets exactly `pace` tokens a step, given one by one to its blocks with masks in order,
+always to the first masks of a block. The model's own tokens, confidences and scores are computed
+completely; only the confidences are then overwritten, with 1 for accepted tokens and 0 for others.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """`python -m effuse.benchmarks.gpu_serve`: whole requests through one engine on one GPU.
 
 One decode engine with device steps and local prefill serves prompts of a data set's lengths, up to
-64 at once, in answers of 255 tokens; acceptance is scripted (`gpu_pace`), weights are random. There
-is no front, no gRPC and no handoff: a fleet of processes is `gpu_fleet`'s to measure. The rate
-counts tokens of answers from the first submission to the last end. Beside it: the products that
-this takes at the measured peak of a product, and those products alone in graphs, timed by
-themselves afterwards. Prints a table and writes JSON.
+64 at a time, with answers of 255 tokens; acceptance is scripted (`gpu_pace`), weights are random.
+There is no front, no gRPC and no handoff: `gpu_fleet` measures a fleet of processes. The rate
+counts tokens of answers from the first submission to the last end. Limits are the needed products
+at the measured peak of a product, and those products in graphs, timed separately afterwards. Prints
+a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from effuse.worker.messages import StartDecode
 PAGE_SIZE = 32
 MAX_TOKENS = 255
 MOST_AT_ONCE = 64
-PROMPT_ROWS = 2048  # of one step beside the blocks in flight
-# (block size, window) that are tried
+PROMPT_ROWS = 2048  # of one step, in addition to the blocks in flight
+# (block size, window) of the runs
 SHAPES = ((32, 2), (32, 4), (32, 1), (16, 4), (16, 2))
 
 
@@ -76,7 +76,7 @@ class Result:
 
 
 class CountingStepper(DeviceStepper):
-    """Counts steps, and the masks that are left to the next one."""
+    """Counts steps, and the masks left for the next one."""
 
     num_steps = 0
     num_masks = 0
@@ -91,8 +91,9 @@ class CountingStepper(DeviceStepper):
 
 
 class HandedOver:
-    """Stands where prefill is, for prompts that another worker computes: their pages hold what they
-    hold, and their boundary is taken in as one that was handed over is."""
+    """Replaces prefill for prompts that another worker computes: their pages have arbitrary
+    content, and their boundary is accepted like a handed-over one.
+    """
 
     def __init__(self, model: Transformer, prompt_len: int) -> None:
         config = model.config
@@ -120,8 +121,9 @@ class HandedOver:
 def replacing(
     config: ModelConfig, count: int, at_once: int, prompt_len: int, window: int, answer: int
 ) -> list[StartDecode]:
-    """Requests for a closed load of `at_once` in which one ends after the other: the first ones
-    have 1, 2, .. `at_once` times an equal part of `answer` tokens, all others `answer`."""
+    """Requests for a closed load of `at_once` in which one ends after another: the first ones have
+    1, 2, .. `at_once` times an equal part of `answer` tokens, all others `answer`.
+    """
     messages = requests(config, [prompt_len] * count, window, answer)
     first = [
         msgspec.structs.replace(
@@ -133,7 +135,7 @@ def replacing(
 
 
 class Bench:
-    """One block size: an engine whose slots have room for every window that is tried."""
+    """One block size: an engine whose slots have room for every measured window."""
 
     def __init__(
         self, model: Transformer, max_window: int, longest_prompt: int, peak_flops: float
@@ -159,7 +161,7 @@ class Bench:
     def measure(
         self, dataset: str, lengths: Sequence[int], window: int, at_once: int = MOST_AT_ONCE
     ) -> Result:
-        """Serves prompts of these lengths in their order, so many at once."""
+        """Serves prompts of these lengths in order, this many at a time."""
         engine, prompts = self._engine()
         stepper = self.stepper
         messages = requests(self.model.config, lengths, window, MAX_TOKENS)
@@ -168,7 +170,7 @@ class Bench:
         seconds = load.run()
         tokens = sum(served.tokens for served in load.served)
         rows = engine.counters.rows - sum(prompts.rows)
-        # Each request's first step is its first block, which no record told of.
+        # Each request's first step is its first block, which is in no record.
         masks = stepper.num_masks + len(lengths) * self.model.config.block_size
         needed = _needed_flops(self.model, rows, masks, sum(lengths))
         steps = stepper.num_steps
@@ -192,7 +194,7 @@ class Bench:
         )
 
     def profile(self, lengths: Sequence[int], window: int) -> list[str]:
-        """Device time by kind of kernel in the middle of such a load, and how busy it is."""
+        """Device time by kind of kernel in the middle of such a load, and its utilisation."""
         engine, _ = self._engine()
         messages = requests(self.model.config, lengths, window, MAX_TOKENS)
         load = ClosedLoad(engine, messages, MOST_AT_ONCE)
@@ -245,8 +247,9 @@ class Bench:
 
 
 def _needed_flops(model: Transformer, rows: int, candidates: int, prompt_rows: int) -> float:
-    """Of products: all layers for rows of steps, the head for candidates, and for prompts all
-    layers but the last, of which they need K and V."""
+    """FLOP of products: all layers for rows of steps, the head for candidates, and for prompts all
+    layers but the last, which only needs K and V.
+    """
     config, layers = model.config, model.weights.layers
     sizes = [
         each.qkv.numel() + each.attn_out.numel() + each.gate_up.numel() + each.down.numel()
@@ -264,8 +267,8 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float]:
 def peak_flops(device: torch.device) -> tuple[float, float]:
     """Rates of a bf16 product of 8192 x 8192 x 8192 on random data: after a pause, and sustained.
 
-    The chip lowers its clock under long products; the first is the roofline, the second says what
-    it costs.
+    The chip lowers its clock during long products; the first is the roofline, the second shows the
+    loss.
     """
     if device.type != "cuda":
         return 1e12, 1e12
@@ -300,7 +303,7 @@ def table(results: Sequence[Result]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one run of the command measures."""
+    """Measurements of one run of the command."""
 
     datasets: dict[str, list[int]]
     shapes: Sequence[tuple[int, int]]
@@ -310,7 +313,7 @@ class Plan:
     deadline: float
 
     def lengths(self, name: str, count: int) -> list[int]:
-        """The first `count` of a data set, over again where it is shorter."""
+        """The first `count` of a data set, repeated if it is shorter."""
         return list(islice(cycle(self.datasets[name]), count))
 
     @property
@@ -355,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=192, help="of each run")
     parser.add_argument("--at-once", type=int, default=MOST_AT_ONCE, help=f"to {MOST_AT_ONCE}")
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after that")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_serve.json"))
     asked = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

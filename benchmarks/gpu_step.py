@@ -1,9 +1,10 @@
-"""`python -m effuse.benchmarks.gpu_step`: whole decode steps beside a bare graph of their products.
+"""`python -m effuse.benchmarks.gpu_step`: whole decode steps compared with a bare graph of their
+products.
 
 Model shapes with random weights, a scripted acceptance (`gpu_script`), window 4 x 32, every batch
-and context in one process. The same steps run twice: alone, for tokens a second and the time that
-the device had nothing to do, and in turns with their bare products, for the ratio. `--arrivals`
-also measures requests that end and make room for others. Prints tables and writes JSON.
+and context in one process. The same steps run twice: by themselves, for tokens a second and the
+device's idle time, and in turns with their bare products, for the ratio. `--arrivals` also measures
+requests that end and make room for others. Prints tables and writes JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PAGE_SIZE = 32
 ANSWER = 640
 RAMP_STEPS = 40  # until blocks settle at an even pace
 WARM_STEPS = 6
-# (batch, steps that are timed, steps of a turn)
+# (batch, timed steps, steps of a turn)
 BATCHES = ((1, 64, 8), (8, 32, 4), (16, 24, 2), (32, 16, 2), (64, 16, 2))
 
 
@@ -64,12 +65,12 @@ class Result:
     waits: int  # times that a request did not fit a step
     turns: Turns
     ratio: float  # of the turns: steps over bare products
-    strayed: int  # steps that had other rows or candidates than the products beside them
+    strayed: int  # steps with other rows or candidates than their products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """One batch and context whose requests end, each replaced by another at once."""
+    """One batch and context whose requests end, each of which is immediately replaced."""
 
     model: str
     batch: int
@@ -78,7 +79,7 @@ class Arrivals:
     joined: int
     run: Run
     joined_profiled: int
-    waits: dict[str, float]  # calls of the host that waited, a step, in as many steps again
+    waits: dict[str, float]  # waiting calls of the host per step, in as many steps again
 
 
 class Bench:
@@ -106,8 +107,9 @@ class Bench:
         self.floor = self._floor(most_batch * (self.window + 2) * config.block_size)
 
     def measure(self, batch: int, context: int, pace: int, steps: int, size: int) -> Result:
-        """Runs `steps` steps of `batch` requests, then the same in turns of `size` beside their
-        bare products."""
+        """Runs `steps` steps of `batch` requests, then the same in turns of `size` with their bare
+        products.
+        """
         stepper, layout = self._stepper(batch, context, pace)
         requests = self._requests(layout, context, pace)
         fill(stepper, requests)
@@ -134,12 +136,12 @@ class Bench:
     def arrivals(self, batch: int, context: int, pace: int, answer: int, steps: int) -> Arrivals:
         """Steps of a decode worker's engine while requests of `answer` tokens end and are replaced.
 
-        A prompt's pages count as handed over as they are; what else an arrival costs is done.
+        A prompt's pages count as handed over; the other costs of an arrival are real.
         """
         stepper, _ = self._stepper(batch, context, pace, is_mixed=True)
         forward = HandedOver(self.model, context)
         engine = decode_engine(self._paged(), self._limits(batch, context), stepper, forward)
-        # By then the first requests have ended, one after the other.
+        # By then the first requests have ended, one after another.
         ramp = -(-answer // pace)
         count = 2 * batch + batch * (ramp + 2 * steps) * pace // answer
         messages = replacing(self.model.config, count, batch, context, self.window, answer)
@@ -162,7 +164,7 @@ class Bench:
         )
 
     def profile(self, batch: int, context: int, pace: int, path: Path) -> list[str]:
-        """Device time by kernel over a few steps, and the host's calls that wait."""
+        """Device time by kernel over a few steps, and the host's waiting calls."""
         stepper, layout = self._stepper(batch, context, pace)
         fill(stepper, self._requests(layout, context, pace))
         for _ in range(WARM_STEPS):
@@ -183,13 +185,13 @@ class Bench:
         return DecodeSettings(
             algorithm="d2f",
             window=self.window,
-            # At 1 no block is forced to advance beside the script.
+            # At 1, no block is forced to advance besides the script.
             full_activation_threshold=0.95 if pace >= self.window else 1.0,
             denoising_steps=self.model.config.block_size,
         )
 
     def _usual(self, batch: int) -> tuple[range, range]:
-        """The rows and the masks that steps of requests in mid-answer have."""
+        """The rows and the masks in steps of requests in mid-answer."""
         size = self.model.config.block_size
         rows, masks = batch * self.window * size, batch * (self.window - 2) * size
         return (
@@ -200,8 +202,9 @@ class Bench:
     def _in_turns(
         self, stepper: MarkedStepper, requests: Sequence[Integers], used: Integers, size: int
     ) -> tuple[Turns, Integers]:
-        """The same requests over again, beside products of the rows `used` [steps, 2]; and what
-        the steps used this time."""
+        """The same requests again, in turns with products of the rows `used` [steps, 2]; returns
+        the used ones of this time.
+        """
         bare = [self.floor.replay(*pair) for pair in used.tolist()]
         kept: list[Integers] = []
 
@@ -218,7 +221,8 @@ class Bench:
         self, batch: int, context: int, pace: int, *, is_mixed: bool = False
     ) -> tuple[MarkedStepper, SlotLayout]:
         """A stepper with the graphs of `batch` requests in mid-answer; with `is_mixed` also those
-        where some have just begun."""
+        for requests that have just begun.
+        """
         size = self.model.config.block_size
         pages = -(-(context + ANSWER) // PAGE_SIZE)
         layout = SlotLayout(batch, size, max_window=self.window, max_stops=4, max_pages=pages)
@@ -235,7 +239,7 @@ class Bench:
         rows, masks = self._usual(batch)
         if is_mixed:
             rows, masks = range(rows.start // 4, rows.stop), range(masks.start // 4, masks.stop)
-        # Whatever the steps may need: a graph captured in between would be timed with them.
+        # All graphs that the steps may need, because a capture in between would be timed with them.
         stepper.prepare(rows, masks, range(context, context + ANSWER))
         return stepper, layout
 
@@ -248,7 +252,9 @@ class Bench:
     def _row(
         self, layout: SlotLayout, slot: int, context: int, pace: int, pages: Integers
     ) -> Integers:
-        """A request in mid-answer, its blocks at all stages, 0 to 7 steps on from others, drawn."""
+        """A request in mid-answer, with its blocks at all stages, drawn 0 to 7 steps ahead of
+        others.
+        """
         config = self.model.config
         settings = self._settings(pace)
         prompt = np.random.default_rng(slot).integers(0, config.mask_token_id, context).tolist()
@@ -297,15 +303,16 @@ def _scripted(sequence: Tokens, settings: DecodeSettings, plan: StepPlan, pace: 
 
 
 def used_in(records: Sequence[Integers], layout: SlotLayout) -> Integers:
-    """Rows and candidates [steps, 2] of the steps launched in these turns: a record tells of its
-    slot as the step before left it."""
+    """Rows and candidates [steps, 2] of the steps launched in these turns: a record has its slot's
+    state after the previous step.
+    """
     seen = np.stack(records)
     rows = seen[:, :, RecordColumn.NUM_BLOCKS].sum(1) * layout.block_size
     return np.stack([rows, seen[:, :, RecordColumn.NUM_MASKS].sum(1)], axis=1)
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a batch and context; step, bare and ratio are those in turns."""
+    """One line for each batch and context; step, bare and ratio are those in turns."""
     lines = [
         "model      ctx batch   rows  cands  padding  step ms  bare ms  ratio (of turns)"
         "    alone ms  idle  tok/s  launch ms  strayed"
@@ -346,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_step.json"))
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after that")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
     asked = parser.parse_args(argv)
     if asked.arrivals is not None and not 1 <= asked.arrivals <= ANSWER:
         parser.error(f"--arrivals must lie in 1..{ANSWER}, got {asked.arrivals}")

@@ -1,7 +1,7 @@
 """Times of device work: steps, calls in CUDA graphs over rotated inputs, limits of the memory.
 
-What is compared takes turns: a device lowers its clock under long work, and whoever came first
-would have had the better one.
+Rivals take turns: a device lowers its clock under long work, and the first would have had an
+advantage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 
 class Stamp:
-    """A moment in a device's queue, once all that was queued before has ended; on a CPU, now."""
+    """A moment in a device's queue, once all earlier work has ended; on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = _event() if device.type == "cuda" else None
@@ -30,7 +30,7 @@ class Stamp:
             self._event.record()
 
     def ms_until(self, later: Stamp) -> float:
-        """Milliseconds from this moment to a later one, which is waited for."""
+        """Milliseconds from this moment to a later one, for which it waits."""
         if self._event is None or later._event is None:
             return 1e3 * (later._host_s - self._host_s)
         later._event.synchronize()
@@ -39,7 +39,7 @@ class Stamp:
 
 @dataclass(slots=True)
 class Marks:
-    """Where steps begin and end, in their order, and the (rows, candidates) they computed."""
+    """Begin and end of steps, in order, and their computed (rows, candidates)."""
 
     begin: list[Stamp] = field(default_factory=list)
     end: list[Stamp] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Marks:
 
 
 class MarkedStepper(DeviceStepper):
-    """Counts what its steps do; while it has marks, notes in them where steps begin and end."""
+    """Counts its steps' work; if it has marks, records in them where steps begin and end."""
 
     marks: Marks | None = None
     captures = 0
@@ -103,8 +103,9 @@ class Run:
 
 
 def fill(stepper: DeviceStepper, requests: Sequence[Integers]) -> None:
-    """Puts these rows of the slot table into the slots, in place of what was there, and launches
-    a step ahead."""
+    """Puts these rows of the slot table into the slots, instead of the previous ones, and launches
+    a step ahead.
+    """
     while stepper.num_ahead:
         stepper.read()
     for slot, row in enumerate(requests):
@@ -114,15 +115,15 @@ def fill(stepper: DeviceStepper, requests: Sequence[Integers]) -> None:
 
 
 def next_step(stepper: DeviceStepper) -> Integers:
-    """Launches a step and reads the one before: its records [S, record_width]."""
+    """Launches a step and reads the previous one: its records [S, record_width]."""
     stepper.launch()
     return stepper.read().copy()
 
 
 def run_marked(stepper: MarkedStepper, go: Call, times: int) -> Run:
-    """Calls `go`, which launches a step or none, so many times, and waits for the last step.
+    """Calls `go`, which launches a step or none, this many times, and waits for the last step.
 
-    What was launched before has ended when it begins: its time does not count.
+    Earlier launched work has ended when it begins, so its time does not count.
     """
     device = stepper.device
     synchronize(device)
@@ -149,10 +150,10 @@ def run_marked(stepper: MarkedStepper, go: Call, times: int) -> Run:
 
 
 def median_us(calls: Sequence[Call], repeats: int = 7) -> float:
-    """Microseconds a call: all ``calls`` after one another in a graph, the median replay.
+    """Microseconds per call: all ``calls`` after one another in a graph, the median replay.
 
-    Calls should read different inputs, more than the L2 cache holds, so that each finds them in
-    the device's memory.
+    Calls should read different inputs, more than fit in the L2 cache, so that each reads the
+    device's memory.
     """
     return medians_us({"": calls}, repeats)[""]
 
@@ -198,6 +199,6 @@ def _event() -> torch.cuda.Event:
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns once everything queued has ended."""
+    """Returns once all queued work has ended."""
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,11 +1,11 @@
 """`python -m effuse.benchmarks.gpu_xpyd`: which X prefill by Y decode workers serve most, on GPUs.
 
-All ways to share the GPUs of EFFUSE_GPUS (none: the CPU) among prefill and decode workers, and as
-many co-located ones, each started as `effuse up` does and asked in text over gRPC streams, by
-arrival rate up to the knee. Random weights, block diffusion at 4 tokens a forward. First, in the
-same run, what one GPU does alone: from its times of a prompt and of decode batches follows which
-ratio should be best, and where its knee is. At the end of one of them, a prefill and a decode
-worker are killed under load. Prints tables, writes JSON and a plot.
+All ways to divide the GPUs of EFFUSE_GPUS (none: the CPU) among prefill and decode workers, and as
+many co-located ones. Each is started like `effuse up` and gets text over gRPC streams, by arrival
+rate up to the knee. Random weights, block diffusion at 4 tokens a forward. The same run first
+measures one GPU by itself: its times of a prompt and of decode batches predict the best ratio, and
+its knee. At the end, one fleet loses a prefill and a decode worker under load. Prints tables,
+writes JSON and a plot.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ ALONE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """A plan."""
 
     model: str
     shapes: tuple[Shape, ...]
-    batches: tuple[int, ...]  # of the decode worker alone
-    shares: tuple[float, ...]  # of the rate that a fleet should bear, at which requests arrive
+    batches: tuple[int, ...]  # of the decode worker by itself
+    shares: tuple[float, ...]  # share of the predicted rate, at which requests arrive
     max_num_seqs: int
     prompt_rows: int
     seconds: float  # of a rate
@@ -93,7 +93,7 @@ TINY = Plan(
     seconds=1.5,
     kill_seconds=6.0,
     rounds=2,
-    least_rate=4.0,  # device steps say little of a CPU
+    least_rate=4.0,  # device steps are not representative on a CPU
 )
 PLANS = {"full": FULL, "tiny": TINY}
 
@@ -188,7 +188,7 @@ class Bench:
         )
 
     def write(self) -> dict[str, Any]:
-        """All that was found so far, as JSON."""
+        """All results so far, as JSON."""
         content: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_xpyd")
     parser.add_argument("--plan", choices=sorted(PLANS), default="full")
     parser.add_argument("--workers", type=int, help="of each fleet; else one a GPU, or 4")
-    parser.add_argument("--checkpoint", type=Path, help="directory to write the weights to")
+    parser.add_argument("--checkpoint", type=Path, help="directory for the weights")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     asked = parser.parse_args(argv)
     gpus = [one for one in os.environ.get("EFFUSE_GPUS", "").split(",") if one]

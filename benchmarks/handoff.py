@@ -1,10 +1,11 @@
-"""A handoff of 64 MiB between two processes, digests included, beside bare NIXL and bare ZMQ.
+"""A handoff of 64 MiB between two processes, including digests, compared with bare NIXL and bare
+ZMQ.
 
-The sender's pages are final at once, so nothing but the handoff is timed: from the first write to
-the receiver's word that every page was verified. Pages lie scattered on both sides, as they do in
-pools that have been in use, so that no two can travel as one; pages in the order of memory are
-measured beside them. Both sides are measured in turns, each with new processes, since where two
-processes and their memory lie sets their pace; the figure is the median of the turns' own ratios.
+The sender's pages are final from the start, so only the handoff is timed: from the first write to
+the receiver's report that every page was verified. Pages are scattered on both sides, as in used
+pools, so that no two can travel as one; pages in the order of memory are also measured. Both sides
+are measured in turns, each with new processes, because the placement of two processes and their
+memory decides their pace. The figure is the median of the turns' own ratios.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ ROUNDS = 9
 WARM_UP = 3
 DEADLINE_S = 60.0
 # A bare transfer copies the bytes once. A handoff reads them twice more, for digests on both sides,
-# at the speed of the same memory: on a GPU these reads are next to free, on two processors not.
+# at the speed of the same memory: on a GPU these reads are almost free, on two processors they are
+# not.
 ENCRYPTED = "zmq-encrypted"
 LEAST_SHARE = {"nixl": 0.35, "zmq": 0.25}
 
-Seconds = dict[str, float]  # medians, by the way that pages went or by their order
+Seconds = dict[str, float]  # medians, by way or by order of pages
 
 
 def measure(kind: str) -> tuple[Figure, list[str]]:
@@ -88,13 +90,13 @@ def measure(kind: str) -> tuple[Figure, list[str]]:
 
 
 def _turn(kind: str) -> tuple[Seconds, Seconds]:
-    """Median seconds of each bare way, and of a handoff in each order, one after the other."""
+    """Median seconds of each bare way, and of a handoff in each order, one after another."""
     bare = raw_rounds_s(kind, MOVES[SCATTERED], WARM_UP + ROUNDS)
     return medians_s(bare), medians_s(_handoff_rounds_s(kind))
 
 
 def medians_s(rounds: Rounds) -> Seconds:
-    """Median seconds of the rounds that count."""
+    """Median seconds of the counted rounds."""
     return {name: statistics.median(seconds[WARM_UP:]) for name, seconds in rounds.items()}
 
 
@@ -118,7 +120,7 @@ def _note(turns: Sequence[tuple[Seconds, Seconds]], kind: str, order: str) -> st
 
 
 def _encrypted_note() -> str:
-    """What encryption (--encrypt-pages) leaves of the rate, by turns of their own."""
+    """The share of the rate that remains with encryption (--encrypt-pages), in separate turns."""
     pairs = [
         [medians_s(_handoff_rounds_s(kind))[SCATTERED] for kind in ("zmq", ENCRYPTED)]
         for _ in range(TURNS)

@@ -1,8 +1,8 @@
-"""What a prefill is held against: its products and attention alone, and plain eager PyTorch.
+"""Rivals of a prefill: only its products and attention, and plain eager PyTorch.
 
-All prompts of a forward are equally long, bidirectional, and begin with nothing cached. K and V
-are contiguous. Of the last layer the bare products are those that prefill needs: K and V, and for
-models that shift their logits the rest of it over one row a prompt.
+All prompts of a forward have the same length, are bidirectional, and begin without a cache. K and V
+are contiguous. The bare products of the last layer are those that prefill needs: K and V, and for
+models that shift their logits the rest of it over one row for each prompt.
 """
 
 from __future__ import annotations

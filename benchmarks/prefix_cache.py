@@ -1,7 +1,8 @@
-"""What a prompt costs whose beginning a prefill worker has, beside the bare forward of the rest.
+"""The time of a prompt whose beginning is in the prefix cache, compared with the bare forward of
+the rest.
 
-In turns, on one engine: whole prompts of which nothing is known, prompts of which all but the last
-eighth is, and the model's forward of such an eighth over pages of a whole prompt, which is the
+In turns, on one engine: prompts of which nothing is cached, prompts of which everything but the
+last eighth is, and the model's forward of such an eighth over pages of a whole prompt, which is the
 limit. On a GPU a model of SDAR-8B's shape.
 """
 
@@ -101,7 +102,7 @@ def measure() -> tuple[Figure, list[str]]:
 
 
 def _run_forward(parts: Paged, token_ids: tuple[int, ...]) -> None:
-    """Whatever those pages hold, it takes as long."""
+    """The content of those pages does not matter for the time."""
     part = Part(
         token_ids=token_ids,
         start=LENGTH - REST,
@@ -115,7 +116,7 @@ def _run_forward(parts: Paged, token_ids: tuple[int, ...]) -> None:
 
 
 def _run_ms(engine: PrefillEngine, name: str, prompt: tuple[int, ...]) -> float:
-    """From the message until the engine has said that the prompt is computed."""
+    """From the message until the engine has reported that the prompt is computed."""
     message = StartPrefill(attempt=AttemptId(name, 1, name), prompt_token_ids=prompt)
     taken_ms = elapsed_ms(lambda: compute(engine, [message]))
     forget(engine, [message])

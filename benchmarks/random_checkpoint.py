@@ -1,8 +1,8 @@
 """A checkpoint directory of random weights in a published shape, and a tokenizer of made-up words.
 
-What a fleet of processes loads as it would a real one: config.json, sharded safetensors and
-tokenizer.json. Every id below the vocabulary's size but those of mask and end is a word, so that a
-prompt of n words is a prompt of n ids.
+A fleet of processes loads it like a real one: config.json, sharded safetensors and tokenizer.json.
+Every id below the vocabulary's size except those of mask and end is a word, so that a prompt of n
+words is a prompt of n ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RELEASES = {"dream": ("DreamModel", "Dream"), "sdar": ("SDARForCausalLM", "sdar
 def write_checkpoint(
     path: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Path:
-    """Writes the directory and returns it; weights are drawn on `device` as `gpu_models` does.
+    """Writes the directory and returns it; weights are drawn on `device` as in `gpu_models`.
 
     Raises ValueError for an architecture other than Dream's and SDAR's.
     """
@@ -53,7 +53,7 @@ def write_checkpoint(
 
 
 def word(token_id: int) -> str:
-    """The text that is this token."""
+    """The text of this token."""
     return f"w{token_id}"
 
 

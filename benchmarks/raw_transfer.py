@@ -1,9 +1,8 @@
-"""The limits a handoff is held against: a bare NIXL WRITE and a bare ZMQ push between processes.
+"""The limits of a handoff: a bare NIXL WRITE and a bare ZMQ push between processes.
 
-Each receiver is a process of its own on loopback that only takes bytes in: no digests, no
-identities. A round ends when the sender holds the receiver's word that all bytes arrived. All ways
-of moving the bytes take turns between the same two processes; what lies where is looked at once, in
-the end.
+Each receiver is a separate process on loopback that only receives bytes: no digests, no identities.
+A round ends when the sender has the receiver's report that all bytes arrived. All ways of moving
+the bytes take turns between the same two processes; their placement is checked once, at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FRAME_BYTES = 4 << 20
 POLL_S = 0.0001  # polling without a pause takes the core that moves the bytes: 5 times slower
 
 SCATTERED, IN_ORDER = "scattered", "in order"
-# What each way of moving bytes is called, and the order of the pages that it moves.
+# The name of each way of moving bytes, and the order of its pages.
 NIXL_WAYS = {
     "one descriptor": IN_ORDER,
     "a descriptor a page, in order": IN_ORDER,
@@ -66,7 +65,7 @@ class Move:
 
 
 def scattered(count: int, seed: int) -> tuple[int, ...]:
-    """The pages 0..count-1 in random order, none right behind the one before it in memory.
+    """The pages 0..count-1 in random order, none of them right after its predecessor in memory.
 
     Equal calls give equal orders, in every process.
     """
@@ -77,8 +76,9 @@ def scattered(count: int, seed: int) -> tuple[int, ...]:
 
 
 def raw_rounds_s(kind: str, move: Move, rounds: int) -> Rounds:
-    """Seconds of each round of each way over `nixl` or `zmq`; scattered ways move as `move` says,
-    the others all pages of the same number in the order of memory."""
+    """Seconds of each round of each way over `nixl` or `zmq`; scattered ways move according to
+    `move`, the others all pages of the same number in the order of memory.
+    """
     measure = {"nixl": _nixl_rounds_s, "zmq": _zmq_rounds_s}[kind]
     return measure(move, rounds)
 
@@ -104,7 +104,7 @@ def _nixl_rounds_s(move: Move, rounds: int) -> Rounds:
 def _nixl_ways(
     agent: Any, peer: str, bases: tuple[int, int], move: Move
 ) -> dict[str, Callable[[bytes], Any]]:
-    """For each way, what makes its transfer from the first to the second of `bases`."""
+    """For each way, a function that makes its transfer from the first to the second of `bases`."""
     size, count = move.page_bytes, len(move.source)
 
     def pages(base: int, order: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -147,7 +147,7 @@ def _nixl_round_s(agent: Any, peer: str, make: Callable[[], Any]) -> float:
 
 
 def _nixl_answer(agent: Any, peer: str, start: float) -> bytes:
-    """The receiver's next word."""
+    """The receiver's next message."""
     while True:
         answers: list[bytes] | None = agent.get_new_notifs().get(peer)
         if answers:
@@ -157,7 +157,7 @@ def _nixl_answer(agent: Any, peer: str, start: float) -> bytes:
 
 
 def _zmq_rounds_s(move: Move, rounds: int) -> Rounds:
-    """Each frame goes with its place, and is copied there where it arrives."""
+    """Each frame travels with its place, and is copied there on arrival."""
     buffer = _memory(move.num_bytes)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -218,7 +218,7 @@ def digest(buffer: npt.NDArray[np.uint8], page_bytes: int, order: Sequence[int])
 
 def _check_order(buffer: npt.NDArray[np.uint8], move: Move, answer: bytes) -> None:
     if answer != digest(buffer, move.page_bytes, move.source):
-        raise RuntimeError("the bare transfer left other bytes than it was to move")
+        raise RuntimeError("the bare transfer moved wrong bytes")
 
 
 def _memory(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -230,7 +230,7 @@ def _memory(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 @contextlib.contextmanager
 def receiving(module: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """A receiver in a process of its own, and what it says; it is killed at the end."""
+    """A receiver in a separate process, and its output; it is killed at the end."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.PIPE,
@@ -255,7 +255,7 @@ def _tell(process: subprocess.Popen[str], message: dict[str, str]) -> None:
 
 
 def hear(said: IO[str]) -> dict[str, str | int]:
-    """The receiver's next JSON line; the libraries it loads may print in between."""
+    """The receiver's next JSON line; libraries may print in between."""
     for line in said:
         if line.startswith("{"):
             message: dict[str, str | int] = json.loads(line)
@@ -269,8 +269,9 @@ def _check(start: float) -> None:
 
 
 def _nixl_agent(name: str, buffer: npt.NDArray[np.uint8]) -> Any:
-    """Without a thread of its own, which would spin and take a core from the copies: 4 to 9 GB/s
-    where there were 12 without it, on two cores."""
+    """Without a progress thread, which would spin and take a core from the copies: 4 to 9 GB/s
+    instead of 12 without it, on two cores.
+    """
     from nixl._api import nixl_agent, nixl_agent_config
 
     from effuse.kvtransfer.nixl_agent import bind_netlink
@@ -278,7 +279,7 @@ def _nixl_agent(name: str, buffer: npt.NDArray[np.uint8]) -> Any:
     bind_netlink()
     with (
         ucx_log().asked()
-    ):  # whoever is first decides where UCX writes what our connectors ask of it
+    ):  # the first of them decides where UCX writes the log that our connectors need
         agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     agent.register_memory([(buffer.ctypes.data, len(buffer), 0, "")], "DRAM")
     return agent

@@ -1,7 +1,7 @@
 """Figures beside their limits: one table, one JSON file, one exit status.
 
-A benchmark measures a figure and the limit it is held against in the same run and hands both to a
-``Report``. Nothing here measures.
+A benchmark measures a figure and its limit in the same run and gives both to a ``Report``. This
+file measures nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rich.table import Table
 class Figure:
     """One measured value and the bound it must keep.
 
-    ``against`` says in words what ``limit`` is and where it comes from; ``bound`` says on which
-    side of it the value must lie.
+    ``against`` describes ``limit`` and its source; ``bound`` is the side of it on which the value
+    must be.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(slots=True)
 class Report:
-    """The figures of one run, with what they were measured on."""
+    """The figures of one run, with its machine."""
 
     title: str
     settings: dict[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def add(self, figure: Figure) -> None:
-        """Takes in a figure."""
+        """Adds a figure."""
         self.figures.append(figure)
 
     def print(self) -> None:
@@ -75,7 +75,7 @@ class Report:
             console.print(note)
 
     def write(self, path: Path) -> None:
-        """Writes the run as JSON, the machine and the date with it."""
+        """Writes the run as JSON, with the machine and the date."""
         content = {
             "title": self.title,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -89,12 +89,12 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """0 where every figure holds."""
+        """0 if every figure holds."""
         return 0 if all(figure.holds for figure in self.figures) else 1
 
 
 def machine() -> dict[str, str]:
-    """What the run was made on."""
+    """The machine of the run."""
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),

@@ -1,10 +1,10 @@
-"""What the router costs: time on a unary request, memory, and a fleet's time to be ready.
+"""The cost of the router: time on a unary request, memory, and a fleet's time to be ready.
 
-The same short request goes through the router and straight to the workers, in pairs whose order
-alternates; the figure is the median of the pairs' differences. A pair takes 40 ms: a machine that
-becomes slower meanwhile does so for both. What one request leaves to be done, a status to be read
-or a placement to be written, meets either kind as often. Health checks, each after a request sent
-straight to the workers, say what a call costs for which the router does nothing.
+The same short request goes through the router and directly to the workers, in pairs whose order
+alternates; the figure is the median of the pairs' differences. A pair takes 40 ms, so a machine
+that becomes slower affects both. Work left by one request, such as reading a status or writing a
+placement, hits both kinds equally often. Health checks, each after a direct request, show the cost
+of a call for which the router does nothing.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ async def _alternate(fleet: Fleet) -> tuple[list[float], list[float], list[float
 
 
 class _RawHttp:
-    """One HTTP/1.1 connection that lasts, without a client's library."""
+    """One persistent HTTP/1.1 connection, without a client library."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

@@ -1,8 +1,8 @@
-"""What mutual TLS on every call costs a unary request.
+"""The cost of mutual TLS on every call for a unary request.
 
-Two fleets of one prefill and one decode worker each: one in plain text; in the other client and
+Two fleets of one prefill and one decode worker each: one in plain text; in the other, client and
 router, and router and workers, show each other certificates. The same short request goes to both in
-pairs whose order alternates, over connections that last; the figure is the median of the pairs'
+pairs whose order alternates, over persistent connections; the figure is the median of the pairs'
 differences.
 """
 
@@ -35,7 +35,7 @@ _NAMES = "subjectAltName=DNS:effuse-fleet,IP:127.0.0.1"
 
 
 def measure() -> tuple[list[Figure], list[str]]:
-    """No figure has a limit here; one note tells it."""
+    """No figure has a limit here; one note has the result."""
     with tempfile.TemporaryDirectory(prefix="effuse-tls-") as home:
         files = _certificates(Path(home))
         plain_config, sealed_config = _config(()), _config(_flags("fleet", files))
@@ -98,7 +98,7 @@ def _ask(channel: grpc.aio.Channel, into: list[float]) -> Callable[[], Awaitable
 
 
 def _certificates(home: Path) -> TlsFiles:
-    """One pair of files for everybody, signed by an authority of its own."""
+    """One pair of files for all processes, signed by an authority of its own."""
     ca, ca_key, cert, key = (home / name for name in ("ca.pem", "ca.key", "one.pem", "one.key"))
     _openssl("-subj", "/CN=authority", "-keyout", ca_key, "-out", ca)
     signed = ("-CA", ca, "-CAkey", ca_key, "-addext", "basicConstraints=critical,CA:FALSE")

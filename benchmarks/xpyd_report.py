@@ -1,9 +1,9 @@
-"""`python -m effuse.benchmarks.xpyd_report FILE`: what `gpu_xpyd` wrote, as tables and a plot.
+"""`python -m effuse.benchmarks.xpyd_report FILE`: the output of `gpu_xpyd` as tables and a plot.
 
-Pure arithmetic over its JSON. What a fleet should bear follows from one GPU alone: X prefill
-workers compute X / (seconds of a prompt) prompts a second, Y decode workers answer Y times what
-one does in its largest batch whose gaps between blocks are within the objective; the lesser of the
-two is the fleet's. A co-located worker spends both times on every request.
+Pure arithmetic over its JSON. A fleet's predicted rate follows from one GPU by itself. X prefill
+workers compute X / (seconds of a prompt) prompts a second. Y decode workers answer Y times as many
+as one does in its largest batch whose gaps between blocks are within the objective. The lesser of
+the two is the fleet's. A co-located worker spends both times on every request.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Content = dict[str, Any]
 def capacity(
     prefill: int, decode: int, limits: Content, answer: int, gap_s: float = math.inf
 ) -> float:
-    """Requests a second that so many workers should bear, their gaps within `gap_s` seconds.
+    """Predicted requests a second of this many workers, with gaps within `gap_s` seconds.
 
-    limits: of one GPU, for this shape of request. Without prefill workers decode workers prefill
-    for themselves; gaps are not looked at then, as any prefill lengthens them.
+    limits: of one GPU, for this shape of request. Without prefill workers decode workers prefill;
+    gaps are not considered then, because any prefill lengthens them.
     """
     fitting = [one for one in limits["decode"] if (one["gap_p99_s"] or math.inf) <= gap_s]
     fastest = max((one["tokens_per_s"] / answer for one in fitting), default=0.0)
@@ -54,7 +54,7 @@ def report(content: Content) -> str:
 
 
 def unloaded_gap(content: Content, shape: str) -> float:
-    """Seconds between blocks of a request that is alone: the fastest fleet's median."""
+    """Seconds between blocks of a single request: the fastest fleet's median."""
     medians = [
         percentile([gap for one in fleet["alone"][shape] for gap in one["gaps"]], 0.5)
         for fleet in content["fleets"]
@@ -101,7 +101,7 @@ def _arriving(content: Content) -> str:
 
 
 def _best(content: Content) -> str:
-    """Of each load: what each fleet should bear and the highest rate that it bore."""
+    """For each load: the predicted rate of each fleet and the highest rate that it sustained."""
     rows = []
     for shape, limits in content["limits"].items():
         answer = int(shape.split("/")[1])
@@ -172,14 +172,14 @@ def _killed(content: Content) -> str:
 
 
 def short_name(fleet: Content) -> str:
-    """1P3D, or how many do both."""
+    """1P3D, or the number of co-located workers."""
     if not fleet["prefill"]:
         return f"{fleet['decode']} co-located"
     return f"{fleet['prefill']}P{fleet['decode']}D"
 
 
 def plot(content: Content, path: Path) -> None:
-    """Requests that met the objectives by arrival rate, a panel for each load and pair."""
+    """Requests that met the objectives by arrival rate, with a panel for each load and pair."""
     from matplotlib.figure import Figure
 
     shapes = list(content["limits"])
