@@ -60,6 +60,9 @@ class ProcessEnded(FleetError):
     """A process ended before it was ready."""
 
 
+SIZE_FLAG: Final = "--tensor-parallel-size"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
     """The fleet to start. Flags are passed on unchanged, so that each process checks its own.
@@ -82,7 +85,7 @@ class FleetConfig:
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
     gpus: tuple[str, ...] | None = None  # for the workers; None leaves them all GPUs of the caller
-    # one for each prefill worker; None takes them from `gpus`
+    # as many for each prefill worker as its tensor-parallel size; None takes them from `gpus`
     prefill_gpus: tuple[str, ...] | None = None
     decode_gpus: tuple[str, ...] | None = None
     has_secret: bool = True  # workers and the embedded Redis only accept the fleet's own processes
@@ -122,7 +125,13 @@ class FleetConfig:
             prefill_gpus=self.prefill_gpus,
             decode_gpus=self.decode_gpus,
             sharing=self.gpu_sharing,
+            prefill_size=self._size(self.prefill_flags),
+            decode_size=self._size(self.decode_flags),
         )
+
+    def _size(self, of_role: tuple[str, ...]) -> int:
+        """GPUs of each worker of a role, whose own flags come last."""
+        return int(value_of((*self.worker_flags, *of_role), SIZE_FLAG) or 1)
 
     def _names_cpu(self) -> bool:
         roles = (self.prefill_flags, self.decode_flags)

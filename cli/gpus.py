@@ -15,13 +15,19 @@ from effuse.worker.gpus import VARIABLE as VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A worker's GPU."""
+    """A worker's GPU, or its GPUs."""
 
-    gpu: str  # its name
+    gpu: str  # its name, or names with commas between them, as in CUDA_VISIBLE_DEVICES
     share: float  # this worker's share of it: all, or an equal part for each of its workers
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its GPUs, by rank."""
+        return tuple(self.gpu.split(","))
+
     def __str__(self) -> str:
-        name = _label(self.gpu)
+        several = len(self.names) > 1
+        name = f"GPUs {self.gpu}" if several else _label(self.gpu)
         return name if self.share == 1 else f"{name} (1/{round(1 / self.share)} of its memory)"
 
 
@@ -33,31 +39,56 @@ def assign(
     prefill_gpus: Sequence[str] | None = None,
     decode_gpus: Sequence[str] | None = None,
     sharing: bool = False,
+    prefill_size: int = 1,
+    decode_size: int = 1,
 ) -> dict[str, Assignment]:
-    """The GPU of each of these workers, by name: prefill-0, .., decode-0, ..
+    """The GPUs of each of so many workers, by their names: prefill-0, .., decode-0, ..
 
-    A role's own list names the GPUs of its workers in order. The other workers get, in order, the
-    first of `gpus` with the fewest workers, and none that already has one unless `sharing`. `gpus`
-    of None is the GPUs of the roles' lists. Raises ValueError that names the wrong or helpful flag.
+    A worker of a role gets as many as that role's size. A role's own list names the GPUs of its
+    workers in order. The others get, in order, the first neighbours of `gpus` with the fewest
+    workers on them, and none that has one already unless `sharing`. `gpus` of None is the GPUs of the
+    roles' lists. Raises ValueError that names the wrong or helpful flag.
     """
-    named = _named("prefill", prefill, prefill_gpus) | _named("decode", decode, decode_gpus)
-    workers = [f"prefill-{at}" for at in range(prefill)] + [f"decode-{at}" for at in range(decode)]
-    allowed = list(dict.fromkeys(named.values())) if gpus is None else list(gpus)
+    sizes = {f"prefill-{at}": prefill_size for at in range(prefill)}
+    sizes |= {f"decode-{at}": decode_size for at in range(decode)}
+    named = _named("prefill", prefill, prefill_size, prefill_gpus)
+    named |= _named("decode", decode, decode_size, decode_gpus)
+    taken = [gpu for own in named.values() for gpu in own]
+    allowed = list(dict.fromkeys(taken)) if gpus is None else list(gpus)
     _check_names(allowed)
-    if outside := [gpu for gpu in named.values() if gpu not in allowed]:
+    if outside := [gpu for gpu in taken if gpu not in allowed]:
         raise ValueError(
             f"{_label(outside[0])} is not one of the fleet's GPUs: {', '.join(allowed)}"
         )
-    if not allowed or (len(workers) > len(allowed) and not sharing):
-        raise ValueError(_too_few(prefill, decode, allowed))
-    on = Counter(named.values())
+    needed = max(sizes.values()) if sharing else sum(sizes.values())
+    if not allowed or needed > len(allowed):
+        raise ValueError(_too_few(prefill, decode, needed, allowed))
+    on = Counter(taken)
     if not sharing and (twice := [gpu for gpu in on if on[gpu] > 1]):
-        raise ValueError(_shared(twice[0], [one for one in workers if named.get(one) == twice[0]]))
-    for worker in workers:
+        holders = [one for one in sizes if twice[0] in named.get(one, ())]
+        raise ValueError(_shared(twice[0], holders))
+    for worker, size in sizes.items():
         if worker not in named:
-            named[worker] = min(allowed, key=lambda gpu: on[gpu])
-            on[named[worker]] += 1
-    return {worker: Assignment(named[worker], 1 / on[named[worker]]) for worker in workers}
+            named[worker] = _neighbours(allowed, size, on, worker, sharing=sharing)
+            on.update(named[worker])
+    return {
+        worker: Assignment(",".join(named[worker]), 1 / max(on[gpu] for gpu in named[worker]))
+        for worker in sizes
+    }
+
+
+def _neighbours(
+    allowed: Sequence[str], size: int, on: Counter[str], worker: str, *, sharing: bool
+) -> tuple[str, ...]:
+    """The first `size` GPUs side by side with the fewest workers on them."""
+    windows = [tuple(allowed[at : at + size]) for at in range(len(allowed) - size + 1)]
+    best = min(windows, key=lambda window: max(on[gpu] for gpu in window))
+    if not sharing and any(on[gpu] for gpu in best):
+        raise ValueError(
+            f"{worker}: expected {size} free GPUs side by side among {_listed(allowed)}; "
+            "--prefill-gpus and --decode-gpus name each worker's"
+        )
+    return best
 
 
 def fleet_gpus(
@@ -88,15 +119,19 @@ def gpu_list(text: str) -> tuple[str, ...]:
     return names
 
 
-def _named(role: str, count: int, gpus: Sequence[str] | None) -> dict[str, str]:
-    """Workers of a role with the GPUs named for them."""
+def _named(
+    role: str, count: int, size: int, gpus: Sequence[str] | None
+) -> dict[str, tuple[str, ...]]:
+    """Workers of a role with the GPUs that are named for them."""
     if gpus is None:
         return {}
-    if len(gpus) != count:
+    if len(gpus) != count * size:
+        each = "one" if size == 1 else str(size)
         raise ValueError(
-            f"--{role}-gpus: expected {count}, one for each {role} worker, got {_listed(gpus)}"
+            f"--{role}-gpus: expected {count * size}, {each} for each {role} worker, "
+            f"got {_listed(gpus)}"
         )
-    return {f"{role}-{at}": gpu for at, gpu in enumerate(gpus)}
+    return {f"{role}-{at}": tuple(gpus[at * size : (at + 1) * size]) for at in range(count)}
 
 
 def _check_names(gpus: Sequence[str]) -> None:
@@ -107,12 +142,14 @@ def _check_names(gpus: Sequence[str]) -> None:
         raise ValueError(f"expected GPUs by number or by id, not both, got {_listed(gpus)}")
 
 
-def _too_few(prefill: int, decode: int, gpus: Sequence[str]) -> str:
+def _too_few(prefill: int, decode: int, needed: int, gpus: Sequence[str]) -> str:
     count = prefill + decode
+    fleet = f"{count} worker{'s' * (count > 1)} ({prefill} prefill, {decode} decode)"
+    if needed != count:
+        return f"{fleet} need {needed} GPUs by their --tensor-parallel-size, got {_listed(gpus)}"
     return (
-        f"{count} worker{'s' * (count > 1)} ({prefill} prefill, {decode} decode) on "
-        f"{_listed(gpus)}: each worker needs its own GPU; start fewer workers, or let them share "
-        "GPUs and memory with --gpu-sharing"
+        f"{fleet} on {_listed(gpus)}: each worker needs its own GPU; start fewer workers, or let "
+        "them share GPUs and memory with --gpu-sharing"
     )
 
 

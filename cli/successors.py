@@ -35,6 +35,9 @@ def has_room_beside(
     """
     if value_of(command, "--device") == "cpu" or not (gpu or gpus()):
         return True
-    found = memory(gpu.gpu) if gpu is not None else None
+    found = [] if gpu is None else [memory(name) for name in gpu.names]
     share = value_of(command, "--gpu-memory-utilization") or WorkerConfig.gpu_memory_utilization
-    return found is not None and found.free_mib >= float(share) * found.total_mib + _MORE_MIB
+    return bool(found) and all(
+        one is not None and one.free_mib >= float(share) * one.total_mib + _MORE_MIB
+        for one in found
+    )

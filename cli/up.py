@@ -19,7 +19,7 @@ from typing import cast
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
 from effuse.cli.commands import LOOPBACK, http_flags, value_of
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.fleet import SIZE_FLAG, Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import fleet_gpus, gpu_list
 from effuse.cli.greeting import asks_who_calls, greeting, scraped, spoken, taken
 from effuse.cli.keeper import LOG, Rolling, watch_over
@@ -206,14 +206,20 @@ def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) 
         name=found.fleet,
         router_flags=(*words(groups.every, groups.router), *http),
         worker_flags=(*device, *words(groups.every, groups.workers)),
-        prefill_flags=words(groups.prefill),
-        decode_flags=words(groups.decode),
+        prefill_flags=(*words(groups.prefill), *_of_role(found, "prefill")),
+        decode_flags=(*words(groups.decode), *_of_role(found, "decode")),
         gpus=_gpus(found, asked),
         prefill_gpus=found.prefill_gpus,
         decode_gpus=found.decode_gpus,
         gpu_sharing=found.gpu_sharing,
         log_dir=found.log_dir,
     )
+
+
+def _of_role(found: argparse.Namespace, role: str) -> tuple[str, ...]:
+    """Flags of every worker that are set for one role by a name of their own."""
+    size = getattr(found, f"{role}_tensor_parallel_size")
+    return () if size is None else (SIZE_FLAG, str(size))
 
 
 def _asks_for_gpus(found: argparse.Namespace) -> bool:
@@ -269,7 +275,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def _add_gpus(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "GPUs, by number or id as for CUDA_VISIBLE_DEVICES", "Each worker gets its own GPU."
+        "GPUs, by number or id as for CUDA_VISIBLE_DEVICES",
+        "Each worker gets its own, as many as its tensor-parallel size.",
     )
     add = group.add_argument
     add("--gpus", type=gpu_list, metavar="0,1,..",
@@ -278,6 +285,9 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
         help="one for each prefill worker (default: from --gpus)")  # fmt: skip
     add("--decode-gpus", type=gpu_list, metavar="1,..",
         help="one for each decode worker (default: from --gpus)")  # fmt: skip
+    for role in ("prefill", "decode"):
+        add(f"--{role}-tensor-parallel-size", type=whole(1, 64), metavar="N",
+            help=f"devices of each {role} worker (default: --tensor-parallel-size)")  # fmt: skip
     add_switch(
         group,
         "--gpu-sharing",

@@ -43,14 +43,17 @@ def build(
     does not listen. Raises ValueError if the config is wrong.
     """
     pulse = pulse or Pulse()
-    parts = assemble(config, incarnation, "decode", config.default_algorithm, pulse)
+    parts = assemble(
+        config, incarnation, "decode", config.default_algorithm, pulse, connects=connects
+    )
     limits = _limits(config, parts)
     _check_defaults(parts.ready.model, limits)
     connector = parts.connect() if connects else None
     captures = denoises_on_device(config, parts.model.device)
     with pulse.during("capturing" if captures else "loading"):
         core = _core(config, incarnation, parts, limits, connector)
-    return Engine(core, parts.ready, wakes=() if connector is None else (connector.fileno(),))
+    wakes = () if connector is None else (connector.fileno(),)
+    return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
 
 
 def _core(

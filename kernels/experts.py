@@ -6,6 +6,7 @@ capture it. A CPU computes one expert after another.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,12 +15,15 @@ from torch.nn import functional
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.rowwise import WeightedParts, linear, swiglu, swiglu_ref
 
+NO_EXPERT: Final = -1
+"""The pick of an expert that another rank holds: it gives zeros."""
+
 
 @dataclass(frozen=True, slots=True)
 class Routes:
     """The experts of each row. K is `Routing.num_picks`; shared experts come last."""
 
-    experts: Tensor  # [T, K] int32
+    experts: Tensor  # [T, K] int32, NO_EXPERT for another rank's
     weights: Tensor  # [T, K] fp32
 
 
@@ -68,8 +72,8 @@ def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Weig
 
         return experts_triton.launch_mlp(x, gate_up, down, routes.experts, routes.weights)
     picked = routes.experts.flatten()
-    parts = x.new_empty(len(picked), x.shape[1])
-    for expert in torch.unique(picked).tolist():
+    parts = x.new_zeros(len(picked), x.shape[1])
+    for expert in torch.unique(picked[picked != NO_EXPERT]).tolist():
         picks = (picked == expert).nonzero().flatten()
         rows = x[picks // routes.experts.shape[1]]
         parts[picks] = linear(swiglu(linear(rows, gate_up[expert])), down[expert])

@@ -7,9 +7,10 @@ Requests never block; results are events that the engine polls.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 from effuse.kvtransfer.messages import BoundaryState, Manifest, ReceiverAddress, Reservation
 
@@ -53,8 +54,7 @@ Pending = Callable[[], T | None]
 """Called repeatedly from the connector's thread; returns the result once there is one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Struct, frozen=True, tag=True):
     """Every page and the boundary state arrived and were verified; no writer is left."""
 
     transfer_id: str
@@ -62,8 +62,7 @@ class Arrived:
     seconds: float  # like Pushed.seconds, without the receiver's message
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivalRefused:
+class ArrivalRefused(Struct, frozen=True, tag=True):
     """An expected transfer failed; its writer may still write."""
 
     transfer_id: str
@@ -71,22 +70,19 @@ class ArrivalRefused:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Promised:
+class Promised(Struct, frozen=True, tag=True):
     """The writer of a transfer reports that its pages are still to come."""
 
     transfer_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fenced:
+class Fenced(Struct, frozen=True, tag=True):
     """Nothing of an abandoned transfer arrives in its pages any more."""
 
     transfer_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Struct, frozen=True):
     """The transport that moves the bytes of a push."""
 
     # memory, zmq over tcp, or UCX's name, such as cuda_ipc; "a or b" if it is one of two
@@ -98,8 +94,7 @@ class Route:
 UNKNOWN = Route("unknown")
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(Struct, frozen=True, tag=True):
     """The push has ended and is acknowledged: the source pages are free for reuse."""
 
     transfer_id: str
@@ -112,8 +107,7 @@ class Pushed:
     moved_s: float = 0.0  # from when the first page left, to the same end
 
 
-@dataclass(frozen=True, slots=True)
-class PushFailed:
+class PushFailed(Struct, frozen=True, tag=True):
     """The push will not succeed. Source pages remain in use until PushCancelled."""
 
     transfer_id: str
@@ -121,8 +115,7 @@ class PushFailed:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class PushCancelled:
+class PushCancelled(Struct, frozen=True, tag=True):
     """This transfer does not read or write KV memory any more, and never will."""
 
     transfer_id: str

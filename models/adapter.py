@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effuse.models.checkpoint import Shape, TensorFiles, open_tensors
+from effuse.models.checkpoint import Cut, Shape, TensorFiles, open_tensors
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 
 if TYPE_CHECKING:
@@ -56,11 +56,18 @@ class Adapter:
     modules: frozenset[str]
     files: TensorFiles
 
-    def delta(self, module: str) -> Tensor | None:
-        """Change of a module's weight [out, in] in fp32, or None if it has none."""
+    def delta(self, module: str, cut: Cut | None = None) -> Tensor | None:
+        """Change of a module's weight [out, in], or of a cut of it, in fp32; None if there is no
+        change."""
         if module not in self.modules:
             return None
         a, b = (self.files.take(name).float() for name in _factor_names(module))
+        if cut is not None and cut.dim:
+            (a,) = cut.of(a)
+        elif cut is not None:
+            import torch
+
+            b = torch.cat(cut.of(b))
         return (b @ a).mul_(self.scale)
 
 

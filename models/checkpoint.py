@@ -42,6 +42,24 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Ranges of a tensor's rows (`dim` 0) or columns (`dim` 1), to be read one after the other."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    def shape(self, whole: Shape) -> Shape:
+        """Shape of the cut of a tensor of shape `whole`."""
+        length = sum(map(len, self.ranges))
+        return (*whole[: self.dim], length, *whole[self.dim + 1 :])
+
+    def of(self, tensor: Tensor | SafeSlice) -> list[Tensor]:
+        """The ranges of a tensor, or of one in a file, of which nothing else is read."""
+        slices = [slice(part.start, part.stop) for part in self.ranges]
+        return [tensor[:, one] if self.dim else tensor[one] for one in slices]
+
+
+@dataclass(frozen=True, slots=True)
 class MlpNames:
     """Released module names of one gated MLP, each with a `.weight`."""
 
@@ -198,6 +216,7 @@ class SafeSlice(Protocol):
 
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
+    def __getitem__(self, at: slice | tuple[slice, slice]) -> Tensor: ...
 
 
 class SafeFile(Protocol):
@@ -226,10 +245,16 @@ class TensorFiles:
             for name, (_, file) in self.locations.items()
         )
 
-    def take(self, name: str) -> Tensor:
-        """Read one tensor, in its stored dtype, on the device for which the files were opened."""
+    def take(self, name: str, cut: Cut | None = None) -> Tensor:
+        """Read one tensor, or a cut of it, on the device that the files were opened for, in its
+        stored dtype."""
         self.check_dtype(name)
-        return self.locations[name][1].get_tensor(name)
+        file = self.locations[name][1]
+        if cut is None:
+            return file.get_tensor(name)
+        import torch
+
+        return torch.cat(cut.of(file.get_slice(name)), dim=cut.dim)
 
     def check_dtype(self, name: str) -> None:
         """Raise CheckpointError if a tensor is stored in an unsupported dtype."""

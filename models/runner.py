@@ -140,12 +140,10 @@ class ModelRunner:
         rows = hidden[: packed.num_candidates]
         if packed.boundary_candidates:
             (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
-            vectors = [
-                vector.to(rows.device, rows.dtype, non_blocking=True)
-                for _, vector in packed.boundary_candidates
-            ]
-            rows = rows.index_copy(0, at, torch.stack(vectors))
+            rows = rows.index_copy(0, at, self._boundaries(packed, rows))
         logits = self.model.logits(rows)
+        if self.model.shard.rank:  # candidates are rank 0's
+            return _Drawn([], [], [], [None] * len(parts))
         if self._wait is not None:
             self._wait()
         sampling = self._sampling(packed)
@@ -159,6 +157,18 @@ class ModelRunner:
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
         logprobs = _logprobs(parts, logits, candidates.token, config)
         return _Drawn([int(token) for token in tokens], confidences, scores, logprobs)
+
+    def _boundaries(self, packed: PackedParts, rows: Tensor) -> Tensor:
+        """Boundary vectors [B, H] like ``rows``; rank 0 has them, and other ranks get them."""
+        if self.model.shard.rank:
+            return self.model.group.share(
+                rows.new_empty(len(packed.boundary_candidates), rows.shape[1])
+            )
+        vectors = [
+            vector.to(rows.device, rows.dtype, non_blocking=True)
+            for _, vector in packed.boundary_candidates
+        ]
+        return self.model.group.share(torch.stack(vectors))
 
     def _sampling(self, packed: PackedParts) -> RowSampling:
         whole, real = packed.sampling_integers, packed.sampling_floats

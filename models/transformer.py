@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
@@ -22,6 +21,15 @@ from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import WeightedParts, linear, rms_norm, rms_norm_residual, swiglu
 from effuse.models.config import ModelConfig
+from effuse.models.shard import (
+    ALONE,
+    Group,
+    Shard,
+    embed,
+    own_routes,
+    vocabulary_sizes,
+    whole,
+)
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
 _MOST_ROWS_HALVED = 256
@@ -82,19 +90,30 @@ class ModelWeights:
 
 
 class Transformer:
-    """Weights with a forward; there is no state between calls."""
+    """Weights with a forward; there is no state between calls.
+
+    In a group of ranks it is this rank's `shard`: hidden rows are those of the whole model on every
+    rank, heads and K and V its own.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, attend: Attend = block_attention
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        attend: Attend = block_attention,
+        shard: Shard | None = None,
+        group: Group = ALONE,
     ) -> None:
         self.config = config
+        self.shard = whole(config) if shard is None else shard
+        self.group = group
         self.weights = weights
         self._attention = attend
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self._scale = 1 / math.sqrt(config.head_dim)
-        self._q_dim = config.num_heads * config.head_dim
-        self._kv_dim = config.num_kv_heads * config.head_dim
+        self.q_dim = len(self.shard.heads) * config.head_dim
+        self._kv_dim = len(self.shard.kv_heads) * config.head_dim
         # The last block may go beyond the last position of the text.
         num_positions = config.max_position_embeddings + config.block_size
         self._cos_sin = make_cos_sin_cache(
@@ -159,14 +178,15 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden rows [R, H], both in the model's dtype."""
-        return linear(hidden, self.weights.head)
+        own = linear(hidden, self.weights.head)
+        return self.group.gather(own, vocabulary_sizes(self.config, self.shard.size))
 
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored
     ) -> tuple[Tensor, Tensor]:
         """(normed input of the last layer; residual), both [T, H]."""
         layers = self.weights.layers
-        residual = functional.embedding(token_ids, self.weights.embedding)
+        residual = embed(token_ids, self.weights.embedding, self.shard, self.group)
         normed = rms_norm(residual, layers[0].attn_norm, self.config.rms_norm_eps)
         for number, (layer, following) in enumerate(pairwise(layers)):
             mixed = self._attend(layer, normed, kv[number], rows)
@@ -179,19 +199,19 @@ class Transformer:
         """Attention output before its projection, [T, Q]; stores K and V."""
         config, num_rows = self.config, len(x)
         qkv = linear(x, layer.qkv, layer.qkv_bias)
-        q, k, v = torch.split(qkv, [self._q_dim, self._kv_dim, self._kv_dim], dim=-1)
-        q = q.view(num_rows, config.num_heads, config.head_dim)
+        q, k, v = torch.split(qkv, [self.q_dim, self._kv_dim, self._kv_dim], dim=-1)
+        q = q.view(num_rows, len(self.shard.heads), config.head_dim)
         k, v = self._heads(k), self._heads(v)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q, k = self._rotate_and_store(q, k, v, layer_kv, rows)
         mixed = self._attention(q, k, v, *layer_kv, rows.attention, scale=self._scale)
-        return mixed.view(num_rows, self._q_dim)
+        return mixed.view(num_rows, self.q_dim)
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
-        bias = None if layer.qkv_bias is None else layer.qkv_bias[self._q_dim :]
-        k, v = map(self._heads, linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[self.q_dim :]
+        k, v = map(self._heads, linear(x, layer.qkv[self.q_dim :], bias).chunk(2, dim=-1))
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
         self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate
@@ -202,7 +222,7 @@ class Transformer:
         return rotary_store_kv(q, k, v, self._cos_sin, rows.positions, *layer_kv, rows.slot_mapping)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(len(x), self.config.num_kv_heads, self.config.head_dim)
+        return x.view(len(x), len(self.shard.kv_heads), self.config.head_dim)
 
     def _mlp(
         self, layer: LayerWeights, mixed: Tensor, residual: Tensor
@@ -212,20 +232,27 @@ class Transformer:
         The output may be in parts, [2, rows, H] fp32 or the experts' results, which the next norm
         adds up.
         """
-        projected = linear(mixed, layer.attn_out)
+        projected = self.group.sum(linear(mixed, layer.attn_out))
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
         if layer.router is not None:
             routes = self._route(normed, layer.router, layer.router_bias)
-            return expert_mlp(normed, layer.gate_up, layer.down, routes), residual
+            given = expert_mlp(normed, layer.gate_up, layer.down, routes)
+            return given if self.shard.is_whole else self.group.sum(given.total()), residual
         activated = swiglu(linear(normed, layer.gate_up))
+        if not self.shard.is_whole:
+            return self.group.sum(linear(activated, layer.down)), residual
         if activated.is_cuda and self.dtype != torch.float32 and len(mixed) <= _MOST_ROWS_HALVED:
             return _halves(activated, layer.down), residual
         return linear(activated, layer.down), residual
 
     def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
         """The experts of each row of x [rows, H]."""
-        assert self.config.experts is not None, "weights with a router need its rule"
-        return route(router_logits(x, router), bias, self.config.experts.routing)
+        assert self.config.experts is not None, "weights with a router come with its rule"
+        routing = self.config.experts.routing
+        routes = route(router_logits(x, router), bias, routing)
+        if self.shard.experts is None:
+            return routes
+        return own_routes(routes, routing.num_experts, self.shard)
 
     def _add_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor

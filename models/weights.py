@@ -21,6 +21,7 @@ from torch import Tensor
 from effuse.kernels.attention import block_attention
 from effuse.models.adapter import Adapter, open_adapter
 from effuse.models.checkpoint import (
+    Cut,
     LayerNames,
     ModelNames,
     Shape,
@@ -37,6 +38,7 @@ from effuse.models.checkpoint import (
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError
 from effuse.models.progress import ProgressLog
+from effuse.models.shard import ALL, Place, cuts_of, held_names, held_shapes
 from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,16 +53,20 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     block_size: int | None = None,
     attend: Attend = block_attention,
+    place: Place = ALL,
 ) -> Transformer:
     """Load a published checkpoint directory; `block_size` overrides the configuration's.
 
-    Raises CheckpointError that names the configuration key, or the missing, extra or wrongly shaped
-    tensor, with the expected and the found value; or the missing memory, before anything is read.
+    Of a group of ranks only this one's part is read. Raises CheckpointError naming the
+    configuration key, or the missing, surplus or wrongly shaped tensor, with what was expected and
+    what was found; or how much memory is short, before anything is read; ValueError if the model
+    cannot be cut into so many parts.
     """
     directory, device = Path(path), torch.device(device)
     config = ModelConfig.from_dir(directory, block_size=block_size)
-    shapes = tensor_shapes(config)
-    check_memory(directory, shapes, dtype, device)
+    shard = place.shard(config)
+    shapes, cuts = tensor_shapes(config), cuts_of(config, shard)
+    check_memory(directory, held_shapes(config, shard, shapes, cuts), dtype, device)
     with ExitStack() as stack:
         files = stack.enter_context(open_tensors(weight_files(directory), device))
         check_index(directory, files)
@@ -72,9 +78,9 @@ def load_model(
         if adapter is not None:
             merged = stack.enter_context(open_adapter(Path(adapter), shapes, device))
         with ProgressLog("weights", files.num_bytes(), unit="GB", per_unit=1e9) as progress:
-            loader = _Loader(files, merged, dtype, device, progress)
-            weights = loader.model(config, module_names(config))
-    return Transformer(config, weights, attend)
+            loader = _Loader(files, merged, dtype, device, progress, cuts)
+            weights = loader.model(config, held_names(config, shard))
+    return Transformer(config, weights, attend, shard, place.group)
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:
@@ -110,8 +116,8 @@ def check_memory(
     free = free_bytes(device)
     if needed > free:
         raise CheckpointError(
-            f"{directory}: the weights take {needed / 1e9:.1f} GB in {dtype}, but {device} has "
-            f"only {free / 1e9:.1f} GB free, and a worker uses one device"
+            f"{directory}: the weights are {needed / 1e9:.1f} GB in {dtype}, {device} has "
+            f"{free / 1e9:.1f} GB free; --tensor-parallel-size spreads them over several devices"
         )
 
 
@@ -137,6 +143,7 @@ class _Loader:
     dtype: torch.dtype
     device: torch.device
     progress: ProgressLog
+    cuts: Mapping[str, Cut]
 
     def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
         embedding = self.matrix(names.embedding)
@@ -175,7 +182,7 @@ class _Loader:
             gate_up = torch.cat([self.matrix(only.gate), self.matrix(only.up)])
             return gate_up, self.matrix(only.down)
         count = len(names.mlps)
-        hidden, inner = self.files.shape(f"{names.mlps[0].down}.weight")
+        hidden, inner = self.shape(f"{names.mlps[0].down}.weight")
         empty = partial(torch.empty, dtype=self.dtype, device=self.device)
         gate_ups, downs = empty(count, 2 * inner, hidden), empty(count, hidden, inner)
         for mlp, gate_up, down in zip(names.mlps, gate_ups, downs, strict=True):
@@ -187,7 +194,8 @@ class _Loader:
     def matrix(self, module: str) -> Tensor:
         """A module's weight with its adapter merged."""
         weight = self.read(f"{module}.weight")
-        delta = None if self.adapter is None else self.adapter.delta(module)
+        cut = self.cuts.get(f"{module}.weight")
+        delta = None if self.adapter is None else self.adapter.delta(module, cut)
         if delta is not None:
             weight = weight.float() + delta
         return weight.to(self.dtype)
@@ -195,12 +203,18 @@ class _Loader:
     def take(self, name: str) -> Tensor:
         return self.read(name).to(self.dtype)
 
+    def shape(self, name: str) -> Shape:
+        cut, whole = self.cuts.get(name), self.files.shape(name)
+        return whole if cut is None else cut.shape(whole)
+
     def read(self, name: str) -> Tensor:
-        tensor = self.files.take(name)
+        cut = self.cuts.get(name)
+        tensor = self.files.take(name, cut)
         self.progress.add(tensor.nbytes)
-        # On the host it is the mapped file itself: a process that rewrites the file would change
-        # it, or end this process.
-        return tensor.clone() if tensor.device.type == "cpu" else tensor
+        if cut is not None or tensor.device.type != "cpu":
+            return tensor
+        # It is the mapped file itself: a process that rewrites the file would change it.
+        return tensor.clone()
 
 
 def _check_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -> None:

@@ -65,6 +65,8 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     default_algorithm: Algorithm | None
     served_model_name: str | None
+    tensor_parallel_size: int
+    expert_parallel: bool
 
 
 class LLM:
@@ -96,7 +98,7 @@ class LLM:
         check_device(config.device)
         self._tokenizer = Tokenizer.load(directory)
         with _threads_kept():
-            engine = build(config, "offline", connects=False)
+            engine = self._engine = build(config, "offline", connects=False)
             self._num_threads = torch.get_num_threads()  # that an engine computes with
         assert isinstance(engine.core, DecodeEngine), "a decode worker's engine is a decode engine"
         self._core, self.model = engine.core, engine.ready.model
@@ -139,7 +141,7 @@ class LLM:
     def close(self) -> None:
         """Ends the tokenizer's threads and the engine; memory is freed with the object."""
         self._tokenizer.close()
-        self._core.close()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -40,7 +40,13 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -
         parts.fingerprint,
         now=time.monotonic,
     )
-    return Engine(core, parts.ready, wakes=(connector.fileno(),), meanwhile=core.meanwhile)
+    return Engine(
+        core,
+        parts.ready,
+        wakes=(connector.fileno(),),
+        meanwhile=core.meanwhile,
+        ranks=parts.ranks,
+    )
 
 
 def _limits(config: PrefillConfig, parts: Assembly) -> PrefillLimits:

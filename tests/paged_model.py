@@ -10,6 +10,7 @@ from torch import Tensor
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.models.runner import ModelRunner
+from effuse.models.shard import Place
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model
 
@@ -20,12 +21,22 @@ class PagedModel:
     """One checkpoint with its own pool memory, in fp32 on the CPU."""
 
     def __init__(
-        self, path: Path, *, page_size: int, block_size: int, attend: Attend = block_attention
+        self,
+        path: Path,
+        *,
+        page_size: int,
+        block_size: int,
+        attend: Attend = block_attention,
+        adapter: Path | None = None,
+        place: Place | None = None,
     ) -> None:
-        self.model: Transformer = load_model(path, block_size=block_size, attend=attend)
+        self.model: Transformer = load_model(
+            path, block_size=block_size, attend=attend, adapter=adapter, place=place or Place()
+        )
         self.page_size, self.block_size = page_size, block_size
         config = self.model.config
-        shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
+        num_heads = len(self.model.shard.kv_heads)
+        shape = (NUM_PAGES, config.num_layers, 2, num_heads, page_size, config.head_dim)
         self.memory = torch.full(shape, float("nan"))
         self.kv = [
             (self.memory[:, layer, 0].transpose(1, 2), self.memory[:, layer, 1].transpose(1, 2))

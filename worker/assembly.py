@@ -30,17 +30,23 @@ from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
 from effuse.kvtransfer.zmq_sockets import CurveKeys
+from effuse.models import part as forwards
+from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
-from effuse.models.part import Part
+from effuse.models.group import join_group
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
+from effuse.models.shard import Place, shard_of
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
 from effuse.protos.gate import FleetSecret
 from effuse.worker.config import PrefillConfig, WorkerConfig
 from effuse.worker.connectors import choose_connector, why_no_nixl
+from effuse.worker.group_parts import GroupMemory, GroupRunner, PromptForward
 from effuse.worker.messages import Ready
+from effuse.worker.rank_messages import Open, meeting_path
+from effuse.worker.ranks import Ranks, end_process, note_only, start_ranks
 from effuse.worker.watchdog import Pulse
 
 # A block's KV is stored by the forward after the one in which it settled.
@@ -51,25 +57,38 @@ CPU_THREADS = 1
 the end of every operator, and are many times slower.
 """
 
-_CPU_POOL_BYTES = 256 << 20  # if the config does not set it; touched page by page at first use
+_JOIN_S = 60.0  # for processes that all wait to meet
+_CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by page as it is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What each rank of an engine has: its share of the model and of each page."""
+
+    model: Transformer
+    memory: PageMemory
+    runner: ModelRunner
+    queued: QueuedLayers | None
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
     """The parts of an engine. `connect` starts the connector of its pages and returns it; it raises
     ValueError if that cannot be opened. `queued` are the runner's layers if they are followed on a
-    device.
+    device. With other `ranks`, runner and memory send them the same commands.
     """
 
     model: Transformer
     memory: PageMemory
     pool: PagePool
-    runner: ModelRunner
+    runner: PromptForward
     queued: QueuedLayers | None
     fingerprint: Fingerprint
     connect: Callable[[], Connector]
     max_model_len: int
     ready: Ready
+    ranks: Ranks | None
 
 
 def assemble(
@@ -78,61 +97,122 @@ def assemble(
     role: Role,
     default_algorithm: Algorithm | None,
     pulse: Pulse,
+    *,
+    connects: bool = True,
 ) -> Assembly:
     """Loads everything and runs one forward. Raises ValueError for a bad config.
 
     `default_algorithm` is the model's if it is None. `pulse` receives the progress of long steps,
-    now and in all later forwards.
+    now and in all later forwards. Without `connects` no rank opens a connector, and a broken group
+    raises GroupBroken and does not end the process.
     """
-    device = _device(config)
-    _announce_compiling(config, device, pulse)
-    directory = config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
-    model = _load(config, directory, device)
-    max_model_len = _max_model_len(config, model)
+    device = device_of(config)
     connector = choose_connector(
         config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
     )
     config = replace(config, connector=connector)
-    layout = _layout(config, model)
-    memory = PageMemory(layout, _num_pages(config, model, layout, max_model_len), device)
+    directory = model_directory(config)
+    ranks, place = None, Place()
+    if config.tensor_parallel_size > 1:
+        shard_of(
+            ModelConfig.from_dir(directory, block_size=config.block_size),
+            *(0, config.tensor_parallel_size),
+            expert_parallel=config.expert_parallel,
+        )
+        ranks = start_ranks(config, role, incarnation, end_process if connects else note_only)
+        ranks.wait_for("present", config.startup_timeout_s)
+        place = join(config, 0, device, ranks.home)
+        ranks.group = place.group
+    model = load_shard(config, device, place, pulse)
+    if ranks is not None:
+        ranks.wait_for("loaded", config.startup_timeout_s)
+    part = make_part(config, role, pulse, model, ranks)
+    layout = part.memory.layout
+    agreed = fingerprint(layout, _facts(config, directory, model))
+    if ranks is not None and connects:
+        ranks.send(Open(agreed))
+        ranks.wait_for("open", config.startup_timeout_s)
+    return Assembly(
+        model=model,
+        memory=part.memory,
+        pool=PagePool(part.memory.num_pages),
+        runner=part.runner if ranks is None else GroupRunner(part.runner, ranks),
+        queued=part.queued,
+        fingerprint=agreed,
+        connect=partial(connect, config, part, incarnation, agreed, role),
+        max_model_len=part.max_model_len,
+        ready=Ready(
+            model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
+            fingerprint=tuple((field.name, field.value) for field in agreed),
+            page_size=layout.page_size,
+            total_pages=part.memory.num_pages,
+            connector=connector,
+        ),
+        ranks=ranks,
+    )
+
+
+def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> Place:
+    """Meets the other ranks of the engine. Raises ValueError if they do not come."""
+    size = config.tensor_parallel_size
+    group = join_group(rank, size, device, meeting_path(home), _JOIN_S)
+    return Place(rank, size, config.expert_parallel, group)
+
+
+def load_shard(
+    config: WorkerConfig, device: torch.device, place: Place, pulse: Pulse
+) -> Transformer:
+    """The model, or the rank's share of it. Raises ValueError."""
+    _announce_compiling(config, device, pulse)
+    return _load(config, model_directory(config), device, place)
+
+
+def make_part(
+    config: WorkerConfig,
+    role: Role,
+    pulse: Pulse,
+    model: Transformer,
+    ranks: Ranks | None = None,
+) -> Part:
+    """Pages and a runner for a model, and a first forward; all ranks call it together.
+
+    Only a leader has `ranks`. Raises ValueError for a config that leaves no room for pages.
+    """
+    max_model_len = _max_model_len(config, model)
+    layout, device = _layout(config, model), model.device
+    num_pages = _num_pages(config, model, layout, max_model_len)
+    memory = (
+        PageMemory(layout, num_pages, device)
+        if ranks is None
+        else GroupMemory(layout, num_pages, device, ranks)
+    )
     # Only a worker that pushes needs to know which layers are stored.
     marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role == "prefill" else None
     most_cached = max_model_len if caches_prefixes(config, model) else 0
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
-    warm_up(runner, model.config.block_size)
-    agreed = fingerprint(layout, _facts(config, directory, model))
-    return Assembly(
-        model=model,
-        memory=memory,
-        pool=PagePool(memory.num_pages),
-        runner=runner,
-        queued=queued,
-        fingerprint=agreed,
-        connect=partial(_connect, config, memory, max_model_len, incarnation, agreed, role),
-        max_model_len=max_model_len,
-        ready=Ready(
-            model=_model_info(config, directory, model, max_model_len, default_algorithm),
-            fingerprint=tuple((field.name, field.value) for field in agreed),
-            page_size=layout.page_size,
-            total_pages=memory.num_pages,
-            connector=connector,
-        ),
+    warm_up(runner, model.config.max_position_embeddings, model.config.block_size)
+    return Part(
+        model=model, memory=memory, runner=runner, queued=queued, max_model_len=max_model_len
     )
 
 
-def warm_up(runner: ModelRunner, num_rows: int) -> None:
-    """Runs a forward of `num_rows` rows, nearly all with a candidate; writes to page 0.
+def model_directory(config: WorkerConfig) -> Path:
+    """Directory of the checkpoint; without one in the config the bundled model's."""
+    return config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
 
-    A sequence has at most as many as the model has positions, because tables end there.
+
+def warm_up(runner: forwards.Forward, most: int, num_rows: int) -> None:
+    """Runs a forward of `num_rows` rows, nearly all of which want a candidate; writes to page 0.
+
+    A sequence has at most `most` of them, the model's positions: tables end there.
     """
-    most = runner.model.config.max_position_embeddings
     parts = []
     for begin in range(0, num_rows, most):
         length = min(most, num_rows - begin)
-        wanted = range(1, length)  # position 0 has no previous row, which shifting models need
-        part = Part(
+        wanted = range(1, length)  # position 0 has no row before it, which shifting models need
+        part = forwards.Part(
             token_ids=[0] * length,
             start=0,
             pages=[0],
@@ -146,13 +226,20 @@ def warm_up(runner: ModelRunner, num_rows: int) -> None:
     runner.run(parts)
 
 
-def _device(config: WorkerConfig) -> torch.device:
+def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
+    """Device of a rank: the CPU, or the visible GPU of its number. Raises ValueError if there are
+    too few GPUs."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device is available here")
     if config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(CPU_THREADS)
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if (count := torch.cuda.device_count()) < config.tensor_parallel_size:
+        raise ValueError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: this worker sees {count} GPUs"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:
@@ -179,7 +266,7 @@ def _queued_layers(device: torch.device, role: Role, pulse: Pulse) -> QueuedLaye
     return QueuedLayers(place_on_cuda, pulse.mark)
 
 
-def _load(config: WorkerConfig, directory: Path, device: torch.device) -> Transformer:
+def _load(config: WorkerConfig, directory: Path, device: torch.device, place: Place) -> Transformer:
     on_cpu = device.type == "cpu"
     name = "float32" if config.dtype == "auto" and on_cpu else config.dtype
     return load_model(
@@ -189,6 +276,7 @@ def _load(config: WorkerConfig, directory: Path, device: torch.device) -> Transf
         dtype=select_dtype(name, directory),
         block_size=config.block_size,
         attend=_attend(config),
+        place=place,
     )
 
 
@@ -215,7 +303,7 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
     return KVLayout(
         kind=config.kv_layout,
         num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
+        num_kv_heads=len(model.shard.kv_heads),
         head_dim=model.config.head_dim,
         page_size=config.page_size,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -232,14 +320,15 @@ def _num_pages(
     least = layout.pages_for(max_model_len)
     if model.device.type == "cpu":
         return max(least, _CPU_POOL_BYTES // layout.page_bytes)
-    return _device_pages(config, model, layout)
+    return model.group.least(_device_pages(config, model, layout))
 
 
 def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) -> int:
     """Pages in the device memory that the largest forward leaves of the configured share."""
     probe = PageMemory(layout, 1, model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
-    warm_up(_runner(model, probe), config.max_num_batched_tokens)
+    most = model.config.max_position_embeddings
+    warm_up(_runner(model, probe), most, config.max_num_batched_tokens)
     total = torch.cuda.get_device_properties(model.device).total_memory
     share = int(total * config.gpu_memory_utilization)
     room = share - torch.cuda.max_memory_allocated(model.device)
@@ -341,17 +430,13 @@ def _model_info(
     )
 
 
-def _connect(
-    config: WorkerConfig,
-    memory: PageMemory,
-    max_model_len: int,
-    incarnation: str,
-    agreed: Fingerprint,
-    role: Role,
+def connect(
+    config: WorkerConfig, part: Part, incarnation: str, agreed: Fingerprint, role: Role
 ) -> Connector:
-    _check_reservable(memory.layout, max_model_len)
-    transport = _transport(config, memory, incarnation, role)
-    connector = ThreadConnector(transport, memory, incarnation, agreed)
+    """Starts the connector of a rank's pages. Raises ValueError if it cannot be opened."""
+    _check_reservable(part.memory.layout, part.max_model_len)
+    transport = _transport(config, part.memory, incarnation, role)
+    connector = ThreadConnector(transport, part.memory, incarnation, agreed)
     connector.start()
     return connector
 

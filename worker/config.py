@@ -29,6 +29,7 @@ END_S: Final = 10.0
 STOP_S: Final = 20.0
 """Time for an engine to end that they do not leave; then it is killed."""
 _LEAST_HANG_S: Final = 1.0
+_MOST_RANKS: Final = 64
 _MOST_STOP_IDS = 128  # more than a router accepts; a GPU has room for them in every slot
 
 
@@ -50,6 +51,14 @@ class WorkerConfig(Access):
     enforce_eager: Annotated[bool, "never capture CUDA graphs; the host runs each decode step"] = (
         False
     )
+
+    # Several devices.
+    tensor_parallel_size: Annotated[
+        int, "devices that compute each layer together, each with a part of the weights"
+    ] = 1
+    expert_parallel: Annotated[
+        bool, "spread whole experts over the devices; without it each expert is cut"
+    ] = False
 
     # KV memory.
     page_size: Annotated[int, "tokens in a KV page"] = 16
@@ -128,6 +137,7 @@ class WorkerConfig(Access):
             self.check_plaintext("host", self.host, "pages")
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)
+        checks.whole("tensor_parallel_size", self.tensor_parallel_size, 1, _MOST_RANKS)
         for name in ("block_size", "max_model_len"):
             checks.whole(name, getattr(self, name), 1)
         checks.choice("device", self.device, get_args(Device))
@@ -160,8 +170,10 @@ class WorkerConfig(Access):
 
     @property
     def runs_graphs(self) -> bool:
-        """Whether a GPU may run captured graphs; FlexAttention compiles for new lengths."""
-        return not self.enforce_eager and self.attention != "flex"
+        """Whether a GPU may run captured graphs; FlexAttention compiles for new lengths, and ranks
+        of a group run commands of their leader."""
+        is_one = self.tensor_parallel_size == 1
+        return is_one and not self.enforce_eager and self.attention != "flex"
 
     @property
     def longest_end_s(self) -> float:

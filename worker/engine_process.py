@@ -40,6 +40,7 @@ from effuse.worker.messages import (
     ToEngine,
     ToFront,
 )
+from effuse.worker.ranks import GroupBroken, Ranks, kept_open
 from effuse.worker.watchdog import Pulse
 
 LOG = logging.getLogger(__name__)
@@ -83,6 +84,13 @@ class Engine:
     ready: Ready
     wakes: Sequence[int] = ()  # descriptors that are readable while the core has work
     meanwhile: Meanwhile = leave
+    ranks: Ranks | None = None
+
+    def close(self) -> None:
+        """Stops the connector and the other ranks."""
+        self.core.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 Builder = Callable[[Config, str, Pulse], Engine]
@@ -192,6 +200,7 @@ def _run(
         try:
             first = signs_of_life.enter_context(listen_while_alive(config.host))
             port = first.getsockname()[1]
+            kept_open.append(first.fileno())
             with pulse.during("loading"):
                 engine = build(config, incarnation, pulse)
             signs_of_life.enter_context(listen_while_alive(config.host, port))
@@ -209,7 +218,7 @@ def _run(
         try:
             loop.run()
         finally:
-            engine.core.close()
+            engine.close()
     return 0
 
 
@@ -258,10 +267,12 @@ class ForwardGuard:
 
     def run(self, forward: Callable[[], _Result], num_requests: int) -> _Result:
         """The result of `forward` over this many requests. Raises ForwardFailed if it raises
-        anything; the eighth consecutive failure raises the original error.
+        anything; the eighth consecutive failure, and a broken group, raise the original error.
         """
         try:
             result = forward()
+        except GroupBroken:
+            raise
         except Exception as error:
             LOG.exception("a forward over %d requests failed", num_requests)
             self._num_failed += 1

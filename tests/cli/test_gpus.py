@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,55 @@ def test_a_roles_own_list_comes_first_and_the_rest_take_what_is_left() -> None:
     assert _places(assigned) == "prefill-0:2 prefill-1:0 decode-0:1"
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "gpus", "sizes", "places"),
+    [
+        (1, 1, "0 1 2 3", (2, 2), "prefill-0:0,1 decode-0:2,3"),
+        (1, 1, "0 1 2", (1, 2), "prefill-0:0 decode-0:1,2"),
+        (0, 2, "4 5 6 7", (1, 2), "decode-0:4,5 decode-1:6,7"),
+        (2, 1, "0 1 2 3", (1, 2), "prefill-0:0 prefill-1:1 decode-0:2,3"),
+    ],
+)
+def test_a_worker_of_several_gpus_gets_neighbours(
+    prefill: int, decode: int, gpus: str, sizes: tuple[int, int], places: str
+) -> None:
+    size = {"prefill_size": sizes[0], "decode_size": sizes[1]}
+    assert _places(assign(prefill, decode, gpus=gpus.split(), **size)) == places
+
+
+def test_a_roles_list_names_the_gpus_of_each_worker_in_turn() -> None:
+    own = {"decode_gpus": ["3", "1", "2", "0"], "decode_size": 2}
+    assert _places(assign(0, 2, gpus=None, **own)) == "decode-0:3,1 decode-1:2,0"
+
+
+def test_groups_share_gpus_if_they_may() -> None:
+    assigned = assign(1, 1, gpus=["0", "1"], prefill_size=2, decode_size=2, sharing=True)
+    assert _places(assigned) == "prefill-0:0,1 decode-0:0,1"
+    assert {one.share for one in assigned.values()} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"gpus": ["0", "1", "2"], "decode_size": 3}, "need 4 GPUs by their --tensor-parallel"),
+        ({"gpus": ["0", "1"], "decode_size": 3, "sharing": True}, "need 3 GPUs"),
+        (
+            {"gpus": ["0", "1", "2"], "prefill_gpus": ["1"], "decode_size": 2},
+            "decode-0: expected 2 free GPUs side by side among 3 GPUs (0, 1, 2)",
+        ),
+        (
+            {"gpus": ["0", "1", "2"], "decode_gpus": ["1"], "decode_size": 2},
+            "--decode-gpus: expected 2, 2 for each decode worker, got 1 GPU (1)",
+        ),
+    ],
+)
+def test_gpus_that_do_not_suffice_for_groups_are_refused(
+    arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        assign(1, 1, **arguments)
+
+
 def test_lists_for_both_roles_need_no_other() -> None:
     assigned = assign(1, 1, gpus=None, prefill_gpus=["5"], decode_gpus=["3"])
     assert _places(assigned) == "prefill-0:5 decode-0:3"
@@ -83,6 +134,7 @@ def test_how_an_assignment_reads() -> None:
     assert str(Assignment("0", 1.0)) == "GPU 0"
     assert str(Assignment("0", 1 / 3)) == "GPU 0 (1/3 of its memory)"
     assert str(Assignment(ID, 1.0)) == ID
+    assert str(Assignment("2,3", 1.0)) == "GPUs 2,3"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_rows_to_warm_up_with_stay_within_the_models_positions(
     model = load_tiny(path)
     memory = PageMemory(layout_of(model, 16), num_pages=1)
     runner = ModelRunner(model, memory.layer_views(), page_size=16, block_size=4)
-    warm_up(runner, num_rows)
+    warm_up(runner, 24, num_rows)
     is_written = memory.tensor.abs().sum((0, 1, 2, 3, 5)) > 0
     assert is_written.tolist() == [True, *[False] * 15]
 
@@ -44,7 +44,7 @@ def test_every_layer_of_a_forward_is_a_sign_of_life(tmp_path: Path, role: Role) 
     config = WorkerConfig(model=path, device="cpu", num_pages=4)
     parts = assemble(config, "life-1", role, None, pulse)
     assert [beat.marks for beat in told] == list(range(1, parts.model.config.num_layers + 1))
-    warm_up(parts.runner, 8)
+    warm_up(parts.runner, parts.max_model_len, 8)
     assert len(told) == 2 * parts.model.config.num_layers
 
 
@@ -64,7 +64,7 @@ def test_layers_that_a_decode_worker_waits_for_are_signs_as_they_end(
     assert parts.queued is not None
     before = told[-1].marks
     assert before == parts.model.config.num_layers  # of the first forward
-    warm_up(parts.runner, 8)
+    warm_up(parts.runner, parts.max_model_len, 8)
     assert told[-1].marks == 2 * before
 
 

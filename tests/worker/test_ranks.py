@@ -1,0 +1,118 @@
+"""Engines of several processes: equal answers, and an end of all if one ends or differs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from checkpoints import TinySizes, write_tiny_checkpoint
+from expert_checkpoints import write_expert_checkpoint
+from slowness import patient
+
+import effuse
+from effuse.worker.rank_messages import COMMANDS, ENCODER, Command, CopyPage, Run
+from effuse.worker.ranks import GroupBroken, Ranks
+
+QUESTIONS = ["ab", "the second prompt, which is longer", "c" * 40]
+PARAMS = [
+    effuse.Params(max_tokens=24, ignore_eos=True),
+    effuse.Params(max_tokens=20, n=2, temperature=0.8, top_p=0.9, top_k=20, seed=7),
+    effuse.Params(max_tokens=16, temperature=0.7, seed=3, logprobs=2, repetition_penalty=1.2),
+]
+
+
+def answers(llm: effuse.LLM) -> list[list[tuple[int, ...]]]:
+    made = llm.generate(QUESTIONS, PARAMS)
+    return [[one.token_ids for one in (answer, *answer.others)] for answer in made]
+
+
+def ranks_of(llm: effuse.LLM) -> Ranks:
+    ranks = llm._engine.ranks
+    assert ranks is not None
+    return ranks
+
+
+@pytest.mark.parametrize(("family", "size", "expert_parallel"), [
+    ("sdar", 2, False), ("dream", 4, False), ("llada2_moe", 2, True),
+])  # fmt: skip
+def test_a_group_answers_as_one_process_does(
+    tmp_path: Path, family: str, size: int, expert_parallel: bool
+) -> None:
+    if family == "llada2_moe":
+        path = write_expert_checkpoint(tmp_path, family)
+    else:
+        sizes = TinySizes(num_heads=8, num_kv_heads=2, head_dim=4)
+        path = write_tiny_checkpoint(tmp_path, family, seed=2, sizes=sizes)  # type: ignore[arg-type]
+    # Too few pages for all at once, so that requests are preempted.
+    options = {"device": "cpu", "num_pages": 16, "page_size": 8, "max_model_len": 96}
+    with effuse.LLM(path, **options) as one:
+        expected = answers(one)
+    with effuse.LLM(
+        path, tensor_parallel_size=size, expert_parallel=expert_parallel, **options
+    ) as group:
+        assert answers(group) == expected
+        pids = [process.pid for process in ranks_of(group)._processes]
+        assert len(pids) == size - 1
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[effuse.LLM]:
+    path = write_tiny_checkpoint(tmp_path, "sdar", seed=2)
+    with effuse.LLM(path, device="cpu", num_pages=64, tensor_parallel_size=2) as made:
+        yield made
+
+
+def test_a_rank_that_ends_breaks_its_group(group: effuse.LLM) -> None:
+    assert answers(group)
+    (process,) = ranks_of(group)._processes
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(GroupBroken, match=r"rank 1 has ended with status -9|forward failed"):
+        group.generate("ab")
+    with pytest.raises(GroupBroken):
+        group.generate("ab")
+
+
+class Tampering:
+    """Sends a rank another command than the leader runs, once."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.num_changed = 0
+
+    def send(self, data: bytes, flags: int) -> None:
+        command: Command = COMMANDS.decode(data)
+        if not self.num_changed and isinstance(command, Run):
+            self.num_changed += 1
+            data = ENCODER.encode(Run(command.number + 1, command.parts))
+        self._socket.send(data, flags)
+
+    def close(self, linger: int) -> None:
+        self._socket.close(linger)
+
+
+def test_a_rank_that_reads_another_command_breaks_its_group(group: effuse.LLM) -> None:
+    ranks = ranks_of(group)
+    tampering = Tampering(ranks._commands[0])
+    ranks._commands[0] = tampering  # type: ignore[call-overload]
+    began = time.monotonic()
+    with pytest.raises(GroupBroken, match="rank 1 has read another command"):
+        group.generate("ab")
+    assert tampering.num_changed == 1
+    assert time.monotonic() - began < patient(2.0)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    with pytest.raises(ValueError, match=re.escape("--tensor-parallel-size 3: 4 attention heads")):
+        effuse.LLM(path, device="cpu", tensor_parallel_size=3)
+
+
+def test_no_command_is_lost_in_its_encoding() -> None:
+    assert COMMANDS.decode(ENCODER.encode(CopyPage(3, 4))) == CopyPage(3, 4)

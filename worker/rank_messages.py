@@ -1,0 +1,219 @@
+"""The one ordered stream of commands from a group's leader to its other ranks, and their answers.
+
+Plain data. All ranks run the same commands in the same order, so that their collectives meet. A
+command that a rank gets is digested there as the leader digested it: `Digests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, get_origin
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from effuse.kvtransfer.connector import ConnectorEvent
+from effuse.kvtransfer.messages import BoundaryState, Field, ReceiverAddress, Reservation
+from effuse.models.part import Part
+
+Stage = Literal["present", "loaded", "open"]
+"""Of a rank's start: it runs and waits for the others, has its weights, has pages and connector."""
+
+# From the leader.
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """One forward over parts. A boundary vector is rank 0's, which shares it in the forward."""
+
+    number: int
+    parts: list[Part]
+
+
+class CopyPage(msgspec.Struct, frozen=True, tag=True):
+    """Copies all of a page to another one."""
+
+    source: int
+    target: int
+
+
+class ZeroTail(msgspec.Struct, frozen=True, tag=True):
+    """Zeroes the slots of a page from `num_used` on."""
+
+    page_id: int
+    num_used: int
+
+
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """`Connector.expect`."""
+
+    reservation: Reservation
+    writer: str | None
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """`Connector.forget`."""
+
+    transfer_id: str
+
+
+class Fence(msgspec.Struct, frozen=True, tag=True):
+    """`Connector.fence`."""
+
+    transfer_id: str
+    has_drained: bool
+
+
+class Push(msgspec.Struct, frozen=True, tag=True):
+    """`Connector.push_pages`; layers are final as forward `number` stores them, or all are."""
+
+    reservation: Reservation
+    source_pages: tuple[int, ...]
+    first: int
+    number: int | None
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """`Connector.finish`."""
+
+    reservation: Reservation
+    boundary: BoundaryState
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """`Connector.cancel`."""
+
+    transfer_id: str
+
+
+class ForgetLife(msgspec.Struct, frozen=True, tag=True):
+    """`Connector.forget_life`."""
+
+    incarnation: str
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Opens the rank's connector."""
+
+    fingerprint: tuple[Field, ...]
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """Ends the rank's process."""
+
+
+Transfer = Expect | Forget | Fence | Push | Finish | Cancel | ForgetLife
+Command = Run | CopyPage | ZeroTail | Transfer | Open | Quit
+
+# To the leader.
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """How far the start of the rank has come; a connector's address comes with "open"."""
+
+    stage: Stage
+    address: ReceiverAddress | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The rank cannot start, because of its config or its device."""
+
+    message: str
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The rank has read all commands up to `count`, whose digest is this."""
+
+    count: int
+    digest: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """An event of the rank's connector."""
+
+    event: ConnectorEvent
+
+
+class Readdressed(msgspec.Struct, frozen=True, tag=True):
+    """The rank's connector is reached in another way from now on."""
+
+    address: ReceiverAddress
+
+
+FromRank = Reached | Refused | Taken | Moved | Readdressed
+
+
+class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """The first words to a rank's process, on standard input as JSON."""
+
+    rank: int
+    role: Literal["prefill", "decode"]
+    home: str  # private directory of the group's sockets and its meeting file
+    incarnation: str
+    leader_pid: int
+    alive_fd: int | None  # the engine's listening socket, which the rank keeps open as well
+    config: msgspec.Raw
+
+
+class Digests:
+    """A digest of all commands so far, which both ends take of the same bytes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._all = xxhash.xxh3_64()
+
+    def add(self, data: bytes) -> int:
+        """Digest of all that was added, this included."""
+        self.count += 1
+        self._all.update(data)
+        return int(self._all.intdigest())
+
+
+def commands_path(home: Path, rank: int) -> str:
+    """Endpoint at which a rank gets its commands."""
+    return f"ipc://{home / f'r{rank}'}"
+
+
+def answers_path(home: Path) -> str:
+    """Endpoint at which the leader gets its ranks' answers."""
+    return f"ipc://{home / 'a'}"
+
+
+def meeting_path(home: Path) -> Path:
+    """File at which the ranks find each other."""
+    return home / "g"
+
+
+def _encode_special(value: object) -> object:
+    match value:
+        case Tensor():
+            return True  # a boundary vector: only that there is one
+        case np.ndarray():
+            return value.tobytes()
+        case range():
+            return (value.start, value.stop)
+        case _:
+            raise NotImplementedError(f"{type(value)} in a command")
+
+
+def _decode_special(kind: type, value: object) -> object:
+    if kind is Tensor:
+        return torch.empty(0)
+    if kind is range and isinstance(value, Sequence):
+        return range(*value)
+    if get_origin(kind) is np.ndarray and isinstance(value, bytes):
+        return np.frombuffer(value, dtype=_dtype_of(kind))
+    raise NotImplementedError(f"{kind} in a command")
+
+
+def _dtype_of(kind: Any) -> Any:
+    """The scalar type of `NDArray[scalar]`."""
+    return kind.__args__[1].__args__[0]
+
+
+ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_special)
+COMMANDS: Final = msgspec.msgpack.Decoder(Command, dec_hook=_decode_special)
+ANSWERS: Final = msgspec.msgpack.Decoder(FromRank)

@@ -1,0 +1,254 @@
+"""A rank's process: reads the leader's commands in their order and runs them on its own device.
+
+It has a part of the weights, of each page, and a connector of its own. It ends with its leader.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+import zmq
+
+from effuse.kvtransfer.connector import Connector, Pending
+from effuse.kvtransfer.layout import Fingerprint
+from effuse.kvtransfer.messages import ReceiverAddress
+from effuse.telemetry import logs, output
+from effuse.worker.assembly import Part, connect, device_of, join, load_shard, make_part
+from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from effuse.worker.engine_process import die_with, read_config
+from effuse.worker.rank_messages import (
+    COMMANDS,
+    ENCODER,
+    Cancel,
+    Command,
+    CopyPage,
+    Digests,
+    Expect,
+    Fence,
+    Finish,
+    Forget,
+    ForgetLife,
+    FromRank,
+    Moved,
+    Open,
+    Push,
+    Quit,
+    RankOrders,
+    Reached,
+    Readdressed,
+    Refused,
+    Run,
+    Taken,
+    Transfer,
+    ZeroTail,
+    answers_path,
+    commands_path,
+)
+from effuse.worker.watchdog import Pulse
+
+_MOST_FORWARDS: Final = 8  # of which it is known how far they are; two may be running
+
+Opener = Callable[[Fingerprint], Connector]
+
+
+class Leader:
+    """The rank's end of the way to its leader."""
+
+    def __init__(self, home: Path, rank: int) -> None:
+        self._context = zmq.Context()
+        self._commands = self._connected(zmq.PAIR, commands_path(home, rank))
+        self._answers = self._connected(zmq.PUSH, answers_path(home))
+        self._rank = bytes([rank])
+        self._digests = Digests()
+
+    def answer(self, message: FromRank) -> None:
+        """Sends an answer; never waits."""
+        self._answers.send_multipart([self._rank, ENCODER.encode(message)], zmq.NOBLOCK)
+
+    def read(self) -> Command | None:
+        """The next command, if one has come. It is confirmed before it is run."""
+        if not self._commands.poll(0):
+            return None
+        data = self._commands.recv(zmq.NOBLOCK)
+        self.answer(Taken(self._digests.count + 1, self._digests.add(data)))
+        command: Command = COMMANDS.decode(data)
+        return command
+
+    def wait(self, others: Sequence[int]) -> None:
+        """Returns once a command has come, or one of these descriptors is readable."""
+        poller = zmq.Poller()
+        for source in (self._commands, *others):
+            poller.register(source, zmq.POLLIN)
+        poller.poll()
+
+    def close(self) -> None:
+        """Returns once the last answer has left."""
+        for socket in (self._commands, self._answers):
+            socket.close()
+        self._context.term()
+
+    def _connected(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            socket.set(option, 0)
+        socket.set(zmq.LINGER, 1000)
+        socket.connect(endpoint)
+        return socket
+
+
+class Rank:
+    """Runs commands. Those about transfers are taken between the layers of a forward, too."""
+
+    def __init__(self, leader: Leader, part: Part, open_connector: Opener) -> None:
+        self._leader = leader
+        self._part = part
+        self._open = open_connector
+        self._connector: Connector | None = None
+        self._address: ReceiverAddress | None = None
+        self._inbox: deque[Command] = deque()
+        self._next = 0  # number of the next forward
+        self._progress: dict[int, Pending[int]] = {}  # of forwards, by number
+
+    def run(self) -> None:
+        """Returns after `Quit`."""
+        while True:
+            self._look()
+            if self._inbox:
+                command = self._inbox.popleft()
+                if isinstance(command, Quit):
+                    break
+                self._obey(command)
+            else:
+                self._leader.wait(() if self._connector is None else (self._connector.fileno(),))
+        if self._connector is not None:
+            self._connector.close()
+
+    def between_layers(self) -> None:
+        """Runs commands about transfers that have come, up to the next one about memory."""
+        self._look()
+        while self._inbox and isinstance(self._inbox[0], Transfer):
+            self._obey(self._inbox.popleft())
+
+    def _look(self) -> None:
+        """Takes in commands, and sends what became of transfers."""
+        while (command := self._leader.read()) is not None:
+            self._inbox.append(command)
+        if self._connector is None:
+            return
+        for event in self._connector.poll():
+            self._leader.answer(Moved(event))
+        if (address := self._connector.describe()) != self._address:
+            self._address = address
+            self._leader.answer(Readdressed(address))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Run(number=number, parts=parts):
+                self._next = number + 1
+                self._part.runner.run(parts)
+                for old in [at for at in self._progress if at <= number - _MOST_FORWARDS]:
+                    del self._progress[old]
+            case CopyPage(source=source, target=target):
+                self._part.memory.copy_page(source, target)
+            case ZeroTail(page_id=page_id, num_used=num_used):
+                self._part.memory.zero_tail(page_id, num_used)
+            case Open(fingerprint=fingerprint):
+                self._connector = self._open(fingerprint)
+                self._address = self._connector.describe()
+                self._leader.answer(Reached("open", self._address))
+            case Quit():
+                raise AssertionError("the loop takes it")
+            case _:
+                assert self._connector is not None, "it is opened before transfers begin"
+                self._transfer(self._connector, command)
+
+    def _transfer(self, connector: Connector, command: Transfer) -> None:
+        match command:
+            case Push(reservation=reservation, source_pages=pages, first=first, number=number):
+                connector.push_pages(reservation, pages, first, self._progress_of(number))
+            case Finish(reservation=reservation, boundary=boundary):
+                connector.finish(reservation, lambda: boundary)
+            case Expect(reservation=reservation, writer=writer):
+                connector.expect(reservation, writer)
+            case Forget(transfer_id=transfer_id):
+                connector.forget(transfer_id)
+            case Fence(transfer_id=transfer_id, has_drained=has_drained):
+                connector.fence(transfer_id, has_drained=has_drained)
+            case Cancel(transfer_id=transfer_id):
+                connector.cancel(transfer_id)
+            case ForgetLife(incarnation=incarnation):
+                connector.forget_life(incarnation)
+
+    def _progress_of(self, number: int | None) -> Pending[int] | None:
+        """How far a forward is: the next one, or one that was asked for before. A forward that is
+        not known any more has ended."""
+        if number is None:
+            return None
+        if number == self._next:
+            self._progress.setdefault(number, self._part.runner.progress())
+        return self._progress.get(number)
+
+
+class RankPulse(Pulse):
+    """Between layers a rank has no front to send beats to, but transfers to take care of."""
+
+    def mark(self, _layer: int = 0) -> None:
+        """A layer is stored."""
+        self.meanwhile()
+
+
+def main() -> NoReturn:
+    """Runs a rank to its end: status 0 after `Quit`, 2 if it could not start."""
+    orders = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrders)
+    die_with(orders.leader_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the leader decides when its ranks end
+    config_type = PrefillConfig if orders.role == "prefill" else DecodeConfig
+    config: WorkerConfig = read_config(orders.config, config_type)
+    logs.set_up(f"rank {orders.rank}", config.log_level, config.log_format)
+    leader = Leader(Path(orders.home), orders.rank)
+    try:
+        rank = _start(orders, config, leader)
+    except ValueError as error:
+        leader.answer(Refused(f"rank {orders.rank}: {error}"))
+        status = 2
+    else:
+        gc.collect()
+        gc.freeze()
+        rank.run()
+        status = 0
+    leader.close()
+    output.finish()
+    os._exit(status)
+
+
+def _start(orders: RankOrders, config: WorkerConfig, leader: Leader) -> Rank:
+    """A rank that is ready for commands. Raises ValueError."""
+    device = device_of(config, orders.rank)
+    if orders.alive_fd is not None:
+        os.dup(orders.alive_fd)  # behind the device's own descriptors, see `listen_while_alive`
+    leader.answer(Reached("present"))
+    place = join(config, orders.rank, device, Path(orders.home))
+    pulse = RankPulse(lambda _: None)
+    model = load_shard(config, device, place, pulse)
+    leader.answer(Reached("loaded"))
+    part = make_part(config, orders.role, pulse, model)
+
+    def open_connector(fingerprint: Fingerprint) -> Connector:
+        return connect(config, part, orders.incarnation, fingerprint, orders.role)
+
+    rank = Rank(leader, part, open_connector)
+    pulse.meanwhile = rank.between_layers
+    return rank
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""The other ranks of a group, for its leader: their processes, commands to them, and their answers.
+
+A group computes together or not at all. If a rank ends, or reads another command than the leader
+sent, the whole engine ends, because collectives of the others would wait for ever. A thread watches
+for both: the engine's own thread may itself stand in such a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+import zmq
+
+from effuse.kvtransfer.connector import ConnectorEvent
+from effuse.kvtransfer.messages import ReceiverAddress
+from effuse.models.shard import ALONE, Group
+from effuse.placement.records import Role
+from effuse.telemetry import output
+from effuse.worker.config import WorkerConfig, to_json
+from effuse.worker.engine_home import make_home
+from effuse.worker.rank_messages import (
+    ANSWERS,
+    ENCODER,
+    Command,
+    Digests,
+    FromRank,
+    Moved,
+    Quit,
+    RankOrders,
+    Reached,
+    Readdressed,
+    Refused,
+    Stage,
+    Taken,
+    answers_path,
+    commands_path,
+)
+
+LOG = logging.getLogger(__name__)
+
+_MODULE: Final = "effuse.worker.rank_process"
+_CONFIRM_S: Final = 30.0
+_QUIT_S: Final = 5.0
+_STATUS: Final = 70  # of an engine that ends because its group is broken
+
+kept_open: list[int] = []
+"""Descriptors of this process's listening socket that its ranks keep open too: the closed port of
+an engine proves that nothing of it writes any more, so it must outlive the last rank."""
+
+
+class GroupBroken(RuntimeError):
+    """A rank has ended, or runs other commands than the leader sent."""
+
+
+def end_process(message: str) -> NoReturn:
+    """Ends this process at once; its ranks end with it. For an engine that has a front."""
+    LOG.critical("this engine ends, because its group is broken: %s", message)
+    output.finish()
+    os._exit(_STATUS)
+
+
+def note_only(message: str) -> None:
+    """Logs that the group is broken. For a process that is not ours to end."""
+    LOG.error("the group of ranks is broken: %s", message)
+
+
+class Ranks:
+    """Ranks 1 to `size` - 1. The engine's thread calls all methods."""
+
+    def __init__(
+        self, size: int, home: Path, on_broken: Callable[[str], None] = end_process
+    ) -> None:
+        """`on_broken` is called by the watching thread, once, with the reason."""
+        self.size = size
+        self.home = home
+        self.addresses: dict[int, ReceiverAddress | None] = {}  # of connectors, by rank
+        self.group: Group = ALONE  # once it is joined
+        self.event_signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._on_broken = on_broken
+        self._digests = Digests()
+        self._context = zmq.Context()
+        self._answers = self._bound(zmq.PULL, answers_path(home))
+        self._commands = [
+            self._bound(zmq.PAIR, commands_path(home, rank)) for rank in range(1, size)
+        ]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._events: deque[tuple[int, ConnectorEvent]] = deque()
+        # Shared with the watching thread, under the condition's lock.
+        self._changed = threading.Condition()
+        self._sent: dict[int, int] = {}  # digest by count, until every rank has answered
+        self._taken = dict.fromkeys(range(1, size), 0)
+        self._stages: dict[int, list[Stage]] = {rank: [] for rank in range(1, size)}
+        self._refusal: str | None = None
+        self._failure: str | None = None
+        self._is_closing = False
+        self._stop, self._stopped = os.pipe()
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+
+    def start(self, config: WorkerConfig, role: Role, incarnation: str) -> None:
+        """Starts the processes."""
+        for rank in range(1, self.size):
+            orders = RankOrders(
+                rank=rank,
+                role=role,
+                home=str(self.home),
+                incarnation=incarnation,
+                leader_pid=os.getpid(),
+                alive_fd=kept_open[0] if kept_open else None,
+                config=msgspec.Raw(to_json(config)),
+            )
+            self._processes.append(_spawn(orders))
+        self._watcher.start()
+
+    def wait_for(self, stage: Stage, timeout_s: float) -> None:
+        """Returns once every rank has reached `stage` of its start. Raises ValueError if one cannot
+        start, and GroupBroken if one has ended or takes longer."""
+
+        def is_there() -> bool:
+            failed = self._failure is not None or self._refusal is not None
+            return failed or all(stage in reached for reached in self._stages.values())
+
+        with self._changed:
+            in_time = self._changed.wait_for(is_there, timeout_s)
+            if self._refusal is not None:
+                raise ValueError(self._refusal)
+            self.check()
+        if not in_time:
+            raise GroupBroken(f"a rank was not {stage} after {timeout_s:g} s")
+
+    def check(self) -> None:
+        """Raises GroupBroken if the group is."""
+        if self._failure is not None:
+            raise GroupBroken(self._failure)
+
+    def send(self, command: Command) -> None:
+        """Sends a command to every rank; never waits."""
+        data = ENCODER.encode(command)
+        digest = self._digests.add(data)
+        with self._changed:
+            self._sent[self._digests.count] = digest
+        for socket in self._commands:
+            with contextlib.suppress(zmq.Again):  # it has ended, which the thread finds
+                socket.send(data, zmq.NOBLOCK)
+
+    def confirm(self) -> None:
+        """Returns once every rank has read all that was sent, as it was sent.
+
+        Raises GroupBroken.
+        """
+        count = self._digests.count
+        with self._changed:
+            in_time = self._changed.wait_for(
+                lambda: self._failure is not None or min(self._taken.values()) >= count,
+                _CONFIRM_S,
+            )
+            self.check()
+        if not in_time:
+            raise GroupBroken(f"a rank has read no command for {_CONFIRM_S:g} s")
+
+    def broken_by(self, error: Exception) -> GroupBroken:
+        """Breaks the group, because the leader's part of a forward has failed."""
+        LOG.error("a forward of the group failed", exc_info=error)
+        self._break(f"the leader's part of a forward failed: {error}")
+        return GroupBroken(self._failure)
+
+    def events(self) -> Sequence[tuple[int, ConnectorEvent]]:
+        """Events of the ranks' connectors since the last call, each with its rank."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def close(self) -> None:
+        """Ends the ranks, killed if they do not end in time; may be called twice."""
+        if self._is_closing:
+            return
+        self.send(Quit())
+        self._is_closing = True
+        deadline = time.monotonic() + _QUIT_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.group.close()
+        os.close(self._stopped)
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for socket in (self._answers, *self._commands):
+            socket.close(0)
+        self._context.term()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            socket.set(option, 0)
+        socket.bind(endpoint)
+        return socket
+
+    # In the watching thread.
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._answers, zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        ends = {os.pidfd_open(one.pid): rank for rank, one in enumerate(self._processes, start=1)}
+        for end in ends:
+            poller.register(end, zmq.POLLIN)
+        while self._stop not in (ready := dict(poller.poll())):
+            if self._answers in ready:
+                while self._answers.poll(0):
+                    sender, data = self._answers.recv_multipart()
+                    self._take(sender[0], ANSWERS.decode(data))
+            for end in ends.keys() & ready.keys():
+                poller.unregister(end)
+                self._end(ends[end])
+        for descriptor in (*ends, self._stop):
+            os.close(descriptor)
+
+    def _take(self, rank: int, answer: FromRank) -> None:
+        match answer:
+            case Taken(count=count, digest=digest):
+                self._compare(rank, count, digest)
+            case Moved(event=event):
+                self._events.append((rank, event))
+                os.eventfd_write(self.event_signal, 1)
+            case Readdressed(address=address):
+                self.addresses[rank] = address
+            case Reached(stage=stage, address=address):
+                self.addresses[rank] = address
+                with self._changed:
+                    self._stages[rank].append(stage)
+                    self._changed.notify_all()
+            case Refused(message=message):
+                with self._changed:
+                    self._refusal = message
+                    self._changed.notify_all()
+
+    def _compare(self, rank: int, count: int, digest: int) -> None:
+        with self._changed:
+            expected = self._sent.get(count)
+            if expected == digest:
+                self._taken[rank] = count
+                for done in [at for at in self._sent if at < min(self._taken.values())]:
+                    del self._sent[done]
+                self._changed.notify_all()
+        if expected != digest:
+            self._break(f"rank {rank} has read another command {count} than was sent")
+
+    def _end(self, rank: int) -> None:
+        status = self._processes[rank - 1].wait()
+        if not self._is_closing and self._refusal is None:
+            self._break(f"rank {rank} has ended with status {status}")
+
+    def _break(self, message: str) -> None:
+        with self._changed:
+            is_first, self._failure = self._failure is None, self._failure or message
+            self._changed.notify_all()
+        if is_first and not self._is_closing:
+            self._on_broken(message)
+
+
+def start_ranks(
+    config: WorkerConfig,
+    role: Role,
+    incarnation: str,
+    on_broken: Callable[[str], None],
+) -> Ranks:
+    """Starts the processes of all ranks but the first. Raises OSError if they cannot be started."""
+    ranks = Ranks(config.tensor_parallel_size, make_home(), on_broken)
+    ranks.start(config, role, incarnation)
+    return ranks
+
+
+def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
+    kept = () if orders.alive_fd is None else (orders.alive_fd,)
+    process = subprocess.Popen(
+        (sys.executable, "-P", "-m", _MODULE), stdin=subprocess.PIPE, pass_fds=kept
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(orders))
+    process.stdin.close()
+    return process
