@@ -46,8 +46,8 @@ def assign(
 
     A worker of a role gets as many as that role's size. A role's own list names the GPUs of its
     workers in order. The others get, in order, the first neighbours of `gpus` with the fewest
-    workers on them, and none that has one already unless `sharing`. `gpus` of None is the GPUs of the
-    roles' lists. Raises ValueError that names the wrong or helpful flag.
+    workers on them, and none that has one already unless `sharing`. `gpus` of None is the GPUs of
+    the roles' lists. Raises ValueError that names the wrong or helpful flag.
     """
     sizes = {f"prefill-{at}": prefill_size for at in range(prefill)}
     sizes |= {f"decode-{at}": decode_size for at in range(decode)}

@@ -93,6 +93,6 @@ def _gloo(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[attr-defined]
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,4 +1,4 @@
-"""A leader's memory and runner: what they do, the other ranks of the group do as well."""
+"""A leader's memory and runner, which have the other ranks of the group do the same."""
 
 from __future__ import annotations
 

@@ -61,13 +61,15 @@ def test_a_roles_own_list_comes_first_and_the_rest_take_what_is_left() -> None:
 def test_a_worker_of_several_gpus_gets_neighbours(
     prefill: int, decode: int, gpus: str, sizes: tuple[int, int], places: str
 ) -> None:
-    size = {"prefill_size": sizes[0], "decode_size": sizes[1]}
-    assert _places(assign(prefill, decode, gpus=gpus.split(), **size)) == places
+    assigned = assign(
+        prefill, decode, gpus=gpus.split(), prefill_size=sizes[0], decode_size=sizes[1]
+    )
+    assert _places(assigned) == places
 
 
 def test_a_roles_list_names_the_gpus_of_each_worker_in_turn() -> None:
-    own = {"decode_gpus": ["3", "1", "2", "0"], "decode_size": 2}
-    assert _places(assign(0, 2, gpus=None, **own)) == "decode-0:3,1 decode-1:2,0"
+    assigned = assign(0, 2, gpus=None, decode_gpus=["3", "1", "2", "0"], decode_size=2)
+    assert _places(assigned) == "decode-0:3,1 decode-1:2,0"
 
 
 def test_groups_share_gpus_if_they_may() -> None:
@@ -151,7 +153,7 @@ def test_how_an_assignment_reads() -> None:
         ),
         (
             lambda: assign(0, 1, gpus=[], sharing=True),
-            "1 worker (0 prefill, 1 decode) on 0 GPUs: each needs",
+            "1 worker (0 prefill, 1 decode) on 0 GPUs: each worker needs",
         ),
         (
             lambda: assign(1, 1, gpus=None, prefill_gpus=["0"]),

@@ -8,10 +8,11 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
-from checkpoints import TinySizes, write_tiny_checkpoint
+from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from expert_checkpoints import write_expert_checkpoint
 from slowness import patient
 
@@ -44,13 +45,19 @@ def ranks_of(llm: effuse.LLM) -> Ranks:
 def test_a_group_answers_as_one_process_does(
     tmp_path: Path, family: str, size: int, expert_parallel: bool
 ) -> None:
-    if family == "llada2_moe":
-        path = write_expert_checkpoint(tmp_path, family)
-    else:
-        sizes = TinySizes(num_heads=8, num_kv_heads=2, head_dim=4)
-        path = write_tiny_checkpoint(tmp_path, family, seed=2, sizes=sizes)  # type: ignore[arg-type]
+    sizes = TinySizes(num_heads=8, num_kv_heads=2, head_dim=4)
+    path = (
+        write_expert_checkpoint(tmp_path, "llada2_moe")
+        if expert_parallel
+        else write_tiny_checkpoint(tmp_path, architecture_of(family), seed=2, sizes=sizes)
+    )
     # Too few pages for all at once, so that requests are preempted.
-    options = {"device": "cpu", "num_pages": 16, "page_size": 8, "max_model_len": 96}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "num_pages": 16,
+        "page_size": 8,
+        "max_model_len": 96,
+    }
     with effuse.LLM(path, **options) as one:
         expected = answers(one)
     with effuse.LLM(
