@@ -17,6 +17,8 @@ from effuse.kernels import attention_flex, attention_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from effuse.kernels.pages import distinct_views
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.memory import PageMemory
 
 HEAD_DIM = 128
 BLOCK_SIZE = 32
@@ -66,10 +68,11 @@ class Inputs:
     def __init__(self, point: Point) -> None:
         q_heads, kv_heads = HEADS[point.model]
         pages = point.context // point.page_size
-        shape = (point.batch * pages, 1, 2, kv_heads, point.page_size, HEAD_DIM)
-        memory = torch.randn(shape, dtype=torch.bfloat16, device=CUDA)
-        self.unified = memory[:, 0, 0].transpose(1, 2), memory[:, 0, 1].transpose(1, 2)
-        self.distinct = distinct_views(memory[:, 0, 0], memory[:, 0, 1])
+        layout = KVLayout("unified", 1, kv_heads, HEAD_DIM, point.page_size, "bfloat16")
+        memory = PageMemory(layout, point.batch * pages, CUDA)
+        memory.tensor.normal_()
+        (self.unified,) = memory.layer_views()
+        self.distinct = distinct_views(*memory.layers()[0])
         rows = point.batch * point.in_flight
         fused = torch.randn(
             rows, q_heads + 2 * kv_heads, HEAD_DIM, dtype=torch.bfloat16, device=CUDA

@@ -25,8 +25,8 @@ from effuse.benchmarks.gpu_record import write_record
 from effuse.benchmarks.gpu_timing import median_us
 from effuse.kernels.pages_digests import digest_key, piece_bytes_of, piece_digests
 
-# Layers of a page, and bytes of a layer's share of it: 32 tokens in bf16.
-PAGES = {"dream": (28, 64 << 10), "llada": (32, 512 << 10)}
+# Parts of a page of 32 tokens in bf16, each a KV head of a group of layers, and bytes of one.
+PAGES = {"dream": (28, 64 << 10), "llada": (256, 64 << 10)}
 CASES = (
     *(("dream", count) for count in (1, 4, 16, 64, 256)),
     *(("llada", count) for count in (1, 4, 16)),
@@ -76,12 +76,12 @@ def read(pages: Tensor, page_ids: Tensor, part_bytes: int, num_warps: int) -> Te
 
 def measure(model: str, count: int) -> Result:
     """One row of the table; a pool of its own."""
-    layers, layer_bytes = PAGES[model]
-    page_bytes = layers * layer_bytes
+    parts, part_bytes = PAGES[model]
+    page_bytes = parts * part_bytes
     pool = torch.empty(POOL_BYTES // page_bytes, page_bytes // 8, dtype=torch.int64, device="cuda")
     pool.random_()
     chosen = list(_rotated(len(pool), count, page_bytes))
-    key, piece_bytes = digest_key(1).to("cuda"), piece_bytes_of(layer_bytes)
+    key, piece_bytes = digest_key(1).to("cuda"), piece_bytes_of(part_bytes)
     _check(pool, chosen[0])
 
     def timed(one: Callable[[Tensor], Tensor]) -> float:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from effuse.benchmarks.gpu_read_triton import read_once
 from effuse.benchmarks.gpu_timing import Call, median_us, medians_us
-from effuse.kernels.pages import distinct_views, load_kv, store_kv
+from effuse.kernels.pages import load_kv, store_kv
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
 from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.memory import PageMemory
 
 CUDA = torch.device("cuda")
 VOCABULARY = 152_064
@@ -213,10 +215,10 @@ def _heads() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cache(layout: str) -> tuple[Tensor, Tensor]:
-    memory = _random(ROWS // PAGE_SIZE, 2, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM)[:, 1]
-    if layout == "distinct":
-        return distinct_views(memory[:, 0], memory[:, 1])
-    return memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2)
+    sizes = 2, KV_HEADS, HEAD_DIM, PAGE_SIZE
+    memory = PageMemory(KVLayout(layout, *sizes, "bfloat16"), ROWS // PAGE_SIZE, CUDA)
+    memory.tensor.normal_()
+    return memory.layer_views()[1]
 
 
 def _slots() -> Tensor:

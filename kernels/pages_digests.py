@@ -41,19 +41,19 @@ _SECRET = bytes.fromhex(
 )
 
 
-def piece_bytes_of(layer_bytes: int) -> int:
-    """Bytes of a piece of a page with ``layer_bytes`` for each layer.
+def piece_bytes_of(head_bytes: int) -> int:
+    """Bytes of a piece of a page in which a KV head of a group of layers takes ``head_bytes``.
 
-    The longest multiple of 64 that divides the layer's share and is at most 16384; the whole share
+    The longest multiple of 64 that divides the head's share and is at most 16384; the whole share
     if that would be below 256, or if the share is not a multiple of 64.
     """
-    stripes, rest = divmod(layer_bytes, STRIPE_BYTES)
+    stripes, rest = divmod(head_bytes, STRIPE_BYTES)
     if rest or stripes <= 0:
-        return layer_bytes
+        return head_bytes
     most = min(stripes, MOST_PIECE_BYTES // STRIPE_BYTES)
     longest = next(count for count in range(most, 0, -1) if stripes % count == 0)
     piece_bytes = longest * STRIPE_BYTES
-    return piece_bytes if piece_bytes >= LEAST_PIECE_BYTES else layer_bytes
+    return piece_bytes if piece_bytes >= LEAST_PIECE_BYTES else head_bytes
 
 
 def digest_key(seed: int) -> Tensor:

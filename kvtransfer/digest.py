@@ -54,8 +54,9 @@ class Digester(Protocol):
 
 @functools.cache
 def pieces_in_group(layout: KVLayout) -> int:
-    """Pieces of one group of layers in a page."""
-    return layout.group_bytes // piece_bytes_of(layout.layer_bytes)
+    """Pieces of one group of layers in a page. A piece lies within one KV head, so that workers
+    which hold different heads agree on the digests of those that both hold."""
+    return layout.group_bytes // piece_bytes_of(layout.head_bytes)
 
 
 def digester_of(memory: PageMemory) -> Digester:
@@ -71,7 +72,7 @@ class HostDigester:
     """
 
     def __init__(self, memory: PageMemory) -> None:
-        piece_bytes = piece_bytes_of(memory.layout.layer_bytes)
+        piece_bytes = piece_bytes_of(memory.layout.head_bytes)
         rows: npt.NDArray[np.uint8] = memory.byte_rows().numpy()
         self._pieces = rows.reshape(memory.num_pages, -1, piece_bytes)
         self._in_group = pieces_in_group(memory.layout)
@@ -109,7 +110,7 @@ class DeviceDigester:
         self._layout = memory.layout
         self._device = memory.device
         self._stream = memory.stream
-        piece_bytes = piece_bytes_of(memory.layout.layer_bytes)
+        piece_bytes = piece_bytes_of(memory.layout.head_bytes)
         self._pool = PoolDigests(memory.byte_rows(), piece_bytes, memory.stream)
         self._keys: dict[int, Tensor] = {}  # by seed, on the device
         self._free: list[_Buffers] = []

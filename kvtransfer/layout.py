@@ -12,7 +12,7 @@ from math import prod
 from effuse.kvtransfer.messages import Field
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DIGEST = "xxh3_128 of xxh3_64 of pieces, under one seal"
+DIGEST = "xxh3_128 of xxh3_64 of pieces of KV heads, under one seal"
 LAYOUT_KINDS = ("unified", "distinct")
 PIECE_BYTES = 16  # of K in the distinct layout
 MOST_GROUPS = {"nixl": 8, "zmq": 16}
@@ -32,7 +32,7 @@ FIELD_NAMES = (
     "mask_token_id",
     "prompt_attention",
     "commit_rule",
-    "parallel_degree",
+    "layer_groups",
     "digest",
 )
 
@@ -41,11 +41,13 @@ Fingerprint = tuple[Field, ...]
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Order and sizes of the K and V in a page, which is contiguous: layer by layer, K before V.
+    """Order and sizes of the K and V in a page, which is contiguous.
 
-    "unified": K and V of a layer are [kv_heads, page_size, head_dim].
-    "distinct": K of a layer is [kv_heads, head_dim / x, page_size, x] with x elements of 16 bytes,
-    its V [kv_heads, head_dim, page_size].
+    A page holds groups of layers. A group holds KV heads, a head the layers of its group, and a
+    layer K and then V. So a range of heads of one group is one contiguous part of the page.
+    "unified": K and V of a head are [page_size, head_dim].
+    "distinct": K of a head is [head_dim / x, page_size, x] with x elements of 16 bytes, its V is
+    [head_dim, page_size].
     """
 
     kind: str
@@ -63,8 +65,9 @@ class KVLayout:
             raise ValueError(
                 f"layout dtype: expected one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}"
             )
-        if min(self.page_shape) < 1:
-            raise ValueError(f"layout sizes must be positive, got {self.page_shape}")
+        sizes = (self.num_layers, self.num_kv_heads, self.page_size, self.head_dim)
+        if min(sizes) < 1:
+            raise ValueError(f"layout sizes must be positive, got {sizes}")
         piece = PIECE_BYTES // DTYPE_BYTES[self.dtype]
         if self.kind == "distinct" and self.head_dim % piece:
             raise ValueError(
@@ -73,11 +76,12 @@ class KVLayout:
             )
 
     @property
-    def page_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one page: [layers, 2, kv_heads, page_size, head_dim], in both orders within a
-        head.
+    def page_shape(self) -> tuple[int, int, int, int, int, int]:
+        """Shape of one page: [groups, kv_heads, layers of a group, 2, page_size, head_dim], in
+        both orders within a head.
         """
-        return (self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
+        layers = self.num_layers // self.num_groups
+        return (self.num_groups, self.num_kv_heads, layers, 2, self.page_size, self.head_dim)
 
     @property
     def page_bytes(self) -> int:
@@ -85,9 +89,9 @@ class KVLayout:
         return prod(self.page_shape) * DTYPE_BYTES[self.dtype]
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's K and V in a page."""
-        return self.page_bytes // self.num_layers
+    def head_bytes(self) -> int:
+        """Bytes of one KV head of one group of layers in a page."""
+        return prod(self.page_shape[2:]) * DTYPE_BYTES[self.dtype]
 
     @property
     def num_groups(self) -> int:
@@ -115,7 +119,6 @@ class ModelFacts:
     mask_token_id: int
     prompt_attention: str  # causal_blocks or bidirectional
     commit_rule: str  # which forward stores a block's KV
-    parallel_degree: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
         str(facts.mask_token_id),
         facts.prompt_attention,
         facts.commit_rule,
-        str(facts.parallel_degree),
+        str(layout.num_groups),
         DIGEST,
     )
     return tuple(Field(*pair) for pair in zip(FIELD_NAMES, values, strict=True))

@@ -1,4 +1,4 @@
-"""The pool's tensor, page-major: one page holds all layers, K and V, and is contiguous.
+"""The pool's tensor: one page after the other, each contiguous with all of its layers.
 
 Views and bytes of pages; pool.py knows their holders. Digests are in digest.py, copies between a
 GPU's pages and the host in staging.py.
@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class PageMemory:
-    """`num_pages` pages of KV in one tensor [pages, layers, 2, kv_heads, page_size, head_dim]."""
+    """`num_pages` pages of KV in one tensor [pages, *page_shape]; only `layers` knows its order."""
 
     def __init__(
         self, layout: KVLayout, num_pages: int, device: torch.device | str = "cpu"
@@ -58,16 +58,22 @@ class PageMemory:
         """
         return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer in either layout, as views [pages, kv_heads, page_size, head_dim]
+        in which a head of a page is contiguous."""
+        return [
+            (layer[:, :, 0], layer[:, :, 1])
+            for group in self.tensor.unbind(1)
+            for layer in group.unbind(2)
+        ]
+
     def layer_views(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer, as strided views of [pages, page_size, kv_heads, head_dim] or as
         in `kernels.pages`.
         """
         if self.layout.kind == "distinct":
-            return [distinct_views(layer[:, 0], layer[:, 1]) for layer in self.tensor.unbind(1)]
-        return [
-            (layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2))
-            for layer in self.tensor.unbind(1)
-        ]
+            return [distinct_views(*layer) for layer in self.layers()]
+        return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self.layers()]
 
     def byte_rows(self) -> Tensor:
         """The pool's bytes, one page in each row: [pages, page_bytes] uint8, without a copy."""
@@ -117,11 +123,11 @@ class PageMemory:
         """Clears the slots of a page from `num_used` on, so that its bytes are determined."""
         if not 0 <= num_used <= self.layout.page_size:
             raise ValueError(f"{num_used} used slots in a page of {self.layout.page_size}")
-        page = self.tensor[page_id]
+        page = self.tensor[page_id].flatten(0, 2)  # [heads of all layers, 2, page_size, head_dim]
         if self.layout.kind == "distinct":
-            zero_distinct_tail(*distinct_views(page[:, 0], page[:, 1]), num_used)
+            zero_distinct_tail(*distinct_views(page[:, None, 0], page[:, None, 1]), num_used)
         else:
-            page[:, :, :, num_used:].zero_()
+            page[:, :, num_used:].zero_()
 
 
 def consecutive_runs(page_ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner
 from effuse.models.shard import Place
 from effuse.models.transformer import Attend, Transformer
@@ -36,12 +38,10 @@ class PagedModel:
         self.page_size, self.block_size = page_size, block_size
         config = self.model.config
         num_heads = len(self.model.shard.kv_heads)
-        shape = (NUM_PAGES, config.num_layers, 2, num_heads, page_size, config.head_dim)
-        self.memory = torch.full(shape, float("nan"))
-        self.kv = [
-            (self.memory[:, layer, 0].transpose(1, 2), self.memory[:, layer, 1].transpose(1, 2))
-            for layer in range(config.num_layers)
-        ]
+        sizes = config.num_layers, num_heads, config.head_dim, page_size
+        memory = PageMemory(KVLayout("unified", *sizes, "float32"), NUM_PAGES)
+        self.memory = memory.tensor.fill_(float("nan"))
+        self.kv = memory.layer_views()
         self._free = torch.randperm(
             NUM_PAGES, generator=torch.Generator().manual_seed(page_size)
         ).tolist()

@@ -29,10 +29,10 @@ def test_plain_pytorch_computes_what_the_engine_computes() -> None:
     stored, last = PlainPrefill(bench.model, 2, 70).run(token_ids)
     for row, message in enumerate(messages):
         held = [page.page_id for page in pages[message.attempt.transfer_id]]
-        memory = bench.paged.memory.tensor[held].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-        for layer, (k, v) in enumerate(stored):
-            torch.testing.assert_close(memory[layer, 0, :, :70], k[row])
-            torch.testing.assert_close(memory[layer, 1, :, :70], v[row])
+        for layer, expected in zip(bench.paged.memory.layers(), stored, strict=True):
+            for pages_kv, kv in zip(layer, expected, strict=True):
+                found = pages_kv[held].transpose(0, 1).flatten(1, 2)[:, :70]
+                torch.testing.assert_close(found, kv[row])
         boundary = torch.frombuffer(bytearray(hidden[row] or b""), dtype=torch.float32)
         torch.testing.assert_close(boundary, last[row])
     forget(bench.engine, messages)

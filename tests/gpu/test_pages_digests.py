@@ -24,8 +24,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CUDA = torch.device("cuda")
-# (layers, bytes of a layer's share): pages of 32 tokens, and of 16 for the bundled model.
-PAGES = {"dream": (28, 65536), "llada": (32, 524288), "bundled": (7, 8192), "bundled32": (7, 16384)}
+# (parts of a page, bytes of one): pages of 32 tokens, and of 16 for the bundled model. A part is
+# a KV head of a group of layers.
+PAGES = {"dream": (28, 65536), "llada": (256, 65536), "bundled": (7, 8192), "bundled32": (7, 16384)}
 
 
 def random_pages(num_pages: int, page_bytes: int) -> Tensor:
@@ -55,13 +56,13 @@ def test_pieces_of_whole_pages_of_every_kind(length: int, kind: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_of_released_models(name: str) -> None:
-    layers, layer_bytes = PAGES[name]
-    pages = random_pages(11, layers * layer_bytes)
+    parts, part_bytes = PAGES[name]
+    pages = random_pages(11, parts * part_bytes)
     ids = torch.tensor([7, 0, 10, 7, 3], device=CUDA)
-    piece_bytes = piece_bytes_of(layer_bytes)
+    piece_bytes = piece_bytes_of(part_bytes)
     check_against_cpu(pages, ids, piece_bytes)
-    check_against_cpu(pages, ids.int(), piece_bytes, 3 * layer_bytes, 2 * layer_bytes)
-    check_against_cpu(pages, ids[:1], piece_bytes, (layers - 1) * layer_bytes)
+    check_against_cpu(pages, ids.int(), piece_bytes, 3 * part_bytes, 2 * part_bytes)
+    check_against_cpu(pages, ids[:1], piece_bytes, (parts - 1) * part_bytes)
 
 
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "device"])

@@ -166,7 +166,7 @@ def test_layers_leave_as_a_forward_marks_them(kind: str) -> None:
             sender.push_pages(reserved, range(NUM_PAGES), 0, marks.begin())
             for layer in range(LARGE.num_layers):
                 spin(10)
-                source.tensor[:, layer].copy_(expected[:, layer])
+                source.tensor[:, layer].copy_(expected[:, layer])  # a group holds one layer
                 marks.stored(layer)
             sender.finish(reserved, boundary)
             assert isinstance(next_event(sender, reserved.transfer_id), Pushed)

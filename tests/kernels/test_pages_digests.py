@@ -69,10 +69,10 @@ def test_other_seeds_give_other_digests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer_bytes", "piece_bytes"),
+    ("head_bytes", "piece_bytes"),
     [
-        (65536, 16384),  # Dream-7B, 32 tokens a page
-        (524288, 16384),  # LLaDA-8B, 32 tokens
+        (65536, 16384),  # Dream-7B over NIXL, 32 tokens a page: 4 layers of a head
+        (32768, 16384),  # the same with 16 tokens a page
         (8192, 8192),  # the bundled model
         (16384, 16384),
         (16448, 64 * 257),  # 257 stripes, a prime number of them
@@ -86,9 +86,9 @@ def test_other_seeds_give_other_digests() -> None:
         (100_000, 100_000),
     ],
 )
-def test_layers_are_cut_into_equal_pieces(layer_bytes: int, piece_bytes: int) -> None:
-    assert piece_bytes_of(layer_bytes) == piece_bytes
-    assert layer_bytes % piece_bytes == 0
+def test_heads_are_cut_into_equal_pieces(head_bytes: int, piece_bytes: int) -> None:
+    assert piece_bytes_of(head_bytes) == piece_bytes
+    assert head_bytes % piece_bytes == 0
 
 
 def test_bad_requests_are_refused() -> None:

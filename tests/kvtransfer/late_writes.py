@@ -160,7 +160,7 @@ class Victim:
         return (self.memory.tensor.flatten(1) == value).all(1).cpu()
 
     def has_any(self, value: float) -> bool:
-        """Whether a layer of any page begins with this value."""
+        """Whether a group of layers of any page begins with this value."""
         return bool((self.memory.tensor.flatten(2)[:, :, 0] == value).any())
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from effuse.kvtransfer.memory import PageMemory
 def expected(memory: PageMemory, page_id: int, groups: range, seed: int) -> list[int]:
     """By the definition: xxh3_64 of each piece, as int64."""
     layout = memory.layout
-    size = piece_bytes_of(layout.layer_bytes)
+    size = piece_bytes_of(layout.head_bytes)
     data = bytes(memory.bytes_at(page_id))
     span = range(groups.start * layout.group_bytes, groups.stop * layout.group_bytes, size)
     words = [xxhash.xxh3_64_intdigest(data[at : at + size], seed) for at in span]

@@ -94,7 +94,20 @@ def test_layers_are_as_many_equal_groups_as_the_connector_gains_from(
         cut = dataclasses.replace(layout, most_groups=MOST_GROUPS[connector])
         assert cut.num_groups == num_groups
         assert cut.group_bytes * num_groups == layout.page_bytes
-    assert fingerprint(cut, FACTS) == fingerprint(layout, FACTS)
+        assert cut.page_shape == (num_groups, 2, num_layers // num_groups, 2, 16, 32)
+        assert cut.head_bytes * 2 == cut.group_bytes
+
+
+def test_pages_of_other_groups_of_layers_are_refused() -> None:
+    """The same numbers lie in another order there."""
+    ours = dataclasses.replace(LAYOUT, num_layers=32, most_groups=MOST_GROUPS["nixl"])
+    theirs = dataclasses.replace(ours, most_groups=MOST_GROUPS["zmq"])
+    found = mismatch(fingerprint(ours, FACTS), fingerprint(theirs, FACTS))
+    assert found is not None and (found.name, found.ours, found.theirs) == (
+        "layer_groups",
+        "8",
+        "16",
+    )
 
 
 @pytest.mark.parametrize(

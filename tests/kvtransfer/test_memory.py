@@ -27,9 +27,23 @@ def test_layer_views_are_strided_views_of_the_tensor() -> None:
     keys, values = views[1]
     keys[2, 7, 1, 3] = 1.5
     values[2, 7, 1, 3] = 2.5
-    assert memory.tensor[2, 1, 0, 1, 7, 3] == 1.5
-    assert memory.tensor[2, 1, 1, 1, 7, 3] == 2.5
+    assert memory.tensor[2, 1, 1, 0, 0, 7, 3] == 1.5
+    assert memory.tensor[2, 1, 1, 0, 1, 7, 3] == 2.5
     assert int(memory.tensor.count_nonzero()) == 2
+
+
+@pytest.mark.parametrize("kind", ["unified", "distinct"])
+def test_a_range_of_heads_of_a_group_of_layers_is_one_part_of_a_page(kind: str) -> None:
+    """Six layers in three groups: heads 1 and 2 of the second group, and nothing else."""
+    memory = PageMemory(KVLayout(kind, 6, 4, 8, 4, "float32", most_groups=4), 3)
+    layout = memory.layout
+    assert memory.tensor.shape[1:] == layout.page_shape == (3, 4, 2, 2, 4, 8)
+    for keys, values in memory.layers()[2:4]:
+        keys[1, 1:3], values[1, 1:3] = 1.0, 1.0
+    written = memory.byte_rows().view(torch.float32).nonzero()
+    assert set(written[:, 0].tolist()) == {1}
+    first = layout.group_bytes + layout.head_bytes
+    assert written[:, 1].tolist() == list(range(first // 4, (first + 2 * layout.head_bytes) // 4))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -87,8 +101,8 @@ def test_zero_tail_clears_exactly_the_unused_slots(used: int) -> None:
     memory = filled()
     before = memory.tensor.clone()
     memory.zero_tail(1, used)
-    assert not memory.tensor[1, :, :, :, used:].any()
-    assert torch.equal(memory.tensor[1, :, :, :, :used], before[1, :, :, :, :used])
+    assert not memory.tensor[1, ..., used:, :].any()
+    assert torch.equal(memory.tensor[1, ..., :used, :], before[1, ..., :used, :])
     assert torch.equal(memory.tensor[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
 
 
@@ -101,8 +115,8 @@ def test_a_distinct_page_is_the_same_bytes_in_another_order(used: int) -> None:
     keys, values = memory.layer_views()[1]
     keys[2, :, :, :used] = 1.5
     values[2, :, :, :used] = 2.5
-    assert int((memory.tensor[2, 1, 0] == 1.5).sum()) == used * 2 * 4
-    assert int((memory.tensor[2, 1, 1] == 2.5).sum()) == used * 2 * 4
+    assert int((memory.layers()[1][0][2] == 1.5).sum()) == used * 2 * 4
+    assert int((memory.layers()[1][1][2] == 2.5).sum()) == used * 2 * 4
     before = memory.tensor.clone()
     assert int(before.count_nonzero()) == 2 * used * 2 * 4
     memory.zero_tail(2, used)

@@ -11,6 +11,8 @@ import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from operators import child
 
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.memory import PageMemory
 from effuse.models.prompt_graphs import MOST_ROWS, MOST_SEQUENCES, PromptGraphs
 from effuse.models.runner import ModelRunner, Part, PartResult
 from effuse.models.transformer import Transformer
@@ -25,9 +27,10 @@ def make(
     model: Transformer, *, padded: bool, uses_graphs: bool = False
 ) -> tuple[ModelRunner, torch.Tensor]:
     config = model.config
-    shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE, config.head_dim)
-    memory = torch.full(shape, -7.0, device=model.device, dtype=model.dtype)
-    kv = [(layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2)) for layer in memory.unbind(1)]
+    sizes = config.num_layers, config.num_kv_heads, config.head_dim, PAGE
+    layout = KVLayout("unified", *sizes, str(model.dtype).removeprefix("torch."))
+    pool = PageMemory(layout, NUM_PAGES, model.device)
+    memory, kv = pool.tensor.fill_(-7.0), pool.layer_views()
     graphs = None
     if padded:
         graphs = PromptGraphs(

@@ -355,7 +355,7 @@ def test_stored_rows_do_not_leave_their_pages(model: PagedModel) -> None:
     changed = (model.memory != before) & ~(model.memory.isnan() & before.isnan())
     pages = sorted(changed.flatten(1).any(dim=1).nonzero().flatten().tolist())
     assert pages == [part.pages[1]]
-    offsets = changed[part.pages[1]].any(dim=-1).flatten(0, 2).any(dim=0)
+    offsets = changed[part.pages[1]].any(dim=-1).flatten(0, -2).any(dim=0)
     assert _true_at(offsets) == [0, 1, 2, 3]
 
 

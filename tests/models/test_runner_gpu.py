@@ -16,6 +16,8 @@ from checkpoints import (
 from expert_checkpoints import ExpertFamily, write_expert_checkpoint
 
 from effuse.config.decoding import Sampling
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner, Part, PartResult
 from effuse.models.weights import load_model
 
@@ -34,13 +36,10 @@ def run_on(
     """Two prompts of ragged length, then both denoise two blocks in one forward."""
     model = load_model(path, device=device, dtype=dtype, block_size=BLOCK)
     config = model.config
-    shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE, config.head_dim)
-    memory = torch.zeros(shape, device=device, dtype=dtype)
-    views = [
-        (memory[:, layer, 0].transpose(1, 2), memory[:, layer, 1].transpose(1, 2))
-        for layer in range(config.num_layers)
-    ]
-    runner = ModelRunner(model, views, page_size=PAGE, block_size=BLOCK)
+    sizes = config.num_layers, config.num_kv_heads, config.head_dim, PAGE
+    layout = KVLayout("unified", *sizes, str(dtype).removeprefix("torch."))
+    memory = PageMemory(layout, NUM_PAGES, device)
+    runner = ModelRunner(model, memory.layer_views(), page_size=PAGE, block_size=BLOCK)
     prompts = [list(range(30, 69)), list(range(101, 121))]
     origins = [config.block_origin(len(prompt)) for prompt in prompts]
     cached = [
@@ -76,7 +75,7 @@ def run_on(
                 sampling=Sampling(temperature=temperature, seed=1 << 63, top_k=40),
             )
         )
-    return runner.run(parts), memory.float().cpu()
+    return runner.run(parts), memory.tensor.float().cpu()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

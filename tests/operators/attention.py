@@ -10,6 +10,7 @@ from torch import Tensor
 from effuse.kernels.attention import block_attention_ref
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from operators.paths import Attention, Operators
+from operators.pool import layer_of
 from operators.tolerance import assert_close
 
 
@@ -157,13 +158,11 @@ def poisoned_cache(
 
 
 def strided(cache: Tensor, token_major: bool) -> Tensor:
-    """The same values as they are, or as a view into page-major memory of three layers."""
+    """The same values as they are, or as a view into the pages of a pool."""
     if token_major:
         return cache
-    pages, page_size, heads, dim = cache.shape
-    memory = cache.new_full((pages, 3, 2, heads, page_size, dim), float("nan"))
-    memory[:, 1, 1] = cache.transpose(1, 2)
-    return memory[:, 1, 1].transpose(1, 2)
+    _, view = layer_of(cache.shape, cache.dtype, cache.device)
+    return view.copy_(cache)
 
 
 def batch_of(case: Case, tables: list[list[int]], device: torch.device) -> AttentionBatch:

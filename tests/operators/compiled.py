@@ -33,10 +33,10 @@ from effuse.kernels import (
 )
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.pages import distinct_views
 from effuse.kernels.rowwise import WeightedParts
 from effuse.kernels.sampling_edits import LogitEdits
 from operators.device_code import DeviceCode, device_code
+from operators.pool import layer_of
 
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 Variants = Iterator[tuple[str, list[DeviceCode]]]
@@ -88,13 +88,13 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def cache(shape: Shape) -> tuple[Tensor, Tensor]:
-    memory = meta(64, 28, 2, shape.kv_heads, shape.page_size, shape.head_dim, dtype=shape.dtype)
-    return memory[:, 3, 0].transpose(1, 2), memory[:, 3, 1].transpose(1, 2)
+    sizes = 64, shape.page_size, shape.kv_heads, shape.head_dim
+    return layer_of(sizes, shape.dtype, "meta")
 
 
 def distinct_cache(shape: Shape) -> tuple[Tensor, Tensor]:
-    memory = meta(64, 28, 2, shape.kv_heads, shape.page_size, shape.head_dim, dtype=shape.dtype)
-    return distinct_views(memory[:, 3, 0], memory[:, 3, 1])
+    sizes = 64, shape.page_size, shape.kv_heads, shape.head_dim
+    return layer_of(sizes, shape.dtype, "meta", kind="distinct")
 
 
 def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = False) -> None:

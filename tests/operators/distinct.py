@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages import distinct_views, store_distinct_ref
+from effuse.kernels.pages import store_distinct_ref
 from operators.attention import Case, build, reference
 from operators.paths import Attention, Operators
+from operators.pool import layer_of
 from operators.rows import assert_same, random
 from operators.tolerance import assert_close
 
@@ -35,9 +36,9 @@ def check_equals_unified(case: Case, ops: Operators, dtype: torch.dtype) -> None
 
 def as_distinct(call: Attention) -> Attention:
     """The call with its cache moved to distinct pages of a pool of three layers."""
-    pages, page_size, heads, dim = call.k_cache.shape
-    memory = call.k_cache.new_full((pages, 3, 2, heads, page_size, dim), float("nan"))
-    k_cache, v_cache = distinct_views(memory[:, 1, 0], memory[:, 1, 1])
+    pages, page_size, heads, _ = call.k_cache.shape
+    device = call.k_cache.device
+    k_cache, v_cache = layer_of(call.k_cache.shape, call.k_cache.dtype, device, kind="distinct")
     by_dim = call.k_cache.permute(0, 2, 3, 1)
     by_piece = by_dim.reshape(pages, heads, k_cache.shape[2], k_cache.shape[4], page_size)
     k_cache.copy_(by_piece.movedim(3, 4))
@@ -74,5 +75,4 @@ def check_store_of_nothing(ops: Operators, dtype: torch.dtype) -> None:
 
 def empty_pages(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Views of nine pages of eight tokens, two heads of 32, full of NaN."""
-    memory = torch.full((9, 2, 2, 2, 8, 32), float("nan"), dtype=dtype, device=device)
-    return distinct_views(memory[:, 1, 0], memory[:, 1, 1])
+    return layer_of((9, 8, 2, 32), dtype, device, kind="distinct")

@@ -15,12 +15,13 @@ from unittest.mock import patch
 
 import torch
 from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
-from decoding.engines import load_tiny
+from decoding.engines import layout_of, load_tiny
 from torch import Tensor
 
 from effuse.kernels import attention_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kvtransfer.memory import PageMemory
 from effuse.models import prompt_graphs
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner, Part
@@ -62,9 +63,8 @@ def run(
 ) -> tuple[Tensor, list[Tensor]]:
     """All K and V, and the boundaries."""
     config = model.config
-    shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE, config.head_dim)
-    memory = torch.full(shape, NOTHING)
-    kv = [(layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2)) for layer in memory.unbind(1)]
+    pool = PageMemory(layout_of(model, PAGE), NUM_PAGES)
+    memory, kv = pool.tensor.fill_(NOTHING), pool.layer_views()
     graphs = None
     if padded:
         graphs = PromptGraphs(

@@ -11,6 +11,7 @@ from effuse.kernels.pages import store_kv_ref
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_ref
 from effuse.kernels.rowwise import WeightedParts, rms_norm_ref, swiglu_ref
 from operators.paths import Operators
+from operators.pool import layer_of
 from operators.tolerance import assert_close
 
 EPS = 1e-6
@@ -180,11 +181,11 @@ def check_store_of_nothing(ops: Operators, dtype: torch.dtype) -> None:
 def empty_pages(
     tokens: int, heads: int, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two strided views of page-major memory full of NaN, and a slot for two rows of three."""
-    memory = torch.full((tokens + 3, 2, 2, heads, 8, dim), float("nan"), dtype=dtype)
+    """Two strided views of pages full of NaN, and a slot for two rows of three."""
+    views = layer_of((tokens + 3, 8, heads, dim), dtype)
     slots = torch.randperm((tokens + 3) * 8, generator=torch.Generator().manual_seed(5))[:tokens]
     slots[1::3] = -1
-    return memory[:, 1, 0].transpose(1, 2), memory[:, 1, 1].transpose(1, 2), slots
+    return *views, slots
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:

@@ -218,8 +218,9 @@ class Rig:
 
     def kv(self, page_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """K and V in the target's pages: [layers, 2, kv_heads, num_tokens, head_dim]."""
-        pages = self.target_memory.tensor[list(page_ids)]
-        return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :num_tokens]
+        pages = torch.tensor(list(page_ids))
+        kv = torch.stack([torch.stack(layer) for layer in self.target_memory.layers()])
+        return kv[:, :, pages].transpose(2, 3).flatten(3, 4)[:, :, :, :num_tokens]
 
     def _connector(self, memory: PageMemory, incarnation: str) -> LoopbackConnector:
         connector = LoopbackConnector(self.hub, memory, incarnation, self.fingerprint, self.now)

@@ -86,8 +86,9 @@ def expected_kv(path: Path, prompt: Sequence[int], page_size: int) -> torch.Tens
     model = PagedModel(path, page_size=page_size, block_size=BLOCK)
     pages = model.pages(count)
     model.forward(list(prompt[:count]), 0, pages, count, 0)
-    kv = model.memory[pages].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-    return kv[:, :, :, :count]
+    layers = range(model.model.config.num_layers)
+    kv = torch.stack([torch.stack(model.stored(layer, pages, count)) for layer in layers])
+    return kv.transpose(2, 3)
 
 
 @pytest.mark.parametrize(("page_size", "found"), [(4, 16), (2, 16), (8, 16), (3, 12), (16, 16)])
