@@ -44,7 +44,8 @@ def check(
         torch.testing.assert_close(of_rank, logits, rtol=0, atol=most)
         heads = shard_of(config, rank, size).kv_heads
         for own, whole in ((own_k, k), (own_v, v)):
-            torch.testing.assert_close(own, whole[:, heads.start : heads.stop], rtol=1e-5, atol=1e-5)
+            same = whole[:, heads.start : heads.stop]
+            torch.testing.assert_close(own, same, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -81,7 +81,7 @@ def test_pages_leave_in_as_many_groups_as_the_connector_gains_from(
 @pytest.mark.parametrize(
     ("page_size", "max_model_len", "told"),
     [
-        (1 << 20, None, "--page-size: expected at most 699050, .* takes 402653184 bytes"),
+        (1 << 20, None, "--page-size: expected at most 699050, .* takes 402653184"),
         (1, None, "--page-size: expected at least 2, .* a lower --max-model-len"),
         (1, 1 << 16, None),
     ],
