@@ -8,7 +8,6 @@ and of the last ten ended ones stay.
 import argparse
 import fcntl
 import os
-import re
 import shutil
 import sys
 import time
@@ -28,9 +27,6 @@ KEPT: Final = 10
 
 _LOCK = "in-use"  # a file in a directory, locked while its fleet runs
 _POLL_S = 0.2
-_STEPS: Final = re.compile(
-    r"\S+ \S+ INFO +\w+ effuse\.(worker\.front|worker\.supervisor|placement|router\.process)\b"
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -136,13 +132,6 @@ def _is_in_use(where: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def is_shown(process: str, line: str) -> bool:
-    """Whether a line of a process's log is for the terminal: not Redis's own lines, and not the
-    steps of a successful start. The files have all lines.
-    """
-    return process != "redis" and not _STEPS.match(line)
 
 
 def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self, TextIO
+from typing import NoReturn, Protocol, Self
 
 _TAIL_BYTES = 1 << 16
 _LINE_BYTES = 256
@@ -176,6 +176,16 @@ def _end_once(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+class Output(Protocol):
+    """Takes the lines of a follower."""
+
+    def write(self, text: str, /) -> object:
+        """Takes a whole line."""
+
+    def flush(self) -> object:
+        """All that is new was written."""
+
+
 class LogFollower:
     """Copies new lines of the logs in a directory to `out`, until the context ends. Each line
     begins with its process's name or, if `as_json`, is an object with that name.
@@ -184,7 +194,7 @@ class LogFollower:
     def __init__(
         self,
         directory: Path,
-        out: TextIO,
+        out: Output,
         process: str = "*",
         *,
         as_json: bool = False,

@@ -156,23 +156,32 @@ def fitted_table(
 
 def worker_lines(workers: Sequence[model_pb2.Worker]) -> list[str]:
     """A line for each link and each quarantine."""
-    links = [_link(worker, link) for worker in workers for link in worker.links]
     held = [_quarantine(worker, one) for worker in workers for one in worker.quarantines]
-    return [*links, *held]
+    return [*link_lines(workers), *held]
+
+
+def link_lines(workers: Sequence[model_pb2.Worker]) -> list[str]:
+    """A line for each link."""
+    return [_link(worker, link) for worker in workers for link in worker.links]
 
 
 def taken_defaults(model: model_pb2.Model) -> list[str]:
     """A line for each source of the model's defaults, such as "took temperature 0.6 and top_k 20
     from generation_config.json"."""
+    return [
+        f"took {' and '.join([', '.join(knobs[:-1]), knobs[-1]] if knobs[1:] else knobs)} "
+        f"from {source}"
+        for source, knobs in defaults_by_source(model).items()
+    ]
+
+
+def defaults_by_source(model: model_pb2.Model) -> dict[str, list[str]]:
+    """The model's defaults, such as "temperature 0.6", by the source that they are from."""
     by_source: dict[str, list[str]] = {}
     for one in model.defaults.sources:
         told = f"{one.knob} {_default(model, one.knob)}".strip()
         by_source.setdefault(one.source, []).append(told)
-    return [
-        f"took {' and '.join([', '.join(knobs[:-1]), knobs[-1]] if knobs[1:] else knobs)} "
-        f"from {source}"
-        for source, knobs in by_source.items()
-    ]
+    return by_source
 
 
 def _default(model: model_pb2.Model, knob: str) -> str:

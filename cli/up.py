@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -21,11 +21,12 @@ from effuse.cli.arguments import command, directory, fleet_name, redis_url, whol
 from effuse.cli.commands import LOOPBACK, http_flags, value_of
 from effuse.cli.fleet import SIZE_FLAG, Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import fleet_gpus, gpu_list
-from effuse.cli.greeting import asks_who_calls, greeting, scraped, spoken, taken
+from effuse.cli.greeting import asks_who_calls, greeting
 from effuse.cli.keeper import LOG, Rolling, watch_over
-from effuse.cli.logs import is_shown, keep_logs
+from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_ports
-from effuse.cli.process import LogFollower, end_as_by_ctrl_c
+from effuse.cli.process import end_as_by_ctrl_c
+from effuse.cli.screen import Screen, columns, follower
 from effuse.config.decoding import Algorithm
 from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
@@ -75,8 +76,9 @@ class FlagGroups:
 class UpView:
     """The visible parts of the fleet."""
 
-    quiet: bool = False  # logs stay in their files
-    page_port: int | None = None  # address of the page; None serves none
+    quiet: bool = False  # its logs stay in their files
+    verbose: bool = False  # all of its logs are shown, and all that is known of it
+    page_port: int | None = None  # where the page about it is; None serves none
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,17 +97,17 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             print(f"effuse up: {error}", file=sys.stderr)
             return 2
-        form = value_of(config.router_flags, "--log-format")
-        if form == "json":
+        is_json = value_of(config.router_flags, "--log-format") == "json"
+        if is_json:  # which is for programs, and they get every line
             logs.set_up("up", "info", "json")
+            view = replace(view, verbose=True)
         else:
             logs.log_by(logging.Formatter("effuse up: %(message)s"))
+        screen = Screen.of_errors(config.prefill + config.decode)
         if not view.quiet:
-            follower = LogFollower(
-                fleet.log_dir, sys.stderr, as_json=form == "json", shows=is_shown
-            )
-            stack.enter_context(follower)
-        return run(fleet, view)
+            shown = follower(fleet.log_dir, screen, verbose=view.verbose, as_json=is_json)
+            stack.enter_context(shown)
+        return run(fleet, view, screen)
 
 
 def refuse_early(config: FleetConfig, view: UpView) -> None:
@@ -177,7 +179,8 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
     found = _check_flags(parser, argv, rest, groups)
     try:
         page_port = found.page_port if found.page else None
-        return _config(found, rest, groups), UpView(quiet=found.quiet, page_port=page_port)
+        view = UpView(quiet=found.quiet, verbose=found.verbose, page_port=page_port)
+        return _config(found, rest, groups), view
     except ValueError as error:
         parser.error(str(error))
 
@@ -269,6 +272,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="port of the page about the fleet; 0 takes a free one (default: 0)")  # fmt: skip
     add_switch(parser, "--page", "serve a page about the fleet", default=True)
     add_switch(parser, "--quiet", "do not show the processes' logs")
+    add_switch(parser, "--verbose", "show all lines of the processes' logs, and each link")
     add_config_flag(parser)
     _add_gpus(parser)
 
@@ -350,17 +354,20 @@ def _words_of(
     return tuple(others.parse_known_args(rest)[1])
 
 
-def run(fleet: Fleet, view: UpView) -> int:
-    """Start the fleet and watch over it until it should end; returns the exit status."""
+def run(fleet: Fleet, view: UpView, screen: Screen) -> int:
+    """Start the fleet, watch over it until it is told to end; the exit status."""
     rolling = Rolling(fleet)
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
+    shows_logs = view.verbose and not view.quiet
     try:
-        fleet.start()
-        with _page(fleet, view) as looked_at:
-            _say([*taken(fleet), greeting(fleet), *spoken(fleet), *looked_at, *scraped(fleet)])
-            watch_over(fleet, rolling, shows_logs=not view.quiet)
+        with screen:
+            fleet.start()
+        with _page(fleet, view) as page_address:
+            width = columns() if sys.stdout.isatty() else None
+            _say(greeting(fleet, page_address, width=width, verbose=view.verbose))
+            watch_over(fleet, rolling, shows_logs=shows_logs)
     except FleetError as error:
-        LOG.error("%s", error if view.quiet else error.why)
+        LOG.error("%s", error.why if shows_logs else error)
         return 1
     except OSError as error:
         LOG.error("%s", error)
@@ -397,9 +404,9 @@ def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
     tokens.
     """
     if view.page_port is None or asks_who_calls(fleet.config):
-        yield []
+        yield None
         return
     source = page.PageSource(fleet.address, fleet.metrics)
     with page.served(source, view.page_port) as address:
         fleet.tell_page(address)
-        yield [f"watch the fleet on {address} or with `effuse top --target {fleet.address}`"]
+        yield address

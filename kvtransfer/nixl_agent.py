@@ -14,6 +14,7 @@ from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from nixl._bindings import (
@@ -67,9 +68,10 @@ class NixlAgent:
     def __init__(self, name: str) -> None:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         bind_netlink()
-        # UCX would keep a peer's GPU memory mapped, and so in use, after the peer was removed and
-        # had ended (`cuda_ipc.py`).
-        os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
+        if torch.cuda.is_available():  # else UCX warns of a variable that nothing reads
+            # UCX would keep a GPU's memory of a peer mapped, and so in use, after the peer was
+            # removed and had ended (`cuda_ipc.py`).
+            os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
         self.name = name
         self._agent: Any = nixl_agent(
             name,

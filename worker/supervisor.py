@@ -56,6 +56,7 @@ LOG = logging.getLogger(__name__)
 _KILL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2  # for the connection of an ended engine to end
 _HANDED_ON_S = 0.01  # for messages in the library, once the connection has ended
+_LONG_S = 1.0  # of compiling that is worth a line
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _STOP_GRACE_S = 5.0
 _MOST_ENDED = 1024
@@ -274,6 +275,7 @@ class Supervisor:
         self._now = now
         self._progress = Progress.begin(now())  # of the current engine, ready or not
         self._told_phase: Phase = "serving"  # the phase that was logged last
+        self._phase, self._phase_at = self._told_phase, 0.0  # the present one, and its begin
         self.life: EngineLife | None = None
         self.last_life: EngineLife | None = None  # the newest that was ready, even if it has ended
         self.restarts = 0
@@ -338,8 +340,11 @@ class Supervisor:
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
         output.count(beat.dropped_lines)
+        if beat.phase != self._phase:
+            self._phase, self._phase_at = beat.phase, now
         # A start compiles dozens of kernels, most of them in a millisecond from the cache.
-        is_news = self.life is not None or beat.phase in ("loading", "capturing")
+        is_long = beat.phase == "compiling" and now - self._phase_at > _LONG_S
+        is_news = self.life is not None or is_long or beat.phase in ("loading", "capturing")
         if is_news and beat.phase != self._told_phase:
             LOG.info("engine %s is now %s", client.incarnation, beat.phase)
             self._told_phase = beat.phase

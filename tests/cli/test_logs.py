@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.logs import is_shown
 from effuse.cli.process import LogFollower
+from effuse.cli.screen import Severe
 
 
 def test_whole_lines_are_copied_once(tmp_path: Path) -> None:
@@ -96,14 +96,16 @@ def test_a_line_is_written_in_one_piece(tmp_path: Path) -> None:
         ),
         ("decode-0", "2026-11-26 12:34:49,502 INFO    decode effuse.placement.announcer: x", False),
         ("decode-0", "2026-11-26 12:34:49,459 ERROR   decode effuse.worker.supervisor: x", True),
-        ("router", "2026-11-26 12:34:49,459 INFO    router effuse.router.request: x", True),
+        ("router", "2026-11-26 12:34:49,459 INFO    router effuse.router.request: x", False),
+        ("router", "2026-11-26 12:34:49,459 ERROR   router effuse.router.request: x\n  y", True),
+        ("decode-0", "decode-0 starts on GPU 0", False),
         ("router", "Traceback (most recent call last):", True),
     ],
 )
-def test_people_who_watch_see_no_steps_of_a_good_start(
+def test_people_who_watch_see_warnings_and_what_is_worse(
     process: str, line: str, shown: bool, tmp_path: Path
 ) -> None:
     out = io.StringIO()
-    with LogFollower(tmp_path, out, shows=is_shown):
+    with LogFollower(tmp_path, out, shows=Severe().shows):
         (tmp_path / f"{process}.log").write_text(f"{line}\n")
-    assert bool(out.getvalue()) is shown
+    assert out.getvalue().count(" | ") == shown * (1 + line.count("\n"))

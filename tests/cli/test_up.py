@@ -23,7 +23,7 @@ from effuse.cli.commands import (
     value_of,
 )
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
-from effuse.cli.greeting import greeting
+from effuse.cli.greeting import workers_text
 from effuse.cli.process import Process
 from effuse.cli.up import UpView, main, parse
 from effuse.config.flags import flag_of
@@ -194,9 +194,7 @@ def test_each_worker_gets_a_gpu_of_its_own() -> None:
         "prefill-0": "0",
         "decode-0": "1",
     }
-    assert "1 decode workers, prefill-0 on GPU 0, decode-0 on GPU 1, auto" in _greeting(
-        fleet, "a:1"
-    )
+    assert workers_text(config, fleet.gpus, ()) == "prefill GPU 0; decode GPU 1"
     fleet.stop()
 
 
@@ -217,7 +215,9 @@ def test_gpus_that_are_asked_for_are_used_or_the_workers_say_why_not() -> None:
 def test_workers_that_share_a_gpu_divide_what_they_may_use_of_it() -> None:
     fleet = Fleet(parse(["--gpu-sharing"])[0])
     assert _memory(fleet) == {"prefill-0": ["0.45"], "decode-0": ["0.45"]}
-    assert "prefill-0 on GPU 0 (1/2 of its memory), decode-0 on GPU 0" in _greeting(fleet, "a:1")
+    half = "GPU 0 (1/2 of its memory)"
+    shown = workers_text(fleet.config, fleet.gpus, ())
+    assert shown == f"prefill {half}; decode {half}"
     fleet.stop()
     told = ["--prefill", "0", "--decode", "3", "--gpu-sharing", "--gpu-memory-utilization=0.6"]
     fleet = Fleet(parse(told)[0])
@@ -242,11 +242,6 @@ def _memory(fleet: Fleet) -> dict[str, list[str]]:
         for name, words in member_commands(fleet.config, around).items()
         if name in fleet.gpus
     }
-
-
-def _greeting(fleet: Fleet, address: str) -> str:
-    fleet._told["router"] = {"address": address}
-    return greeting(fleet)
 
 
 @pytest.mark.parametrize("gpus", [("0",)], indirect=True)

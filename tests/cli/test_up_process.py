@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -31,7 +36,7 @@ from effuse.cli.logs import main as logs
 from effuse.cli.ports import free_port
 
 DEADLINE_S = patient(90)
-GREETING = "effuse is ready on|OpenAI|watch the fleet on|metrics are on|took |effuse up: stopping"
+GREETING = "(model|workers|gRPC|HTTP|page|metrics|link|redis|logs|decode-.) +[^|]*$|effuse up: stopping"
 
 
 class Up:
@@ -97,11 +102,11 @@ def up(model: Path) -> Iterator[Up]:
 def test_what_is_replaced_and_what_dies_is_started_again(
     up: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    up.wait_for("^took algorithm block_diffusion, .* from SDAR's generate.py$")
+    up.wait_for(r"^model .*: algorithm block_diffusion, .* \(SDAR's generate.py\)")
     ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
-    up.wait_for("watch the fleet on")
-    up.wait_for("metrics are on")
-    assert len(up.said) <= 12, "addresses are still on the screen"
+    up.wait_for("^page ")
+    up.wait_for("^metrics ")
+    assert len(up.said) <= 8
     assert int(ready[1]) > 0
     processes = up.processes()
     (router,) = [one for one in processes if "effuse.router" in one.cmdline()]
@@ -137,7 +142,7 @@ def test_a_router_that_takes_anothers_place_is_scraped_where_that_was(model: Pat
     port = free_port()
     up = Up(model, "--metrics-port", str(port))
     try:
-        page = up.wait_for(r"watch the fleet on (http://127\.0\.0\.1:\d+/)")[1]
+        page = up.wait_for(r"^page +(http://127\.0\.0\.1:\d+/)")[1]
         before = _targets(page)
         assert before["router"] == f"127.0.0.1:{port}"
         up.child.send_signal(signal.SIGUSR1)
@@ -166,7 +171,7 @@ def test_every_gpu_of_the_machine_is_used(
     up = Up(model, "--decode", "2", "--log-format", "json")
     try:
         up.wait_for(r'^{"name": "decode-0", "message": "decode-0 starts on GPU 0"}$')
-        up.wait_for("2 decode workers, decode-0 on GPU 0, decode-1 on GPU 1, auto")
+        up.wait_for("^workers +decode GPU 0, GPU 1")
         workers = [one for one in up.processes() if "effuse.decode_worker" in one.cmdline()]
         seen = [one.environ()["CUDA_VISIBLE_DEVICES"] for one in workers]
         assert sorted(seen) == ["0", "1"]
@@ -281,3 +286,59 @@ def test_it_ends_in_order_though_its_output_is_full(logs: str, model: Path, tmp_
     assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
     for one in (read, write, own):
         os.close(one)
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2)])
+def test_a_good_start_is_eight_rows_of_a_terminal(
+    prefill: int, decode: int, columns: int, model: Path
+) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--num-pages", "64"]
+    command += ["--prefill", str(prefill), "--decode", str(decode), "--model", str(model)]
+    environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    child = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    drawn = _drawn_until("metrics", ours)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(DEADLINE_S) == 0
+    os.close(ours)
+    assert f"0 of {prefill + decode} workers ready" in drawn, "progress was shown"
+    rows = [line.split("\r\x1b[K")[-1] for line in drawn.strip().split("\n")]
+    assert [row.split()[0] for row in rows if row[0] != " "] == [
+        *("model", "workers", "gRPC", "HTTP", "page", "metrics"),
+    ]
+    assert len(rows) <= 8 and max(map(len, rows)) <= columns
+
+
+def _drawn_until(word: str, terminal: int) -> str:
+    """All that was written to a terminal up to the end of the line that begins with a word."""
+    drawn = ""
+    while not re.search(rf"^{word}.*\n", drawn, re.MULTILINE):
+        assert select.select([terminal], [], [], DEADLINE_S)[0], drawn
+        drawn += os.read(terminal, 1 << 16).decode().replace("\r\n", "\n")
+    return drawn
+
+
+def test_a_good_start_is_eight_lines_of_a_pipe(model: Path) -> None:
+    """Of two prefill and two decode workers; errors are on the same pipe."""
+    up = Up(model, "--prefill", "2", "--decode", "2")
+    try:
+        up.wait_for("^workers +2 prefill, 2 decode on the CPU; 4 links")
+        up.wait_for("^metrics .* decode-1 ")
+        assert len(up.said) <= 8
+    finally:
+        assert up.end() == 0
+    assert len(up.said) <= 9 and up.said[-1].startswith("effuse up: ends")
+
+
+def test_verbose_shows_the_rest(model: Path) -> None:
+    up = Up(model, "--verbose")
+    try:
+        up.wait_for(r"^decode-0 +\| .*INFO .*listens on")
+        up.wait_for("^redis +redis://127")
+        up.wait_for("^logs +/")
+    finally:
+        assert up.end() == 0

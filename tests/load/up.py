@@ -36,7 +36,8 @@ MORE_BYTES = 64 << 20  # what allocators keep of the most that was held at once
 START_S = patient(150.0)
 END_S = patient(60.0)
 SETTLE_S = patient(30.0)
-GREETING = re.compile(r"effuse is ready on (?P<address>\S+) after .* Redis at (?P<redis>\S+)$")
+READY = re.compile(r"gRPC +effuse is ready on (?P<address>\S+) after ")
+REDIS = re.compile(r"redis +(?P<redis>redis://\S+)$")
 
 
 class UpError(Exception):
@@ -128,11 +129,11 @@ def running(
     with reason, complains.
     """
     fleet = f"load-{secrets.token_hex(4)}"
-    command = [str(Path(sys.executable).with_name("effuse")), "up", "--port", "0", "--quiet"]
+    command = [str(Path(sys.executable).with_name("effuse")), "up", "--port", "0"]
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile("w+") as said:
         secret = Path(home) / "secret"
         FleetSecret.make(secret)
-        command += ["--fleet", fleet, "--fleet-secret", str(secret), *flags]
+        command += ["--quiet", "--verbose", "--fleet", fleet, "--fleet-secret", str(secret), *flags]
         with subprocess.Popen(
             command,
             env={**os.environ, **(environment or {})},
@@ -140,11 +141,11 @@ def running(
             stderr=said,
             text=True,
         ) as child:
-            greeting = _greeting_of(child)
+            ready, at = _found(child, READY), _found(child, REDIS)
             try:
-                if found := GREETING.match(greeting):
+                if ready and at:
                     yield Up(
-                        greeting, found["address"], found["redis"], fleet, child.pid,
+                        ready.string, ready["address"], at["redis"], fleet, child.pid,
                         *_known_by(secret),
                     )  # fmt: skip
             finally:
@@ -152,8 +153,8 @@ def running(
                 status = child.wait(END_S)
         said.seek(0)
         complaint = said.read().strip()
-        if found is None or status or (complaint and not complains):
-            raise UpError(f"effuse up ended with status {status} and said: {complaint or greeting}")
+        if not (ready and at) or status or (complaint and not complains):
+            raise UpError(f"effuse up ended with status {status} and printed: {complaint}")
 
 
 def _known_by(path: Path) -> tuple[FleetSecret, RedisAccess]:
@@ -163,14 +164,15 @@ def _known_by(path: Path) -> tuple[FleetSecret, RedisAccess]:
     return secret, RedisAccess(credentials=credentials)
 
 
-def _greeting_of(child: subprocess.Popen[str]) -> str:
-    """The line that the command prints once its fleet is ready; empty if it ends before."""
+def _found(child: subprocess.Popen[str], pattern: re.Pattern[str]) -> re.Match[str] | None:
+    """The next line of the command that the pattern matches; None if it ends before."""
     assert child.stdout is not None
     alarm = threading.Timer(START_S, child.kill)
     alarm.start()
     try:
-        lines = (line.strip() for line in child.stdout)
-        return next((line for line in lines if GREETING.match(line)), "")
+        # Not by iteration, which would read ahead.
+        lines = (line.strip() for line in iter(child.stdout.readline, ""))
+        return next(filter(None, map(pattern.match, lines)), None)
     finally:
         alarm.cancel()
         alarm.join()

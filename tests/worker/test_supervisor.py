@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import fake_engine
@@ -26,7 +27,16 @@ from effuse.worker import supervisor as supervising
 from effuse.worker.attempts import Attempts
 from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
-from effuse.worker.messages import Abort, AbortDone, Heartbeat, Ready, StartupFailed, ToFront
+from effuse.worker.messages import (
+    Abort,
+    AbortDone,
+    Heartbeat,
+    Load,
+    Phase,
+    Ready,
+    StartupFailed,
+    ToFront,
+)
 from effuse.worker.supervisor import (
     EngineClient,
     EngineGone,
@@ -356,3 +366,22 @@ def test_who_says_what_is_no_message_is_given_up(said: bytes) -> None:
                 await client.receive(20)
 
     asyncio.run(go())
+
+
+def test_a_start_that_compiles_for_long_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Most kernels take a millisecond, and are no news."""
+    caplog.set_level("INFO")
+    following = supervisor("m")
+    client = cast(EngineClient, SimpleNamespace(incarnation="a-b"))
+
+    def beat(phase: Phase, now: float) -> None:
+        load = Load(total_pages=1, free_pages=1)
+        following._take_beat(client, Heartbeat(loops=1, phase=phase, load=load), now)
+
+    beat("loading", 0.0)
+    beat("compiling", 1.0)
+    beat("loading", 1.5)
+    assert [one.message for one in caplog.records] == ["engine a-b is now loading"]
+    for now in (2.0, 2.5, 3.5, 4.0):
+        beat("compiling", now)
+    assert [one.message for one in caplog.records][1:] == ["engine a-b is now compiling"]
