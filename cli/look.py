@@ -78,7 +78,9 @@ def as_json(look: Look) -> str:
         for one in look.workers
     ]
     running = look.requests or monitor_pb2.WatchRequestsResponse()
-    told["num_running"], told["num_waiting"] = running.num_running, running.num_waiting
+    counts = ("router", "num_running", "num_waiting", "num_tokens")
+    counts += ("num_first_blocks", "first_block_seconds")
+    told |= {name: getattr(running, name) for name in counts}
     told["requests"] = [_request(one) for one in running.requests]
     return json.dumps(told)
 

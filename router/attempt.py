@@ -227,7 +227,7 @@ class Attempt:
                 request.fingerprint = self._placement.decode.fingerprint
                 before = len(request.token_ids)
                 news = request.add_commit(event.commit, now)
-                self._router.monitor.num_tokens += len(request.token_ids) - before
+                self._router.monitor.note_commit(request, before)
                 self._router.note_survival(request)
                 return news
             case "draft":

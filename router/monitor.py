@@ -43,6 +43,10 @@ class Monitor:
         self.num_watchers = 0
         self.num_tokens = 0
         """Tokens of answers that became final so far."""
+        self.num_first_blocks = 0
+        """Answers that got their first final block so far."""
+        self.first_block_s = 0.0
+        """Seconds from arrival to that block, added up over these answers."""
         self.is_over = asyncio.Event()
         """Set once the router drains."""
         self._drafts: dict[str, dict[int, worker_pb2.BlockState]] = {}
@@ -57,6 +61,14 @@ class Monitor:
             yield
         finally:
             self.num_watchers -= 1
+
+    def note_commit(self, request: Request, before: int) -> None:
+        """A request has more final tokens than `before`, and 0 are before its first block."""
+        tokens = len(request.token_ids) - before
+        self.num_tokens += tokens
+        if tokens and not before:
+            self.num_first_blocks += 1
+            self.first_block_s += request.commit_times[0] - request.arrived
 
     def note_draft(self, request: Request, draft: worker_pb2.DecodeDraft) -> None:
         """A block in flight is so now."""
@@ -119,6 +131,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             num_waiting=router.admission.num_waiting,
             requests=[self._describe(request) for request in requests[:MOST_SHOWN]],
             num_tokens=router.monitor.num_tokens,
+            num_first_blocks=router.monitor.num_first_blocks,
+            first_block_seconds=router.monitor.first_block_s,
         )
 
     def _describe(self, request: Request) -> pb.RunningRequest:

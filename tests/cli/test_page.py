@@ -49,9 +49,19 @@ def test_it_is_one_file_that_takes_nothing_from_elsewhere(address: str) -> None:
     assert not re.findall(r"https?:|src=|href=|innerHTML|\son\w+=", text)
 
 
+def test_it_has_words_for_readers_of_screens_and_colours_for_the_dark() -> None:
+    text = PAGE.decode()
+    assert "prefers-color-scheme: dark" in text and 'lang="en"' in text
+    assert text.count('role="table" aria-labelledby=') == text.count("<table") == 2
+    for wanted in ('role="alert"', 'role="status"', 'aria-pressed="false"', "columnheader"):
+        assert wanted in text
+    assert 'role: "img", "aria-label": told' in text, "each picture has a text"
+
+
 def test_what_is_at_work_as_json(address: str) -> None:
     told = json.loads(get(address, "/fleet.json").read())
     assert (told["error"], told["num_running"]) == ("", 1)
+    assert {"router", "num_tokens", "num_first_blocks", "first_block_seconds"} <= told.keys()
     (worker,) = told["workers"]
     assert (worker["worker_id"], worker["state"]) == ("prefill-0", "WORKER_STATE_READY")
     assert worker["links"][0]["transport"] == "cma"

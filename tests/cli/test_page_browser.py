@@ -18,16 +18,17 @@ from effuse.v1 import generation_pb2_grpc
 
 pytestmark = pytest.mark.client
 
-# Everything that the cells of requests have ever held, in its order.
+# Everything that the blocks of requests have ever shown, in its order.
 WATCH = """
 window.seen = [];
 new MutationObserver(() => {
-  for (const one of document.querySelectorAll("#requests .cells")) {
+  for (const one of document.querySelectorAll("#requests td:last-child")) {
     const now = one.textContent;
     if (now && seen[seen.length - 1] !== now) seen.push(now);
   }
 }).observe(document.getElementById("requests"), { childList: true, subtree: true });
 """
+NUMBER = "document.querySelector('#tokens strong').textContent"
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +68,60 @@ def test_workers_are_shown_and_blocks_fill_in(page: Page, fleet: Fleet) -> None:
     asking = threading.Thread(target=_ask, args=(fleet, enough))
     asking.start()
     page.until(
-        "seen.some((one) => one.includes('\\u2591')) && seen.some((one) => /\\u25a0/.test(one))"
+        "seen.some((one) => one.includes('\\u2591')) && seen.some((one) => /^[1-9]/.test(one))"
     )
+    page.until("document.querySelector('#tokens .one') && parseFloat(" + NUMBER + ") > 0")
+    page.until("document.querySelector('#first strong').textContent.endsWith('s')")
+    bar = page.evaluate("document.querySelector('#requests .bar .track').getAttribute('width')")
+    assert bar == "50", "400 tokens in blocks of 8"
+    labels = page.evaluate(
+        "[...document.querySelectorAll('svg[role=img]')].map((one) => one.ariaLabel)"
+    )
+    assert labels[0].startswith("tokens per second: now ") and "blocks final" in labels[3]
     enough.set()
     asking.join(60)
     page.until("document.querySelectorAll('#requests tr').length === 0")
     seen = page.evaluate("seen")
     masks = [one.count("\u2591") for one in seen]
-    final = [one.count("\u25a0") for one in seen]
+    final = [int(one.split()[0]) for one in seen]
     assert len(set(masks)) > 1, "masks are seen to become tokens"
     assert max(final) > min(final), "blocks are seen to become final"
     assert page.evaluate("document.getElementById('error').textContent") == ""
+
+
+@pytest.mark.parametrize("width", [360, 480, 1200])
+def test_it_fits_a_phone_and_follows_dark_mode(page: Page, width: int) -> None:
+    page.until("document.querySelectorAll('#workers tr').length === 2")
+    grounds = []
+    for mode in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": mode}]
+        page.ask("Emulation.setEmulatedMedia", features=features)
+        page.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=800, deviceScaleFactor=1, mobile=width < 600,
+        )
+        page.until(f"window.innerWidth === {width}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert grounds[0] != grounds[1]
+    shown = page.evaluate(
+        "getComputedStyle(document.querySelector('#workers td'), '::before').content"
+    )
+    assert shown == ("none" if width == 1200 else '"worker"'), "cells carry their headings"
+
+
+def test_it_is_paused_by_the_keyboard(page: Page) -> None:
+    page.until("document.querySelectorAll('#workers tr').length === 2")
+    page.evaluate("document.getElementById('pause').focus()")
+    for kind in ("keyDown", "keyUp"):
+        page.ask("Input.dispatchKeyEvent", type=kind, key=" ", code="Space", text=" ")
+    assert page.evaluate("document.activeElement.ariaPressed") == "true"
+    page.evaluate("document.getElementById('workers').replaceChildren()")
+    page.evaluate("window.before = performance.now()")
+    page.until("performance.now() - before > 1500")
+    assert page.evaluate("document.querySelectorAll('#workers tr').length") == 0
+    page.evaluate("document.getElementById('pause').click()")
+    page.until("document.querySelectorAll('#workers tr').length === 2")
 
 
 def _ask(fleet: Fleet, enough: threading.Event) -> None:

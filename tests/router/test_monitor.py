@@ -89,6 +89,8 @@ def test_a_request_and_its_blocks_fill_in_before_who_watches(shown: bool) -> Non
             assert told.name == ("secret" if shown else digest)
             assert (told.prompt, told.text) == (("how many?", "the answ") if shown else ("", ""))
             assert told.num_tokens == look.num_tokens == 8
+            first = told.age.ToTimedelta().total_seconds()
+            assert look.num_first_blocks == 1 and 0 < look.first_block_seconds <= first
             go.set()
             kinds = await task
             assert isinstance(kinds, list) and "draft" not in kinds, "it asked for none"
@@ -96,6 +98,7 @@ def test_a_request_and_its_blocks_fill_in_before_who_watches(shown: bool) -> Non
                 if not look.requests:
                     break
             assert look.num_tokens == len(fleet.decode[0].answer), "those of ended ones count"
+            assert look.num_first_blocks == 1, "later blocks are no first ones"
 
     run(body, show_requests=shown, num_prefill=0)
 

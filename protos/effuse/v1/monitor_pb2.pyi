@@ -16,18 +16,22 @@ class WatchRequestsRequest(_message.Message):
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WatchRequestsResponse(_message.Message):
-    __slots__ = ("router", "num_running", "num_waiting", "requests", "num_tokens")
+    __slots__ = ("router", "num_running", "num_waiting", "requests", "num_tokens", "num_first_blocks", "first_block_seconds")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     router: str
     num_running: int
     num_waiting: int
     requests: _containers.RepeatedCompositeFieldContainer[RunningRequest]
     num_tokens: int
-    def __init__(self, router: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    num_first_blocks: int
+    first_block_seconds: float
+    def __init__(self, router: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., num_first_blocks: _Optional[int] = ..., first_block_seconds: _Optional[float] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
     __slots__ = ("name", "model", "state", "prefill_worker", "decode_worker", "attempt", "age", "prompt_tokens", "max_tokens", "num_tokens", "block_size", "blocks", "prompt", "text")
