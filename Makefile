@@ -22,7 +22,7 @@ OVERLAYS := $(wildcard k8s/overlays/*)
 
 # Files of tests that run at the same time: many wait for processes, so that three keep two cores busy.
 AT_ONCE ?= 3
-# Of tests/clients, as .ci/tool names them.
+# Of tests/clients, as .ci/tool names them. CLIENTS=guidellm adds that load generator, which takes 6 GB.
 CLIENTS := buf grpcurl grpc-js go-client ghz langchain smg triton
 
 # What `make eval` measures.

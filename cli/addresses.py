@@ -28,7 +28,7 @@ def addresses(target: str) -> list[str]:
     """
     told = _facts_of(target)
     served = {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
-    http = [facts["http"] for facts in told.values() if "http" in facts]
+    http = dict.fromkeys(facts["http"] for facts in told.values() if "http" in facts)
     lines = {
         "gRPC": target,
         "HTTP": ", ".join(http),

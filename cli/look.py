@@ -78,9 +78,13 @@ def as_json(look: Look) -> str:
         for one in look.workers
     ]
     running = look.requests or monitor_pb2.WatchRequestsResponse()
-    counts = ("router", "num_running", "num_waiting", "num_tokens")
-    counts += ("num_first_blocks", "first_block_seconds")
-    told |= {name: getattr(running, name) for name in counts}
+    told |= {
+        name: getattr(running, name)
+        for name in (
+            *("router", "num_running", "num_waiting", "num_tokens"),
+            *("num_first_blocks", "first_block_seconds"),
+        )
+    }
     told["requests"] = [_request(one) for one in running.requests]
     return json.dumps(told)
 

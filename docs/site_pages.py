@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
+import internals
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -22,7 +23,8 @@ LINK: Final = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)(?P<path>[^)#\s]+)(?P<anchor>
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """The pages and pictures of docs/, and the pages outside of it that the navigation names."""
+    """The pages and pictures of docs/, the pages outside of it that the navigation names, and those
+    about the folders of code."""
     theirs = [one for one in files if one.src_dir != config.docs_dir]
     inside = [f"docs/{one.src_uri}" for one in files if one.src_dir == config.docs_dir]
     outside = [name for name in _named(config.nav) if not name.startswith("docs/")]
@@ -31,7 +33,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         for name in [*outside, *inside]
         if not name.endswith(".py")
     ]
-    return Files([*theirs, *ours])
+    made = [
+        File.generated(config, name, content=text) for name, text in internals.pages(ROOT).items()
+    ]
+    return Files([*theirs, *ours, *made])
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

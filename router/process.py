@@ -179,10 +179,13 @@ def _listen_http(router: Router) -> HttpServer | None:
         return None
     server = HttpServer(OpenAiApi(router, _texts_of(router)).app, _tls_files(config))
     router.http_port = server.listen(config.host, config.http_port, shares_port=config.share_port)
-    scheme = "http" if config.tls_cert is None else "https"
-    at = host_and_port(config.host, router.http_port)
-    LOG.info("OpenAI's API is on %s://%s/v1", scheme, at)
+    LOG.info("OpenAI's API is on %s", _http_url(router))
     return server
+
+
+def _http_url(router: Router) -> str:
+    scheme = "http" if router.config.tls_cert is None else "https"
+    return f"{scheme}://{host_and_port(router.config.host, router.http_port)}/v1"
 
 
 async def _serve_http(server: HttpServer | None, stop: asyncio.Event, drain_s: float) -> None:
@@ -212,7 +215,7 @@ def _ready_facts(router: Router, counts: tuple[int, int] = (0, 0)) -> dict[str, 
     if router.metrics_port:
         facts["metrics"] = host_and_port(router.config.metrics_host, router.metrics_port)
     if router.http_port:
-        facts["http"] = host_and_port(router.config.host, router.http_port)
+        facts["http"] = _http_url(router)
     return facts
 
 

@@ -275,7 +275,8 @@ class Supervisor:
         self._now = now
         self._progress = Progress.begin(now())  # of the current engine, ready or not
         self._told_phase: Phase = "serving"  # the phase that was logged last
-        self._phase, self._phase_at = self._told_phase, 0.0  # the present one, and its begin
+        self._phase: Phase = "serving"  # the present one
+        self._phase_at = 0.0  # its begin
         self.life: EngineLife | None = None
         self.last_life: EngineLife | None = None  # the newest that was ready, even if it has ended
         self.restarts = 0

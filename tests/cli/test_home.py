@@ -64,16 +64,19 @@ def test_the_addresses_of_a_fleet_are_found_by_its_routers(room: Path) -> None:
     killed(room)
     others, home = Home(()), Home(())
     write_ready_file(others.ready_file("router"), "127.0.0.1:50052", metrics="127.0.0.1:9")
-    write_ready_file(home.ready_file("router-0"), "127.0.0.1:50051", metrics="127.0.0.1:1")
-    write_ready_file(home.ready_file("router-1"), "127.0.0.1:50051", metrics="127.0.0.1:2")
+    http = "http://127.0.0.1:8000/v1"
+    for number in (0, 1):
+        ready = home.ready_file(f"router-{number}")
+        write_ready_file(ready, "127.0.0.1:50051", metrics=f"127.0.0.1:{number + 1}", http=http)
     write_ready_file(home.ready_file("decode-0"), "127.0.0.1:50053", metrics="127.0.0.1:3")
     home.ready_file("prefill-0").write_text("half of a")
     metrics = "metrics: decode-0 127.0.0.1:3, router-0 127.0.0.1:1, router-1 127.0.0.1:2"
-    assert addresses("localhost:50051") == ["gRPC: localhost:50051", metrics]
+    http = f"HTTP: {http}"
+    assert addresses("localhost:50051") == ["gRPC: localhost:50051", http, metrics]
     home.tell_page("http://127.0.0.1:7/")
     for target in ("127.0.0.1:50051", "[::1]:50051"):
         page = "page: http://127.0.0.1:7/"
-        assert addresses(target) == [f"gRPC: {target}", page, metrics]
+        assert addresses(target) == [f"gRPC: {target}", http, page, metrics]
     for elsewhere in ("127.0.0.1:50053", "10.0.0.7:50051", "router.example:50051"):
         assert addresses(elsewhere) == [f"gRPC: {elsewhere}"]
     for one in (home, others):

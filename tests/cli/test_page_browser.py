@@ -98,7 +98,10 @@ def test_it_fits_a_phone_and_follows_dark_mode(page: Page, width: int) -> None:
         page.ask("Emulation.setEmulatedMedia", features=features)
         page.ask(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=800, deviceScaleFactor=1, mobile=width < 600,
+            width=width,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         page.until(f"window.innerWidth === {width}")
         assert page.evaluate("document.documentElement.scrollWidth") <= width

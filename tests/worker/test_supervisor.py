@@ -22,6 +22,7 @@ import zmq
 from eventually import eventually
 
 from effuse.kvtransfer.messages import AttemptId
+from effuse.placement.records import Load
 from effuse.protos.errors import Unavailable
 from effuse.worker import supervisor as supervising
 from effuse.worker.attempts import Attempts
