@@ -7,11 +7,9 @@ SIGUSR1 replaces all of them.
 
 import argparse
 import logging
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
@@ -19,14 +17,14 @@ from typing import cast
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
 from effuse.cli.commands import LOOPBACK, http_flags, value_of
-from effuse.cli.fleet import SIZE_FLAG, Fleet, FleetConfig, FleetError
+from effuse.cli.fleet import SIZE_FLAG, Fleet, FleetConfig
 from effuse.cli.gpus import fleet_gpus, gpu_list
-from effuse.cli.greeting import asks_who_calls, greeting
-from effuse.cli.keeper import LOG, Rolling, watch_over
+from effuse.cli.greeting import asks_who_calls
 from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_ports
 from effuse.cli.process import end_as_by_ctrl_c
-from effuse.cli.screen import Screen, columns, follower
+from effuse.cli.run_up import UpView, run
+from effuse.cli.screen import Screen, follower
 from effuse.config.decoding import Algorithm
 from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
@@ -70,15 +68,6 @@ class FlagGroups:
     def all(self) -> tuple[FlagGroup, ...]:
         """The groups in the order in which help lists them."""
         return (self.every, self.router, self.workers, self.prefill, self.decode)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpView:
-    """The visible parts of the fleet."""
-
-    quiet: bool = False  # its logs stay in their files
-    verbose: bool = False  # all of its logs are shown, and all that is known of it
-    page_port: int | None = None  # where the page about it is; None serves none
 
 
 def main(argv: Sequence[str]) -> int:
@@ -352,61 +341,3 @@ def _words_of(
         if group not in wanted:
             add_flags(others, group.config, only=group.names)
     return tuple(others.parse_known_args(rest)[1])
-
-
-def run(fleet: Fleet, view: UpView, screen: Screen) -> int:
-    """Start the fleet, watch over it until it is told to end; the exit status."""
-    rolling = Rolling(fleet)
-    signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
-    shows_logs = view.verbose and not view.quiet
-    try:
-        with screen:
-            fleet.start()
-        with _page(fleet, view) as page_address:
-            width = columns() if sys.stdout.isatty() else None
-            _say(greeting(fleet, page_address, width=width, verbose=view.verbose))
-            watch_over(fleet, rolling, shows_logs=shows_logs)
-    except FleetError as error:
-        LOG.error("%s", error.why if shows_logs else error)
-        return 1
-    except OSError as error:
-        LOG.error("%s", error)
-        return 1
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        stop(fleet)
-
-
-def stop(fleet: Fleet) -> None:
-    """End the fleet once running requests have ended; at a second signal, immediately."""
-    is_told_again = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: is_told_again.set())
-    # a shell passes on a signal that it received itself
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if fleet.processes:
-        _say(["effuse up: stopping after running requests end; press Ctrl-C again to stop now"])
-    fleet.stop(is_told_again.is_set)
-
-
-def _say(lines: Sequence[str]) -> None:
-    """With one write: on unbuffered output a log line could come before the line end."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
-
-
-@contextmanager
-def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
-    """Serves the page about it; returns the line with its address. Raises OSError.
-
-    Every client that reaches the page may look at it, so there is none if the fleet requires
-    tokens.
-    """
-    if view.page_port is None or asks_who_calls(fleet.config):
-        yield None
-        return
-    source = page.PageSource(fleet.address, fleet.metrics)
-    with page.served(source, view.page_port) as address:
-        fleet.tell_page(address)
-        yield address

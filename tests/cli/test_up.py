@@ -25,7 +25,8 @@ from effuse.cli.commands import (
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
 from effuse.cli.greeting import workers_text
 from effuse.cli.process import Process
-from effuse.cli.up import UpView, main, parse
+from effuse.cli.run_up import UpView
+from effuse.cli.up import main, parse
 from effuse.config.flags import flag_of
 from effuse.router.config import RouterConfig
 from effuse.router.config import parse as router_config

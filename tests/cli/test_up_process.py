@@ -36,7 +36,9 @@ from effuse.cli.logs import main as logs
 from effuse.cli.ports import free_port
 
 DEADLINE_S = patient(90)
-GREETING = "(model|workers|gRPC|HTTP|page|metrics|link|redis|logs|decode-.) +[^|]*$|effuse up: stopping"
+GREETING = (
+    "(model|workers|gRPC|HTTP|page|metrics|link|redis|logs|decode-.) +[^|]*$|effuse up: stopping"
+)
 
 
 class Up:
@@ -331,7 +333,7 @@ def test_a_good_start_is_eight_lines_of_a_pipe(model: Path) -> None:
         assert len(up.said) <= 8
     finally:
         assert up.end() == 0
-    assert len(up.said) <= 9 and up.said[-1].startswith("effuse up: ends")
+    assert len(up.said) <= 9 and up.said[-1].startswith("effuse up: stopping")
 
 
 def test_verbose_shows_the_rest(model: Path) -> None:

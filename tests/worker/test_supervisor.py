@@ -32,7 +32,6 @@ from effuse.worker.messages import (
     Abort,
     AbortDone,
     Heartbeat,
-    Load,
     Phase,
     Ready,
     StartupFailed,
