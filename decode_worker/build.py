@@ -13,7 +13,7 @@ from effuse.config.flags import flag_of
 from effuse.decode_worker.device_buckets import bucket
 from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
-from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.device_stepper import NO_FOLLOWERS, DeviceStepper, Followers
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor, HostExecutor
 from effuse.decode_worker.intake import Boundary, Intake
@@ -29,6 +29,7 @@ from effuse.placement.records import ModelInfo
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
+from effuse.worker.rank_messages import Prepare
 from effuse.worker.watchdog import Pulse
 
 
@@ -46,7 +47,7 @@ def build(
     parts = assemble(
         config, incarnation, "decode", config.default_algorithm, pulse, connects=connects
     )
-    limits = _limits(config, parts)
+    limits = limits_of(config, parts.memory, parts.model, parts.max_model_len)
     _check_defaults(parts.ready.model, limits)
     connector = parts.connect() if connects else None
     captures = denoises_on_device(config, parts.model.device)
@@ -78,6 +79,7 @@ def _core(
             limits,
             on_device=denoises_on_device(config, model.device),
             queued=parts.queued,
+            followers=parts.ranks or NO_FOLLOWERS,
         ),
         parts.pool,
         Intake(model.config, limits),
@@ -97,14 +99,17 @@ def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:
     return device.type == "cuda" and config.runs_graphs
 
 
-def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
+def limits_of(
+    config: DecodeConfig, memory: PageMemory, model: Transformer, max_model_len: int
+) -> DecodeLimits:
+    """The limits that a config, the pages and the model set."""
     return DecodeLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=parts.max_model_len,
-        num_pages=parts.memory.num_pages,
-        page_size=parts.memory.layout.page_size,
-        block_size=parts.model.config.block_size,
+        max_model_len=max_model_len,
+        num_pages=memory.num_pages,
+        page_size=memory.layout.page_size,
+        block_size=model.config.block_size,
         max_window=config.max_window,
         max_stop_ids=config.max_stop_ids,
     )
@@ -135,6 +140,7 @@ def make_executor(
     *,
     on_device: bool,
     queued: QueuedLayers | None = None,
+    followers: Followers = NO_FOLLOWERS,
 ) -> Executor:
     """The executor for the pages in `memory`, with captured graphs if it denoises `on_device`.
     `queued` are the layers of `forward`.
@@ -143,7 +149,9 @@ def make_executor(
     host = HostExecutor(forward, memory.copy_page, place, queued)
     if not on_device:
         return host
-    return DeviceExecutor(host, make_stepper(model, memory.layer_views(), limits))
+    followers.send(Prepare())
+    stepper = make_stepper(model, memory.layer_views(), limits, followers=followers)
+    return DeviceExecutor(host, stepper)
 
 
 def make_stepper(
@@ -153,6 +161,7 @@ def make_stepper(
     *,
     uses_graphs: bool = True,
     adjust: Adjust | None = None,
+    followers: Followers = NO_FOLLOWERS,
 ) -> DeviceStepper:
     """A stepper with a slot for every request that may hold pages, with captured graphs."""
     layout = SlotLayout(
@@ -164,7 +173,7 @@ def make_stepper(
     )
     buffers = StepBuffers.empty(model, layout, bucket(limits.max_num_batched_tokens))
     step = DeviceStep(model, kv, buffers, page_size=limits.page_size, adjust=adjust)
-    stepper = DeviceStepper(step, uses_graphs=uses_graphs)
+    stepper = DeviceStepper(step, uses_graphs=uses_graphs, followers=followers)
     counts = range(1, limits.max_num_batched_tokens + 1)
     stepper.prepare(counts, counts, range(limits.max_model_len + 1))
     return stepper

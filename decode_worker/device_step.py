@@ -37,14 +37,13 @@ class StepBuffers:
     @classmethod
     def empty(cls, model: Transformer, layout: SlotLayout, num_rows: int) -> "StepBuffers":
         """Buffers for up to `num_rows` rows."""
-        device, config = model.device, model.config
-        width, q_dim = config.hidden_size, config.num_heads * config.head_dim
+        device, width = model.device, model.config.hidden_size
         shape = (layout.num_slots, layout.record_width)
         return cls(
             table=SlotTable.empty(layout, device),
             control=torch.zeros(4, dtype=torch.int32, device=device),
             rows=StepRows.empty(layout, num_rows, device),
-            mixed=torch.zeros(num_rows, q_dim, dtype=model.dtype, device=device),
+            mixed=torch.zeros(num_rows, model.q_dim, dtype=model.dtype, device=device),
             residual=torch.zeros(num_rows, width, dtype=model.dtype, device=device),
             boundary=torch.zeros(layout.num_slots, width, dtype=model.dtype, device=device),
             records=torch.zeros(shape, dtype=torch.int32, device=device),

@@ -8,7 +8,9 @@ records.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from effuse.decode_worker.device_buckets import (
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.kernels.step_slots import Column, SlotLayout, Status
 from effuse.models.progress import ProgressLog
+from effuse.worker.rank_messages import Command, Grow, Join, Launch, Leave, Slots
 
 _ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records that may be in use at a time
@@ -37,11 +40,50 @@ class _Launched:
     done: torch.cuda.Event | None
 
 
-class DeviceStepper:
-    """Steps over all slots. `launch` then `read`, at most `_COPIES` steps apart."""
+class Followers(Protocol):
+    """The other ranks of a group, which do with their slots what this one does."""
 
-    def __init__(self, step: DeviceStep, *, uses_graphs: bool) -> None:
+    def send(self, command: Command) -> None:
+        """Sends a command to all of them; never waits."""
+        ...
+
+    def confirm(self) -> None:
+        """Returns once all have read all commands. Raises GroupBroken."""
+        ...
+
+    def failed(self, error: Exception) -> Exception:
+        """The error to raise, because this rank's part of a command has failed."""
+        ...
+
+
+class NoFollowers:
+    """A device by itself."""
+
+    def send(self, command: Command) -> None:
+        """Sends nothing."""
+
+    def confirm(self) -> None:
+        """Waits for nothing."""
+
+    def failed(self, error: Exception) -> Exception:
+        """The error itself."""
+        return error
+
+
+NO_FOLLOWERS: Final = NoFollowers()
+
+
+class DeviceStepper:
+    """Steps over all slots. `launch` then `read`, at most `_COPIES` steps apart.
+
+    In a group the leader's stepper sends its commands to `followers`, and theirs `obey`.
+    """
+
+    def __init__(
+        self, step: DeviceStep, *, uses_graphs: bool, followers: Followers = NO_FOLLOWERS
+    ) -> None:
         self._step = step
+        self._followers = followers
         self._on_cuda = step.model.device.type == "cuda"
         self._uses_graphs = uses_graphs and self._on_cuda
         buffers = step.buffers
@@ -76,20 +118,24 @@ class DeviceStepper:
     @torch.inference_mode()
     def join(self, slot: int, row: Integers, boundary: Tensor | None = None) -> None:
         """Puts a request into a free slot; `row` is made by `slot_row`."""
+        self._followers.send(Join(slot, row.tobytes(), boundary is not None))
         self._put(self._step.buffers.table.rows[slot], row)
         if boundary is not None:
             self._step.buffers.boundary[slot].copy_(boundary, non_blocking=True)
+            self._share_boundary(slot)
         self._forecast.join(slot, row)
 
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
         """Removes a request; records of earlier launched steps are stale."""
+        self._followers.send(Leave(slot))
         self._step.buffers.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
         self._forecast.leave(slot)
 
     @torch.inference_mode()
     def grow(self, slot: int, first: int, pages: Integers, storable: int) -> None:
         """Appends pages after the `first` ones of a slot, which then cover `storable` tokens."""
+        self._followers.send(Grow(slot, first, pages.tobytes(), storable))
         table = self._step.buffers.table
         self._put(table.pages[slot, first : first + len(pages)], pages)
         table.storable[slot].fill_(storable)
@@ -99,7 +145,11 @@ class DeviceStepper:
         """Enqueues the next step; never waits for the device."""
         need = self._forecast.need()
         rows, candidates, context = self._buckets(need)
-        self._run(rows, candidates, context)
+        self._followers.send(Launch(rows, candidates, context))
+        try:
+            self._run(rows, candidates, context)
+        except Exception as error:
+            raise self._followers.failed(error) from None
         copy = self._copies[self._num_launched % _COPIES]
         copy.copy_(self._step.buffers.records, non_blocking=True)
         done = None
@@ -109,6 +159,24 @@ class DeviceStepper:
         self._launched.append(_Launched(copy, done))
         self._num_launched += 1
         self._forecast.launched()
+
+    @torch.inference_mode()
+    def obey(self, command: Slots) -> None:
+        """Does what the leader of the group has done; no record of it is read here."""
+        match command:
+            case Join(slot=slot, row=row, has_boundary=has_boundary):
+                self.join(slot, _integers(row))
+                if has_boundary:
+                    self._share_boundary(slot)
+            case Leave(slot=slot):
+                self.leave(slot)
+            case Grow(slot=slot, first=first, pages=pages, storable=storable):
+                self.grow(slot, first, _integers(pages), storable)
+            case Launch(rows=rows, candidates=candidates, context=context):
+                self._run(rows, candidates, context)
+
+    def _share_boundary(self, slot: int) -> None:
+        self._step.model.group.share(self._step.buffers.boundary[slot])
 
     def has_ended(self) -> bool:
         """Whether the oldest launched step has ended, so that `read` does not wait."""
@@ -120,6 +188,7 @@ class DeviceStepper:
 
         The eighth launch after it overwrites them.
         """
+        self._followers.confirm()
         launched = self._launched.popleft()
         if launched.done is not None:
             launched.done.synchronize()
@@ -222,3 +291,7 @@ class DeviceStepper:
         done.record()
         self._staged_done.append(done)
         self._num_staged += 1
+
+
+def _integers(data: bytes) -> Integers:
+    return np.frombuffer(data, dtype=np.int32).copy()

@@ -170,10 +170,8 @@ class WorkerConfig(Access):
 
     @property
     def runs_graphs(self) -> bool:
-        """Whether a GPU may run captured graphs; FlexAttention compiles for new lengths, and ranks
-        of a group run commands of their leader."""
-        is_one = self.tensor_parallel_size == 1
-        return is_one and not self.enforce_eager and self.attention != "flex"
+        """Whether a GPU may run captured graphs; FlexAttention compiles for new lengths."""
+        return not self.enforce_eager and self.attention != "flex"
 
     @property
     def longest_end_s(self) -> float:

@@ -59,7 +59,7 @@ class GroupRunner:
         try:
             results = self._runner.run(parts)
         except Exception as error:
-            raise self._ranks.broken_by(error) from error
+            raise self._ranks.failed(error) from error
         self._ranks.confirm()
         return results
 

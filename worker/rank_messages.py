@@ -95,6 +95,42 @@ class ForgetLife(msgspec.Struct, frozen=True, tag=True):
     incarnation: str
 
 
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Makes the slots of a decode rank's device and captures its graphs, together with the
+    leader."""
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """`DeviceStepper.join`; row: [width] int32. A boundary vector is rank 0's, which shares it."""
+
+    slot: int
+    row: bytes
+    has_boundary: bool
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """`DeviceStepper.leave`."""
+
+    slot: int
+
+
+class Grow(msgspec.Struct, frozen=True, tag=True):
+    """`DeviceStepper.grow`; pages: [N] int32."""
+
+    slot: int
+    first: int
+    pages: bytes
+    storable: int
+
+
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """A step in the buckets that the leader has chosen."""
+
+    rows: int
+    candidates: int
+    context: int
+
+
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Opens the rank's connector."""
 
@@ -106,7 +142,8 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
 
 
 Transfer = Expect | Forget | Fence | Push | Finish | Cancel | ForgetLife
-Command = Run | CopyPage | ZeroTail | Transfer | Open | Quit
+Slots = Join | Leave | Grow | Launch
+Command = Run | CopyPage | ZeroTail | Transfer | Slots | Prepare | Open | Quit
 
 # To the leader.
 

@@ -11,8 +11,9 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import msgspec
 import zmq
@@ -22,7 +23,7 @@ from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.messages import ReceiverAddress
 from effuse.telemetry import logs, output
 from effuse.worker.assembly import Part, connect, device_of, join, load_shard, make_part
-from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_process import die_with, read_config
 from effuse.worker.rank_messages import (
     COMMANDS,
@@ -37,8 +38,13 @@ from effuse.worker.rank_messages import (
     Forget,
     ForgetLife,
     FromRank,
+    Grow,
+    Join,
+    Launch,
+    Leave,
     Moved,
     Open,
+    Prepare,
     Push,
     Quit,
     RankOrders,
@@ -46,6 +52,7 @@ from effuse.worker.rank_messages import (
     Readdressed,
     Refused,
     Run,
+    Slots,
     Taken,
     Transfer,
     ZeroTail,
@@ -57,6 +64,18 @@ from effuse.worker.watchdog import Pulse
 _MOST_FORWARDS: Final = 8  # of which it is known how far they are; two may be running
 
 Opener = Callable[[Fingerprint], Connector]
+
+
+class Steps(Protocol):
+    """The slots of a decode rank's device."""
+
+    def obey(self, command: Slots) -> None:
+        """Does what the leader does with its own slots."""
+        ...
+
+
+MakeSteps = Callable[[Any, Part], Steps]
+"""From the rank's config and part."""
 
 
 class Leader:
@@ -107,10 +126,18 @@ class Leader:
 class Rank:
     """Runs commands. Those about transfers are taken between the layers of a forward, too."""
 
-    def __init__(self, leader: Leader, part: Part, open_connector: Opener) -> None:
+    def __init__(
+        self,
+        leader: Leader,
+        part: Part,
+        open_connector: Opener,
+        make_steps: Callable[[], Steps] | None,
+    ) -> None:
         self._leader = leader
         self._part = part
         self._open = open_connector
+        self._make_steps = make_steps
+        self._steps: Steps | None = None
         self._connector: Connector | None = None
         self._address: ReceiverAddress | None = None
         self._inbox: deque[Command] = deque()
@@ -160,6 +187,12 @@ class Rank:
                 self._part.memory.copy_page(source, target)
             case ZeroTail(page_id=page_id, num_used=num_used):
                 self._part.memory.zero_tail(page_id, num_used)
+            case Join() | Leave() | Grow() | Launch():
+                assert self._steps is not None, "they are prepared before a step"
+                self._steps.obey(command)
+            case Prepare():
+                assert self._make_steps is not None, "this is a decode rank"
+                self._steps = self._make_steps()
             case Open(fingerprint=fingerprint):
                 self._connector = self._open(fingerprint)
                 self._address = self._connector.describe()
@@ -205,18 +238,17 @@ class RankPulse(Pulse):
         self.meanwhile()
 
 
-def main() -> NoReturn:
+def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -> NoReturn:
     """Runs a rank to its end: status 0 after `Quit`, 2 if it could not start."""
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrders)
     die_with(orders.leader_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the leader decides when its ranks end
-    config_type = PrefillConfig if orders.role == "prefill" else DecodeConfig
-    config: WorkerConfig = read_config(orders.config, config_type)
+    config = read_config(orders.config, config_type)
     logs.set_up(f"rank {orders.rank}", config.log_level, config.log_format)
     leader = Leader(Path(orders.home), orders.rank)
     try:
-        rank = _start(orders, config, leader)
+        rank = _start(orders, config, leader, make_steps)
     except ValueError as error:
         leader.answer(Refused(f"rank {orders.rank}: {error}"))
         status = 2
@@ -230,7 +262,9 @@ def main() -> NoReturn:
     os._exit(status)
 
 
-def _start(orders: RankOrders, config: WorkerConfig, leader: Leader) -> Rank:
+def _start(
+    orders: RankOrders, config: WorkerConfig, leader: Leader, make_steps: MakeSteps | None
+) -> Rank:
     """A rank that is ready for commands. Raises ValueError."""
     device = device_of(config, orders.rank)
     if orders.alive_fd is not None:
@@ -245,10 +279,7 @@ def _start(orders: RankOrders, config: WorkerConfig, leader: Leader) -> Rank:
     def open_connector(fingerprint: Fingerprint) -> Connector:
         return connect(config, part, orders.incarnation, fingerprint, orders.role)
 
-    rank = Rank(leader, part, open_connector)
+    steps = None if make_steps is None else partial(make_steps, config, part)
+    rank = Rank(leader, part, open_connector, steps)
     pulse.meanwhile = rank.between_layers
     return rank
-
-
-if __name__ == "__main__":
-    main()

@@ -50,7 +50,6 @@ from effuse.worker.rank_messages import (
 
 LOG = logging.getLogger(__name__)
 
-_MODULE: Final = "effuse.worker.rank_process"
 _CONFIRM_S: Final = 30.0
 _QUIT_S: Final = 5.0
 _STATUS: Final = 70  # of an engine that ends because its group is broken
@@ -169,8 +168,8 @@ class Ranks:
         if not in_time:
             raise GroupBroken(f"a rank has read no command for {_CONFIRM_S:g} s")
 
-    def broken_by(self, error: Exception) -> GroupBroken:
-        """Breaks the group, because the leader's part of a forward has failed."""
+    def failed(self, error: Exception) -> Exception:
+        """Breaks the group, because the leader's part of a command has failed."""
         LOG.error("a forward of the group failed", exc_info=error)
         self._break(f"the leader's part of a forward failed: {error}")
         return GroupBroken(self._failure)
@@ -286,7 +285,9 @@ def start_ranks(
 def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
     kept = () if orders.alive_fd is None else (orders.alive_fd,)
     process = subprocess.Popen(
-        (sys.executable, "-P", "-m", _MODULE), stdin=subprocess.PIPE, pass_fds=kept
+        (sys.executable, "-P", "-m", f"effuse.{orders.role}_worker.rank"),
+        stdin=subprocess.PIPE,
+        pass_fds=kept,
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(orders))
