@@ -51,8 +51,8 @@ class Followers(Protocol):
         """Returns once all have read all commands. Raises GroupBroken."""
         ...
 
-    def failed(self, error: Exception) -> Exception:
-        """The error to raise, because this rank's part of a command has failed."""
+    def failed(self, error: Exception) -> None:
+        """This rank's part of a command has failed: raises GroupBroken, because others wait."""
         ...
 
 
@@ -65,9 +65,8 @@ class NoFollowers:
     def confirm(self) -> None:
         """Waits for nothing."""
 
-    def failed(self, error: Exception) -> Exception:
-        """The error itself."""
-        return error
+    def failed(self, error: Exception) -> None:
+        """Nothing waits for this device."""
 
 
 NO_FOLLOWERS: Final = NoFollowers()
@@ -149,7 +148,8 @@ class DeviceStepper:
         try:
             self._run(rows, candidates, context)
         except Exception as error:
-            raise self._followers.failed(error) from None
+            self._followers.failed(error)
+            raise
         copy = self._copies[self._num_launched % _COPIES]
         copy.copy_(self._step.buffers.records, non_blocking=True)
         done = None

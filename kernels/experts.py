@@ -25,6 +25,7 @@ class Routes:
 
     experts: Tensor  # [T, K] int32, NO_EXPERT for another rank's
     weights: Tensor  # [T, K] fp32
+    is_spread: bool = False  # whether other ranks hold some of the experts
 
 
 def router_logits(x: Tensor, router: Tensor) -> Tensor:
@@ -70,7 +71,9 @@ def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Weig
     if x.is_cuda:
         from effuse.kernels import experts_triton
 
-        return experts_triton.launch_mlp(x, gate_up, down, routes.experts, routes.weights)
+        return experts_triton.launch_mlp(
+            x, gate_up, down, routes.experts, routes.weights, is_spread=routes.is_spread
+        )
     picked = routes.experts.flatten()
     parts = x.new_zeros(len(picked), x.shape[1])
     for expert in torch.unique(picked[picked != NO_EXPERT]).tolist():

@@ -40,17 +40,42 @@ WIDE_TILE = ProductTile(128, 128, 64, num_warps=8, num_stages=4, by_descriptor=T
 
 
 def launch_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    *,
+    is_spread: bool = False,
 ) -> WeightedParts:
-    """[T, H] from x [T, H], gate_up [E, 2I, H], down [E, H, I] and the picks [T, K]."""
+    """[T, H] from x [T, H], gate_up [E, 2I, H], down [E, H, I] and the picks [T, K].
+
+    If the experts `is_spread` over ranks, negative picks are of another rank's and give zeros.
+    """
     if len(x) == 0:
         return WeightedParts(torch.empty_like(x), None, weights)
+    if is_spread:
+        return _own_picks(x, gate_up, down, experts, weights)
     if x.dtype == torch.bfloat16 and experts.numel() >= PICKS_THAT_GROUP * len(gate_up):
         return grouped_mlp(x, gate_up, down, experts, weights)
     of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down)
     picks = launch_sort(experts, len(gate_up), of_gate_up.rows)
     activated = launch_gate_up(x, gate_up, picks, of_gate_up)
     given = launch_down(activated, down, picks, of_down)
+    return WeightedParts(given, None, weights)
+
+
+def _own_picks(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
+) -> WeightedParts:
+    """Other ranks' picks are sorted behind all others, as one more expert, and not computed."""
+    num_held = len(gate_up)
+    sortable = torch.where(experts < 0, num_held, experts).int()
+    of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down)
+    picks = launch_sort(sortable, num_held + 1, of_gate_up.rows)
+    activated = launch_gate_up(x, gate_up, picks, of_gate_up)
+    given = x.new_zeros(experts.numel(), x.shape[1])
+    launch_down(activated, down, picks, of_down, given)
     return WeightedParts(given, None, weights)
 
 
@@ -96,6 +121,7 @@ def launch_gate_up(x: Tensor, gate_up: Tensor, picks: SortedPicks, shape: Produc
         x.stride(0),
         len(picks.owners),
         PICKS=num_picks // len(x),
+        EXPERTS=len(gate_up),
         INNER=inner,
         HIDDEN=hidden,
         TILE_ROWS=shape.rows,
@@ -109,10 +135,17 @@ def launch_gate_up(x: Tensor, gate_up: Tensor, picks: SortedPicks, shape: Produc
     return activated
 
 
-def launch_down(activated: Tensor, down: Tensor, picks: SortedPicks, shape: ProductTile) -> Tensor:
+def launch_down(
+    activated: Tensor,
+    down: Tensor,
+    picks: SortedPicks,
+    shape: ProductTile,
+    given: Tensor | None = None,
+) -> Tensor:
     """The result of each pick, [picks, H] by pick; activated [picks, I], down [E, H, I]."""
     hidden, inner = down.shape[1:]
-    given = torch.empty((len(activated), hidden), dtype=activated.dtype, device=activated.device)
+    if given is None:
+        given = activated.new_empty(len(activated), hidden)
     _down_kernel[(len(picks.owners) * triton.cdiv(hidden, shape.columns),)](
         activated,
         down,
@@ -122,6 +155,7 @@ def launch_down(activated: Tensor, down: Tensor, picks: SortedPicks, shape: Prod
         picks.owners,
         picks.starts,
         len(picks.owners),
+        EXPERTS=len(down),
         INNER=inner,
         HIDDEN=hidden,
         TILE_ROWS=shape.rows,
@@ -172,6 +206,7 @@ def _gate_up_kernel(
     row_stride,
     num_tiles,
     PICKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
     HIDDEN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -181,7 +216,7 @@ def _gate_up_kernel(
 ):
     tile = tl.program_id(0) % num_tiles
     expert = tl.load(owners + tile).to(tl.int64)
-    if expert < 0:
+    if (expert < 0) | (expert >= EXPERTS):  # an unused tile, or picks of another rank's experts
         return
     place = tl.load(starts + tile) + tl.arange(0, TILE_ROWS)
     held = place < tl.load(ends + expert)
@@ -233,6 +268,7 @@ def _down_kernel(
     owners,
     starts,
     num_tiles,
+    EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
     HIDDEN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -241,7 +277,7 @@ def _down_kernel(
 ):
     tile = tl.program_id(0) % num_tiles
     expert = tl.load(owners + tile).to(tl.int64)
-    if expert < 0:
+    if (expert < 0) | (expert >= EXPERTS):  # an unused tile, or picks of another rank's experts
         return
     end = tl.load(ends + expert)
     place = tl.load(starts + tile) + tl.arange(0, TILE_ROWS)

@@ -266,6 +266,7 @@ def own_routes(routes: Routes, num_routed: int, shard: Shard) -> Routes:
     return Routes(
         torch.where(is_held, local, NO_EXPERT).int(),
         torch.where(is_held, routes.weights, 0.0),
+        is_spread=True,
     )
 
 

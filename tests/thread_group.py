@@ -39,7 +39,7 @@ class ThreadGroup:
         return torch.cat(parts, dim=1)
 
     def share(self, x: Tensor) -> Tensor:
-        return self._exchange(x)[0].clone()
+        return x.copy_(self._exchange(x)[0])
 
     def least(self, number: int) -> int:
         return min(int(part) for part in self._exchange(torch.tensor(number)))

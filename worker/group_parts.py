@@ -59,7 +59,8 @@ class GroupRunner:
         try:
             results = self._runner.run(parts)
         except Exception as error:
-            raise self._ranks.failed(error) from error
+            self._ranks.failed(error)
+            raise
         self._ranks.confirm()
         return results
 

@@ -30,6 +30,7 @@ from effuse.placement.records import Role
 from effuse.telemetry import output
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import make_home
+from effuse.worker.gpus import VARIABLE
 from effuse.worker.rank_messages import (
     ANSWERS,
     ENCODER,
@@ -168,11 +169,14 @@ class Ranks:
         if not in_time:
             raise GroupBroken(f"a rank has read no command for {_CONFIRM_S:g} s")
 
-    def failed(self, error: Exception) -> Exception:
-        """Breaks the group, because the leader's part of a command has failed."""
+    def failed(self, error: Exception) -> None:
+        """Breaks the group, because the leader's part of a command has failed.
+
+        Raises GroupBroken.
+        """
         LOG.error("a forward of the group failed", exc_info=error)
         self._break(f"the leader's part of a forward failed: {error}")
-        return GroupBroken(self._failure)
+        raise GroupBroken(self._failure) from error
 
     def events(self) -> Sequence[tuple[int, ConnectorEvent]]:
         """Events of the ranks' connectors since the last call, each with its rank."""
@@ -280,6 +284,14 @@ def start_ranks(
     ranks = Ranks(config.tensor_parallel_size, make_home(), on_broken)
     ranks.start(config, role, incarnation)
     return ranks
+
+
+def _environment(rank: int) -> dict[str, str]:
+    """Of a rank: it sees one GPU, the one of its number among those that the leader sees."""
+    visible = os.environ.get(VARIABLE)
+    names = None if visible is None else visible.split(",")
+    own = str(rank) if names is None else names[rank] if rank < len(names) else ""
+    return {**os.environ, VARIABLE: own}
 
 
 def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:

@@ -182,9 +182,8 @@ class Rig:
 
 def layout_of(model: Transformer, page_size: int, kind: str = "unified") -> KVLayout:
     config = model.config
-    return KVLayout(
-        kind, config.num_layers, config.num_kv_heads, config.head_dim, page_size, "float32"
-    )
+    num_kv_heads = len(model.shard.kv_heads)
+    return KVLayout(kind, config.num_layers, num_kv_heads, config.head_dim, page_size, "float32")
 
 
 def fingerprint_of(model: Transformer, layout: KVLayout) -> Fingerprint:

@@ -130,6 +130,7 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_experts_of_crowded_and_of_shuffled_rows(dtype: torch.dtype) -> None:
     experts.check_crowd(expert_mlp, CUDA, dtype)
+    experts.check_spread(expert_mlp, CUDA, dtype, experts.LAYERS["many_tiles"])
     experts.check_order(expert_mlp, CUDA, dtype)
 
 

@@ -35,6 +35,10 @@ def test_experts_give_what_their_definition_says(name: str, dtype: torch.dtype) 
 def test_a_row_gets_the_same_in_every_batch() -> None:
     experts.check_order(expert_mlp, CPU, torch.float32)
     experts.check_crowd(expert_mlp, CPU, torch.float32)
+
+
+def test_picks_of_another_rank_give_zeros() -> None:
+    experts.check_spread(expert_mlp, CPU, torch.float32, experts.LAYERS["many_tiles"])
     layer = experts.LAYERS["many_tiles"]
     x, gate_up, down = experts.weights_of(layer, torch.float32)
     together = expert_mlp(x, gate_up, down, experts.routes_of(layer)).total()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from effuse.kernels.experts import Routes, expert_mlp_ref, route_ref
+from effuse.kernels.experts import NO_EXPERT, Routes, expert_mlp_ref, route_ref
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.rowwise import WeightedParts
 from operators.tolerance import assert_close
@@ -141,6 +141,23 @@ def check_crowd(mlp: ExpertMlp, device: torch.device, dtype: torch.dtype) -> Non
     assert_close(found.total(), exact, expert_mlp_ref(x, gate_up, down, routes))
 
 
+def check_spread(mlp: ExpertMlp, device: torch.device, dtype: torch.dtype, layer: Layer) -> None:
+    """Two ranks with half of the experts each give, summed, what one gives with all."""
+    x, gate_up, down = weights_of(layer, dtype)
+    routes = routes_of(layer)
+    total = torch.zeros(layer.rows, layer.hidden, device=device)
+    half = len(gate_up) // 2
+    for held in (slice(0, half), slice(half, len(gate_up))):
+        own = routes.experts - held.start
+        is_own = (own >= 0) & (own < held.stop - held.start)
+        picks = torch.where(is_own, own, NO_EXPERT).int()
+        part = Routes(picks, torch.where(is_own, routes.weights, 0.0), is_spread=True)
+        on_device = (x.to(device), gate_up[held].to(device), down[held].to(device))
+        total += mlp(*on_device, routes_on(part, device)).total().float()
+    exact = expert_mlp_ref(x.double(), gate_up.double(), down.double(), routes)
+    assert_close(total.to(dtype), exact, expert_mlp_ref(x, gate_up, down, routes))
+
+
 def weights_of(layer: Layer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x, gate_up and down."""
     count, hidden, inner = layer.routing.num_weights, layer.hidden, layer.inner
@@ -156,4 +173,4 @@ def routes_of(layer: Layer) -> Routes:
 
 
 def routes_on(routes: Routes, device: torch.device) -> Routes:
-    return Routes(routes.experts.to(device), routes.weights.to(device))
+    return Routes(routes.experts.to(device), routes.weights.to(device), routes.is_spread)

@@ -142,6 +142,8 @@ def expert_checks() -> Iterator[tuple[str, Check]]:
             suffix = str(dtype).removeprefix("torch.")
             check = partial(experts.check_mlp, paths.experts_on_triton, cpu, dtype, layer)
             yield f"{name}-{suffix}", check
+    few = experts.LAYERS["many_tiles"]
+    yield "spread", partial(experts.check_spread, paths.experts_on_triton, cpu, torch.float32, few)
     yield "crowd", partial(experts.check_crowd, paths.experts_on_triton, cpu, torch.float32)
     grouped, layer = paths.experts_grouped, experts.LAYERS["odd_sizes"]
     yield "grouped", partial(experts.check_mlp, grouped, cpu, torch.float32, layer)

@@ -174,7 +174,9 @@ def experts_on_triton(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) 
     """`experts.expert_mlp` by its kernels."""
     from effuse.kernels import experts_triton
 
-    return experts_triton.launch_mlp(x, gate_up, down, routes.experts, routes.weights)
+    return experts_triton.launch_mlp(
+        x, gate_up, down, routes.experts, routes.weights, is_spread=routes.is_spread
+    )
 
 
 def experts_grouped(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> WeightedParts:
