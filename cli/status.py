@@ -206,7 +206,7 @@ def _cells(worker: model_pb2.Worker) -> tuple[str, ...]:
     pages = f"{worker.free_pages} of {worker.total_pages}"
     return (
         worker.worker_id,
-        _ROLES.get(worker.role, "unknown"),
+        _role(worker),
         _STATES.get(worker.state, "unknown"),
         worker.model,
         f"{worker.running} of {worker.max_num_seqs}",
@@ -214,6 +214,11 @@ def _cells(worker: model_pb2.Worker) -> tuple[str, ...]:
         f"{pages}, {quarantined} in quarantine" if quarantined else pages,
         str(worker.steps),
     )
+
+
+def _role(worker: model_pb2.Worker) -> str:
+    name = _ROLES.get(worker.role, "unknown")
+    return f"{name} on {worker.ranks} devices" if worker.ranks > 1 else name
 
 
 def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:

@@ -78,6 +78,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     page_size: Positive  # tokens in a page
     max_num_seqs: Positive
     max_num_batched_tokens: Positive
+    ranks: Positive = 1  # devices that compute together
 
 
 FEW_PAGES = 8  # for warming up a link, however busy its two ends are

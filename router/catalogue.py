@@ -223,6 +223,7 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
         address=record.address,
         state=_STATES[candidate.condition],
         incarnation=record.incarnation,
+        ranks=record.capacity.ranks,
         page_size=record.capacity.page_size,
         total_pages=record.capacity.total_pages,
         free_pages=load.free_pages,

@@ -171,6 +171,7 @@ class Shell:
             capacity=Capacity(
                 total_pages=life.ready.total_pages,
                 page_size=life.ready.page_size,
+                ranks=self.config.tensor_parallel_size,
                 max_num_seqs=self.config.max_num_seqs,
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
             ),

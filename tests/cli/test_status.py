@@ -49,6 +49,15 @@ def test_a_line_for_each_worker() -> None:
     assert summary == "1 prefill and 1 decode workers are ready"
 
 
+def test_a_worker_of_several_devices_shows_how_many() -> None:
+    worker = pb.Worker()
+    worker.CopyFrom(DECODE)
+    worker.ranks = 2
+    assert "decode on 2 devices" in as_text([worker])
+    worker.ranks = 1
+    assert "devices" not in as_text([worker])
+
+
 def test_names_are_shown_as_they_are() -> None:
     """A model has that of its directory, which may look like what rich reads as markup."""
     worker = pb.Worker()
