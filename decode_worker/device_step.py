@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
-from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
+from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.step_advance import advance
 from effuse.kernels.step_plan import plan_step
 from effuse.kernels.step_rows import StepRows, exchange_boundaries, gather_rows
@@ -100,12 +100,8 @@ class DeviceStep:
     def run_candidates(self, num_candidates: int) -> None:
         """Rest of the forward, sampling and advance for a bucket of candidates: fills `records`."""
         buffers, rows = self.buffers, self.buffers.rows
-        sampling = _first(rows.sampling, num_candidates)
-        logits = self.model.logits(self._hidden(num_candidates))
-        config = self.model.config
-        candidates = sample_confidence(
-            logits, sampling, config.mask_token_id, top_k_first=config.top_k_first
-        )
+        sampling = rows.sampling.of_rows(slice(num_candidates))
+        candidates = self.model.candidates(self._hidden(num_candidates), sampling)
         if self._adjust is not None:
             candidates = self._adjust(candidates, sampling)
         advance(buffers.table, buffers.control, rows.first_candidate, candidates, buffers.records)
@@ -145,16 +141,3 @@ class DeviceStep:
             slots = rows.boundary_slots[:num_candidates]
             exchange_boundaries(hidden, slots, kept, buffers.boundary)
         return hidden[:num_candidates]
-
-
-def _first(sampling: RowSampling, count: int) -> RowSampling:
-    return RowSampling(
-        temperature=sampling.temperature[:count],
-        top_p=sampling.top_p[:count],
-        top_k=sampling.top_k[:count],
-        seed=sampling.seed[:count],
-        answer_index=sampling.answer_index[:count],
-        position=sampling.position[:count],
-        denoise_count=sampling.denoise_count[:count],
-        score=sampling.score[:count],
-    )

@@ -4,7 +4,7 @@ Filters (temperature, top-p, top-k), drawing and probability. The decode worker 
 candidates are written.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from itertools import accumulate
 from typing import Self
@@ -40,6 +40,10 @@ class RowSampling:
     position: Tensor  # [R] int32 or int64, absolute position of the token
     denoise_count: Tensor  # [R] int32 or int64, earlier forwards that denoised its block
     score: Tensor  # [R] int8, a `ScoreCode`
+
+    def of_rows(self, rows: Tensor | slice) -> Self:
+        """The entries of these rows."""
+        return replace(self, **{one.name: getattr(self, one.name)[rows] for one in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)

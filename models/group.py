@@ -47,6 +47,13 @@ class ProcessGroup:
         parts = zip(self._of_all(own), sizes, strict=True)
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
 
+    def deal(self, x: Tensor) -> Tensor:
+        """From each rank its part of ``x`` [N, ...] for this rank."""
+        dealt = torch.empty_like(x)
+        options = dist.AllToAllOptions()
+        self._collectives.alltoall_base(dealt, x.contiguous(), [], [], options).wait()
+        return dealt
+
     def share(self, x: Tensor) -> Tensor:
         """Rank 0's ``x``."""
         self._collectives.broadcast([x], dist.BroadcastOptions()).wait()

@@ -141,22 +141,42 @@ class ModelRunner:
         if packed.boundary_candidates:
             (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
             rows = rows.index_copy(0, at, self._boundaries(packed, rows))
-        logits = self.model.logits(rows)
-        if self.model.shard.rank:  # candidates are rank 0's
+        sampling, edits = self._sampling(packed), self._edits(parts)
+        logits, candidates = self._candidates(parts, rows, sampling, edits)
+        if candidates is None:
             return _Drawn([], [], [], [None] * len(parts))
-        if self._wait is not None:
-            self._wait()
-        sampling = self._sampling(packed)
-        config, edits = self.model.config, self._edits(parts)
-        if edits is None and not any(part.draw or part.guidance for part in parts):
-            candidates = _sample_rows(None, logits, sampling, config, self._show)
-        else:
-            candidates = _sample_by_part(parts, logits, sampling, edits, config, self._show)
-        # One copy to the host; fp64 represents token ids and fp32 values exactly.
+        # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
-        logprobs = _logprobs(parts, logits, candidates.token, config)
+        logprobs: list[HostLogprobs | None] = [None] * len(parts)
+        if logits is not None:
+            logprobs = _logprobs(parts, logits, candidates.token, self.model.config)
         return _Drawn([int(token) for token in tokens], confidences, scores, logprobs)
+
+    def _candidates(
+        self,
+        parts: Sequence[Part],
+        rows: Tensor,
+        sampling: RowSampling,
+        edits: LogitEdits | None,
+    ) -> tuple[Tensor | None, Candidates | None]:
+        """(logits [R, V], candidates) of hidden rows [R, H]. Only rank 0 of a group has candidates;
+        none has logits if no part needs them."""
+        model, config = self.model, self.model.config
+        is_plain = edits is None and not any(part.draw or part.guidance for part in parts)
+        needs_logits = any(part.num_logprobs is not None for part in parts)
+        if is_plain and not needs_logits and not model.shard.is_whole:
+            found = model.candidates(rows, sampling)
+            self._show()
+            return None, None if model.shard.rank else found
+        logits = model.logits(rows)
+        if model.shard.rank:
+            return None, None
+        if self._wait is not None:
+            self._wait()
+        if is_plain:
+            return logits, _sample_rows(None, logits, sampling, config, self._show)
+        return logits, _sample_by_part(parts, logits, sampling, edits, config, self._show)
 
     def _boundaries(self, packed: PackedParts, rows: Tensor) -> Tensor:
         """Boundary vectors [B, H] like ``rows``; rank 0 has them, and other ranks get them."""
@@ -269,7 +289,7 @@ def _sample_rows(
     drawn = []
     for first in range(0, len(logits), most):
         span = slice(first, first + most)
-        drawn.append(_sample_span(draw, logits[span], _rows_of(sampling, span), config))
+        drawn.append(_sample_span(draw, logits[span], sampling.of_rows(span), config))
         show()
     return _joined(drawn)
 
@@ -306,7 +326,7 @@ def _sample_by_part(
         if led:
             drawn, led, first = drawn + led, [], end
             continue
-        of_part, rows = _rows_of(sampling, slice(first, end)), logits[first:end]
+        of_part, rows = sampling.of_rows(slice(first, end)), logits[first:end]
         own_edits = None
         if part.edits is not None and edits is not None:
             own_edits = edits.of_rows(first, end)
@@ -343,15 +363,9 @@ def _sample_changed(
             rows = unled + (part.guidance + 1) * (rows.float() - unled)
         if edits is not None:
             rows = edit_logits(rows, edits.of_rows(span.start, span.stop), config.mask_token_id)
-        yield _sample_rows(part.draw, rows, _rows_of(sampling, span), config, show)
+        yield _sample_rows(part.draw, rows, sampling.of_rows(span), config, show)
 
 
 def _joined(drawn: Sequence[Candidates]) -> Candidates:
     columns = ([getattr(one, field.name) for one in drawn] for field in fields(Candidates))
     return Candidates(*(torch.cat(column) for column in columns))
-
-
-def _rows_of(sampling: RowSampling, rows: slice) -> RowSampling:
-    return RowSampling(
-        **{field.name: getattr(sampling, field.name)[rows] for field in fields(sampling)}
-    )

@@ -30,6 +30,10 @@ class Group(Protocol):
         """All ranks' ``x`` [R, sizes[rank]] side by side: [R, sum of sizes]."""
         ...
 
+    def deal(self, x: Tensor) -> Tensor:
+        """From each rank its part for this rank; x: [N, ...], part n for rank n: [N, ...]."""
+        ...
+
     def share(self, x: Tensor) -> Tensor:
         """Rank 0's tensor; the others give one of the same shape, which is overwritten."""
         ...
@@ -51,6 +55,10 @@ class Alone:
         return x
 
     def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """``x``."""
+        return x
+
+    def deal(self, x: Tensor) -> Tensor:
         """``x``."""
         return x
 
@@ -273,6 +281,29 @@ def own_routes(routes: Routes, num_routed: int, shard: Shard) -> Routes:
 def vocabulary_sizes(config: ModelConfig, size: int) -> list[int]:
     """Rows of the head that each rank of a group of `size` holds."""
     return [len(_part(config.vocab_size, rank, size)) for rank in range(size)]
+
+
+def whole_rows(own: Tensor, config: ModelConfig, shard: Shard, group: Group) -> Tensor:
+    """Logits [S, V] of this rank's share of rows; own: [R, its vocabulary], of all rows.
+
+    Rank n gets rows n * S to n * S + S, with S = R / N rounded up; a row beyond the last one is the
+    last one again. Each logit moves once, so that N ranks move 1 / N of what a gather moves.
+    """
+    widths = vocabulary_sizes(config, shard.size)
+    rows = _shares(len(own), shard.size, own.device).flatten()
+    padded = torch.nn.functional.pad(own, (0, max(widths) - own.shape[1]))
+    dealt = group.deal(padded[rows].view(shard.size, -1, max(widths)))
+    return torch.cat([part[:, :width] for part, width in zip(dealt, widths, strict=True)], dim=1)
+
+
+def own_rows(count: int, shard: Shard, device: torch.device) -> Tensor:
+    """Numbers [S] of this rank's share of `count` rows, see `whole_rows`."""
+    return _shares(count, shard.size, device)[shard.rank]
+
+
+def _shares(count: int, size: int, device: torch.device) -> Tensor:
+    share = -(-count // size)
+    return torch.arange(size * share, device=device).clamp_(max=count - 1).view(size, share)
 
 
 def embed(token_ids: Tensor, rows: Tensor, shard: Shard, group: Group) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import WeightedParts, linear, rms_norm, rms_norm_residual, swiglu
+from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
 from effuse.models.config import ModelConfig
 from effuse.models.shard import (
     ALONE,
@@ -27,8 +29,10 @@ from effuse.models.shard import (
     Shard,
     embed,
     own_routes,
+    own_rows,
     vocabulary_sizes,
     whole,
+    whole_rows,
 )
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
@@ -180,6 +184,27 @@ class Transformer:
         """Logits [R, V] of hidden rows [R, H], both in the model's dtype."""
         own = linear(hidden, self.weights.head)
         return self.group.gather(own, vocabulary_sizes(self.config, self.shard.size))
+
+    def candidates(self, hidden: Tensor, sampling: RowSampling) -> Candidates:
+        """A candidate for each of hidden rows [R, H], see `sample_confidence`.
+
+        Each rank of a group draws a share of the rows, and every rank gets all candidates.
+        """
+        config, shard = self.config, self.shard
+        draw = partial(
+            sample_confidence, mask_token_id=config.mask_token_id, top_k_first=config.top_k_first
+        )
+        own = linear(hidden, self.weights.head)
+        if shard.is_whole:
+            return draw(own, sampling)
+        rows = own_rows(len(hidden), shard, self.device)
+        drawn = draw(whole_rows(own, config, shard, self.group), sampling.of_rows(rows))
+        # One exchange: fp64 holds token ids and fp32 values exactly.
+        columns = torch.stack(
+            [drawn.token.double(), drawn.confidence.double(), drawn.score.double()]
+        )
+        of_all = self.group.gather(columns, [len(rows)] * shard.size)[:, : len(hidden)]
+        return Candidates(of_all[0].long(), of_all[1].float(), of_all[2].float())
 
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored

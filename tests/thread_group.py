@@ -38,6 +38,9 @@ class ThreadGroup:
         assert [part.shape[1] for part in parts] == sizes
         return torch.cat(parts, dim=1)
 
+    def deal(self, x: Tensor) -> Tensor:
+        return torch.stack([of_rank[self._rank] for of_rank in self._exchange(x)])
+
     def share(self, x: Tensor) -> Tensor:
         return x.copy_(self._exchange(x)[0])
 
