@@ -16,7 +16,7 @@ from effuse.router.config import RouterConfig
 from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 ROLES = ("redis", "router", "prefill", "decode")
-GPU_OVERLAYS = ("gpu-1p1d", "gpu-nvlink-1p1d")
+GPU_OVERLAYS = ("gpu-1p1d", "gpu-tp2-1p1d", "gpu-nvlink-1p1d")
 MODEL_BYTES = 15 << 30  # of 7B parameters
 
 
@@ -334,6 +334,7 @@ def test_loading_a_model_has_time(name: str) -> None:
     [
         ("1p1d", {"tcp", "self"}),
         ("gpu-1p1d", {"rc", "tcp", "self", "cuda_copy"}),
+        ("gpu-tp2-1p1d", {"rc", "tcp", "self", "cuda_copy"}),
         ("gpu-nvlink-1p1d", {"tcp", "self", "cuda_copy", "cuda_ipc"}),
     ],
 )
@@ -341,6 +342,15 @@ def test_pages_take_ways_that_are_there(name: str, ways: set[str]) -> None:
     for _, _, container in _workers(name):
         (value,) = [one["value"] for one in container["env"] if one["name"] == "UCX_TLS"]
         assert set(value.split(",")) == ways
+
+
+@pytest.mark.parametrize("name", GPU_OVERLAYS)
+def test_a_worker_has_a_gpu_for_each_of_its_ranks(name: str) -> None:
+    ranks = []
+    for _, _, container in _workers(name):
+        ranks.append(int(value_of(container["args"], "--tensor-parallel-size") or 1))
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == ranks[-1]
+    assert max(ranks) == (2 if "tp2" in name else 1)
 
 
 def test_nvlinks_workers_share_one_pod_and_its_processes() -> None:

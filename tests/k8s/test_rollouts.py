@@ -15,7 +15,11 @@ def test_the_next_one_is_ready_before_the_only_one_that_can_answer_goes(name: st
 
 @pytest.mark.parametrize(
     ("name", "workers"),
-    [("gpu-1p1d", ["prefill", "decode"]), ("gpu-nvlink-1p1d", ["workers"])],
+    [
+        ("gpu-1p1d", ["prefill", "decode"]),
+        ("gpu-tp2-1p1d", ["prefill", "decode"]),
+        ("gpu-nvlink-1p1d", ["workers"]),
+    ],
 )
 def test_an_update_waits_for_no_gpu_that_is_not_there(name: str, workers: list[str]) -> None:
     for worker in workers:
