@@ -81,7 +81,8 @@ def _patch(directory: Path, patch: Document, found: Documents) -> None:
 
 def _operate(document: Document, operation: Document) -> None:
     """One operation of a JSON patch; what it names must be there, as kustomize wants it too."""
-    *way, last = operation["path"].removeprefix("/").split("/")
+    steps = operation["path"].removeprefix("/").split("/")
+    *way, last = (step.replace("~1", "/") for step in steps)
     place: Any = document
     for step in way:
         place = place[int(step) if isinstance(place, list) else step]
