@@ -159,6 +159,11 @@ k8s-try: $(VENV)/.effuse ## Bring OVERLAY (1p1d) up on the cluster KUBECONFIG na
 wheel: $(VENV)/.dev ## Build the wheel and the source distribution into dist/
 	$(BIN)/python -m build --outdir dist .
 
+.PHONY: release-check
+release-check: $(VENV)/.dev ## Check that the last commit can be tagged: version, metadata, and the demo from its wheel
+	twine="$$(.ci/tool twine)"
+	$(BIN)/python .ci/release_check.py "$$twine/bin/twine"
+
 .PHONY: protos
 protos: $(TOOLS)/protoc/.installed ## Regenerate the stubs from the .proto files
 	$(call generate,protos)

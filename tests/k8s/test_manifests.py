@@ -96,7 +96,7 @@ def test_both_workers_stand_on_the_same_layer() -> None:
         re.findall(r"^ARG WORKER_BASE=(\S+)", (K8S / f"Dockerfile.{role}").read_text(), re.M)[0]
         for role in ("prefill", "decode")
     }
-    assert bases == {"localhost/effuse-worker-base:0.1.0"}
+    assert bases == {"localhost/effuse-worker-base:0.2.0"}
 
 
 @pytest.mark.parametrize("name", overlays())
