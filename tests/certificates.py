@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl: an authority, and what it signs."""
+"""Certificates for tests, made by openssl: an authority, and certificates that it signs."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ SDAR = """
 {%- endif %}
 """  # noqa: E501
 
-# It begins an answer whether or not that is asked for, and trims what was said.
+# It always begins an answer, even without add_generation_prompt, and trims messages.
 LLADA = (
     "{% for message in messages %}"
     "{% set said = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
@@ -222,9 +222,12 @@ ANSWER_ENDS = {
     "llada": "<|eot_id|>", "llada_moe": "<|role_end|>", "llada2": "<|role_end|>",
 }  # fmt: skip
 ADDED = ("<think>", "</think>", "<tool_response>", "</tool_response>")
-"""Tokens that were added and are none of the special ones, as in Qwen3's vocabulary."""
+"""Added tokens that are not special, as in Qwen3's vocabulary."""
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CORPUS = ("Be helpful. What is the answer? How many are there? system user assistant\n\n" * 9,)
 
 

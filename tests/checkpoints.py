@@ -65,10 +65,11 @@ def write_tiny_checkpoint(
 ) -> Path:
     """Write a checkpoint directory at `path` and return it. Equal arguments, equal bytes.
 
-    `is_tuned`: Dream's and LLaDA's say that they are tuned for D2F, which their releases are not.
+    `is_tuned`: Dream's and LLaDA's configurations state that they are tuned for D2F, which their
+    releases are not.
 
-    With `head_scale` 8 about a third of the greedy confidences pass 0.9; with 1 none does.
-    `gain` scales what layers add: smaller ones round less, and make positions more alike.
+    With `head_scale` 8 about a third of the greedy confidences pass 0.9; with 1 none does. `gain`
+    scales the contribution of layers: smaller ones round less, and make positions more similar.
     """
     sizes = sizes or TinySizes()
     path.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""For every test: one torch thread, the checkout off the import path, no skip but for want of a
-GPU, of another people's client or of the right to make networks."""
+"""For every test: one torch thread, the checkout off the import path, and skips only without a GPU,
+without another project's client or without the right to make networks.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _R
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 
-# What starts the tests may ignore both (nohup, a job in the background), and processes of theirs
-# would inherit that; a handler of ours they do not.
+# The parent of the tests may ignore both (nohup, a job in the background). Child processes would
+# inherit that, but not a handler.
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
@@ -64,7 +65,7 @@ _RULE = f"only tests marked {', '.join(_MARKS)} may be skipped"
 
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where fleets of tests keep their logs: not among those of the person who runs the tests."""
+    """Directory for the logs of tests' fleets: not among those of the user."""
     home = tmp_path_factory.mktemp("state")
     os.environ["XDG_STATE_HOME"] = str(home)
     return home
@@ -114,6 +115,6 @@ def _limit_of(item: pytest.Item) -> float:
 
 
 def _has_gpu() -> bool:
-    import torch  # only where a collected test needs it: some tests assert that nobody imports it
+    import torch  # only if a collected test needs it: some tests assert that it is not imported
 
     return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Waiting for what another process does, where there is no event to wait for."""
+"""Waiting for another process, if there is no event to wait for."""
 
 from __future__ import annotations
 

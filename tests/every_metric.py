@@ -1,4 +1,4 @@
-"""Every metric that processes serve, asked of processes that nobody has asked anything."""
+"""Every metric of the processes, from idle processes."""
 
 from __future__ import annotations
 

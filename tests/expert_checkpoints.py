@@ -1,6 +1,6 @@
 """Tiny random checkpoints of the families with experts, written as their releases write them.
 
-Like `checkpoints`, and of the same sizes where those mean the same. Imports nothing of effuse.
+Like `checkpoints`, with the same sizes if they have the same meaning. Imports nothing of effuse.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def write_expert_checkpoint(
 ) -> Path:
     """Write a checkpoint directory at `path` and return it. Equal arguments, equal bytes.
 
-    LLaDA-MoE has no `head_dim` of its own. The head's row of the mask is zero: no row ever proposes
-    it, as no released model does.
+    LLaDA-MoE has no `head_dim`. The head's row of the mask is zero: no row ever proposes it, like
+    in released models.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = _COMMON | _OWN[family] | {"block_size": block_size, "dtype": "float32"}
@@ -149,7 +149,7 @@ def expert_tensors(
 
 
 class _Draw:
-    """Numbers that follow from the seed and from what was drawn before."""
+    """Numbers that follow from the seed and from earlier draws."""
 
     def __init__(self, seed: int, head_dim: int) -> None:
         self.head_dim = head_dim
@@ -192,7 +192,7 @@ def _experts(draw: _Draw, at: str, family: ExpertFamily) -> dict[str, Tensor]:
         tensors |= _mlp(draw, f"{at}.experts.{expert}", INNER)
     if family == "llada2_moe":
         tensors |= _mlp(draw, f"{at}.shared_experts", INNER)
-        # As large as the scores differ: the bias changes many choices.
+        # As large as the differences of scores: the bias changes many choices.
         tensors[f"{at}.gate.expert_bias"] = draw.near(0, NUM_EXPERTS, 0.2)
     return tensors
 

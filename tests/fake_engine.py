@@ -1,4 +1,4 @@
-"""An engine process without a model: what it does with an attempt is written in the first token.
+"""An engine process without a model: the first token of an attempt controls its behaviour.
 
 Serves both roles. Pages are counted, so that a front that forgets an attempt is seen.
 """
@@ -130,7 +130,7 @@ class FakeCore:
             self._fail(message, "RESOURCE_EXHAUSTED", "requests need the pages", True)
             return
         self._out.append(Reserved(reservation=self._reservation(message)))
-        if message.most_pages == ENDLESS:  # nobody pushes
+        if message.most_pages == ENDLESS:  # no writer
             self._waiting[message.attempt.transfer_id] = message
         else:
             verified = Verified(attempt=message.attempt, bytes=64, pages=2, handoff_s=0.25)
@@ -225,7 +225,7 @@ class FakeCore:
 
 
 def build(config: WorkerConfig, incarnation: str, pulse: Pulse) -> Engine:
-    """Fails as a wrong checkpoint would where the model is named so."""
+    """Fails like a wrong checkpoint if the model has that name."""
     if config.served_model_name == "missing":
         raise ValueError("no such checkpoint")
     if config.served_model_name == "crashes":

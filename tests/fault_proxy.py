@@ -1,7 +1,7 @@
-"""A TCP proxy that does harm: cuts, truncates, slows or delays what passes, by where it goes.
+"""A TCP proxy with faults: cuts, truncates, slows or delays connections, by their target.
 
-To one fixed target, or to whichever a client names first by HTTP CONNECT, as gRPC's do where the
-variable `grpc_proxy` tells them to. The bytes that it passes on are never other ones.
+To one fixed target, or to the one that a client names first by HTTP CONNECT, as gRPC's do if the
+variable `grpc_proxy` is set. The bytes that it passes on are always unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _DELAY_S = 0.3
 
 
 class Harm(Enum):
-    """What is done to the connections to a target."""
+    """The fault of connections to a target."""
 
     CUT = "cut"  # they end, and new ones end at once
-    TRUNCATED = "truncated"  # half of what comes next is passed on, and then they end
+    TRUNCATED = "truncated"  # half of the next bytes are passed on, and then they end
     SLOWED = "slowed"
     DELAYED = "delayed"
 

@@ -39,7 +39,7 @@ SETTINGS = pb.DecodeSettings(
 
 FAKE_ENGINE = "fake_engine"
 PROMPT = (5, 6, 7)
-NOBODY = 20011  # nobody listens there, and no kernel hands it out
+NOBODY = 20011  # no process listens there, and no kernel hands it out
 DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse]"
 
 
@@ -196,7 +196,9 @@ def attempt(name: str, number: int = 1) -> pb.AttemptId:
 
 
 def decode_request(name: str, incarnation: str, first_token: int = 5) -> pb.DecodeRequest:
-    """A request of 3 tokens that the worker prefills itself; the first token tells what happens."""
+    """A request of 3 tokens that the worker prefills itself; the first token controls what
+    happens.
+    """
     return pb.DecodeRequest(
         attempt=attempt(name),
         incarnation=incarnation,
@@ -220,7 +222,7 @@ def prefill_start(name: str, incarnation: str, first_token: int = 5) -> pb.Prefi
 
 
 def reservation(name: str) -> pb.PrefillRequest:
-    """Two pages of a decode worker that nobody writes to."""
+    """Two pages of a decode worker without a writer."""
     return pb.PrefillRequest(
         reservation=pb.Reservation(
             attempt=attempt(name),

@@ -133,7 +133,7 @@ def _shared(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stacked(tensors: dict[str, Tensor], num_layers: int, num_experts: int) -> dict[str, Tensor]:
-    """Experts side by side in one tensor, as transformers has them since its version 5."""
+    """Experts side by side in one tensor, as in transformers since version 5."""
     for layer in range(num_layers):
         at = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (

@@ -1,15 +1,15 @@
 """Answers of the code that LLaDA2.0 and 2.1 are published with, on a tiny checkpoint.
 
-`decode_worker/llada2_answers.json` holds what its `generate` gave, greedily, run in fp32 by
-transformers 4.57.6 on the checkpoint that `write_answered_checkpoint` writes: prompts of 1 to 70
-tokens, blocks of 4, 8 and 32, every threshold and number of steps that is there, every third one
-with an end that it would write. Runs that hang on less than 2e-5 of a probability, or whose first
-block is ragged and filled in fewer steps than it has rows, are not among them.
+`decode_worker/llada2_answers.json` has the greedy results of its `generate`, run in fp32 by
+transformers 4.57.6 on the checkpoint of `write_answered_checkpoint`. Prompts have 1 to 70 tokens,
+blocks 4, 8 and 32. Every threshold and number of steps occurs, and every third run has an end that
+it would write. Runs that depend on less than 2e-5 of a probability are left out. So are runs whose
+first block is ragged and filled in fewer steps than it has rows.
 
-`decode_worker/llada21_answers.json` holds the same of LLaDA2.1's `generate`, which edits what it
-has written, with every threshold of both kinds and limit of further steps that is there, and runs
-that draw, with our noise in place of torch's. Changed there were the mask id's logit, which is
--1e30, and masks of attention in float32. No run hangs on less than 5e-5 of a probability or logit.
+`decode_worker/llada21_answers.json` has the same for LLaDA2.1's `generate`, which edits written
+tokens, with every threshold of both kinds and limit of further steps. It also has runs that draw,
+with our noise instead of torch's. Changes were the mask id's logit, which is -1e30, and masks of
+attention in float32. No run depends on less than 5e-5 of a probability or logit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOME = Path(__file__).parent / "decode_worker"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """One run: what was asked, and the tokens that came, the end among them."""
+    """One run: the request, and the resulting tokens, including the end."""
 
     block: int
     prompt: tuple[int, ...]
@@ -68,5 +68,5 @@ def _read(name: str) -> list[Answered]:
 
 
 def write_answered_checkpoint(path: Path, block_size: int = 32) -> Path:
-    """The checkpoint of the runs; its configuration says `block_size`."""
+    """The checkpoint of the runs; its configuration has `block_size`."""
     return write_expert_checkpoint(path, "llada2_moe", seed=7, head_dim=32, block_size=block_size)

@@ -1,4 +1,4 @@
-"""Names of this machine's loopback, as a flag may give them."""
+"""Names of this machine's loopback, in the form of a flag."""
 
 from __future__ import annotations
 

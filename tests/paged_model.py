@@ -53,7 +53,7 @@ class PagedModel:
         )
 
     def pages(self, num_tokens: int) -> list[int]:
-        """Page ids that nobody else has, enough for `num_tokens`."""
+        """Page ids without another owner, enough for `num_tokens`."""
         return [self._free.pop() for _ in range(-(-num_tokens // self.page_size))]
 
     def give_back(self, pages: list[int]) -> None:

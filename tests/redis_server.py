@@ -66,8 +66,8 @@ def placement(**changes: object) -> PlacementRecord:
 
 @contextmanager
 def running(port: int | None = None, data_dir: Path | None = None) -> Iterator[ValkeyServer]:
-    """A server for as long as the context lasts."""
-    # Its own choice is the first port that is free, as it is for whoever starts another one now.
+    """A server as long as the context lasts."""
+    # Its own choice is the first free port, like for any other process that starts now.
     server = ValkeyServer(port=port or free_port(), data_dir=data_dir)
     server.start(timeout=30.0)
     try:

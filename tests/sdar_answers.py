@@ -1,17 +1,17 @@
 """Answers of SDAR's own loop on a tiny checkpoint.
 
-`decoding/published_sdar.jsonl` holds a run a line: what was asked and the tokens that came out of
-`block_diffusion_generate` of github.com/JetAstra/SDAR (generate.py at commit c2041a8) with its own
-modelling code, on the checkpoint that `write_sdar_checkpoint` writes, as that code saved it.
-Changed there were
+`decoding/published_sdar.jsonl` has a run in each line: the request and the resulting tokens of
+`block_diffusion_generate` of github.com/JetAstra/SDAR (generate.py at commit c2041a8). It ran with
+its own modelling code, on the checkpoint of `write_sdar_checkpoint`, as that code saved it. Changes
+were
 
 - the mask id's logit, which is -inf here: theirs may write it;
-- `torch.multinomial`, in whose place stood the mode, or the largest of log p and our noise;
+- `torch.multinomial`, which the mode replaced, or the largest of log p and our noise;
 - the order of equal confidences in `torch.topk`, which is left to right here;
-- what is written, which was kept to masks: their `topk` takes the step's whole share where fewer
-  masks are left, and so writes over the prompt or over tokens that are there;
-- `entropy_bounded`, which cannot run as it stands (it writes to a name that is not set, and adds
-  up over positions where it means tokens): entropies are of the distributions that are drawn from.
+- the written positions, which were restricted to masks: their `topk` takes the step's whole share
+  even if fewer masks are left, and so overwrites the prompt or other tokens;
+- `entropy_bounded`, which cannot run unchanged (it writes to a name that is not set, and adds up
+  over positions instead of tokens): entropies are of the distributions for draws.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sdar_runs(block_size: int | None = None) -> list[SdarRun]:
 
 
 def write_sdar_checkpoint(path: Path, block_size: int = 4) -> Path:
-    """The checkpoint of the runs; its configuration says `block_size`."""
+    """The checkpoint of the runs; its configuration has `block_size`."""
     return write_tiny_checkpoint(
         path, "sdar", seed=29, head_scale=8.0, gain=0.6, sizes=_SIZES, block_size=block_size
     )

@@ -37,7 +37,7 @@ def test_asking_a_fleet(fleet: Fleet, name: str, told: tuple[int, int]) -> None:
 
 
 def test_a_chat_on_the_command_line(fleet: Fleet) -> None:
-    """History is kept, and what cannot be rendered is said in the template's words."""
+    """History is kept, and a message that cannot be rendered gets the template's error."""
     flags = ["generate", "--target", fleet.address, "--chat", "Find the value of 30 + 561 + 58."]
     lines = "Find the value of 2 + 561 + 58.\n\nFind the value of 400 + 561 + 58.\n"
     done = subprocess.run(

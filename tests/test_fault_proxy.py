@@ -1,4 +1,4 @@
-"""The proxy does what it says, to nobody else, and passes bytes on as they are."""
+"""The proxy applies its faults only to their targets, and passes bytes on unchanged."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SENT = bytes(range(256)) * 16
 
 @contextmanager
 def echo() -> Iterator[str]:
-    """A server that says everything again; its address."""
+    """A server that echoes everything; its address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(30)
 
         def serve() -> None:
-            # The proxy may end the connection anyhow: that is what it is for.
+            # The proxy may end the connection in any case, which is its purpose.
             with server.accept()[0] as peer, suppress(ConnectionError):
                 while data := peer.recv(1 << 16):
                     peer.sendall(data)
@@ -38,7 +38,7 @@ def connect(address: str) -> socket.socket:
 
 
 def heard(client: socket.socket) -> bytes:
-    """What comes back of SENT, until all of it has or the connection ends."""
+    """The echo of SENT, until all of it has arrived or the connection ends."""
     said = b""
     while len(said) < len(SENT):
         try:

@@ -1,4 +1,4 @@
-"""What is installed is what is tracked, and importing it is what is declared."""
+"""Installed files are the tracked ones, and imports are the declared ones."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_every_folder_of_code_is_a_package() -> None:
 
 
 def test_every_folder_of_code_has_its_link() -> None:
-    """An editable install puts `src` on the path, where type checkers and editors follow them."""
+    """An editable install puts `src` on the path, so that type checkers and editors follow them."""
     targets = {str(link.resolve().relative_to(ROOT)) for link in LINKS}
     assert targets == (set(_folders()) | NOT_IN_THE_WHEEL) - {"src/effuse"}
     assert all(not link.readlink().is_absolute() for link in LINKS)

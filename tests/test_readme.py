@@ -1,4 +1,4 @@
-"""What the README and DESIGN say exists, exists; what they say to type, can be typed."""
+"""Files and commands that the README and DESIGN name exist, and can be typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One class of bad input: what is sent where, and the status, reason and field that must come."""
+"""One class of bad input: the message and its destination, and the status, reason and field that
+must result.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ DEADLINE_S: Final = 60.0
 INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND: Final = grpc.StatusCode.NOT_FOUND
 BY_LIBRARY: Final = "by the library"
-"""In the place of a reason: gRPC itself refused, and says no more than a status."""
+"""In place of a reason: gRPC itself refused, with only a status."""
 
 BY_ANYONE: Final = "by the library or by us"
-"""In the place of a reason: who refuses is a matter of microseconds."""
+"""In place of a reason: timing decides which side refuses."""
 
 _REASONS: Final = {INVALID: "INVALID_REQUEST", NOT_FOUND: "NOT_FOUND"}
 
@@ -40,14 +42,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One class. `field`: the first violation's; empty where no field is at fault."""
+    """One class. `field`: the first violation's; empty if no field is wrong."""
 
     method: str
     sent: Sequence[Sent]
     code: grpc.StatusCode = INVALID
     reason: str = ""  # of ErrorInfo; empty takes the usual one of the code
     field: str = ""
-    said: str = ""  # a part of what is told
+    said: str = ""  # a part of the message
     to: Target = "router"
     metadata: tuple[tuple[str, str], ...] | None = None  # None shows a good token
     timeout_s: float = DEADLINE_S
@@ -83,7 +85,7 @@ def send(channel: grpc.Channel, case: Case, metadata: tuple[tuple[str, str], ...
 
 
 def outcome_of(error: grpc.RpcError) -> Outcome:
-    """What an error says, in its status and in its details."""
+    """The status and the details of an error."""
     assert isinstance(error, grpc.Call)
     reason, fields = BY_LIBRARY, tuple[str, ...]()
     for key, value in error.trailing_metadata() or ():
@@ -99,7 +101,7 @@ def outcome_of(error: grpc.RpcError) -> Outcome:
 
 
 def _told_in_stream(answers: Sequence[bytes]) -> Outcome:
-    """KServe's stream tells what is wrong as `CODE: field: text` and goes on."""
+    """KServe's stream reports an error as `CODE: field: text` and goes on."""
     told = kserve.ModelStreamInferResponse.FromString(answers[-1]).error_message
     if not told:
         return Outcome(grpc.StatusCode.OK)

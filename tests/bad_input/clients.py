@@ -1,4 +1,4 @@
-"""What clients can get wrong: every message of our own services, field by field."""
+"""Mistakes of clients: every message of our own services, field by field."""
 
 from __future__ import annotations
 

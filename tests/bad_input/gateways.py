@@ -1,4 +1,4 @@
-"""What gateways and tensor clients can get wrong: vLLM's engine protocol and KServe's."""
+"""Mistakes of gateways and tensor clients: vLLM's engine protocol and KServe's."""
 
 from __future__ import annotations
 

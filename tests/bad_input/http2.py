@@ -1,5 +1,6 @@
-"""Just enough of HTTP/2 (RFC 9113) to say what no gRPC library would: frames by hand, no HPACK
-table, one connection for each call."""
+"""Just enough of HTTP/2 (RFC 9113) to send bytes that a gRPC library would not: frames by hand, no
+HPACK table, one connection for each call.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
 
 
 def literals(headers: Sequence[tuple[str, bytes]]) -> bytes:
-    """A header block of literals that nobody indexes (RFC 7541, 6.2.2)."""
+    """A header block of literals that are not indexed (RFC 7541, 6.2.2)."""
     return b"".join(b"\0" + _text(name.encode()) + _text(value) for name, value in headers)
 
 
@@ -61,8 +62,9 @@ def request(path: str, body: bytes, **headers: str | None) -> bytes:
 
 
 def ask(address: str, said: bytes, timeout_s: float = 30.0) -> str:
-    """Says it on a connection of its own; how it ended: the number of gRPC's status, `reset`,
-    `goaway` or `closed`."""
+    """Sends it on a new connection and returns how it ended: the number of gRPC's status, `reset`,
+    `goaway` or `closed`.
+    """
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout_s) as connection:
         connection.sendall(said)

@@ -1,6 +1,6 @@
-"""Bad settings and inputs of a GenerateRequest: which field is named, and what is said of it.
+"""Bad settings and inputs of a GenerateRequest, with the named field and a part of the text.
 
-The same table is gone through by the router's checks alone and by a whole fleet.
+The router's checks by themselves and a whole fleet go through the same table.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TypeAlias
 from effuse.v1 import generation_pb2 as pb
 
 Change: TypeAlias = Callable[[pb.GenerateRequest], object]
-Wrong: TypeAlias = tuple[Change, str, str]  # what is changed, the field, a part of what is told
+Wrong: TypeAlias = tuple[Change, str, str]  # the change, the field, a part of the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the table has to know of the model; its default algorithm is D2F."""
+    """The model for the table; its default algorithm is D2F."""
 
     vocab_size: int
     block_size: int
@@ -53,7 +53,7 @@ def ids(*token_ids: int) -> Change:
 
 
 def wrong_requests(at: Facts) -> dict[str, Wrong]:
-    """By what is wrong; one field each."""
+    """By the mistake; one field each."""
     return {
         "nothing set": (lambda r: r.Clear(), "prompt", "none of them"),
         "empty prompt": (prompt(""), "prompt", "at least one character"),

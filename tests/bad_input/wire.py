@@ -1,4 +1,4 @@
-"""What does not get as far as a message: bytes, sizes, encodings, tokens, HTTP/2 itself."""
+"""Input that never becomes a message: bytes, sizes, encodings, tokens, HTTP/2 itself."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _malformed(path: str, sent: Sequence[Sent], **more: Any) -> Case:
 
 
 def _nested(depth: int) -> bytes:
-    """Lists in lists, as an argument of a chat's template."""
+    """Nested lists, as an argument of a chat's template."""
     value = b"\x20\x01"  # true
     for _ in range(depth):
         value = b"\x32" + _sized(b"\x0a" + _sized(value))
@@ -98,7 +98,7 @@ def _sized(body: bytes) -> bytes:
 
 
 def _tokens() -> Iterator[tuple[str, Case]]:
-    """Whoever shows no key hears the same, whatever he calls."""
+    """A caller without a key gets the same answer for every method."""
     shown: dict[str, tuple[tuple[str, str], ...]] = {
         "none": (),
         "empty": (("authorization", ""),),
@@ -124,8 +124,9 @@ def _stranger(path: str, metadata: tuple[tuple[str, str], ...]) -> Case:
 
 
 def spoken_by_hand(token: str) -> Iterator[tuple[str, bytes, str]]:
-    """By name: all that is said on a connection, and how it has to end, in the words of
-    `http2.ask`; several where the library may choose."""
+    """By name: the bytes of a connection, and how it must end, in the words of `http2.ask`; several
+    if the library may choose.
+    """
     path, body = f"{GENERATION}/Generate", good().SerializeToString()
     key = f"Bearer {token}"
 
@@ -140,7 +141,7 @@ def spoken_by_hand(token: str) -> Iterator[tuple[str, bytes, str]]:
     yield "unknown compression", call(message(body, flag=1), grpc_encoding="zip9"), "13"
     yield "unknown flag", call(message(body, flag=7)), "3"
     yield "more bytes than are taken", call(message(b"", length=2**31)), "8"
-    # The library waits for the rest, or for a message at all, as long as the caller allows.
+    # The library waits for the rest, or for any message, as long as the caller allows.
     late = {"grpc_timeout": "50m"}
     yield "fewer bytes than told", call(message(body, length=len(body) + 9), **late), "4 reset"
     yield "no message", call(b"", **late), "4 reset"

@@ -1,4 +1,4 @@
-"""What a router of another version, or a stranger, can get wrong towards a worker."""
+"""Mistakes of a stranger, or of a router of another version, in calls to a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7, 8]
 
 
 def attempt(name: str, **changes: Any) -> pb.AttemptId:
-    """A new attempt, unless `changes` say otherwise."""
+    """A new attempt, unless `changes` has others."""
     fields: dict[str, Any] = {
         "request_id": f"bad-{name}",
         "attempt": 1,

@@ -1,4 +1,4 @@
-"""What the attention benchmark counts as work."""
+"""The attention benchmark's count of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiles that are tried fit a Hopper processor, and what the step takes is one of them."""
+"""The measured tiles fit a Hopper processor, and the step's own is one of them."""
 
 from __future__ import annotations
 

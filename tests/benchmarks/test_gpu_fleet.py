@@ -168,7 +168,7 @@ def test_a_steady_load_counts_from_one_block_of_each_to_another() -> None:
 
 
 class _Counting:
-    """An engine that serves nobody to the end, and notes in which step each began."""
+    """An engine that serves no request to its end, and records in which step each began."""
 
     def __init__(self) -> None:
         self.steps, self.begun = 0, list[int]()
@@ -231,7 +231,7 @@ def test_a_window_counts_tokens_that_came_in_it_and_requests_that_began_in_it() 
 
 
 class _Sleeping(Client):
-    """Takes a millisecond a token, and asks nobody."""
+    """Takes a millisecond for each token, without calling anything."""
 
     async def ask(self, shape: Shape, into: list[Taken] | None = None) -> Taken:
         taken = Taken(shape, time.monotonic())

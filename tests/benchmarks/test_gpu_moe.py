@@ -44,7 +44,8 @@ def test_steps_and_products_have_the_same_loads(
 
     monkeypatch.setattr(DrawnRoutes, "_route", watch)
     monkeypatch.setitem(gpu_moe.EXPERT_WAYS, "tiles", note)
-    result = bench.measure(2, 32, 4, 40, 4)  # a mask a step: nobody scripts it on a CPU
+    # one for each mask and step: there is no script on a CPU
+    result = bench.measure(2, 32, 4, 40, 4)
     assert (result.strayed, result.waits) == (0, 0)
     # Steps are padded to sizes that are captured, products are not.
     assert len(bare) == 2 * (40 + WARM_STEPS)

@@ -1,4 +1,4 @@
-"""What GPU benchmarks count: waits of the host, and time by kernel."""
+"""Counts of GPU benchmarks: waits of the host, and time by kernel."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_every_step_of_a_request_takes_what_the_script_gives(
     def watch() -> Integers:
         records = read()
         stepped = records[records[:, RecordColumn.STEPPED] == 1]
-        # The end of an answer, where fewer masks are left than the script gives, says nothing.
+        # The end of an answer, with fewer masks than the script's tokens, proves nothing.
         many = stepped[stepped[:, RecordColumn.NUM_MASKS] > MOST]
         written.extend(many[:, RecordColumn.NUM_WRITTEN].tolist())
         return records

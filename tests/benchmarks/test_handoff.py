@@ -1,4 +1,4 @@
-"""The handoff's benchmark: which pages move, what they are held against, and that they arrive."""
+"""The handoff's benchmark: its pages, its limits, and that the pages arrive."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_bytes_in_the_wrong_pages_are_noticed() -> None:
 
 @pytest.mark.parametrize("kind", ["nixl", "zmq"])
 def test_every_bare_way_moves_every_page(kind: str) -> None:
-    """Between two processes; it raises where scattered pages did not arrive in their places."""
+    """Between two processes; it raises if scattered pages did not arrive in their places."""
     move = Move(8192, scattered(8, 1), scattered(8, 2))
     rounds = raw_rounds_s(kind, move, 2)
     assert list(rounds) == list(WAYS[kind])

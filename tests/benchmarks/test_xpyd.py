@@ -1,4 +1,4 @@
-"""What a fleet of X prefill and Y decode workers should bear, and what is told of what it bore."""
+"""Predicted and measured rates of a fleet of X prefill and Y decode workers."""
 
 from __future__ import annotations
 

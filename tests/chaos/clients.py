@@ -1,6 +1,6 @@
 """Clients that ask one fleet, each its next request soon after the last one is over.
 
-What a request is follows from the seed and its number alone, whichever client sends it and when.
+A request depends only on the seed and its number, whichever client sends it and when.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from effuse.v1 import generation_pb2 as pb
 
 CLIENTS = 12
 DEADLINE_S = patient(150.0)  # of each request; nothing here takes so long
-# How a request ends that was at a router which was killed, and whose id another one has not taken
-# over yet: asked again, it is answered.
+# How a request ends whose router was killed, before another one has taken over its id: a retry gets
+# the answer.
 AGAIN = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -76,13 +76,13 @@ def draw_problems(seed: int) -> tuple[list[Job], list[str]]:
 
 
 def answer_of(client: Client, job: Job) -> Answer:
-    """What an undisturbed fleet answers."""
+    """The answers of an undisturbed fleet."""
     response = client.generate(job.message())
     return Answer(tuple(response.token_ids), response.text, response.finish_reason)
 
 
 def looked_up(client: Client, name: str) -> pb.GetRequestResponse:
-    """Where a request is; nothing is set where nobody can tell just now."""
+    """State of a request; nothing is set if no router knows it now."""
     try:
         return client.look_up(name)
     except grpc.RpcError:
@@ -90,7 +90,7 @@ def looked_up(client: Client, name: str) -> pb.GetRequestResponse:
 
 
 class Clients:
-    """So many that send until told to stop."""
+    """This many, which send until they are stopped."""
 
     def __init__(
         self, address: str, jobs: list[Job], ledger: Ledger, *, count: int = CLIENTS
@@ -165,7 +165,7 @@ class Clients:
         return Exchange(number=number, job=job, mode=mode, began_s=time.monotonic()), chance
 
     def _send(self, client: Client, exchange: Exchange, chance: random.Random) -> None:
-        """Raises grpc.RpcError where it does not end well."""
+        """Raises grpc.RpcError if it does not end well."""
         message = self._jobs[exchange.job].message(exchange.name)
         if exchange.mode.is_streamed:
             wanted = chance.randint(0, 4) if exchange.mode.is_cancelled else None

@@ -1,7 +1,7 @@
 """Carries a plan's faults out, one after the other, and sees each of them happen.
 
-The fleet can bear a fault as long as another worker of the same kind is ready: at least one of each
-kind is alive at any time. Nobody is waited for otherwise, so several may be away at once.
+The fleet can bear a fault as long as another worker of the same kind is ready, so that at least one
+of each kind is alive at any time. There are no other waits, so several may be away together.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Injector:
         *,
         overlaps: bool = False,
     ) -> None:
-        """`proxy` is what all calls to workers pass through. `overlaps`: other faults come while an
-        engine or a front stands still."""
+        """`proxy` carries all calls to workers. `overlaps`: other faults occur while an engine or a
+        front is stopped.
+        """
         self._overlaps = overlaps
         self._still: list[tuple[float, psutil.Process]] = []  # that go on then
         self._subject = subject
@@ -66,7 +67,7 @@ class Injector:
         self._wait(lambda: not (self._away or self._still), PATIENCE_S)
 
     def _can_bear(self, fault: Fault, lull_s: float) -> bool:
-        """Whether it can, and still can after a lull, as somebody may be lost by itself."""
+        """Whether it can, and still can after a lull, because a worker may be lost by itself."""
 
         def can() -> bool:
             ready = self._ready()
@@ -77,7 +78,7 @@ class Injector:
         return self._wait(can, _LOOK_S) and not self._wait(lambda: False, lull_s) and can()
 
     def _ready(self) -> set[str]:
-        """Who is ready in a life that was not ended. Notes who is back."""
+        """Workers that are ready in a life that was not ended. Records returned ones."""
         ready = {name for name, life in self._lives().items() if life not in self._ended}
         back = ready | ({"redis"} if self._subject.redis_answers() else set())
         for name in self._away.keys() & back:
@@ -87,12 +88,12 @@ class Injector:
         return ready
 
     def _lives(self) -> dict[str, str]:
-        """Workers and routers that are ready, each with what tells its lives apart."""
+        """Ready workers and routers, each with a value that distinguishes its lives."""
         lives = {name: one.incarnation for name, one in self._subject.workers().items()}
         return lives | {name: f"pid {pid}" for name, pid in self._subject.routers().items()}
 
     def _wait(self, done: Callable[[], bool], within_s: float) -> bool:
-        """Whether it came true in time. Who comes back meanwhile is noted."""
+        """Whether it became true in time. Records processes that return meanwhile."""
         deadline = time.monotonic() + within_s
         while not done():
             if time.monotonic() > deadline:
@@ -103,7 +104,7 @@ class Injector:
         return True
 
     def _let_go_on(self) -> None:
-        """Has those go on whose time is over."""
+        """Continues processes whose time is over."""
         now = time.monotonic()
         for _, victim in (one for one in self._still if one[0] <= now):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -133,12 +134,12 @@ class Injector:
         if has_ended:
             self._ended |= {lives[name] for name in names & lives.keys()}
         self._ledger.injected.append(injected)
-        for name in names:  # now, as who stands still is listed for a while
+        for name in names:  # now, because stopped processes are listed for a while
             self._away[name] = injected
         return injected
 
     def _standing(self, exchange: Exchange, names: Set[str]) -> Standing:
-        """Where a request is, seen from those that are hit."""
+        """Place of a request, seen from the victims of a fault."""
         found = looked_up(self._client, exchange.name)
         if found.state != pb.REQUEST_STATE_RUNNING:
             state = "waits" if found.state == pb.REQUEST_STATE_QUEUED else "comes or goes"
@@ -225,7 +226,7 @@ class Injector:
         return f"{count} connections or pieces to {address} were {harm.value}" if count else ""
 
     def _keep_down(self, fault: Fault) -> str:
-        """Kills Redis, and whoever is started in its place, for as long as the fault lasts."""
+        """Kills Redis, and each replacement, as long as the fault lasts."""
         killed: dict[int, psutil.Process] = {}
 
         def kill() -> bool:
@@ -242,7 +243,7 @@ class Injector:
         return gone if killed and not [one for one in alive if one.is_running()] else ""
 
     def _change_keys(self, fault: Fault) -> str:
-        """Empties Redis, or brings back what it held a while ago."""
+        """Empties Redis, or restores its content from a while ago."""
         with self._subject.redis_client() as client:
             held: dict[bytes, tuple[bytes, int]] = {}
             if fault.kind is Kind.REDIS_ROLLED_BACK:
@@ -251,7 +252,7 @@ class Injector:
                         held[key] = value, max(0, client.pttl(key))
                 self._wait(lambda: False, fault.hold_s)
             client.set(_MARKER, 1)
-            with client.pipeline(transaction=False) as step:  # what its user may do
+            with client.pipeline(transaction=False) as step:  # rights of its user
                 step.flushall()
                 for key, (value, left_ms) in held.items():
                     step.restore(key, left_ms, value, replace=True)  # it may be there again
@@ -269,7 +270,7 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Also where nobody has taken note of its end."""
+    """Also before its parent has collected its exit status."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return True

@@ -1,5 +1,5 @@
-"""What happened: every request with all that its client got, every fault with its evidence, and the
-fleet before and after. Plain data; what is wrong with it says `verdict.py`.
+"""Records of a run: every request with everything its client received, every fault with its
+evidence, and the fleet before and after. Plain data; `verdict.py` finds the errors in it.
 
 All moments are seconds of one monotonic clock, the one of the process that sent the requests.
 """
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Final tokens as a client got them; of a unary answer all at once."""
+    """Final tokens as a client received them; of a unary answer all together."""
 
     at_s: float
     offset: int
@@ -54,7 +54,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of an answer as a client was told it."""
+    """The end of an answer as its client received it."""
 
     at_s: float
     finish_reason: int
@@ -72,7 +72,7 @@ class Try:
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One request and what came back, in order; `events` are those of the last try."""
+    """One request and its responses, in order; `events` are those of the last attempt."""
 
     number: int
     job: int  # the index of its undisturbed answer
@@ -83,7 +83,7 @@ class Exchange:
     status: str = ""  # name of the gRPC status it ended with
     details: str = ""
     earlier: list[Try] = field(default_factory=list)
-    attempts: int = 0  # of the router; 0 where it was not asked
+    attempts: int = 0  # of the router; 0 if it was not called
     workers: str = ""  # of the last one
 
     @property
@@ -103,13 +103,13 @@ class Exchange:
 
     @property
     def finishes(self) -> list[Finish]:
-        """All ends that were told; one as it should be."""
+        """All ends that were received; exactly one is right."""
         return [event for event in self.events if isinstance(event, Finish)]
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a request was just before a fault."""
+    """Place of a request just before a fault."""
 
     number: int
     state: str  # seen from the fault's target
@@ -121,16 +121,16 @@ class Injected:
 
     fault: Fault
     at_s: float
-    evidence: str  # how it was seen to have happened; empty where it was not
+    evidence: str  # evidence that it happened; empty if it did not
     running: list[Standing] = field(default_factory=list)
     recovered_s: float | None = None  # from the fault until the target was ready; None: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """One worker, as it says itself and as its kernel sees it."""
+    """One worker, from its own report and from its kernel."""
 
-    is_ready: bool  # as the router sees it
+    is_ready: bool  # from the router's list
     held_pages: int
     quarantined_pages: int
     requests: int
@@ -140,12 +140,12 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetState:
-    """A fleet that nobody asks anything."""
+    """An idle fleet."""
 
     workers: dict[str, WorkerState]
     router_descriptors: int  # of all routers together
     router_bytes: int  # resident memory
-    running_keys: tuple[str, ...]  # in Redis, of requests that do not say that they ended
+    running_keys: tuple[str, ...]  # in Redis, of requests without an end
     lasting_keys: tuple[str, ...]  # in Redis, that would never expire; bounded indexes left out
 
 

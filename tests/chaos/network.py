@@ -1,8 +1,8 @@
-"""Workers in network namespaces of their own, whose network is cut or slowed under load.
+"""Workers in separate network namespaces, whose network is cut or slowed under load.
 
-Each worker has one interface, on a bridge to this machine, where routers, Redis and clients stay.
-What is dropped takes everything along: calls, leases, metrics, pages and their notes, of UCX or
-ZMQ. Needs root, `ip` and `nft`. `python -m chaos.network` is the long form.
+Each worker has one interface, on a bridge to this machine, on which routers, Redis and clients
+stay. A cut affects everything: calls, leases, metrics, pages and their notes, of UCX or ZMQ. Needs
+root, `ip` and `nft`. `python -m chaos.network` is the long form.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Network:
         self._remove()
 
     def within(self, name: str) -> list[str]:
-        """What a command begins with that runs in a namespace."""
+        """Prefix of a command that runs in a namespace."""
         return [str(shutil.which("ip")), "netns", "exec", self._namespaces[name]]
 
     def cut(self, name: str) -> None:
@@ -99,7 +99,7 @@ class Network:
         self._drop(name, "counter drop")
 
     def slow(self, name: str) -> None:
-        """What exceeds a rate is lost, each way."""
+        """Packets above a rate are lost, each way."""
         self._drop(name, f"limit rate over {SLOW_KBYTES_S} kbytes/second counter drop")
 
     def dropped(self, name: str) -> int:
@@ -144,14 +144,14 @@ class Network:
 
 
 class SpreadFleet(Fleet):
-    """A fleet whose workers are in the namespaces of their names."""
+    """A fleet whose workers are in the namespaces with their names."""
 
     def __init__(self, config: FleetConfig, network: Network) -> None:
         super().__init__(config)
         self._network = network
 
     def secret(self) -> FleetSecret:
-        """What its workers know their callers by."""
+        """The credentials that its workers accept."""
         assert self._home.secret_file is not None
         return FleetSecret.read(self._home.secret_file)
 
@@ -183,7 +183,7 @@ def draw_faults(seed: int, count: int, longest_cut_s: float = LONGEST_CUT_S) -> 
 def carry_out(
     ledger: Ledger, faults: list[Fault], home: Path, tell: Callable[[str], object]
 ) -> None:
-    """One run, written into `ledger`. Raises FleetError where no fleet starts."""
+    """One run, recorded in `ledger`. Raises FleetError if no fleet starts."""
     jobs, ledger.planned = draw_all(ledger.seed), len(faults)
     ledger.epoch_s = time.time() - time.monotonic()
     with (
@@ -247,8 +247,9 @@ def _ready(fleet: SpreadFleet) -> dict[str, model_pb2.Worker]:
 
 
 def _settled(fleet: SpreadFleet) -> FleetState | None:
-    """The fleet once it holds nothing, or what it holds at the end of its time; None where a worker
-    is not ready at all."""
+    """The fleet once it holds nothing, or its state at the end of its time; None if a worker is not
+    ready at all.
+    """
     deadline, found = time.monotonic() + SETTLE_S, None
     while time.monotonic() < deadline:
         ready = _ready(fleet)

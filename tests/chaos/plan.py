@@ -14,7 +14,7 @@ from fault_proxy import Harm
 
 
 class Kind(Enum):
-    """What is done to a process, or to the calls that a worker is sent."""
+    """A fault of a process, or of the calls to a worker."""
 
     ENGINE_KILLED = "engine killed"
     OTHERS_KILLED = "engines of all others of its kind killed at once"
@@ -27,7 +27,7 @@ class Kind(Enum):
     LINK_TRUNCATED = "link truncated"
     LINK_SLOWED = "link slowed"
     LINK_DELAYED = "link delayed"
-    REDIS_KILLED = "Redis killed"  # and whoever is started in its place, as long as it lasts
+    REDIS_KILLED = "Redis killed"  # and of each replacement, as long as it lasts
     REDIS_PAUSED = "Redis paused"
     REDIS_EMPTIED = "Redis emptied"
     REDIS_ROLLED_BACK = "Redis rolled back"
@@ -50,7 +50,7 @@ OF_LINKS: dict[Kind, Harm] = {
 OF_NETWORKS = frozenset({Kind.NETWORK_CUT, Kind.NETWORK_SLOWED})  # `network.py`
 LASTING = PAUSES | OF_LINKS.keys() | {Kind.REDIS_KILLED, Kind.REDIS_ROLLED_BACK}
 LONGEST_PAUSE_S = 8.0  # longer than a lease, and than an engine may be silent
-LONGEST_HARM_S = 3.0  # to a link: about as long as a silent connection is borne
+LONGEST_HARM_S = 3.0  # on a link: about as long as a silent connection is kept
 MEAN_LULL_S = 0.5
 
 
@@ -101,8 +101,9 @@ def draw_plan(
     hold_s: float | None = None,
 ) -> list[Fault]:
     """Faults with `kills` kills among them, the last one a kill. They are dealt from decks, each of
-    which has every kind, and a kill of every engine. With `only` these kinds alone are dealt, and
-    as many of them; what lasts does so for `hold_s` seconds, or a while by chance."""
+    which has every kind, and a kill of every engine. With `only` there are only these kinds, as
+    many of them. Lasting faults take `hold_s` seconds, or a random time.
+    """
     chance = random.Random(f"{seed} faults")
     plan: list[Fault] = []
     left = kills

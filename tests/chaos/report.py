@@ -1,4 +1,4 @@
-"""A run's ledger in figures, as JSON and as a text to read."""
+"""A run's ledger in figures, as JSON and as a text for people."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from chaos.ledger import Exchange, Injected, Ledger
 from chaos.plan import KILLS
 from chaos.verdict import Finding
 
-_TOLD = 50  # findings and slow requests that the text tells; JSON has all
+_TOLD = 50  # findings and slow requests in the text; JSON has all
 SLOW_S = 5.0
-ON_THE_WAY_S = 0.5  # what a word from before a fault takes at most, and a fault to be noticed
+ON_THE_WAY_S = 0.5  # most time of a message from before a fault, and to notice a fault
 ON_TARGET = ("prefilled there", "decodes there")
 
 
 def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Everything that is told of a run. Seconds throughout."""
+    """The report of a run. Seconds throughout."""
     kills = [one for one in ledger.injected if one.fault.kind in KILLS]
     return {
         "seed": ledger.seed,
@@ -57,8 +57,9 @@ def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def gaps(ledger: Ledger, injected: Injected) -> list[float]:
-    """How long each stream that the fault hit waited for a word, from the fault on. What comes at
-    first may have been on its way by then, so the longest wait counts that began soon enough."""
+    """How long each stream that the fault hit waited for an event after the fault. The first events
+    may have been on their way, so the longest wait counts that began soon enough.
+    """
     hit = [one.number for one in injected.running if one.state.startswith(ON_TARGET)]
     streams = [one for one in map(ledger.exchanges.__getitem__, hit) if one.mode.is_streamed]
     found = []
@@ -106,7 +107,7 @@ def write(ledger: Ledger, findings: Sequence[Finding], directory: Path) -> Path:
 
 
 def lines(ledger: Ledger, findings: Sequence[Finding]) -> list[str]:
-    """The report as a person reads it."""
+    """The report in a form for people."""
     told = figures(ledger, findings)
     found = [
         f"{told['requests']} requests and {told['faults']} faults, {told['kills']} of them kills, "
@@ -135,7 +136,7 @@ def lines(ledger: Ledger, findings: Sequence[Finding]) -> list[str]:
 
 
 def _accuracy(ledger: Ledger) -> list[str]:
-    """How many answers to all jobs are right, where jobs are problems."""
+    """How many answers to all jobs are right, if jobs are problems."""
     if not ledger.solutions:
         return []
     before, after = ledger.right(ledger.expected), ledger.right(ledger.later)

@@ -68,14 +68,14 @@ def main() -> int:
             ledger, targets, plan, found.requests, home, tell,
             clients=found.clients, overlaps=found.overlap,
         )  # fmt: skip
-    finally:  # a run that broke off is told, too
+    finally:  # a run that broke off is also reported
         findings = judge(ledger)
         print(report.write(ledger, findings, home).read_text(), end="")
     return 1 if findings else 0
 
 
 def _name(kind: Kind) -> str:
-    """As the command takes it: engine-killed."""
+    """In the command's form: engine-killed."""
     return kind.name.lower().replace("_", "-")
 
 
@@ -98,8 +98,9 @@ def carry_out(
     clients: int = CLIENTS,
     overlaps: bool = False,
 ) -> None:
-    """One run, written into `ledger`; its logs and its checkpoint are in `home`. Raises UpError
-    where no fleet starts."""
+    """One run, recorded in `ledger`; its logs and its checkpoint are in `home`. Raises UpError if
+    no fleet starts.
+    """
     jobs, ledger.solutions = draw_all(ledger.seed), []
     if ledger.model == "bundled":
         jobs, ledger.solutions = draw_problems(ledger.seed)
@@ -155,8 +156,9 @@ def _through(proxy: FaultProxy) -> dict[str, str]:
 
 
 def _settled(subject: Subject) -> FleetState | None:
-    """The fleet once it holds nothing, or what it holds at the end of its time; None where a worker
-    is not there at all."""
+    """The fleet once it holds nothing, or its state at the end of its time; None if a worker is
+    missing.
+    """
     deadline, found = time.monotonic() + SETTLE_S, None
     while time.monotonic() < deadline:
         try:

@@ -1,5 +1,6 @@
-"""The fleet that chaos happens to: a running `effuse up` seen from outside, its processes by name
-and what they hold."""
+"""The fleet under chaos: a running `effuse up` seen from outside, its processes by name and their
+resources.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _NO_EXPIRY = -1
 
 
 class NotThere(Exception):
-    """A process or a worker that was looked for does not run, as may be for a moment."""
+    """A process or a worker is not running, which may be temporary."""
 
 
 class Subject:
@@ -77,7 +78,7 @@ class Subject:
                     return process
         raise NotThere(what)
 
-    # What it says.
+    # Its output.
 
     def workers(self) -> dict[str, model_pb2.Worker]:
         """The workers that a router takes for ready, by name; it may be killed while it is asked,
@@ -114,17 +115,17 @@ class Subject:
         return Redis.from_url(url, socket_timeout=timeout_s, **known)
 
     def redis_answers(self) -> bool:
-        """Whether Redis says anything within a second."""
+        """Whether Redis answers within a second."""
         with self.redis_client(1.0) as client:
             try:
                 return bool(client.ping())
             except (ConnectionError, TimeoutError):
                 return False
 
-    # What it holds.
+    # Its resources.
 
     def state(self) -> FleetState:
-        """The whole fleet as it is now. Raises NotThere where a worker is not ready."""
+        """The whole fleet now. Raises NotThere if a worker is not ready."""
         found = self.workers()
         routers = [self.router(name) for name in self._targets.routers]
         return FleetState(
@@ -164,7 +165,7 @@ class Subject:
                     yield name
 
     def _lasting_keys(self) -> Iterator[str]:
-        indexes = (self._keys.workers,)  # bounded, and emptied by who writes it
+        indexes = (self._keys.workers,)  # bounded, and emptied by its writer
         with self.redis_client() as client:
             for key in client.scan_iter(match="*"):
                 if _text(key) not in indexes and client.ttl(key) == _NO_EXPIRY:
@@ -173,7 +174,7 @@ class Subject:
 
 @contextlib.contextmanager
 def _looking(what: str) -> Iterator[None]:
-    """What is missing, or starts again just now, is not there."""
+    """A worker that is missing, or is restarting, is not there."""
     try:
         yield
     except (psutil.NoSuchProcess, ValueError, grpc.RpcError) as error:

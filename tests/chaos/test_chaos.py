@@ -1,4 +1,4 @@
-"""A real fleet whose processes are killed, stopped and emptied under load: nobody notices."""
+"""A real fleet whose processes are killed, stopped and emptied under load: no client notices."""
 
 from __future__ import annotations
 

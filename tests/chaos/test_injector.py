@@ -1,4 +1,4 @@
-"""A fault that did not happen has no evidence, and who could not bear one is not hit."""
+"""A fault that did not happen has no evidence, and a fleet that could not bear one is not hit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
 
 
 class Scene(Subject):
-    """Workers whose processes only sleep; each front's engine is another process beside it."""
+    """Workers whose processes only sleep; each front's engine is a separate process."""
 
     def __init__(self, *names: str, redis_url: str = "") -> None:
         self.fronts = {name: subprocess.Popen(SLEEP) for name in names}
@@ -152,7 +152,7 @@ def test_an_engine_that_somebody_lets_go_on_is_no_evidence(
 
 
 class Scripted(psutil.Process):
-    """A process whose state at each look is given; the last one stays. No signal reaches it."""
+    """A process with a given state at each look; the last one stays. No signal reaches it."""
 
     def __init__(self, *states: Any) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_a_front_that_ends_when_it_is_paused_is_no_evidence(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """It has ended, and nobody has taken note of that."""
+    """It has ended, but its exit status is not collected."""
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
@@ -235,7 +235,7 @@ KILLED = (Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.OTHERS_KILLED, Kind.ENGINE
 def test_a_victim_that_is_gone_is_waited_for(
     kind: Kind, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is ready for whoever asks the router, and its engine is just being replaced."""
+    """The router lists it as ready, but its engine is being replaced."""
     monkeypatch.setattr(injector, "PATIENCE_S", 2.0)
     with scene("decode-0", "decode-1", "decode-2") as subject:
         gone = subprocess.Popen(SLEEP)

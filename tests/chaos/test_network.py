@@ -1,4 +1,4 @@
-"""Real workers whose network is cut and slowed under load: nobody notices."""
+"""Real workers whose network is cut and slowed under load: no client notices."""
 
 from __future__ import annotations
 

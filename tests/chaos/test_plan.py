@@ -1,4 +1,4 @@
-"""A plan follows from its seed, and has what a run is to be hit with."""
+"""A plan follows from its seed, and has the required faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_has_as_many_kills_as_asked_for_and_ends_with_one() -> None:
 
 def test_each_deck_has_a_kill_of_every_engine_and_every_kind() -> None:
     for seed in range(20):
-        # What follows the last kill of a deck is in the next one's plan.
+        # The faults after the last kill of a deck are in the next one's plan.
         faults = plan(seed, ITS_KILLS + 1)[:A_DECK]
         targets = Counter(fault.target for fault in faults if fault.kind is Kind.ENGINE_KILLED)
         assert targets == Counter(TARGETS.workers)

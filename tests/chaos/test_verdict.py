@@ -103,7 +103,7 @@ def events(number: int, change: Callable[[list[Commit | Finish]], object]) -> Ca
 
 
 def again(*said: Commit | Finish) -> Callable[[Ledger], None]:
-    """A stream whose router was killed, after it had said this."""
+    """A stream whose router was killed after these events."""
 
     def spoil(ledger: Ledger) -> None:
         ledger.exchanges[STREAM].earlier.append(Try(1.4, "UNAVAILABLE", [*said]))
@@ -114,7 +114,7 @@ def again(*said: Commit | Finish) -> Callable[[Ledger], None]:
 
 
 def left(**changes: object) -> Callable[[Ledger], None]:
-    """A decode worker that is not at the end as it was."""
+    """A decode worker that is different at the end."""
 
     def spoil(ledger: Ledger) -> None:
         assert ledger.after is not None

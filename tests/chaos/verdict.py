@@ -1,5 +1,5 @@
-"""What is wrong with a ledger: requests lost, duplicated or wrong, faults that did not happen, and
-what is left at the end. Pure; says nothing of a ledger as it should be.
+"""Errors in a ledger: requests lost, duplicated or wrong, faults that did not happen, and leftovers
+at the end. Pure; a correct ledger has none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from chaos.plan import Kind
 
 Charge = Literal["lost", "duplicated", "missing", "wrong", "no fault", "not back", "left", "leaked"]
 
-# What connections to peers that come and go may add, by process.
+# Resources that connections to peers may add, by process.
 MORE_DESCRIPTORS = 48
 MORE_TASKS = 16
 
@@ -44,7 +44,7 @@ def judge(ledger: Ledger) -> list[Finding]:
 
 
 def _of_exchange(ledger: Ledger, exchange: Exchange) -> Iterator[Finding]:
-    """A request that its client cancelled may end early, and what came of it must be right."""
+    """A cancelled request may end early, but its events must be right."""
     name, expected = exchange.number, ledger.expected[exchange.job]
     if exchange.ended_s is None:
         yield Finding("lost", "it never ended", name)
@@ -68,8 +68,9 @@ def _of_exchange(ledger: Ledger, exchange: Exchange) -> Iterator[Finding]:
 
 
 def _lost_its_router(ledger: Ledger, exchange: Exchange) -> bool:
-    """Whether a router was killed under it. Whoever connects just then may find the port of one
-    that has ended."""
+    """Whether its router was killed. A client that connects just then may find the port of one that
+    has ended.
+    """
     kills = [one.at_s for one in ledger.injected if one.fault.kind is Kind.ROUTER_KILLED]
     first_s = exchange.earlier[0].at_s
     return any(exchange.began_s - 1.0 < at_s <= first_s for at_s in kills)
@@ -95,7 +96,7 @@ def _order(exchange: Exchange) -> Iterator[Finding]:
 
 
 def _content(exchange: Exchange, expected: Answer) -> Iterator[Finding]:
-    """What came is what an undisturbed fleet writes, or how it begins."""
+    """The events are those of an undisturbed fleet, or their beginning."""
     token_ids = tuple(token for commit in exchange.commits for token in commit.token_ids)
     text = "".join(commit.text for commit in exchange.commits)
     if token_ids != expected.token_ids[: len(token_ids)] or not expected.text.startswith(text):
@@ -117,7 +118,7 @@ def _of_fault(injected: Injected) -> Iterator[Finding]:
 
 
 def left(after: FleetState) -> list[Finding]:
-    """What a fleet holds that runs nothing."""
+    """Resources that an idle fleet holds."""
     found = []
     for name, worker in after.workers.items():
         if not worker.is_ready:
@@ -134,7 +135,7 @@ def left(after: FleetState) -> list[Finding]:
 
 
 def _leaked(before: FleetState, after: FleetState) -> Iterator[Finding]:
-    """What grew."""
+    """The growth."""
     grown = [("routers", "descriptors", before.router_descriptors, after.router_descriptors)]
     for name, worker in after.workers.items():
         old = before.workers[name]

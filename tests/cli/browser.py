@@ -27,7 +27,7 @@ DEADLINE_S = patient(60.0)
 
 
 def installed() -> str | None:
-    """Where one is; the environment's EFFUSE_BROWSER wins."""
+    """Path of a browser; the variable EFFUSE_BROWSER has precedence."""
     named = os.environ.get(VARIABLE)
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
@@ -91,7 +91,7 @@ class Page:
 
 
 def _loaded(event: dict[str, Any], loader: str) -> bool:
-    """Whether it says that what this loader loads is there."""
+    """Whether it reports that the page of this loader is there."""
     said: dict[str, Any] = event.get("params", {})
     return {"name": "load", "loaderId": loader}.items() <= said.items()
 

@@ -1,4 +1,4 @@
-"""A router that is looked at: it answers with what a test says, and nothing runs behind it."""
+"""A fake router to look at: it answers with a test's content, and nothing runs behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of flags: what is taken, and how a bad one is refused."""
+"""Values of flags: accepted ones, and how a bad one is refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _token(flags: list[str]) -> str | None:
 
 
 def test_a_token_has_no_end_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a Secret has that was made of a file."""
+    """Like a Secret made from a file."""
     (tmp_path / "token").write_text("effuse-file\n")
     monkeypatch.setenv("EFFUSE_TOKEN", "effuse-environment\n")
     assert _token(["--token-file", str(tmp_path / "token")]) == "effuse-file"

@@ -1,4 +1,4 @@
-"""A stream that ends without saying that the answer is complete is an error, never an answer."""
+"""A stream that ends without the end of the answer is an error, never an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows beside the fleet answer what a fleet would, with an engine's threads, one by one."""
+"""The rows beside the fleet answer like a fleet, with an engine's threads, one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMS = Params(
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """What torch begins with on a machine of two cores."""
+    """Torch's initial number on a machine of two cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

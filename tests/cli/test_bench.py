@@ -1,4 +1,4 @@
-"""`effuse bench` reads datasets and flags strictly and tells what it has, broken off or not."""
+"""`effuse bench` reads datasets and flags strictly and prints its results, interrupted or not."""
 
 from __future__ import annotations
 

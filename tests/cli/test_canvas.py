@@ -1,4 +1,4 @@
-"""What a streamed answer looks like after each event."""
+"""The picture of a streamed answer after each event."""
 
 from __future__ import annotations
 

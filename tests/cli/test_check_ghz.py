@@ -1,4 +1,4 @@
-"""The verdict over reports that ghz v0.121.0 wrote: every way in which one is not good is told."""
+"""Verdicts on reports of ghz v0.121.0: every kind of bad report is reported."""
 
 from __future__ import annotations
 

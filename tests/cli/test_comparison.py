@@ -1,4 +1,4 @@
-"""Rows have their multiples of the first row's speed, as D2F's tables have them."""
+"""Rows have their multiples of the first row's speed, as in D2F's tables."""
 
 from __future__ import annotations
 

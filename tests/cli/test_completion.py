@@ -1,4 +1,4 @@
-"""Completion offers each command's own flags and choices, as bash itself finds them."""
+"""Completion offers each command's own flags and choices, found by bash itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARSERS = {name: find(name).make_parser() for name in COMMANDS}
 
 
 def _completed(*words: str) -> list[str]:
-    """What bash offers for the last of the words behind `effuse`."""
+    """Bash's offers for the last of the words after `effuse`."""
     typed = " ".join(shlex.quote(word) for word in ("effuse", *words))
     ask = f'COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _effuse; echo "${{COMPREPLY[@]}}"'
     told = subprocess.run(

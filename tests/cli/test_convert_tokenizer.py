@@ -1,4 +1,4 @@
-"""A checkpoint with vocabulary files only gets a tokenizer.json that the router reads alike."""
+"""A checkpoint that only has vocabulary files gets a tokenizer.json with the same results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effuse.router.tokenizer import Tokenizer
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A byte-level vocabulary with one merge, as Qwen2 releases have it."""
+    """A byte-level vocabulary with one merge, as in Qwen2's releases."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: at for at, letter in enumerate([*letters, "he", "<|endoftext|>"])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))

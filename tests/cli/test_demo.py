@@ -1,4 +1,4 @@
-"""The demo as a person runs it, on problems that stay the same, and what it says of wrong ones."""
+"""The demo as a user runs it, on fixed problems, and its output for wrong ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_it_solves_problems_on_a_fleet_of_its_own(
 
 
 def test_it_asks_a_fleet_that_runs_with_what_that_is_to_be_shown(tmp_path: Path) -> None:
-    """Without the token it is told why, and with it nothing is started but the demo."""
+    """Without the token it prints why, and with it only the demo starts."""
     keys, shown = tmp_path / "keys", tmp_path / "token"
     keys.write_text(line_of("effuse-mine", Tenant("mine")))
     shown.write_text("effuse-mine")

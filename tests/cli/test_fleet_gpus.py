@@ -1,4 +1,4 @@
-"""A running fleet with GPUs: what reaches the environment of each worker and of its engine."""
+"""A running fleet with GPUs: the environment of each worker and of its engine."""
 
 from __future__ import annotations
 

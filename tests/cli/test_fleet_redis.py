@@ -1,4 +1,4 @@
-"""A fleet that is told of a Redis: why that does not answer is said at once, and at the end."""
+"""A fleet with a given Redis: why that does not answer is logged at once, and at the end."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_redis_that_refuses_is_not_waited_for(
 
 
 def test_credentials_for_a_redis_of_its_own_are_refused() -> None:
-    """It has a user of its own, and who shows another one's password is refused there."""
+    """It has its own user, and refuses another one's password."""
     with pytest.raises(ValueError, match="--redis-credentials: expected with --redis-url"):
         FleetConfig(router_flags=("--redis-credentials", "file"))
 

@@ -60,7 +60,7 @@ def test_text_is_taken_as_its_bytes_are(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A byte-order mark at the beginning is dropped; what is not UTF-8 is refused in one line."""
+    """A byte-order mark at the beginning is dropped; other encodings are refused in one line."""
     (tmp_path / "prompt").write_bytes(held)
     for words in (["--file", str(tmp_path / "prompt")], ["-"], []):
         monkeypatch.setattr(sys, "stdin", Piped(held))
@@ -202,7 +202,7 @@ def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
         first, second = fleet.prefill[0].prompts
         assert second[: len(first)] == first and second[-4:] == [*ids_of("and"), ANSWER]
         monkeypatch.setattr(sys, "stdin", Piped(b"x" * 500 + b"\nand\n"))
-        with pytest.raises(grpc.aio.AioRpcError):  # nobody is there to ask otherwise
+        with pytest.raises(grpc.aio.AioRpcError):  # otherwise no user would be there
             await generate.run(job)
 
     router.fakes.run(body)
@@ -211,7 +211,7 @@ def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
 
 
 def _generate(*words: str) -> None:
-    """Asks a fleet whose decode worker gives "four" and "none" as other answers."""
+    """Sends a prompt to a fleet whose decode worker gives "four" and "none" as other answers."""
 
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].others = [ids_of("four"), ids_of("none")]

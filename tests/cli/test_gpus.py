@@ -1,4 +1,4 @@
-"""Which worker gets which GPU, and what is taken for a GPU of this machine."""
+"""The GPU of each worker, and which GPUs count as this machine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of a fleet: what one that was killed has left goes, secrets above all."""
+"""The directory of a fleet: leftovers of a killed one are removed, above all secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def killed(room: Path) -> Path:
-    """What a fleet leaves whose process was killed."""
+    """The leftovers of a fleet whose process was killed."""
     before = set(room.iterdir())
     command = [sys.executable, "-P", "-c", KILLED]
     assert subprocess.run(command, env={**os.environ, "TMPDIR": str(room)}).returncode == -9

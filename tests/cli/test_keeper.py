@@ -56,7 +56,7 @@ def test_each_process_is_judged_by_itself() -> None:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    """One process, which says that it is ready and ends the first time."""
+    """One process, which reports that it is ready and ends the first time."""
     fleet = Fleet(FleetConfig(log_dir=tmp_path / "logs"))
     ready = fleet._home.ready_file("decode-0")
     code = (
@@ -88,7 +88,7 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> list[OSError]:
 
 
 def watch_until(told: str, fleet: Fleet, rolling: Rolling, log: pytest.LogCaptureFixture) -> None:
-    """Watches over the fleet until the log says that."""
+    """Watches over the fleet until the log has that text."""
 
     class Clock:
         monotonic = staticmethod(time.monotonic)
@@ -110,7 +110,7 @@ def no_memory() -> OSError:
 def test_what_cannot_be_started_again_is_tried_once_more_and_the_others_go_on(
     fleet: Fleet, refusals: list[OSError], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For want of memory, say; and a directory of logs that somebody removed is made again."""
+    """For example for lack of memory; and a removed directory of logs is made again."""
     caplog.set_level("INFO")
     shutil.rmtree(fleet.log_dir)
     refusals.append(no_memory())
@@ -158,7 +158,7 @@ def test_a_worker_ends_before_its_successor_begins_only_where_both_have_no_room(
 
 @pytest.fixture
 def twins() -> Iterator[Fleet]:
-    """Two processes that say that they are ready; the first has to be started three times."""
+    """Two processes that report that they are ready; the first must be started three times."""
     fleet = Fleet(FleetConfig())
     code = (
         "import pathlib, sys, time; tries = pathlib.Path(sys.argv[2]); tries.open('a').write('x');"
@@ -206,5 +206,5 @@ def test_processes_that_end_together_or_once_more_are_started_again(
     with pytest.raises(KeyboardInterrupt):
         watch_over(twins, Rolling(twins))
     assert caplog.text.count("exited with status 1") == 3
-    assert caplog.text.count("it starts again in 1 s") == 1  # who ended twice
+    assert caplog.text.count("it starts again in 1 s") == 1  # the process that ended twice
     assert not twins._ended

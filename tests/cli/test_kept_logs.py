@@ -38,7 +38,7 @@ def test_the_oldest_go_but_for_those_in_use(home: Path) -> None:
     with KeptLogs(home, "running", 0.0) as running:
         ended = [_fleet(home, f"fleet-{at}", float(at)) for at in range(1, KEPT + 4)]
         assert running.directory.is_dir()
-        # The last one was made where KEPT others had ended.
+        # The last one was made when KEPT others had ended.
         assert [one.is_dir() for one in ended] == [False] * 2 + [True] * (KEPT + 1)
     _fleet(home, "last", 100.0)
     assert not running.directory.exists()
@@ -71,14 +71,14 @@ def test_the_last_fleet_is_found_or_one_by_name(
 def test_a_fleet_that_never_began_to_write_hides_no_other(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As where its Redis does not answer, or its port is taken after all."""
+    """For example if its Redis does not answer, or its port is taken after all."""
     empty = _fleet(home, "failed", 2.0)
     assert main([]) == 1
     assert f"{empty} has no logs" in capsys.readouterr().err
     _fleet(home, "runs", 1.0, router="here\n")
     assert main([]) == 0
     assert capsys.readouterr().out == "router     | here\n"
-    with KeptLogs(home, "starts", 3.0) as waiting:  # whose Redis may answer yet
+    with KeptLogs(home, "starts", 3.0) as waiting:  # whose Redis may still answer
         assert latest(home, None) == waiting.directory
 
 

@@ -1,4 +1,4 @@
-"""Flags become a request that says only what was given."""
+"""Flags become a request that only has the given settings."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_failed_request_is_told_and_no_sample() -> None:
 
 
 def test_arrivals_wait_for_no_answer() -> None:
-    """All are on their way at once, where a client that waits would send one after the other."""
+    """All are on their way together, although a waiting client would send one after another."""
 
     def send(job: Traffic, tally: Tally) -> Coroutine[Any, Any, None]:
         return send_as_they_arrive(job, 1e5, 1, tally)
@@ -148,5 +148,5 @@ def test_arrivals_are_a_poisson_process_of_their_seed() -> None:
     average = sum(apart) / len(apart)
     spread = math.sqrt(sum((gap - average) ** 2 for gap in apart) / len(apart))
     assert average == pytest.approx(1 / 50, rel=0.05)
-    assert spread == pytest.approx(average, rel=0.08)  # as an exponential distribution has it
+    assert spread == pytest.approx(average, rel=0.08)  # as in an exponential distribution
     assert all(before < after for before, after in pairwise(times))

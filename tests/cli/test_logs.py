@@ -43,7 +43,7 @@ def test_what_an_earlier_fleet_left_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_a_log_that_was_emptied_is_shown_from_its_begin(tmp_path: Path) -> None:
-    """As who has no room left on a disk does, or logrotate's copytruncate."""
+    """Like a user without room on a disk, or logrotate's copytruncate."""
     log, out = tmp_path / "router.log", io.StringIO()
     log.write_text("a long story\n")
     follower = LogFollower(tmp_path, out)
@@ -53,7 +53,7 @@ def test_a_log_that_was_emptied_is_shown_from_its_begin(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shown_is_left_out_and_the_rest_is_shown(tmp_path: Path) -> None:
-    """As where a disk was full for a moment."""
+    """For example if a disk was full for a moment."""
     refused = threading.Event()
 
     class Full(io.StringIO):
@@ -72,7 +72,7 @@ def test_what_cannot_be_shown_is_left_out_and_the_rest_is_shown(tmp_path: Path) 
 
 
 def test_a_line_is_written_in_one_piece(tmp_path: Path) -> None:
-    """Others write to the same place, and what is not buffered leaves piece by piece."""
+    """Other processes write to the same place, and unbuffered output leaves piece by piece."""
 
     class Pieces(io.StringIO):
         def write(self, text: str) -> int:

@@ -80,7 +80,7 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def test_help_tells_every_flags_default_or_that_it_is_required() -> None:
-    """And a number that a text tells is the one that holds."""
+    """And a number in a text is the real one."""
     count = 0
     for name, parser in _parsers().items():
         formatter = parser._get_formatter()

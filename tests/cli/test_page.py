@@ -131,7 +131,7 @@ def test_its_port_is_free_afterwards() -> None:
 
 
 def test_who_goes_away_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the terminal of who runs the fleet, where no page is meant."""
+    """On the terminal of the user of the fleet, without a page."""
     told: list[object] = []
     over = threading.Event()
     end = ThreadingHTTPServer.shutdown_request

@@ -1,5 +1,6 @@
-"""The page of `effuse up` in a real browser, where one is installed: workers, and a request whose
-blocks fill in while it is looked at."""
+"""The page of `effuse up` in a real browser, if one is installed: workers, and a request whose
+blocks fill in while it is watched.
+"""
 
 from __future__ import annotations
 

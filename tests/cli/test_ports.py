@@ -24,7 +24,9 @@ def test_a_port_is_held_at_an_address_as_grpc_takes_it(host: str) -> None:
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_somebody_else_meanwhile() -> None:
-    """It gives those of a range to who connects, or asks for any: Redis' was gone now and then."""
+    """The kernel gives those of a range to connections and to port 0: Redis' was gone now and
+    then.
+    """
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     found = [free_port() for _ in range(20)]
     assert not any(first <= port <= last for port in found)

@@ -1,4 +1,4 @@
-"""Child processes: how they end, what they leave, and that they never outlive their parent."""
+"""Child processes: how they end, their leftovers, and that they never outlive their parent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from effuse.cli.process import Process, Spawner, stop_all
 
-# Says that it is ready, then ignores SIGTERM until it is killed.
+# Reports that it is ready, then ignores SIGTERM until it is killed.
 STUBBORN = (
     "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'up');"
     " time.sleep(60)"
@@ -39,7 +39,7 @@ def _python(code: str) -> Sequence[str]:
 
 
 def _start(spawner: Spawner, log: Path, code: str) -> Process:
-    """Start it and wait until it has said that it is up."""
+    """Start it and wait until it has reported that it is up."""
     with _is_up(log):
         return spawner.start("child", _python(code), log=log, env={})
 
@@ -118,7 +118,7 @@ def test_the_tail_of_a_log_that_no_memory_holds(spawner: Spawner, tmp_path: Path
 def test_what_not_even_a_kill_ends_keeps_nobody_else_alive(
     spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a driver's call that does not return: such a process ends when that does, if ever."""
+    """Like a driver's call that does not return: such a process ends with the call, if ever."""
     stuck, other = (_start(spawner, tmp_path / name, STUBBORN) for name in "ab")
     kill = os.killpg
 

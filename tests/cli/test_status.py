@@ -1,4 +1,4 @@
-"""`effuse status` on workers that are told, and on a real fleet and on nobody."""
+"""`effuse status` with given workers, with a real fleet and without one."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_running_fleet(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--target", fleet.address]) == 0
         metrics = ", ".join(f"{name} {at}" for name, at in sorted(fleet.metrics().items()))
     assert told["decode-0"]["total_pages"] == 256
-    assert told["prefill-0"]["links"][0]["transport"] == "cma"  # NIXL, as auto takes it here
+    assert told["prefill-0"]["links"][0]["transport"] == "cma"  # NIXL, which auto chooses here
     shown = capsys.readouterr().out
     assert "1 prefill and 1 decode workers are ready" in shown
     places = [f"gRPC: {fleet.config.host}", "page: http://127.0.0.1:9/", f"metrics: {metrics}"]

@@ -34,7 +34,7 @@ def test_a_successor_has_an_id_and_a_ready_file_of_its_own() -> None:
         ((), None, (), None, True),  # no GPU is here
         (("--device", "cpu"), None, ("0",), None, True),
         ((), None, ("0",), None, False),  # which GPU it has is not known
-        ((), WHOLE, ("0",), None, False),  # the driver does not say
+        ((), WHOLE, ("0",), None, False),  # the driver does not report it
         ((), WHOLE, ("0",), Memory(81559, 7000), False),
         ((), WHOLE, ("0",), Memory(81559, 81000), True),
         (("--gpu-memory-utilization", "0.4"), WHOLE, ("0",), Memory(81559, 48000), True),

@@ -1,4 +1,4 @@
-"""The sweep closes in on the knee of fleets whose knee is known."""
+"""The sweep approaches the knee of fleets with a known knee."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from effuse.cli.sweep import MOST_RUNS, knee, next_rate, verdict
 
 
 def _run(rate: float, capacity: float) -> Run:
-    """Ten requests, of which as many are in time as the capacity allows, on a fleet whose work is
-    so short that they arrive over ten times what they may take."""
+    """Ten requests, of which as many are in time as the capacity allows. The fleet's work is so
+    short that they arrive over ten times their objective.
+    """
     met = 10 if rate <= capacity else int(10 * capacity / rate)
     samples = [Sample(8, 2, 0.1 / rate, (0.5 if at < met else 5.0) / rate) for at in range(10)]
     return Run("fleet", 10 / rate, samples, rate=rate, goals=ServiceGoals(total_s=1 / rate))

@@ -68,7 +68,7 @@ def test_the_tail_of_a_prompt_is_no_part_of_an_answers_first_block() -> None:
 
 
 def _busy() -> Look:
-    """A fleet whose names, numbers and blocks are long."""
+    """A fleet with long names, numbers and blocks."""
     decode = model_pb2.Worker()
     decode.CopyFrom(WORKER)
     decode.worker_id, decode.role = "decode-10", model_pb2.WORKER_ROLE_DECODE
@@ -162,7 +162,7 @@ def test_it_shows_how_it_ends_and_leaves_the_terminal_as_it_was(
 
 @pytest.mark.parametrize(("end", "status"), [(b"q", 0), (signal.SIGTERM, 130)])
 def test_it_ends_at_a_terminal_that_is_paused(end: bytes | signal.Signals, status: int) -> None:
-    """By Ctrl-S: what it still draws would wait for Ctrl-Q for ever."""
+    """By Ctrl-S: its remaining output would wait for Ctrl-Q for ever."""
     with _at_a_terminal() as (child, ours):
         os.write(ours, b"\x13")
         while select.select([ours], [], [], 1.0)[0]:  # it draws four times a second

@@ -1,4 +1,4 @@
-"""`effuse up`: what its flags make, and when it gives up."""
+"""`effuse up`: the fleet from its flags, and when it gives up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TWO = ("0", "1")
 
 @pytest.fixture(autouse=True)
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine has no GPU unless a test says which."""
+    """The machine has no GPU unless a test lists some."""
     here: tuple[str, ...] = getattr(request, "param", ())
     monkeypatch.setattr("effuse.cli.up.gpus_here", lambda: here)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -106,7 +106,7 @@ def test_the_routers_flags_go_to_the_router() -> None:
 
 
 def test_a_fleet_has_as_long_as_its_processes() -> None:
-    """To start and to end, as they are told on their own command lines."""
+    """For start and end, from their own command lines."""
     config, _ = parse(["--startup-timeout-s", "900", "--drain-s=75"])
     assert longest_start_s(config) > 900
     assert longest_end_s(config, "router") > 75
@@ -126,7 +126,7 @@ def test_flags_that_all_have_go_to_all() -> None:
 
 
 def test_every_flag_of_a_process_is_taken_or_given() -> None:
-    """No setting of a router or worker is out of reach for who runs a fleet."""
+    """A user of a fleet can set every flag of a router or worker."""
     shown = set(re.findall(r"--[a-z-]+", _help()))
     given = {
         *("--worker-id", "--ready-file", "--advertise-host", "--connector-host", "--share-port"),
@@ -234,7 +234,7 @@ def test_a_gpu_that_is_not_shared_is_used_as_the_flags_say() -> None:
 
 
 def _memory(fleet: Fleet) -> dict[str, list[str]]:
-    """What the fleet itself says of memory to each worker, behind all other flags."""
+    """The fleet's own memory share for each worker, after all other flags."""
     around = Surroundings(
         fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._home.ready_file
     )

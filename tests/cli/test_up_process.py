@@ -1,4 +1,4 @@
-"""`effuse up` as a person runs it: ready, replaced, a crash survived, gone without a trace."""
+"""`effuse up` as a user runs it: ready, replaced, a crash survived, gone without a trace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GREETING = (
 
 
 class Up:
-    """A running command and what it says."""
+    """A running command and its output."""
 
     def __init__(self, model: Path, *flags: str) -> None:
         command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
@@ -67,7 +67,7 @@ class Up:
         return psutil.Process(self.child.pid).children(recursive=True)
 
     def end_lines(self) -> list[str]:
-        """What a command that has ended had said."""
+        """The output of a command that has ended."""
         self._reader.join()
         assert self.child.stdout is not None
         self.child.stdout.close()
@@ -128,7 +128,7 @@ def test_what_is_replaced_and_what_dies_is_started_again(
     (worker,) = [one for one in up.processes() if "effuse.decode_worker" in one.cmdline()]
     router.kill()
     up.wait_for("effuse up: router is back")
-    with grpc.insecure_channel(f"127.0.0.1:{ready[1]}") as channel:  # where it was before
+    with grpc.insecure_channel(f"127.0.0.1:{ready[1]}") as channel:  # at its previous address
         grpc.channel_ready_future(channel).result(DEADLINE_S)
     assert worker.is_running()
     processes += up.processes()
@@ -156,7 +156,7 @@ def test_a_router_that_takes_anothers_place_is_scraped_where_that_was(model: Pat
 
 
 def _targets(page: str) -> dict[str, str]:
-    """Where processes are scraped, as Prometheus is told."""
+    """Where Prometheus finds the targets to scrape."""
     with urllib.request.urlopen(f"{page}targets.json", timeout=DEADLINE_S) as answer:
         told = json.load(answer)
     return {one["labels"]["process"]: one["targets"][0] for one in told}
@@ -165,7 +165,7 @@ def _targets(page: str) -> dict[str, str]:
 def test_every_gpu_of_the_machine_is_used(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the driver's command, which says here that there are two; workers find none and go on."""
+    """According to the driver's command, which lists two here; workers find none and go on."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: One'\necho 'GPU 1: Two'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -184,7 +184,7 @@ def test_every_gpu_of_the_machine_is_used(
         assert up.end() == 0
     logged = [line for line in up.said if not re.match(GREETING, line)]
     told = {json.loads(line).get("process") for line in logged}
-    assert told >= {"up", "router", "decode"}  # an engine may have nothing to say
+    assert told >= {"up", "router", "decode"}  # an engine may have no output
 
 
 def test_certificates_that_are_exchanged_are_refused_in_a_line(tmp_path: Path, model: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Pat
 def test_it_ends_in_order_though_nobody_reads_any_more(
     logs: str, number: signal.Signals, model: Path, tmp_path: Path
 ) -> None:
-    """As in `effuse up | tee log`, whose reader Ctrl-C ends, too, or where a terminal is closed."""
+    """As in `effuse up | tee log`, whose reader Ctrl-C also ends, or with a closed terminal."""
     command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
     read, write = os.pipe()
     child = subprocess.Popen(
@@ -263,7 +263,7 @@ def test_told_to_end_twice_it_does_not_wait_for_what_runs(up: Up) -> None:
 
 @pytest.mark.parametrize("logs", ["shown", "quiet"])
 def test_it_ends_in_order_though_its_output_is_full(logs: str, model: Path, tmp_path: Path) -> None:
-    """As under a parent that never reads, and where a terminal is paused."""
+    """As under a parent that never reads, and with a paused terminal."""
     command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
     flags = ["--quiet"] if logs == "quiet" else []
     read, write = os.pipe()

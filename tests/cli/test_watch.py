@@ -1,4 +1,4 @@
-"""A watched answer: one plain line a change where nobody sits at a terminal."""
+"""A watched answer without a terminal: one plain line for each change."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ EVENTS = [
 class FakeRouter(
     generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.ModelServiceServicer
 ):
-    """Fails as many calls as it is told to, and streams the events that it has."""
+    """Fails as many calls as it should, and streams its events."""
 
     failures: int = 0
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE

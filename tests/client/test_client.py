@@ -1,4 +1,4 @@
-"""The Python clients against a router that misbehaves as told, and what `import effuse` costs."""
+"""The Python clients against a router with planned faults, and the cost of `import effuse`."""
 
 from __future__ import annotations
 
@@ -149,13 +149,13 @@ def test_others_are_not(
     assert len(router.asked) == calls
 
 
-# The second as a fleet says that listens on all.
+# The second is the address of a fleet that listens on all.
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "dns:///localhost", "ipv4:127.0.0.1"])
 def test_no_proxy_of_the_environment_stands_before_a_router_of_this_machine(
     host: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = target.replace("127.0.0.1", host)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # where nobody listens
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # without a listener
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
 

@@ -1,4 +1,4 @@
-"""The package as it is imported: its names, its version, and what it needs."""
+"""The imported package: its names, its version, and its requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a client's settings becomes a request, and what is refused before there is one."""
+"""The settings of a client in its request, and those that are refused before there is one."""
 
 from __future__ import annotations
 

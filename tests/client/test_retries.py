@@ -1,4 +1,4 @@
-"""When a client asks again: its pauses, and what it does with them against real connections."""
+"""When a client tries again: its pauses, and their effect on real connections."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Status(grpc.RpcError):
 
 
 def ended(error: EffuseError, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> EffuseError:
-    """As a call that ended with this status raises it."""
+    """The exception of a call that ended with this status."""
     error.__cause__ = Status(code)
     return error
 
@@ -54,7 +54,7 @@ class Clock:
 
 
 def pauses(error: Callable[[], EffuseError], attempts: int, limit_s: float = 1e6) -> list[float]:
-    """Those of a call whose attempts all end so at once, without chance."""
+    """Those of a call whose attempts all end immediately, without chance."""
     clock, found = Clock(), []
     one = Retries(attempts, clock.now + limit_s, clock, chance=lambda: 0.0)
     while (pause_s := one.pause_s(ended(error()))) is not None:

@@ -1,4 +1,4 @@
-"""One fleet of the bundled model for all clients, and what each of them needs to run."""
+"""One fleet of the bundled model for all clients, and the tools that each of them needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tool = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def tool() -> Tool:
-    """Where a tool of `.ci/tool` is; skips the test where it is not installed."""
+    """Path of a tool of `.ci/tool`; skips the test if it is not installed."""
 
     def find(name: str) -> Path:
         found = subprocess.run(

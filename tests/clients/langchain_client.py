@@ -1,4 +1,4 @@
-"""Asks a fleet with LangChain and prints what it found; for a Python that has it."""
+"""Calls a fleet with LangChain and prints the results; for a Python that has it."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Asks a gateway with the openai package and prints what it found; for a Python that has it."""
+"""Calls a gateway with the openai package and prints the results; for a Python that has it."""
 
 import json
 import sys

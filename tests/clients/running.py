@@ -1,4 +1,4 @@
-"""How a client of other people is run, and what all of them ask."""
+"""How clients of other projects are run, and their common questions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_S = patient(120.0)
 
 
 def run(*command: str | Path, cwd: Path = ROOT, status: int = 0) -> str:
-    """What a client says on its standard output, and of one that fails as it should, on both."""
+    """A client's standard output, and for an expected failure also its standard error."""
     done = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -27,7 +27,7 @@ def run(*command: str | Path, cwd: Path = ROOT, status: int = 0) -> str:
 
 
 def run_script(*command: str | Path) -> dict[str, Any]:
-    """What a script of ours in such a client's terms found out: the JSON that it prints."""
+    """The results of our script for such a client: the JSON that it prints."""
     found: dict[str, Any] = json.loads(run(*command))
     return found
 

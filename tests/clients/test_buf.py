@@ -1,4 +1,4 @@
-"""`buf curl`, which knows a server by its reflection alone, with our .proto files as well."""
+"""`buf curl`, which knows a server only by its reflection, and also with our .proto files."""
 
 from __future__ import annotations
 

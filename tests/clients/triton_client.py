@@ -1,4 +1,4 @@
-"""Asks a router with tritonclient and prints what it found; for a Python that has it."""
+"""Calls a router with tritonclient and prints the results; for a Python that has it."""
 
 import json
 import queue

@@ -1,4 +1,4 @@
-"""Every check takes what is good and names flag, form and value where it refuses."""
+"""Every check accepts good values, and refuses others with flag, form and value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A setting out of its bounds is neither made nor read; clients are told the bounds that hold."""
+"""A setting out of its bounds can be neither made nor read, and errors name the real bounds."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_is_out_of_bounds_is_neither_made_nor_read(
         kind(**(fields | {name: value}))
     assert caught.value.name == name
     if isinstance(value, int) and value >= 2**64:
-        return  # msgpack cannot say it
+        return  # msgpack cannot express it
     frame = msgspec.msgpack.encode(fields | {name: value})
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(frame, type=kind)

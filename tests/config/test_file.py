@@ -1,4 +1,6 @@
-"""A file of flags is checked as flags are, names what it does not know, and yields to the line."""
+"""A file of flags is checked like flags, with errors for unknown ones, and typed flags have
+precedence.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from effuse.decode_worker.sequence import Block, HostCandidates
     ],
 )
 def test_a_block_is_split_as_evenly_as_possible(size: int, steps: int, shares: list[int]) -> None:
-    """With masks fewer than that, where a prompt ends in the block, too."""
+    """Also with fewer masks than that, after a prompt that ends in the block."""
     for masks in (size, 1):
         found = [
             block_diffusion.step_share(Block(0, size, masks, masks, denoise_count=step), steps)

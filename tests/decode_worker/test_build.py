@@ -1,4 +1,4 @@
-"""An engine made from a worker's config answers as the oracle does; a bad config is named."""
+"""An engine made from a worker's config answers like the oracle; a bad config is named."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_ready_describes_the_model_and_its_pages(directory: Path) -> None:
     [
         pytest.param({"max_model_len": 4096}, "the model's 1024 positions", id="length"),
         pytest.param({"max_num_batched_tokens": 7}, "max_num_batched_tokens 7", id="budget"),
-        # What every request takes that leaves the window out would be refused for it.
+        # Every request that leaves the window out would be refused for its default.
         pytest.param({"max_window": 3}, "max-window: expected at least 4, .* got 3", id="window"),
         pytest.param({"max_num_batched_tokens": 19}, "expected at least 20, .* 19", id="rows"),
         pytest.param({"max_stop_ids": 1}, "max-stop-ids: expected at least 2, .* 1", id="stops"),

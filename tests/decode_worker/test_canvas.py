@@ -1,4 +1,4 @@
-"""Canvases through the engine: the authors' tokens, whoever shares the batch, whatever is lost."""
+"""Canvases through the engine: the authors' tokens, whatever shares the batch or is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(models: dict[tuple[str, int], Transformer]) -> Transformer:
 
 
 class CountingGraphs(PromptGraphs):
-    """Tells how many forwards were theirs."""
+    """Counts their forwards."""
 
     num_runs = 0
 
@@ -213,7 +213,7 @@ def test_caches_are_approximations(model: Transformer) -> None:
 def test_a_lost_cache_is_filled_again(
     cache: str, architecture: str, models: dict[tuple[str, int], Transformer]
 ) -> None:
-    """Preempted in the midst of its blocks, each answer is that of who was left alone."""
+    """Preempted in the middle of its blocks, each answer is that of an undisturbed request."""
     model = models[architecture, 1]
     prompts = [range(first, first + 20) for first in (10, 50, 90, 130)]
     requests = [
@@ -235,7 +235,7 @@ def test_a_lost_cache_is_filled_again(
 def test_forwards_that_propose_nothing_may_run_as_graphs_of_prompts(
     architecture: str, models: dict[tuple[str, int], Transformer]
 ) -> None:
-    """Caches that are filled again, and steps whose lot chose no mask, as on a GPU."""
+    """Caches that are refilled, and steps whose random choice was empty, as on a GPU."""
     model = models[architecture, 1]
     rig = Rig(model)
     kv = rig.memory.layer_views()
@@ -260,7 +260,7 @@ def test_drafts_show_the_blocks_that_were_written(model: Transformer) -> None:
     drafts = [event for event in answer.events if isinstance(event, messages.Draft)]
     assert {draft.token_offset % 8 for draft in drafts} == {0}
     left = [sum(map(int.bit_count, draft.block.masks)) for draft in drafts]
-    begun = len({draft.token_offset for draft in drafts})  # told first, as one canvas
+    begun = len({draft.token_offset for draft in drafts})  # in the first draft, as one canvas
     assert sum(left[:begun]) == len(answer.token_ids)
     assert all(count < 8 for count in left[begun:]) and any(left[begun:])
 

@@ -22,7 +22,7 @@ from effuse.decode_worker.sequence import (
 
 
 def agrees(case: Case) -> bool:
-    """True where machine and replay do the same, forward by forward."""
+    """True if machine and replay do the same, forward by forward."""
     machine, replay = decode(case), Replay(case).run()
     return (machine.forwards, machine.commits, machine.stopped) == (
         replay.forwards,

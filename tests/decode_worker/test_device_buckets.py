@@ -1,4 +1,4 @@
-"""Buckets are fine, and the forecast of a step's needs is met by what the machine then does."""
+"""Buckets are fine, and the prediction of a step's needs covers the machine's next step."""
 
 from __future__ import annotations
 

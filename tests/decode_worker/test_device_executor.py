@@ -1,4 +1,4 @@
-"""An engine with device slots says what the host's engine says, event by event."""
+"""An engine with device slots emits the same events as the host's engine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_preemption_changes_no_token(model: Transformer, algorithm: str) -> None
 
 
 class Slow:
-    """A device whose steps end when a test says so."""
+    """A device whose steps end when a test lets them."""
 
     def __init__(self, rig: DeviceRig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stepper, self.num_ended, self.num_read = rig.stepper, 0, 0
@@ -179,7 +179,7 @@ def test_a_failing_step_fails_its_requests_and_the_engine_lives_on(model: Transf
 
 
 def test_a_lost_device_ends_the_process_after_some_failures(model: Transformer) -> None:
-    """Prompts are prefilled well in between: what fails is counted for each by itself."""
+    """Prompts between them are prefilled well, because each kind counts its failures separately."""
 
     def breaks(candidates: Candidates, sampling: RowSampling) -> Candidates:
         raise RuntimeError("lost")

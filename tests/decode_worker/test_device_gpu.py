@@ -1,7 +1,7 @@
 """The bundled model in a CUDA device's slots gives the oracle's tokens in fp32.
 
-Requests join and leave at different steps, some are aborted, and with few pages some are
-preempted. Requests whose decisions hang on a rounding are left out, as in `test_engine_gpu`.
+Requests join and leave at different steps, some are aborted, and with few pages some are preempted.
+Requests whose decisions depend on rounding are left out, as in `test_engine_gpu`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MARGIN = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Solid:
-    """Requests whose answers do not hang on a rounding, with those answers."""
+    """Requests whose answers do not depend on rounding, with those answers."""
 
     requests: list[StartDecode]
     answers: list[OracleResult]

@@ -41,7 +41,7 @@ def sequence_of() -> Sequence:
 
 
 def fill(settings: DecodeSettings, noise: PositionNoise = halves) -> list[list[int]]:
-    """Offsets in the answer that each step writes, where later positions score higher."""
+    """Offsets in the answer that each step writes, if later positions score higher."""
     sequence, written = sequence_of(), list[list[int]]()
     canvas.append_blocks(sequence)
     step = CanvasStep(sequence, settings, noise)
@@ -91,7 +91,7 @@ def test_origin_writes_whom_the_lot_chose_and_all_at_the_end() -> None:
 
 
 def test_the_best_may_be_drawn_by_lot() -> None:
-    """What the lot gives outweighs scores at a high temperature and not at a low one."""
+    """The random part outweighs scores at a high temperature and not at a low one."""
 
     def noise(positions: IntArray, step: int) -> FloatArray:
         return np.where(positions < PROMPT_LEN + 4, 0.999999, 0.5)

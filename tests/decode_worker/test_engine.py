@@ -20,7 +20,7 @@ PROMPT = tuple(range(20, 33))
 
 
 class Faulty:
-    """A forward that fails, or gives NaN for one request, when told to."""
+    """A forward that fails, or gives NaN for one request, on demand."""
 
     def __init__(self, rig: Rig) -> None:
         self._inner = rig.forward
@@ -227,7 +227,7 @@ def test_drafts_show_the_blocks_in_flight_where_asked_for(rig: Rig) -> None:
     for draft in drafts:
         assert draft.token_offset % 4 == 0 and any(draft.block.masks)
     first = {draft.token_offset: draft.block.masks for draft in reversed(drafts)}
-    whole = set(range(0, 24, 4))  # as it begins: even what one forward writes is seen
+    whole = set(range(0, 24, 4))  # at its beginning, so that even one forward's writes are seen
     assert first == dict.fromkeys(whole, b"\x0f")
     assert quiet.token_ids == loud.token_ids
 

@@ -1,7 +1,7 @@
 """The engine on a CUDA device gives the oracle's tokens in fp32, preempted or not.
 
-Sizes are those that the device's kernels take. Requests whose decisions hang on a rounding are left
-out: the device adds in another order than the oracle.
+Sizes are those of the device's kernels. Requests whose decisions depend on rounding are left out,
+because the device adds in another order than the oracle.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CANVASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CANVASES)
 def test_canvases_on_the_device_are_the_hosts(tmp_path: Path, name: str) -> None:
-    """Beside requests in blocks, whose answers and theirs are the CPU's."""
+    """Together with requests in blocks; all answers are the CPU's."""
     architecture, settings = CANVASES[name]
     directory = write_tiny_checkpoint(
         tmp_path / "model", architecture, seed=3, gain=0.6, sizes=SIZES
@@ -109,7 +109,7 @@ def test_pages_of_a_cancelled_prompt_are_free_once_the_device_has_done_with_them
 
 
 def _solid(directory: Path, algorithm: str) -> list[tuple[StartDecode, OracleResult]]:
-    """Greedy requests whose confidences all lie well away from their threshold."""
+    """Greedy requests whose confidences are all far from their threshold."""
     pairs = []
     for drawn in random_requests(64, algorithm, block_size=4):
         request = of_length(drawn, 64)

@@ -182,7 +182,7 @@ def test_the_lease_ends_a_handoff_that_never_comes(pair: Pair) -> None:
     assert not pair.rig.step()
     pair.rig.clock.now = 10.0
     assert pair.rig.step()
-    # The code by which the router knows that it is the writer who is to be replaced.
+    # The code by which the router knows that the writer must be replaced.
     assert (answer.failed.code, answer.failed.retryable) == ("DEADLINE_EXCEEDED", True)
     assert "10 s" in answer.failed.message
     assert pair.rig.pool.count(PageState.QUARANTINED) == 3
@@ -220,7 +220,7 @@ def test_a_byte_changed_on_the_way_is_data_loss(
 def test_a_refused_handoff_whose_pages_are_free_at_once_ends_its_attempt_alone(
     sdar: Path, kind: type[Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A two-sided connector says in one breath that it refuses and that nothing lands any more."""
+    """A two-sided connector reports together that it refuses and that nothing arrives any more."""
     pair = Pair(load_tiny(sdar), kind, is_two_sided=True)
     answer, reservation = pair.reserve(remote())
     monkeypatch.setattr(pair.rig.memory, "write", lambda *_: None)  # the bytes never arrive
@@ -278,7 +278,9 @@ def test_a_wrong_boundary_state_is_data_loss(
 
 
 def test_another_prompt_of_the_same_length_and_end_is_data_loss(pair: Pair) -> None:
-    """Its pages arrive whole and its boundary fits: only its digest says whose KV it is."""
+    """Its pages arrive whole and its boundary fits: only its digest shows that it is another
+    prompt's.
+    """
     answer, reservation = pair.reserve(remote())
     other = msgspec.structs.replace(remote(), prompt_token_ids=(19, *PROMPT[1:]))
     pair.source.push(other, reservation)

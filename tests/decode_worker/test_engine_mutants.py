@@ -1,4 +1,4 @@
-"""Planted bugs in what the engine sends into a forward: the oracle's tokens must expose each."""
+"""Planted bugs in the engine's input to a forward: the oracle's tokens must expose each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def nothing_wrong(request: DecodeRequest, plan: StepPlan) -> Part:
 
 
 def agrees(directory: Path) -> bool:
-    """True where a preempting engine gives the oracle's tokens to every request."""
+    """True if a preempting engine gives the oracle's tokens to every request."""
     raw = load_raw(directory)
     requests = [
         msgspec.structs.replace(request, stopping=Stopping(max_tokens=20))

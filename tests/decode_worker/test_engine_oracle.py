@@ -21,7 +21,7 @@ ALGORITHMS = ("d2f", "block_diffusion")
 
 
 class Twin:
-    """One checkpoint, as the engine loads it and as the oracle does."""
+    """One checkpoint, as loaded by the engine and by the oracle."""
 
     def __init__(self, directory: Path) -> None:
         self.model: Transformer = load_tiny(directory)

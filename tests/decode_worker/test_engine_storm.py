@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 
 class Storm:
-    """One engine, one source, and what is known of the requests between them."""
+    """One engine, one source, and the state of the requests between them."""
 
     def __init__(self, model: Transformer, seed: int, kind: type[Rig] = Rig) -> None:
         self.draw = random.Random(seed)
@@ -93,7 +93,7 @@ class Storm:
 
     def settle(self) -> None:
         """Everything that still can end, ends; every writer is gone."""
-        for _ in range(10):  # rounds: what waits for pages gets them as others give theirs back
+        for _ in range(10):  # rounds: waiting requests get pages when others release theirs
             self.rig.run()
             self.rig.clock.now += 100.0
             for name in self.started:

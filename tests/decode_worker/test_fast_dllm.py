@@ -16,7 +16,7 @@ from effuse.decode_worker.sequence import (
 )
 
 PROMPT_LEN = 3
-# In float32 these are what they are written as.
+# In float32 these equal their decimal form.
 CONFIDENCES = np.array([0.25, 0.75, 0.5, 0.875, 0.75, 0.125, 0.5, 0.25, 0.0, 0.625], np.float32)
 
 
@@ -89,7 +89,7 @@ def test_a_factor_asks_more_of_each_further_mask(factor: float, first: list[int]
 
 
 def test_the_last_mask_of_a_block_goes_with_the_one_before_it() -> None:
-    """Of two the first passes unasked, so both are written, as the authors count."""
+    """Of two the first is not checked, so both are written, like in the authors' code."""
     _, written = fill(step_of("none", shifts=False, length=2, factor=0.25))
     assert written == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
@@ -102,7 +102,7 @@ def test_a_shifting_model_writes_a_blocks_first_token_as_it_fills_the_cache(cach
 
 
 def test_a_shifting_model_without_a_cache_has_a_budget_instead_of_blocks() -> None:
-    """Four more a step; what was not sure enough comes on top of the next ones."""
+    """Four more in each step; unsure ones are added to the next ones."""
     proposed, written = fill(step_of("none", shifts=True))
     assert proposed[0] == list(range(10))
     assert written == [[1, 3, 4, 9], [2], [6], [0], [7], [5], [8]]

@@ -24,7 +24,7 @@ def of_kind(checkpoint: int, block_size: int) -> list[Published]:
 
 
 def answers(home: Path, runs: list[Published], **rig: Any) -> tuple[Rig, list[Answer]]:
-    """What one engine answers to runs of one checkpoint, all at once."""
+    """One engine's answers to runs of one checkpoint, all together."""
     first = runs[0]
     path = write_published(home / "m", "fast_dllm_v2", first.checkpoint, first.block_size)
     made = Rig(load_model(path), **{"num_pages": 1024} | rig)

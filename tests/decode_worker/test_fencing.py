@@ -1,4 +1,4 @@
-"""Fencing of writers, over an engine without a model: who is waited for, told of, and refused."""
+"""Fencing of writers, over an engine without a model: waits, reports and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def remote_request(
 
 @asynccontextmanager
 async def alive() -> AsyncIterator[int]:
-    """The port of a prefill engine that lives for as long as the context."""
+    """The port of a prefill engine that lives as long as the context."""
     with listen_while_alive("127.0.0.1") as sign_of_life:
         yield sign_of_life.getsockname()[1]
 
@@ -67,7 +67,7 @@ def test_pages_are_free_only_once_the_writer_has_let_go(tmp_path: Path) -> None:
             await eventually(lambda: peer.asked == ["a-1"])
             load = await one.load()
             assert (load.quarantined_pages, load.free_pages) == (1, fake_engine.PAGES - 1)
-            # Operators are told whom the pages wait for, wherever they look.
+            # Operators see the writer for which pages wait, in log, metric and list.
             ((writer, pages, age_s),) = map(astuple, one.front.shell.quarantines.listed())
             assert (writer, pages) == (address, 2)
             assert age_s > 0
@@ -77,7 +77,7 @@ def test_pages_are_free_only_once_the_writer_has_let_go(tmp_path: Path) -> None:
             record = one.front.shell.record()
             assert record is not None
             assert [held.writer for held in record.quarantines] == [address]
-            # Whoever cancelled may ask again under the same id meanwhile.
+            # A client that cancelled may meanwhile send the same id again.
             anew = decode_request("a", one.incarnation)
             anew.attempt.transfer_id = "anew"
             assert len(await events_of(one.decode.Decode(anew, timeout=20))) == 6
@@ -89,7 +89,7 @@ def test_pages_are_free_only_once_the_writer_has_let_go(tmp_path: Path) -> None:
 
 
 def test_over_zmq_no_writer_keeps_pages_from_others(tmp_path: Path) -> None:
-    """What comes from a writer that was given up is not placed, so nobody waits for it."""
+    """Bytes from an abandoned writer are not placed, so there is no need to wait for it."""
 
     async def go() -> None:
         async with (

@@ -17,7 +17,7 @@ def no_noise(positions: IntArray, step: int) -> FloatArray:
 
 
 def fill(max_tokens: int, block_length: int, steps: int) -> list[list[int]]:
-    """Offsets in the answer that each step writes, where later positions score higher."""
+    """Offsets in the answer that each step writes, if later positions score higher."""
     settings = DecodeSettings(
         algorithm="llada", denoising_steps=4, block_length=block_length, steps=steps
     )
@@ -47,7 +47,7 @@ def fill(max_tokens: int, block_length: int, steps: int) -> list[list[int]]:
         (4, 4, 3, [[2, 3], [1], [0]]),
         (8, 4, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         (8, 4, 6, [[2, 3], [1], [0], [6, 7], [5], [4]]),
-        (10, 10, 4, [[7, 8, 9], [4, 5, 6], [2, 3], [0, 1]]),  # blocks of 4 are what is sent
+        (10, 10, 4, [[7, 8, 9], [4, 5, 6], [2, 3], [0, 1]]),  # blocks of 4 are the units of sending
     ],
 )
 def test_the_authors_split(

@@ -1,4 +1,4 @@
-"""LLaDA2.0's block diffusion, token for token as the authors' own code decodes."""
+"""LLaDA2.0's block diffusion, token for token like the authors' own code."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SHORT = [
 
 @pytest.mark.parametrize("block", [8, 32])
 def test_answers_below_a_block_take_no_more_steps_than_tokens(checkpoint: Path, block: int) -> None:
-    """As the authors' `generate` has it: it takes `min(steps, gen_length)` steps for each block."""
+    """As in the authors' `generate`, which takes `min(steps, gen_length)` steps for each block."""
     torch.set_num_threads(1)
     dense = PagedModel(checkpoint, page_size=16, block_size=block)
     rig, unequal = Rig(load_model(checkpoint, block_size=block)), 0
@@ -142,7 +142,7 @@ def by_the_authors(dense: PagedModel, prompt: list[int], settings: Settings) -> 
 
 
 def request(name: str, run: Answered) -> StartDecode:
-    """The run as an engine is asked."""
+    """The run as a request of an engine."""
     return make_request(
         name,
         run.prompt,

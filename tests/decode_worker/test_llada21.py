@@ -1,4 +1,4 @@
-"""LLaDA2.1's editing, token for token as the authors' own code decodes; and that it ends."""
+"""LLaDA2.1's editing, token for token like the authors' own code; and that it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request(name: str, run: Answered) -> StartDecode:
-    """The run as an engine is asked."""
+    """The run as a request of an engine."""
     return make_request(
         name,
         run.prompt,
@@ -47,7 +47,7 @@ def of_size(block: int) -> list[Answered]:
 def answers(
     checkpoint: Path, runs: list[Answered], num_pages: int = 1024
 ) -> tuple[Rig, list[Answer]]:
-    """What one engine answers to runs of one block size, all at once."""
+    """One engine's answers to runs of one block size, all together."""
     torch.set_num_threads(1)
     rig = Rig(load_model(checkpoint, block_size=runs[0].block), num_pages=num_pages)
     found = [rig.start(request(str(number), run)) for number, run in enumerate(runs)]

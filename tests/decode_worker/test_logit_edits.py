@@ -215,8 +215,9 @@ def test_canvases_are_edited_too(tmp_path: Path, algorithm: str) -> None:
 
 
 def test_a_step_that_proposes_nothing_spoils_no_other(tmp_path: Path) -> None:
-    """The lot of a canvas whose logits are changed often chooses no mask, beside a request that
-    changes none of its own."""
+    """The random choice of a canvas with changed logits is often empty, next to a request without
+    changes.
+    """
     model = load_tiny(write_tiny_checkpoint(tmp_path / "model", "dream", seed=3))
     changed, plain = Sampling(presence_penalty=1.0), Sampling()
     requests = [

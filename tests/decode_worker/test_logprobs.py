@@ -54,7 +54,7 @@ def test_they_are_those_of_the_step_that_wrote_the_token(twin: Twin, algorithm: 
     for request in requests:
         expected = decode_with(raw, request.prompt_token_ids, oracle_settings(request))
         written = {
-            position: step.candidates[position].confidence  # greedy, of the model as it is
+            position: step.candidates[position].confidence  # greedy, by the unchanged model
             for step in expected.steps
             for position in step.writes
         }

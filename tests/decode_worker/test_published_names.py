@@ -31,7 +31,7 @@ LLAMA_NAMES = {
 
 
 def restate(path: Path, **changes: Any) -> None:
-    """The same config.json, but for some keys."""
+    """The same config.json, except for some keys."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -63,8 +63,9 @@ def test_a_dream_reasoner_decodes_as_sdar(tmp_path: Path, block_size: int) -> No
 
 @pytest.mark.parametrize("block_size", [4, 8])
 def test_stable_diffcoder_decodes_as_its_authors_have_it(tmp_path: Path, block_size: int) -> None:
-    """Forty runs of its `generate_block` around transformers' Llama, greedy, on whole blocks, as it
-    cuts a last block short; with the mask id's logit at -1e30."""
+    """Forty runs of its `generate_block` around transformers' Llama, greedy, on whole blocks,
+    because it cuts a last block short; with the mask id's logit at -1e30.
+    """
     path = write_tiny_checkpoint(
         tmp_path / "m", "stable_diffcoder", 5, head_scale=6.0, gain=0.8, block_size=block_size
     )
@@ -126,7 +127,7 @@ def write_illada(home: Path) -> Path:
 
 
 def llama_name(name: str) -> str:
-    """What Llama calls a tensor of LLaDA's."""
+    """Llama's name of a tensor of LLaDA's."""
     if name == "model.transformer.ff_out.weight":
         return "lm_head.weight"
     name = name.replace(".ff_out.", ".mlp.down_proj.")

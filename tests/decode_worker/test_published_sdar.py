@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(checkpoint: Path, runs: list[SdarRun]) -> list[list[int]]:
-    """What one engine answers to runs of one block size, all at once."""
+    """One engine's answers to runs of one block size, all together."""
     rig = Rig(load_model(checkpoint, block_size=runs[0].block_size))
     found = [
         rig.start(

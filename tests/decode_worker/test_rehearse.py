@@ -105,7 +105,7 @@ def test_a_rehearsal_that_breaks_off_holds_its_pages_until_the_writer_has_let_go
         async with running(make_role(), config, tmp_path) as one, prefill_peer() as (peer, address):
             request = rehearse_request("a", one.incarnation, fake_engine.ENDLESS)
             request.writer.address = address
-            request.writer.engine_port = int(address.rpartition(":")[2])  # somebody listens there
+            request.writer.engine_port = int(address.rpartition(":")[2])  # a process listens there
             call = one.decode.Rehearse(request, timeout=20)
             assert isinstance(await call.read(), pb.RehearseResponse)
             call.cancel()

@@ -1,4 +1,6 @@
-"""Token state as data: blocks, masks, what is final, stored and emitted; snapshots go round."""
+"""Token state as data: blocks, masks, final, stored and emitted tokens; snapshots can be
+restored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Answers to one request: the prompt's KV comes once, and who ends takes nothing from others."""
+"""Answers to one request: the prompt's KV comes once, and an ending one takes nothing from
+others.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,7 @@ def test_whoever_prefills_for_itself_does_it_for_all(answers: Answers) -> None:
 
 
 def test_shared_pages_count_once(answers: Answers) -> None:
-    """12 tokens are stored before the first block: four whole pages, which are everybody's."""
+    """12 tokens are stored before the first block: four whole pages, which all share."""
     answers.ask(4)
     answers.push()
     while answers.num_shared < 3:
@@ -223,7 +225,7 @@ def test_where_all_are_preempted_one_computes_the_prompt_again(sdar: Path) -> No
 
 
 def test_another_prompt_under_the_same_name_is_not_shared(answers: Answers) -> None:
-    """What a group is called is somebody else's word."""
+    """The name of a group comes from outside."""
     answers.ask(1)
     other = make_request("other", PROMPT[::-1], max_tokens=24, group="g")
     answers.asked.append(other)

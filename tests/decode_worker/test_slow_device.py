@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 
 class Device:
-    """Ends what is queued, a layer after the other, when somebody waits or a test says so."""
+    """Ends queued work, one layer after another, when the host waits or a test lets it."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -80,7 +80,7 @@ class Place:
 
 
 def runner(rig: Rig, device: Device) -> ModelRunner:
-    """Queues on the device what it computes at once."""
+    """Queues on the device the work that it computes immediately."""
     return ModelRunner(
         rig.model,
         rig.memory.layer_views(),
@@ -100,7 +100,7 @@ def turn(rig: Rig, device: Device) -> None:
 
 @pytest.fixture
 def idle(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceRig, Device]:
-    """An engine whose device copies pages when it comes to it, too."""
+    """An engine whose device also copies pages late."""
     rig, device = DeviceRig(model), Device()
     rig.forward, rig.queued, rig.place = runner(rig, device), device.layers, device.here
     monkeypatch.setattr(rig.memory, "copy_page", lambda source, target: device.place())
@@ -116,7 +116,7 @@ def prefilling(idle: tuple[DeviceRig, Device]) -> tuple[DeviceRig, Device]:
     rig, device = idle
     rig.start(make_request("a", PROMPT))
     for _ in range(4):
-        device.clock.now += 0.5  # so that each turn is told
+        device.clock.now += 0.5  # so that each turn is reported
         turn(rig, device)
     assert rig.stepper.num_ahead == 2 and device.num_queued == LAYERS
     return rig, device
@@ -138,7 +138,7 @@ def test_a_prompt_that_is_computed_for_long_is_no_hang(
 
 
 def test_an_end_that_waits_for_a_prompt_is_no_hang(prefilling: tuple[DeviceRig, Device]) -> None:
-    """What was launched must land before pages are given back."""
+    """Launched work must end before pages are released."""
     rig, device = prefilling
     rig.engine.handle(Abort(attempt=make_request("a", PROMPT).attempt, reason="test"))
     assert device.num_ended == LAYERS
@@ -150,8 +150,9 @@ def test_an_end_that_waits_for_a_prompt_is_no_hang(prefilling: tuple[DeviceRig, 
 def test_pages_that_a_prompts_forward_may_still_write_are_nobodys(
     idle: tuple[DeviceRig, Device],
 ) -> None:
-    """A prefill worker's bytes do not come behind it: they would be overwritten, and after they
-    were verified nobody would see that."""
+    """A prefill worker's bytes do not come after it: they would be overwritten after their
+    verification, and nothing would notice.
+    """
     rig, device = idle
     request = make_request("a", PROMPT)
     rig.start(request)
@@ -182,6 +183,6 @@ def test_steps_of_a_canvas_that_take_long_are_no_hang(model: Transformer) -> Non
     answer = rig.start(make_request("a", PROMPT, max_tokens=8, algorithm="llada", steps=8))
     for step in range(1, 9):
         turn(rig, device)
-        assert device.num_ended >= step * LAYERS  # and what was drawn, as it is on a CPU
+        assert device.num_ended >= step * LAYERS  # and the drawn one, as it is on a CPU
         assert device.verdict() is None
     assert answer.finished.num_tokens == 8

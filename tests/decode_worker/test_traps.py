@@ -76,7 +76,7 @@ def test_trap_05_literal_mask_id_in_prompt() -> None:
 
 
 def test_trap_06_a_written_mask_id_is_a_token_not_a_mask() -> None:
-    """The sampler excludes the id; should it come all the same, nothing loops or miscounts."""
+    """The sampler excludes the id; if it occurs nevertheless, nothing loops or miscounts."""
     sequence = make_sequence(case(max_tokens=4))
     settings = make_settings()
     plan = denoise.open_step(sequence, settings)

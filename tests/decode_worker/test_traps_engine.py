@@ -23,7 +23,7 @@ PROMPT = tuple(range(20, 31))
 
 
 class Recorder:
-    """Passes parts on to a runner and keeps them, with what came back."""
+    """Passes parts on to a runner and keeps them, with the results."""
 
     def __init__(self, rig: Rig) -> None:
         self._inner = rig.forward
@@ -50,7 +50,7 @@ def recorded(model: Transformer, **limits: int) -> tuple[Rig, Recorder]:
 
 
 def test_trap_01_stale_kv_at_commit(tmp_path: Path) -> None:
-    """What is stored comes from a forward that saw the block's final tokens."""
+    """Stored KV comes from a forward that saw the block's final tokens."""
     model = tiny(tmp_path, "sdar")
     rig, recorder = recorded(model)
     answer = rig.start(make_request("a", PROMPT, max_tokens=32, stop_token_ids=()))

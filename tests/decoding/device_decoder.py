@@ -1,6 +1,6 @@
 """Requests through the device stepper with a real model: prefill by the runner, then device steps.
 
-Two steps are always in flight, as the engine keeps them; slots are fewer than requests.
+Two steps are always in flight, like in the engine; there are fewer slots than requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rig of `engines.py` around an engine whose denoising lives on the device."""
+"""The rig of `engines.py` around an engine that denoises on the device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from effuse.kernels.marks import Place, QueuedLayers
 
 
 class DeviceRig(Rig):
-    """Takes what `Rig` takes. `adjust` may change candidates, from the next `connect` on; `place`
-    and `queued` are those of a device that is behind."""
+    """Takes the arguments of `Rig`. `adjust` may change candidates, from the next `connect` on;
+    `place` and `queued` are those of a device that is behind.
+    """
 
     adjust: Adjust | None = None
     place: Callable[[], Place] | None = None

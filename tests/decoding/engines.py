@@ -45,7 +45,7 @@ class Clock:
 
 @dataclass
 class Answer:
-    """What the engine said of one attempt."""
+    """The engine's events of one attempt."""
 
     events: list[CoreEvent] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class Answer:
 
 
 class Rig:
-    """An engine, its parts, and everything that it said by transfer id."""
+    """An engine, its parts, and all of its events by transfer id."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Rig:
         )
 
     def make_executor(self) -> Executor:
-        """What runs the engine's steps."""
+        """The executor of the engine's steps."""
         return HostExecutor(self.forward, self.memory.copy_page)
 
     def start(self, request: StartDecode | StartRehearsal) -> Answer:

@@ -1,4 +1,4 @@
-"""What must hold around every forward of one sequence, whatever the model proposes.
+"""Invariants around every forward of one sequence, whatever the model proposes.
 
 (a) cached length, (b) settled blocks lead, (c) progress, (d) settled blocks are stored together,
 (e) nothing is stored beside a mask of its own block; and: written tokens stay, emission appends.
@@ -24,7 +24,7 @@ def hold(condition: bool, message: str) -> None:
 
 
 class Watch:
-    """Follows one sequence through its forwards and raises Broken where an invariant fails."""
+    """Follows one sequence through its forwards and raises Broken if an invariant fails."""
 
     def __init__(self, sequence: Sequence, case: Case) -> None:
         self.sequence = sequence
@@ -87,7 +87,7 @@ def make_sequence(case: Case) -> Sequence:
 
 
 def decode(case: Case, sequence: Sequence | None = None) -> Trace:
-    """Runs the machine on a script under the invariants and returns what it did."""
+    """Runs the machine on a script under the invariants and returns its actions."""
     sequence = sequence or make_sequence(case)
     watch = Watch(sequence, case)
     trace = Trace()

@@ -1,8 +1,8 @@
 """Random requests through the device's state machine and the pure one, step by step, side by side.
 
-Every step the device's rows are compared with what the pure machine would send into the forward,
-and its records with the pure machine's state. Requests join and leave at any time, buckets are
-sometimes too small, and pages sometimes come late.
+At every step the device's rows are compared with the pure machine's input to the forward, and its
+records with the pure machine's state. Requests join and leave at any time, buckets are sometimes
+too small, and pages sometimes come late.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Machine:
 
 @dataclass
 class Seat:
-    """A slot's request, as the pure machine knows it."""
+    """A slot's request, in the pure machine."""
 
     case: Case
     sequence: Sequence
     sampling: Sampling
     pages: list[int]
     generation: int
-    num_pages: int = 0  # that the device was told of
+    num_pages: int = 0  # that the device knows
 
 
 @dataclass
 class Seen:
-    """How often a run met what it is there for."""
+    """How often a run met its rare cases."""
 
     steps: int = 0
     left_out: int = 0
@@ -341,7 +341,7 @@ class Lockstep:
 
 
 def same_state(record: Record, sequence: Sequence) -> bool:
-    """Whether the record shows the sequence as it is, its next step opened."""
+    """Whether the record equals the sequence with its next step opened."""
     blocks = sequence.blocks
     span = slice(sequence.in_flight_start, sequence.in_flight_end)
     shown = np.where(sequence.masked[span], -1, sequence.token_ids[span])

@@ -1,12 +1,11 @@
-"""Tokens that the authors' own loops wrote on tiny checkpoints, and what they were asked.
+"""Tokens that the authors' own loops wrote on tiny checkpoints, and the requests for them.
 
-`published_NAME.jsonl` holds a run a line: architecture and seed of the checkpoint, prompt, length,
-temperature, seed, other settings by our names, and the tokens that came out. The loops were those
-that were published with the models, run one request at a time on the checkpoints of
-`published_model` in transformers' implementations, with the mask id's logit at -1e30, a stable
-top-k where scores are equal, and, where they draw, with our noise in place of torch's: LLaDA's
-tokens and all lots over positions by `kernels/sampling_llada.py`, Dream's tokens by
-`kernels/sampling_philox.py`.
+`published_NAME.jsonl` has a run in each line: architecture and seed of the checkpoint, prompt,
+length, temperature, seed, other settings by our names, and the resulting tokens. The loops are
+those published with the models, run one request at a time on the checkpoints of `published_model`
+in transformers' implementations. The mask id's logit is -1e30, and equal scores have a stable
+top-k. If loops draw, our noise replaces torch's: LLaDA's tokens and all random positions use
+`kernels/sampling_llada.py`, Dream's tokens `kernels/sampling_philox.py`.
 
 Fast-dLLM v2's is `batch_sample` of its generation_functions.py (commit d259b48), around Qwen2 with
 the mask of its modelling code and no cache at all. Prompts of exactly one block are not among its
@@ -55,7 +54,7 @@ class Published:
         return make_request(name, self.prompt, sampling=sampling, **asked)
 
     def params(self) -> Params:
-        """The same for the public API; it goes on past ends of sequence, as the loops do."""
+        """The same for the public API; it goes on past ends of sequence, like the loops."""
         return Params(
             max_tokens=self.max_tokens,
             ignore_eos=True,

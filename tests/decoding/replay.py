@@ -1,6 +1,6 @@
 """Both algorithms once more, naively: a dict of positions, no bitmap, no list of blocks.
 
-Independent of `effuse.decode_worker` but for its settings; it says what a decoder must do with a
+Independent of `effuse.decode_worker` except for its settings; it defines a decoder's actions for a
 script, forward by forward.
 """
 
@@ -13,7 +13,7 @@ from decoding.scripts import STOP_ID, Case
 
 @dataclass
 class Trace:
-    """What a run did: rows of each forward, what each step emitted, and how it ended."""
+    """Results of a run: rows of each forward, the emissions of each step, and how it ended."""
 
     forwards: list[tuple[int, int, int]] = field(default_factory=list)  # start, end, stored
     commits: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)

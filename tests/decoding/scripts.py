@@ -1,4 +1,4 @@
-"""Scripted candidates: what a model would propose, as a pure function of position and step.
+"""Scripted candidates: a model's proposals as a pure function of position and step.
 
 Confidences include the threshold itself and scores repeat, so that strictness and ties are met.
 """
@@ -35,7 +35,7 @@ class Script:
 
     seed: int
     stop_share: float = 0.02
-    boldness: float = 0.3  # share of easy stretches, where confidences are high
+    boldness: float = 0.3  # share of easy stretches, in which confidences are high
 
     def propose(self, position: int, denoise_count: int) -> tuple[int, float, float]:
         """Token, confidence and score of one mask."""

@@ -51,7 +51,7 @@ class Source:
         self.connector.finish(reservation, lambda: boundary)
 
     def compute(self, request: StartDecode) -> BoundaryState:
-        """The prompt's KV, from page 0 on, and what goes beside it."""
+        """The prompt's KV, from page 0 on, and its boundary."""
         prompt = request.prompt_token_ids
         config = self.model.config
         origin = config.block_origin(len(prompt))

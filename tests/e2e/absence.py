@@ -26,7 +26,7 @@ DECODE_GONE_S, ROUTER_GONE_S = 9.0, 2.0
 
 @dataclass
 class Asked:
-    """What became of the requests of all clients."""
+    """Results of the requests of all clients."""
 
     answers: list[tuple[int, str]] = field(default_factory=list)  # by the number of their job
     took_s: list[float] = field(default_factory=list)
@@ -43,7 +43,9 @@ class Asked:
 
 @contextmanager
 def asking(fleet: Fleet, least: int) -> Iterator[Asked]:
-    """Each client asks, every other time for a stream, as long as this lasts and `least` times."""
+    """Each client sends requests, every other one as a stream, as long as this lasts and at least
+    `least` times.
+    """
     jobs = draw_jobs(9, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
     asked = Asked()
 
@@ -77,8 +79,9 @@ def asking(fleet: Fleet, least: int) -> Iterator[Asked]:
 
 
 def without(fleet: Fleet, name: str, seconds: float) -> None:
-    """One process is gone for so long, and then starts. A router ends in order, as where its pod is
-    deleted: a stream that has brought something breaks where a router is killed."""
+    """One process is gone for this long, and then starts. A router ends in order, like a deleted
+    pod's, because a stream with events breaks if a router is killed.
+    """
     if name == "router":
         fleet.terminate(name)
     else:
@@ -88,7 +91,7 @@ def without(fleet: Fleet, name: str, seconds: float) -> None:
 
 
 def carry_out(requests: int, tell: Callable[[str], object]) -> list[Asked]:
-    """Both in turn, each under load; what became of all requests."""
+    """Both in turn, each under load; results of all requests."""
     found = []
     with tiny_fleet("sdar", connector="zmq") as fleet:
         for name, seconds in (("decode-0", DECODE_GONE_S), ("router", ROUTER_GONE_S)):

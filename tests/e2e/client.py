@@ -1,4 +1,4 @@
-"""What an end-to-end test sends and reads: a thin client of the public stubs, no retries."""
+"""Requests and reads of end-to-end tests: a thin client of the public stubs, no retries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Client:
         )
 
     def look_up(self, name: str) -> generation_pb2.GetRequestResponse:
-        """Where a request is; nothing is set where the router has not seen it yet."""
+        """State of a request; nothing is set if the router has not seen it yet."""
         asked = generation_pb2.GetRequestRequest(request_id=name)
         try:
             return self.stub.GetRequest(asked, timeout=30)
@@ -75,8 +75,9 @@ def all_at_once(
 
 
 def wait_until(done: Callable[[], bool], complaint: str, within_s: float = 60.0) -> None:
-    """Returns once it is so; for what another process does and tells nobody. `within_s` is for
-    quiet cores: a slow machine has longer."""
+    """Returns once the condition holds, for silent changes in another process. `within_s` is for
+    quiet cores: a slow machine has longer.
+    """
     deadline = time.monotonic() + patient(within_s)
     while not done():
         assert time.monotonic() < deadline, complaint
@@ -84,7 +85,7 @@ def wait_until(done: Callable[[], bool], complaint: str, within_s: float = 60.0)
 
 
 def load_of(address: str, secret: FleetSecret | None = None) -> worker_pb2.GetLoadResponse:
-    """What a worker says of itself, to anybody or to who knows its fleet's secret."""
+    """A worker's own report, with or without its fleet's secret."""
     token = () if secret is None else ((TOKEN_KEY, secret.token(address)),)
     with grpc.insecure_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)

@@ -53,7 +53,7 @@ def _tell(home: Path, called: set[str]) -> None:
 
 
 def _ours(home: Path, window: str) -> set[Path]:
-    """Files of effuse that ran in it, as paths in the checkout."""
+    """Files of effuse whose code ran in it, as paths in the checkout."""
     names = {Path(name) for one in home.glob(f"{window}.*") for name in one.read_text().split("\n")}
     product = (ROOT / "src" / "effuse").resolve()
     linked = {name.resolve() for name in names if name.is_relative_to(product)}

@@ -45,7 +45,9 @@ REASONS = ("worker", "alone", "seat", "budget")
 
 @dataclass
 class Gap:
-    """The longest time in which a client saw nothing of a request, and what the request met."""
+    """The longest time in which a client saw nothing of a request, and the faults that the request
+    met.
+    """
 
     seconds: float
     request_id: str
@@ -54,7 +56,7 @@ class Gap:
 
 @dataclass
 class Outcome:
-    """What became of all requests."""
+    """Results of all requests."""
 
     faults: Counter[str] = field(default_factory=Counter)
     gaps: list[Gap] = field(default_factory=list)
@@ -91,7 +93,7 @@ class Injector:
         self._frozen: dict[str, asyncio.Task[None]] = {}
 
     def ready(self) -> list[fronts.Running]:
-        """Workers whose engine is ready, runs and is known to be so."""
+        """Workers whose engine is ready, running and known as ready."""
         known = {one.record.life for one in self._router.fleet.candidates()
                  if one.condition.value == "ready"}  # fmt: skip
         return [one for one in self._fleet if _life(one) in known and _runs(one)]

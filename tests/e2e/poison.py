@@ -37,10 +37,10 @@ from effuse.worker.config import WorkerConfig
 
 Generation: TypeAlias = "pb_grpc.GenerationServiceAsyncStub"
 NUM_DECODE, NUM_OTHERS, TIMES = 3, 6, 5
-PAUSE_S = 1.0  # of who sends the poison, once it has been refused
+PAUSE_S = 1.0  # of the poison's sender, once it has been refused
 OTHER = 5  # a prompt that the fake engine answers
 POISONS = {"crash": CRASH, "killed": KILLED, "hung": HANG}
-"""By what becomes of an engine that it runs in."""
+"""By the fate of an engine in which it runs."""
 MOST_LOST = 3
 """Engines that any of them ends before it is refused."""
 
@@ -56,7 +56,7 @@ def message(first_id: int, seed: int) -> pb.GenerateRequest:
 
 @asynccontextmanager
 async def serving_router(redis_url: str) -> AsyncIterator[Router]:
-    """A router that knows nobody yet."""
+    """A router that knows no worker yet."""
     config, stop = RouterConfig(port=0, redis_url=redis_url, prefill="local"), asyncio.Event()
     async with Store(redis_url, config.fleet) as store, asyncio.TaskGroup() as group:
         router = Router(config, Tokenizer(byte_tokenizer()), store)
@@ -106,7 +106,7 @@ class Others:
 
 
 async def send_poison(stub: Generation, poison: int) -> EffuseError:
-    """What it is told once it is told no time to come back."""
+    """The last error before the one without a retry time."""
     while True:
         try:
             await stub.Generate(message(poison, 0), timeout=60)
@@ -121,7 +121,7 @@ async def send_poison(stub: Generation, poison: int) -> EffuseError:
 
 @dataclass
 class Outcome:
-    """What became of everybody."""
+    """Results of all requests."""
 
     told: list[EffuseError]  # to the poison, each time it was sent
     lost_engines: int

@@ -1,4 +1,4 @@
-"""What the kernel says of a process and its children: open files and resident memory."""
+"""A process and its children in the kernel: open files and resident memory."""
 
 from __future__ import annotations
 

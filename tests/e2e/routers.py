@@ -1,4 +1,4 @@
-"""A second router beside a fleet's own, on a port of its own, as it runs on another machine."""
+"""A second router beside a fleet's own, on its own port, as it runs on another machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SecondRouter:
     metrics: str  # where they are served; empty where they are not
 
     def kill(self) -> None:
-        """Ends it as a crash would, and waits for its end."""
+        """Ends it like a crash, and waits for its end."""
         self.child.kill()
         self.child.wait(30)
 

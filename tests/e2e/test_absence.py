@@ -33,7 +33,7 @@ def test_nobody_fails_while_the_only_worker_or_router_is_gone() -> None:
 
 
 class Names:
-    """A DNS server for one name, as that of a headless Service."""
+    """A DNS server for one name, like a headless Service's."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []

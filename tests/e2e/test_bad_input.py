@@ -1,8 +1,9 @@
 """Bad input gets the right status with a helpful message, and costs no worker its life.
 
-Every class is sent to a live fleet, whose routers ask for keys. How long refusals took is printed
-(`pytest -s` shows it), of the slowest also what a gRPC server takes that does nothing but refuse.
-It is no condition, as tests never assert on time. A bomb is slow for its client, who compresses it.
+Every class is sent to a live fleet whose routers require keys. The time of refusals is printed
+(`pytest -s` shows it), and for the slowest also the time of a gRPC server that only refuses. It is
+not a condition, because tests never assert on time. A bomb is slow for its client, which compresses
+it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Site:
         self.lives, self.processes = self.lives_now(), self.processes_now()
 
     def lives_now(self) -> dict[str, str]:
-        """Incarnations of the workers whose leases hold and that take requests."""
+        """Incarnations of workers with a valid lease that accept requests."""
         models = model_pb2_grpc.ModelServiceStub(self.channels["router"])
         listed = models.ListWorkers(
             model_pb2.ListWorkersRequest(), timeout=30, metadata=shown("mine")
@@ -162,7 +163,7 @@ def _report(took: dict[str, float]) -> None:
 
 
 def _bare_took(cases: list[Case]) -> list[float]:
-    """Seconds, each after a call that connects, where a server of our limits knows no method."""
+    """Seconds, each after a call that connects, on a server with our limits and no method."""
     options = server_options(PUBLIC_LIMITS, CALLER_KEEPALIVE)
     server = grpc.server(ThreadPoolExecutor(1), options=options)
     server.add_generic_rpc_handlers((Refusing(),))

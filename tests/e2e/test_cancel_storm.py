@@ -94,8 +94,9 @@ def _idle(fleet: Fleet) -> bool:
 
 
 def _files_and_tasks(fleet: Fleet) -> tuple[int, int]:
-    """Without connections to Redis: a process opens them as it needs several at once, up to its
-    limit, and keeps them."""
+    """Without connections to Redis: a process opens several at need, up to its limit, and keeps
+    them.
+    """
     port = int(fleet.redis_url.rsplit(":", 1)[1].split("/")[0])
     files = 0
     for one in _members(fleet):
@@ -111,7 +112,7 @@ def _resources(fleet: Fleet) -> tuple[tuple[int, int], int]:
 
 
 def _running_keys(fleet: Fleet) -> list[bytes]:
-    """Keys of placements that do not say that their request ended; the set of running ones."""
+    """Keys of placements without the end of their request; the set of running ones."""
     with redis.Redis.from_url(fleet.redis_url, socket_timeout=30) as client:
         keys = [key for key in client.scan_iter(match="*request*") if client.type(key) != b"none"]
         assert keys, "no placement was ever written"

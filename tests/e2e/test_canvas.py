@@ -1,8 +1,8 @@
-"""Canvases in a split fleet: the published loops' tokens, beside a request that is handed over, and
-the same answer where a decode worker is lost in its midst.
+"""Canvases in a split fleet: the published loops' tokens, next to a handed-over request, and the
+same answer if a decode worker is lost in the middle.
 
-A canvas is never handed over, so each family has one of the connectors; that either moves what is
-handed over is test_equality.py's to show.
+A canvas is never handed over, so each family has one of the connectors; test_equality.py shows that
+both move pages.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_published_loops(fleet: Fleet, served: Served) -
     alg: Alg | None = "entropy" if architecture == "dream" else None
     others = [
         make_request(prompt, replace(short, algorithm="d2f")),
-        make_request(prompt, short, token_ids=True),  # as the model decodes by default
+        make_request(prompt, short, token_ids=True),  # the model's default decoding
         make_request(prompt, replace(short, algorithm=architecture, alg=alg), token_ids=True),
     ]
     with connect(fleet.address) as client:

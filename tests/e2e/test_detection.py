@@ -1,4 +1,4 @@
-"""Real processes that die, hang or stand still: which are found out, and what is told of them."""
+"""Real processes that die, hang or stop: the detection, and the reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(fleet: Fleet) -> Iterator[Client]:
 
 
 def workers(client: Client) -> dict[str, model_pb2.Worker]:
-    """What the router knows of each worker, by address."""
+    """The router's knowledge of each worker, by address."""
     stub = model_pb2_grpc.ModelServiceStub(client.channel)
     answer = stub.ListWorkers(model_pb2.ListWorkersRequest(), timeout=30)
     return {worker.address: worker for worker in answer.workers}
@@ -57,7 +57,7 @@ def answer(client: Client) -> generation_pb2.GenerateResponse:
 
 @contextlib.contextmanager
 def frozen(fleet: Fleet) -> Iterator[None]:
-    """All processes of the fleet stand still, as when its machine is paused."""
+    """All processes of the fleet are stopped, like on a paused machine."""
     everyone = [one for process in fleet.processes.values() for one in tree(process.pid)]
     assert len(everyone) >= 2 + 2 * len(WORKERS)
     for process in everyone:

@@ -1,7 +1,7 @@
-"""The fleet's tokens are the reference decoder's, whatever moves pages and whoever is preempted.
+"""The fleet's tokens are the reference decoder's, with any connector and any preemption.
 
-Jobs whose decisions hang on the last bits of a float are left out, so that another processor's
-rounding does not turn the comparison red; the cases that must occur are counted by the oracle.
+Jobs whose decisions depend on the last bits of a float are left out, so that another processor's
+rounding does not break the comparison; the oracle counts the cases that must occur.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _one_thread() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A fleet, what it serves, and what moves its pages."""
+    """A fleet, its model, and its connector."""
 
     architecture: Architecture
     connector: str
@@ -50,7 +50,7 @@ DREAM: list[tuple[Architecture, str]] = [("dream", "zmq"), ("dream", "nixl")]
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Shared by the tests of one kind of fleet, which do not mind what was asked before."""
+    """Shared by the tests of one kind of fleet, for which earlier requests do not matter."""
     architecture, connector = request.param
     with tiny_fleet(architecture, connector=connector) as fleet:
         yield Served(architecture, connector, fleet)
@@ -105,7 +105,7 @@ def test_tokens_equal_the_oracles_with_another_layout_or_attention(
 def test_tokens_equal_the_oracles_while_requests_are_preempted(
     architecture: Architecture, connector: str
 ) -> None:
-    """Each family and each connector once: who is preempted has all its pages already."""
+    """Each family and each connector once; preempted requests already have all their pages."""
     with tiny_fleet(architecture, connector=connector, decode_flags=("--num-pages", "14")) as fleet:
         for algorithm in ("d2f", "block_diffusion"):
             pairs = solid_jobs(architecture, algorithm, seed=3, least_blocks=7)
@@ -122,7 +122,8 @@ def solid_jobs(
     architecture: Architecture, algorithm: str, seed: int, least_blocks: int = 0
 ) -> list[Pair]:
     """Jobs with the oracle's answers; every second one ends at a token that it would write, unless
-    they are to be long. What moves pages is nothing to the oracle: it is asked once."""
+    they are to be long. The connector does not affect the oracle, which runs once.
+    """
     raw = _raw(architecture)
     pairs: list[Pair] = []
     for number, job in enumerate(
@@ -148,7 +149,7 @@ def solid_jobs(
 
 @cache
 def _raw(architecture: Architecture) -> RawModel:
-    """What every fleet of the architecture serves here."""
+    """The model of every fleet of the architecture here."""
     with tempfile.TemporaryDirectory(prefix="effuse-oracle-") as home:
         return load_raw(tiny_checkpoint(Path(home) / architecture, architecture))
 
@@ -168,7 +169,7 @@ def _ask(fleet: Fleet, jobs: list[Job]) -> list[pb.GenerateResponse]:
 
 
 def _all_handed_over(answers: list[pb.GenerateResponse], connector: str) -> None:
-    """Nobody prefilled locally, and what moved is pages times page bytes."""
+    """No request was prefilled locally, and the moved bytes are pages times page bytes."""
     for answer in answers:
         stats = answer.stats
         assert (stats.connector, stats.prefill_worker) == (connector, "prefill-0")
@@ -180,7 +181,7 @@ def _counted_the_same_bytes(fleet: Fleet) -> None:
     received = load_of(fleet.address_of("decode-0")).kv_bytes
     assert received > 0
     assert received % TINY.page_bytes == 0
-    # Prefill may hear only after the whole answer that its last pages have arrived.
+    # Prefill may learn that its last pages have arrived only after the whole answer.
     wait_until(
         lambda: load_of(fleet.address_of("prefill-0")).kv_bytes == received,
         "prefill has not counted the bytes that decode received",

@@ -1,4 +1,6 @@
-"""Links between real workers: measured at the start, told alike everywhere, refused when slow."""
+"""Links between real workers: measured at the start, reported the same everywhere, refused when
+slow.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ PROMPT = "Tom has 3 boxes with 12 pens in each. He gives 7 pens away. How many p
 
 
 def listed(fleet: Fleet) -> dict[str, model_pb2.Worker]:
-    """The workers as the router sees them, by their ids."""
+    """The workers in the router's list, by their ids."""
     with fleet.channel() as channel:
         models = model_pb2_grpc.ModelServiceStub(channel)
         answer = models.ListWorkers(model_pb2.ListWorkersRequest(), timeout=WITHIN_S)

@@ -1,4 +1,4 @@
-"""What a running fleet listens on, by the kernel's word: nothing but what it was told to."""
+"""The listening addresses of a running fleet according to the kernel: only the configured ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from e2e.tiny import tiny_checkpoint
 from effuse.cli.fleet import Fleet, FleetConfig
 
 OPEN = "0.0.0.0"
-EVERYWHERE = "::"  # what gRPC makes of it: IPv6 and IPv4
+EVERYWHERE = "::"  # gRPC's addresses for it: IPv6 and IPv4
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def listening(fleet: Fleet) -> dict[str, set[str]]:
-    """Addresses that each process of the fleet, and what it started, listens on."""
+    """Listening addresses of each process of the fleet, and of its children."""
     found: dict[str, set[str]] = {}
     for name, process in fleet.processes.items():
         sockets = [one for each in tree(process.pid) for one in each.net_connections("inet")]

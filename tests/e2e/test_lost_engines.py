@@ -1,4 +1,4 @@
-"""Two of three decode engines killed at once, again and again, under load: nobody notices."""
+"""Two of three decode engines killed together, repeatedly, under load: no client notices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECODE = ("decode-0", "decode-1", "decode-2")
 
 @dataclass
 class Load:
-    """Requests sent one after the other by each of several threads, until told to stop."""
+    """Requests that each of several threads sends one after another, until they are stopped."""
 
     client: Client
     jobs: list[Job]

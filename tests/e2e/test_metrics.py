@@ -1,5 +1,6 @@
-"""Every metric that the dashboard shows moves: by requests, a cancelled one, a refused one, and one
-whose decode worker loses its engine."""
+"""Every metric in the dashboard moves: by requests, a cancelled one, a refused one, and one whose
+decode worker loses its engine.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def request(max_tokens: int) -> pb.GenerateRequest:
 
 
 def until(fleet: Fleet, is_so: Callable[[Samples], bool]) -> Iterator[Samples]:
-    """What is served until it is so."""
+    """The served metrics, once they satisfy the condition."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         samples = scrape(fleet)
@@ -68,7 +69,7 @@ def nobody_decodes(samples: Samples) -> bool:
 
 
 def looks(fleet: Fleet, stub: generation_pb2_grpc.GenerationServiceStub) -> Iterator[Samples]:
-    """What is served before, while and after things happen."""
+    """The served metrics before, during and after events."""
     yield scrape(fleet)
     cancelled = stub.GenerateStream(
         pb.GenerateStreamRequest(request=request(160)), timeout=DEADLINE_S
@@ -107,7 +108,8 @@ def test_every_metric_of_the_dashboard_moves() -> None:
         first, *later = looks(fleet, stub)
         missing = names_in(dashboard_queries()) - moved(first, later)
         deadline = time.monotonic() + DEADLINE_S
-        # A link is measured when nobody asks for it, and an answer may end before it is cancelled.
+        # A link is measured when there are no requests, and an answer may end before it is
+        # cancelled.
         while missing and time.monotonic() < deadline:
             cancelled = stub.GenerateStream(streamed(160), timeout=DEADLINE_S)
             next(cancelled)
@@ -117,7 +119,7 @@ def test_every_metric_of_the_dashboard_moves() -> None:
 
 
 def moved(first: Samples, later: Iterable[Samples]) -> set[str]:
-    """Names of what is not as it was at first."""
+    """Names of changed values."""
     return {
         sample[0]
         for samples in later

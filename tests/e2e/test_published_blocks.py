@@ -21,7 +21,7 @@ FAST_DLLM_CHECKPOINTS = {32: 2, 8: 1}  # seeds of those with the most runs, by t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A run of the authors' code: what a client asks, and the tokens that came."""
+    """A run of the authors' code: a client's request, and the resulting tokens."""
 
     prompt: Sequence[int]
     params: Params

@@ -1,7 +1,7 @@
 """A prefill worker that is frozen, front and engine, while pages are open to it over NIXL.
 
-It is beside the decode worker and may write by itself, so that its pages stay out of use for as
-long as it stands still, and are back as soon as it goes on or has been killed.
+It is on the decode worker's machine and may write by itself. So its pages stay out of use as long
+as it is stopped, and are back as soon as it goes on or has been killed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _total(fleet: Fleet) -> int:
 
 
 def _quarantines(fleet: Fleet) -> list[WorkerQuarantine]:
-    """Those of the decode worker, as clients are told of them."""
+    """Those of the decode worker, as clients see them."""
     with Client(fleet.address) as client:
         workers = {one.worker_id: one for one in client.workers()}
     return list(workers["decode-0"].quarantines)

@@ -1,4 +1,4 @@
-"""Every worker and two routers replaced one by one under load: nobody notices."""
+"""Every worker and two routers replaced one by one under load: no client notices."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ THINK_S = 0.1  # which leaves the processes that start some of a small machine
 
 @dataclass
 class Load:
-    """Streams read one after the other by each of several threads, each over its own connection
-    and as an effuse client asks, until told to stop."""
+    """Streams that each of several threads reads one after another, each over its own connection
+    and with the retries of an effuse client, until they are stopped.
+    """
 
     address: str
     jobs: list[Job]

@@ -1,5 +1,6 @@
-"""A fleet with certificates, keys and encrypted pages: it serves who shows what is asked for, and
-nothing that it listens on tells anybody else anything."""
+"""A fleet with certificates, keys and encrypted pages: it serves clients with the right
+credentials, and reveals nothing to others on any port.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_no_port_tells_a_stranger_anything(fleet: Fleet, authority: Authority) -
 
 
 def _listening(fleet: Fleet) -> Iterator[tuple[int, str]]:
-    """Every TCP port of the fleet, and whose it is."""
+    """Every TCP port of the fleet, with its owner."""
     for name, process in fleet.processes.items():
         for each in tree(process.pid):
             for one in each.net_connections("tcp"):
@@ -114,7 +115,7 @@ def _speaks_tls(address: str) -> bool:
 
 
 def _answers_calls(channel: grpc.Channel) -> bool:
-    """Whether it tells of load or models, or would drain, without what it asks for."""
+    """Whether it reveals load or models, or would drain, without credentials."""
     with channel:
         worker = worker_pb2_grpc.WorkerServiceStub(channel)
         models = model_pb2_grpc.ModelServiceStub(channel)

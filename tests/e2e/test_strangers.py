@@ -115,7 +115,7 @@ async def _forge(fleet: Fleet, address: str) -> list[WorkerRecord]:
 
 
 def test_a_stray_process_cannot_ask_redis(fleet: Fleet) -> None:
-    """Nor can who knows its password do more than a process of the fleet has to."""
+    """And with its password a client can do only what a process of the fleet must do."""
     with redis.Redis.from_url(fleet.redis_url, socket_timeout=30) as stray:
         for call in (stray.ping, stray.dbsize, lambda: stray.set("effuse:x", 1)):
             with pytest.raises(redis.AuthenticationError):

@@ -1,4 +1,4 @@
-"""Two routers over one fleet: one is killed, the other one answers what it was asked."""
+"""Two routers over one fleet: one is killed, the other one answers its requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def steps(fleet: Fleet) -> int:
 
 
 def runs_at(client: Client, name: str) -> str:
-    """The address of the router that has the request, as another one says that is asked for it."""
+    """The address of the router that has the request, from another router's error."""
     with pytest.raises(grpc.RpcError) as caught:
         client.generate(JOB.message(name))
     refused = from_rpc_error(cast("grpc.aio.AioRpcError", caught.value), "router")
@@ -83,7 +83,7 @@ def test_who_asks_again_after_his_router_died_is_answered_once(
 def test_a_request_is_taken_over_from_a_router_that_stands_still(
     fleet: Fleet, second: SecondRouter
 ) -> None:
-    """As one whose host is gone: its connections are open for a while, and its attempts run."""
+    """Like one whose host is gone: its connections are open for a while, and its attempts run."""
     engine = engine_of(fleet.processes["decode-0"].pid)
     with connect(fleet.address) as client, connect(second.address) as doomed:
         expected = client.generate(JOB.message())
@@ -127,5 +127,5 @@ def test_together_they_fill_a_worker_and_do_not_overfill_it(
         for call in asking:
             call.result()
     assert max(samples) >= SEATS
-    # Until the two have heard of each other each takes all; without that it is so all the time.
+    # Until the two know of each other each takes all seats; without that it is always so.
     assert sum(load > SEATS for load in samples) < 0.3 * len(samples), samples

@@ -40,7 +40,7 @@ def test_more_requests_than_seats() -> None:
 def _ask_for_more_than_seats_can_give(
     client: Client, answers: Sequence[generation_pb2.GenerateResponse]
 ) -> None:
-    """Nobody waits and one answer would be in time, but eight take the two seats four times."""
+    """No request waits and one answer would be in time, but eight take the two seats four times."""
     held_s = mean(
         (stats.total_duration.ToMicroseconds() - stats.queue_duration.ToMicroseconds()) / 1e6
         for stats in (answer.stats for answer in answers)
@@ -79,7 +79,7 @@ def test_reservations_that_are_late_since_pages_are_short() -> None:
             )
         answers = [call.result() for call in calls]
         attempts = [client.attempt_of(name) for name in names]
-        # Prefill may hear only after the whole answer that its last pages have arrived.
+        # Prefill may learn that its last pages have arrived only after the whole answer.
         wait_until(lambda: _holds_nothing(fleet), "pages are left")
     assert all(answer.stats.prefill_worker == "prefill-0" for answer in answers)
     assert max(attempts) == 2, "a late reservation was late again"

@@ -49,7 +49,7 @@ class Job:
     ignore_eos: bool = False
 
     def message(self, request_id: str | None = None) -> generation_pb2.GenerateRequest:
-        """The job as the public API takes it, token ids wanted back."""
+        """The job as a request of the public API, with token ids in the answer."""
         return generation_pb2.GenerateRequest(
             request_id=request_id,
             prompt_token_ids=generation_pb2.TokenIds(ids=self.prompt),

@@ -1,5 +1,6 @@
-"""What is sent: bytes of nobody's, messages that were changed on their way, messages of random
-fields, and values that were bent. All of it follows from a draw."""
+"""The drawn inputs: random bytes, messages changed in transit, messages of random fields, and
+altered values. Everything follows from a draw.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What an engine and its front say to each other: orders of every value that their schema allows,
-to whole engines with tiny models, and frames of nobody's to a front."""
+"""Messages between an engine and its front: commands with every value that their schema allows, to
+whole engines with tiny models, and random frames to a front.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ _ORDERS: Final = msgspec.msgpack.Decoder(ToEngine)
 
 
 def drawn_order(draw: Draw, good: ToEngine) -> ToEngine | None:
-    """An order like it that the engine's process would take from its socket; None where it is
-    none."""
+    """A command like it that the engine's process would accept from its socket; None if there is
+    none.
+    """
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(good))
     for _ in range(draw.choice((1, 1, 2, 4))):
         plain = bent(draw, plain)
@@ -138,7 +140,7 @@ class DecodeOrders:
 
 @dataclass
 class PrefillOrders:
-    """A prefill engine whose pushes go to a pool beside it."""
+    """A prefill engine that pushes to a pool in the same process."""
 
     rig: prefill_worker.rig.Rig
     number: int = 0
@@ -218,7 +220,7 @@ class Running:
     pid = 0
 
     async def wait(self) -> int:
-        """Never ends by intent: who waits is cancelled."""
+        """Never ends on purpose: its waiter is cancelled."""
         await asyncio.Event().wait()
         return 0
 

@@ -1,4 +1,4 @@
-"""What stands in Redis, which anybody may have written: workers, routers, placements, answers."""
+"""Records in Redis, which anything may have written: workers, routers, placements, answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
 ASKED_SHARE: Final = 0.05
-"""How often the router is asked over gRPC while it believes what was written."""
+"""How often gRPC requests are sent while the router believes the records."""
 
 _STRANGERS: Final[Sequence[tuple[str, Role]]] = (("strange-p", "prefill"), ("strange-d", "decode"))
 WORKERS: Final = [
@@ -108,7 +108,7 @@ class Readers:
         return "malformed worker" if found.malformed else "worker"
 
     async def _believe(self, stored: bytes) -> None:
-        """The router sees it beside its own workers, and answers all the same."""
+        """The router sees it beside its own workers, and still answers."""
         fleet, store = self.fleet, self.fleet.store
         own = store.workers
 
@@ -129,7 +129,7 @@ class Readers:
             await self._forget()
 
     async def _forget(self) -> None:
-        """What was believed is gone, as after its lease."""
+        """The believed record is gone, as after its lease."""
         view = self.fleet.router.view
         view._snapshot = Snapshot({}, True)
         await view.poll()
@@ -177,7 +177,7 @@ class Readers:
         return "placement"
 
     async def _claim(self, draw: random.Random, claim: Claim) -> None:
-        """Somebody asks under an id of which that is known."""
+        """A client uses an id whose record exists."""
         store = self.fleet.store
         own = store.claim
 

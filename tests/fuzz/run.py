@@ -1,4 +1,4 @@
-"""Feeds every surface and says what came of it: `make fuzz`.
+"""Feeds every surface and prints the results: `make fuzz`.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m fuzz.run --count 1000000 --seed 1
 """
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1_000_000, help="messages of all surfaces")
     parser.add_argument("--only", choices=[one.name for one in SURFACES], help="one surface alone")
     args = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # what is refused is logged, a million times
+    logging.disable(logging.CRITICAL)  # refusals are logged, a million times
     chosen = [one for one in SURFACES if args.only in (None, one.name)]
     reports = asyncio.run(run(chosen, args.seed, args.count))
     found = sum(len(one.findings) for one in reports)

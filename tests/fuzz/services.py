@@ -1,6 +1,7 @@
-"""gRPC's faces: a router in this process, whole fleets of processes, and what both are sent.
+"""gRPC surfaces: a router in this process, whole fleets of processes, and their inputs.
 
-Both are real servers with all their interceptors, called over sockets."""
+Both are real servers with all their interceptors, called over sockets.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ OURS: Final = frozenset({"UNKNOWN", "INTERNAL", "DATA_LOSS"})
 """Ends that bad input may never have."""
 
 WRITTEN_IN_VAIN: Final = "Internal error from Core"
-"""What gRPC's own client makes of a message that it sends after the server has ended a call."""
+"""The error of gRPC's own client for a message that it sends after the server has ended a call."""
 
 PUBLIC: Final[Sequence[ServiceDescriptor]] = (
     *generation_pb2.DESCRIPTOR.services_by_name.values(),
@@ -73,7 +74,7 @@ class Method:
     is_endless: bool
 
     def draw(self, draw: Draw) -> list[bytes]:
-        """What is sent in one call."""
+        """The messages of one call."""
         count = draw.choice((0, 1, 1, 2, 3)) if self.streams else 1
         number = draw.randrange(2**40)
         goods = [_renamed(draw.choice(self.goods), number) for _ in range(count) if self.goods]
@@ -81,7 +82,7 @@ class Method:
 
 
 def _renamed(good: Message, number: int) -> Message:
-    """The same of a new attempt, as ids of attempts are never used twice."""
+    """The same for a new attempt, because ids of attempts are never used twice."""
     made = type(good)()
     made.CopyFrom(good)
     for field, value in made.ListFields():
@@ -110,7 +111,7 @@ def methods_of(
 
 
 def goods_for_clients(facts: Facts) -> dict[str, list[Message]]:
-    """By method: messages that are good, or wrong in one field alone."""
+    """By method: messages that are good, or wrong in a single field."""
     found: dict[str, list[Message]] = {}
     for _, case in (*client_cases(facts), *gateway_cases(facts)):
         found.setdefault(case.method, []).extend(
@@ -146,7 +147,9 @@ async def call(channel: grpc.aio.Channel, method: Method, sent: list[bytes]) -> 
 
 
 async def _call_again(channel: grpc.aio.Channel, method: Method, sent: list[bytes]) -> None:
-    """The same bytes, and the same of a new attempt, as a worker refuses an attempt that it had."""
+    """The same bytes, and the same for a new attempt, because a worker refuses an attempt that it
+    had.
+    """
     number = secrets.randbits(40)
     for each in (sent, [_of_new_attempt(one, method.kind, number) for one in sent]):
         await call(channel, method, each)
@@ -226,7 +229,7 @@ class Processes:
         return outcome
 
     def held(self) -> Mapping[str, int]:
-        """Beside the processes: what workers hold, and what the kernel does for all of them."""
+        """Besides the processes: the workers' resources, and the kernel's for all of them."""
         fleet = self.fleet
         now = {name: pids(process.pid) for name, process in fleet.processes.items()}
         held = {"processes that are not as before": int(now != self.before)}

@@ -1,4 +1,4 @@
-"""One face that strangers can reach, how it is fed, and what it holds meanwhile."""
+"""One surface that strangers can reach, its inputs, and its resources meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 MOST_FINDINGS: Final = 20
 MOST_GROWTH_BYTES: Final = 96 << 20
-"""Of a process's memory between a warm-up and the end; what allocators need stays below."""
+"""Growth of a process's memory between a warm-up and the end; that of allocators stays below."""
 
 SLACK: Final = {"tasks": 2, "descriptors": 24}
 """gRPC and ZMQ open connections, and tasks that close them, when they please."""
@@ -36,14 +36,15 @@ class RanLate(Exception):
 
 
 class Face(Protocol):
-    """What is fed. It is entered before and left after."""
+    """The surface under test. It is entered before and left after."""
 
     async def feed(self, draw: random.Random) -> str:
-        """Sends a drawn message; the name of what came of it. Whatever it raises is a finding, but
-        for `RanLate`: that is one if it comes again where nothing else is asked."""
+        """Sends a drawn message; returns the name of the outcome. Every exception is a finding,
+        except `RanLate`, which is one only if it comes again without other load.
+        """
 
     def held(self) -> Mapping[str, int]:
-        """What it holds while nothing is fed; has to be the same before and after."""
+        """Its resources while it is idle; they must be the same before and after."""
 
 
 class Surface(Protocol):
@@ -58,7 +59,7 @@ class Surface(Protocol):
 
 @dataclass
 class Report:
-    """What came of one surface."""
+    """The outcome of one surface."""
 
     name: str
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -133,7 +134,7 @@ async def _feed_one(face: Face, report: Report, name: str) -> None:
 
 
 async def _ask_again(report: Report) -> None:
-    """What ran late, one after the other: nothing else is to blame for what does so again."""
+    """Inputs that ran late, one after another: without other load a second delay is a finding."""
     for name, late in report.late.items():
         try:
             await late.again()
@@ -149,7 +150,7 @@ def _held(face: Face) -> dict[str, int]:
 
 
 async def _leaks(face: Face, before: Mapping[str, int]) -> list[str]:
-    """What is still held after a while, beyond what was held at the start."""
+    """Resources that are still held after a while, beyond those at the start."""
     gc.collect()
     for _ in range(PATIENCE):
         after = _held(face)

@@ -34,7 +34,7 @@ MOST = 1500  # in which each planted bug is found
 
 @pytest.fixture(autouse=True)
 def silence() -> Iterator[None]:
-    """What is refused is logged."""
+    """Refusals are logged."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -42,15 +42,15 @@ NEW_SHARE: Final = 0.02
 """How often the stranger learns of another reservation."""
 
 LED_SHARE: Final = 0.05
-"""How often somebody is told of a peer that is none."""
+"""How often a writer gets a false peer."""
 
 
 class Trusted(AssertionError):
-    """What a stranger said was taken for a transfer."""
+    """A stranger's message was accepted as a transfer."""
 
 
 def honest_messages(reserved: Reservation) -> list[msgspec.Struct]:
-    """What the writer of a reservation would say, digests left out as who says it has no bytes."""
+    """The messages of a reservation's writer, without digests because a stranger has no bytes."""
     names = (reserved.attempt, WRITER, READER)
     fingerprint = print_of(SMALL)
     pages = Pages(*names, 0, reserved.pages, 0, SMALL.num_groups)
@@ -83,8 +83,9 @@ def drawn_message(draw: Draw, reserved: Reservation) -> bytes:
 
 @dataclass
 class Stranger:
-    """Says things to the receiver of a pair whose reservations it knows. `say` sends a message
-    with payload; `heard` tells how many answers have come since it was last asked."""
+    """Sends messages to the receiver of a pair whose reservations it knows. `say` sends a message
+    with payload; `heard` returns how many answers have come since the last call.
+    """
 
     pair: Pair
     say: Callable[[bytes, Sequence[bytes]], None]
@@ -131,7 +132,7 @@ class Stranger:
 
 
 def _lead_astray(stranger: Stranger, draw: Draw) -> None:
-    """The sender is told of a receiver that is somewhere else, and of no pages."""
+    """The sender gets a receiver at another address, and no pages."""
     plain, pair = msgspec.msgpack.decode(encode(stranger.reserved)), stranger.pair
     plain["address"] = bent(draw, plain["address"])
     with contextlib.suppress(MalformedMessage):
@@ -172,7 +173,7 @@ class ZmqSurface:
 
 
 class NixlSurface:
-    """Notifications of an agent that nobody knows, metadata among them."""
+    """Notifications of an unknown agent, including metadata."""
 
     name, weight, at_once = "NIXL notifications", 20, 1
 
@@ -201,7 +202,7 @@ class NixlSurface:
 
 
 def _introduced(draw: Draw, message: bytes, metadata: bytes) -> bytes:
-    """A Begin whose writer says how it is answered, or something like it."""
+    """A Begin whose writer has an address for answers, or something similar."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         said = msgspec.msgpack.decode(message)
         if isinstance(said, dict) and said.get("type") == "Begin":
@@ -216,12 +217,12 @@ HELLO: Final = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72)
 
 @dataclass
 class Listeners:
-    """One that takes everybody and one that asks for keys."""
+    """One that accepts everything and one that requires keys."""
 
     listeners: Sequence[ZmqListener]
 
     async def feed(self, draw: random.Random) -> str:
-        """A connection that says something like the beginning of a handshake, and breaks off."""
+        """A connection that sends something like the beginning of a handshake, and breaks off."""
         listener = draw.choice(self.listeners)
         mechanism = draw.choice((b"NULL", b"CURVE", b"PLAIN", b"\xff" * 20)).ljust(20, b"\0")
         hello = HELLO + draw.randbytes(120)
@@ -270,7 +271,7 @@ class HandshakeSurface:
 async def _check_honest(
     context: zmq.Context[zmq.Socket[bytes]], listener: ZmqListener, keys: CurveKeys
 ) -> None:
-    """Who has the keys gets through after all that."""
+    """An owner of the keys gets through after all that."""
     member = context.socket(zmq.DEALER)
     keys.ask(member)
     member.setsockopt(zmq.LINGER, 0)

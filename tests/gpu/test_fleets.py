@@ -1,9 +1,9 @@
-"""Fleets of processes on a GPU, on two, and on the CPU: the tokens of one process, also where a
-worker dies while pages fly.
+"""Fleets of processes on a GPU, on two, and on the CPU: the tokens of one process, even if a worker
+dies while pages are in flight.
 
-fp32, and only jobs whose answers hang on no rounding: what else is in a batch changes the last bits
-of a GPU's products, and exactness is claimed for nothing else. REHEARSE=1 has all of it run on the
-CPU; deaths over NIXL, where a dead writer's bytes are worst, run there always.
+fp32, and only jobs whose answers do not depend on rounding: the rest of a batch changes the last
+bits of a GPU's products, and exactness is claimed for nothing else. With REHEARSE=1 all of it runs
+on the CPU; deaths over NIXL, the worst case for a dead writer's bytes, always run there.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def cases(numbers_of_gpus: Sequence[int], *others: Case) -> list[object]:
 
 @functools.cache
 def workload() -> list[Pair]:
-    """Greedy and sampled jobs of both algorithms whose prompts take from none to a dozen pages,
-    with the oracle's answers."""
+    """Greedy and sampled jobs of both algorithms whose prompts fill from none to a dozen pages,
+    with the oracle's answers.
+    """
     torch.set_num_threads(1)
     raw = load_raw(BUNDLED)
     other = shaken(raw, seed=1)
@@ -99,7 +100,7 @@ def fleet_on(
     decode: int,
     prefill_flags: tuple[str, ...] = (),
 ) -> Iterator[Fleet]:
-    """A fleet whose workers share a GPU where there are more of them than GPUs."""
+    """A fleet whose workers share a GPU if there are more of them than GPUs."""
     here = gpus_here()[:num_gpus]
     if len(here) < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs, sees {len(here)}")
@@ -162,7 +163,7 @@ def crowd(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 @pytest.fixture
 def whole_crowd(crowd: Fleet) -> Fleet:
-    """All four are there, also where another test has killed one, and have met each other."""
+    """All four are there, even if another test has killed one, and know each other."""
     everybody = {f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)}
     for name in everybody - set(crowd.processes):
         crowd.restart(name, START_S)
@@ -173,7 +174,7 @@ def whole_crowd(crowd: Fleet) -> Fleet:
         return _who_served(answers) == everybody
 
     wait_until(all_serve, "not everybody serves")
-    # A rehearsal holds pages, for as long as a prefill engine stands still in it.
+    # A rehearsal holds pages as long as a prefill engine is stopped in it.
     wait_until(lambda: _are_measured(crowd), "a link was not measured")
     wait_until(lambda: _holds_nothing(crowd), "pages are left")
     wait_until(lambda: _is_known_to_hold_nothing(crowd), "the router did not hear of it")
@@ -224,7 +225,7 @@ def _ask_and_kill(
         assert {one.attempt for one in told} == {1}
         assert _held(fleet, "prefill") == pages, "a push has ended"
         fleet.kill(victim)
-        # Nobody has taken what did arrive for whole before it was given up.
+        # No request has accepted arrived pages as complete before they were abandoned.
         wait_until(
             lambda: all(client.attempt_of(name) > 1 for name in hit), "nobody missed the dead one"
         )
@@ -248,8 +249,9 @@ def _are_measured(fleet: Fleet) -> bool:
 
 
 def _is_known_to_hold_nothing(fleet: Fleet) -> bool:
-    """Whether the router has heard so, too: one that goes by what a decode worker had a second ago
-    gives the next prompts all to the other one."""
+    """Whether the router knows it too: with a decode worker's state of a second ago it would give
+    all next prompts to the other one.
+    """
     with effuse.Client(fleet.address) as client:
         return all(one.free_pages == one.total_pages for one in client.workers())
 

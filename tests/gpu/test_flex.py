@@ -1,4 +1,4 @@
-"""FlexAttention as it is compiled on a GPU, packed and not, one compilation for all lengths."""
+"""FlexAttention compiled on a GPU, packed and not, one compilation for all lengths."""
 
 from __future__ import annotations
 

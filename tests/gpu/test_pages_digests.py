@@ -129,7 +129,7 @@ def test_digests_follow_their_stream_and_wait_for_nothing() -> None:
     written = torch.cuda.Event()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     try:
-        with warnings.catch_warnings(action="ignore"):  # It says that it is a prototype.
+        with warnings.catch_warnings(action="ignore"):  # It prints that it is a prototype.
             torch.cuda.set_sync_debug_mode("error")
         with torch.cuda.stream(writer):
             torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]

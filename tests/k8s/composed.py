@@ -1,4 +1,4 @@
-"""What an overlay comes to, by the little of kustomize that the manifests here use.
+"""The result of an overlay, with the few features of kustomize that the manifests here use.
 
 Resources, components, patches (operations from a file, a deletion, or a test that always fails) and
 replicas; no labels.
@@ -38,7 +38,7 @@ def deployments(name: str, *components: str) -> dict[str, Document]:
 
 
 def _build(directory: Path, found: Documents) -> None:
-    """Adds a folder's documents and changes those that are there, as it asks for."""
+    """Adds a folder's documents and applies its patches."""
     asked = yaml.safe_load((directory / "kustomization.yaml").read_text())
     for resource in asked.get("resources", ()):
         path = directory / resource
@@ -80,7 +80,7 @@ def _patch(directory: Path, patch: Document, found: Documents) -> None:
 
 
 def _operate(document: Document, operation: Document) -> None:
-    """One operation of a JSON patch; what it names must be there, as kustomize wants it too."""
+    """One operation of a JSON patch; its target must exist, as kustomize also requires."""
     steps = operation["path"].removeprefix("/").split("/")
     *way, last = (step.replace("~1", "/") for step in steps)
     place: Any = document

@@ -1,5 +1,5 @@
-"""A component changes every process of the fleet that takes it, or there is no such fleet; and the
-README makes the Secrets that it mounts. What `make k8s-try` asks moves KV.
+"""A component changes every process of the fleet that it concerns, or there is no such fleet; and
+the README makes the Secrets that it mounts. The request of `make k8s-try` moves KV.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_workers_in_one_pod_are_not_left_out_of_what_the_router_gets(component: 
 
 
 def _mounted_files(overlay: str) -> dict[str, set[str]]:
-    """Of each Secret of an overlay the files that its processes are told to read."""
+    """For each Secret of an overlay the files that its processes read."""
     found: dict[str, set[str]] = {}
     for deployment in deployments(overlay).values():
         pod = deployment["spec"]["template"]["spec"]
@@ -40,7 +40,7 @@ def _mounted_files(overlay: str) -> dict[str, set[str]]:
 
 
 def _make_secrets(overlay: str, directory: Path) -> str:
-    """Runs the README's commands for an overlay's Secrets; what they told kubectl."""
+    """Runs the README's commands for an overlay's Secrets; returns the arguments of kubectl."""
     kubectl, told = directory / "kubectl", directory / "told"
     kubectl.write_text(f"#!/bin/sh\necho $* >>{told}\n")
     kubectl.chmod(0o700)
@@ -56,7 +56,7 @@ def test_the_readme_makes_the_secrets_that_an_overlay_mounts(overlay: str, tmp_p
     assert made
     files = {name: set(re.findall(r"--from-\w+=([\w.]+)=", words)) for name, words in made}
     assert files == _mounted_files(overlay)
-    assert told.count("--namespace night apply -f -") == len(made)  # also where it is there already
+    assert told.count("--namespace night apply -f -") == len(made)  # even if it is there already
 
 
 def test_certificates_of_the_readme_are_renewed_by_the_same_authorities(tmp_path: Path) -> None:

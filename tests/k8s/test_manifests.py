@@ -113,7 +113,7 @@ def test_an_overlays_name_is_its_topology(name: str) -> None:
 
 @pytest.mark.parametrize("name", overlays())
 def test_pods_outlive_the_drain_of_what_is_in_them(name: str) -> None:
-    """Kubernetes kills what is left after the grace period, in which preStop counts, too."""
+    """Kubernetes kills processes after the grace period, which includes preStop."""
     checked = set()
     for pod in _pods(name):
         for container in pod["containers"]:
@@ -131,7 +131,7 @@ def test_pods_outlive_the_drain_of_what_is_in_them(name: str) -> None:
 
 
 def test_a_router_goes_on_until_its_endpoint_is_forgotten() -> None:
-    """Once it drains it listens no more: who still comes would be refused by the kernel."""
+    """Once it drains it listens no more: the kernel would refuse later clients."""
     assert _container("router")["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
 
 
@@ -227,7 +227,7 @@ def _selected(selector: Document) -> set[str]:
 
 
 def _config(container: Document, files: Path) -> Access:
-    """What the process of a container is told; what is mounted there is found below `files`."""
+    """The arguments of a container's process; its mounts are below `files`."""
     kinds: dict[str, type[Access]] = {
         "router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig
     }  # fmt: skip
@@ -244,7 +244,9 @@ def _config(container: Document, files: Path) -> Access:
 def test_every_process_takes_its_flags(
     name: str, components: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """What is refused at the start, as plain text that nobody allowed is, is never ready."""
+    """A config that is refused at the start, such as plain text without its flag, is never
+    ready.
+    """
     for file in ("tls.crt", "tls.key", "ca.crt", "credentials"):
         (tmp_path / file).touch()
     containers = [one for pod in _pods(name, *components) for one in pod["containers"]]

@@ -1,4 +1,4 @@
-"""The password of Redis on Kubernetes: what the README makes is what Redis and the fleet find."""
+"""The password of Redis on Kubernetes: Redis and the fleet find the file that the README makes."""
 
 from __future__ import annotations
 

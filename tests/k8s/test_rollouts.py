@@ -29,7 +29,7 @@ def test_an_update_waits_for_no_gpu_that_is_not_there(name: str, workers: list[s
 
 @pytest.mark.parametrize("name", overlays())
 def test_a_front_that_answers_nobody_is_not_waited_for_as_for_one_that_drains(name: str) -> None:
-    """It does not hear SIGTERM: all of the pod's grace period would go by before it is killed."""
+    """It does not receive SIGTERM: the pod's whole grace period would pass before it is killed."""
     for deployment in deployments(name).values():
         pod = deployment["spec"]["template"]["spec"]
         for container in pod["containers"]:

@@ -1,4 +1,6 @@
-"""Block attention on the torch path: against the explicit mask, and what must not change it."""
+"""Block attention on the torch path: against the explicit mask, and inputs that must not
+change it.
+"""
 
 from __future__ import annotations
 

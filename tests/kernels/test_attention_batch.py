@@ -1,4 +1,4 @@
-"""What a batch refuses, and how it cuts rows into segments."""
+"""Refusals of a batch, and how it cuts rows into segments."""
 
 from __future__ import annotations
 

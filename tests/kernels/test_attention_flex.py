@@ -1,4 +1,4 @@
-"""FlexAttention over gathered keys gives what the explicit mask gives, packed or not."""
+"""FlexAttention over gathered keys gives the explicit mask's results, packed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program's lines are read as they come, and its hang or end fails only who waits for it."""
+"""A program's lines are read as they come, and its hang or end only fails its waiter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ptxas makes of the kernels for sm_90: no spills, tensor cores, wide asynchronous copies.
+"""The output of ptxas for the kernels on sm_90: no spills, tensor cores, wide asynchronous copies.
 
 Runs without a GPU on whatever Triton is installed; `pytest -s` prints the registers.
 """

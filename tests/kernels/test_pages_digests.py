@@ -1,4 +1,4 @@
-"""Digests of pieces: the CPU's path, what they catch, how likely they miss, and the kernel's code.
+"""Digests of pieces: the CPU's path, detected errors, the rate of misses, and the kernel's code.
 
 The kernel in Triton's interpreter is held to xxhash by `test_interpreter.py`.
 """
@@ -40,7 +40,9 @@ def test_a_cpu_takes_any_length(length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 def test_pages_of_any_dtype_and_distance(dtype: torch.dtype) -> None:
-    """Pages 4096 bytes apart of which 3072 are looked at: layers of a group, as they are final."""
+    """Pages 4096 bytes apart of which 3072 are digested: layers of a group, as they become
+    final.
+    """
     memory = digests.filled("random", 7, 4096, 1024, 0)
     pages = memory.view(dtype)[:, : 3072 // dtype.itemsize]
     ids = torch.tensor([6, 2, 2, 0])

@@ -1,4 +1,4 @@
-"""Candidate sampling on the torch path: the reference, the distribution, and what is refused."""
+"""Candidate sampling on the torch path: the reference, the distribution, and refusals."""
 
 from __future__ import annotations
 

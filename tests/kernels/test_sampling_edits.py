@@ -1,4 +1,6 @@
-"""Logit edits on the torch path: the reference, 16-bit logits, shared entries, what NaN does."""
+"""Logit edits on the torch path: the reference, 16-bit logits, shared entries, the effect of
+NaN.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_a_tile_is_its_chunk(vocab_size: int, dtype: torch.dtype) -> None:
 
 
 class Grids:
-    """Stands for a kernel, and keeps what it is launched over."""
+    """Replaces a kernel, and keeps its launch arguments."""
 
     def __init__(self) -> None:
         self.all: list[tuple[int, ...]] = []

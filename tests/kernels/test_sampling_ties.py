@@ -1,8 +1,8 @@
 """Logits that are equal at the cut of top-k or of top-p: the authors' rule, and every path of ours.
 
-The rule stands here in the plainest words. SDAR and LLaDA2 apply top-k and then top-p, Dream the
-other way round. Top-k drops what is less than the k-th value. Top-p drops a token if the tokens
-before it hold more than that share.
+The rule in the plainest words. SDAR and LLaDA2 apply top-k and then top-p, Dream the other way
+round. Top-k drops values below the k-th. Top-p drops a token if the tokens before it hold more than
+that share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from effuse.kernels.sampling import ScoreCode, sample_confidence, sample_confide
 FAMILIES = {"sdar": True, "llada2": True, "dream": False}
 """Whether top-k comes first."""
 LIMITS = [(20, 1.0), (3, 1.0), (5, 0.75), (4, 0.5)]
-"""top-k and top-p; the two last ones cut where a power of two divides the mass of equals."""
+"""top-k and top-p; the last two cut at a power of two of the mass of equals."""
 VOCAB_SIZE = 64
 TEMPERATURE = 0.5  # divides without rounding
 CASES = list(
@@ -76,7 +76,7 @@ def test_there_are_48_cases_and_ties_at_the_cut_in_most() -> None:
 def test_kept_are_those_that_the_authors_keep(
     family: str, dtype: torch.dtype, limits: tuple[int, float], kind: str
 ) -> None:
-    """By the entropy of what is kept, and by the probability of what is drawn from it."""
+    """By the entropy of the kept tokens, and by the probability of the drawn one among them."""
     (top_k, top_p), top_k_first = limits, FAMILIES[family]
     row = tied_row(kind, dtype, top_k)
     wanted = by_the_authors(row, top_k, top_p, top_k_first)

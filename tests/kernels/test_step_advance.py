@@ -55,7 +55,7 @@ def test_the_triton_machine_is_the_pure_one() -> None:
 
 @pytest.mark.parametrize("shape", ["32x8", "4x8"])
 def test_the_kernels_fit_registers_on_sm_90(shape: str) -> None:
-    """Block size x window, as an engine sizes its slots."""
+    """Block size x window, as in an engine's slots."""
     lines = child.json_lines("operators.compiled_steps", shape, TRITON_INTERPRET="0")
     last = {"_gather_kernel", "_exchange_kernel"}
     assert {line["kernel"] for line in lines} == {"_plan_kernel", "_advance_kernel"} | last

@@ -1,4 +1,4 @@
-"""What the handoff tests share: a small layout, its fingerprint, and reservations on it."""
+"""Shared parts of the handoff tests: a small layout, its fingerprint, and reservations on it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def changed(fields: Fingerprint, name: str) -> Fingerprint:
 
 
 def filled(layout: KVLayout, num_pages: int, seed: int = 0, device: str = "cpu") -> PageMemory:
-    """A pool whose pages all differ."""
+    """A pool whose pages are all different."""
     memory = PageMemory(layout, num_pages, device)
     generator = torch.Generator().manual_seed(seed)
     memory.tensor.copy_(torch.rand(memory.tensor.shape, generator=generator))
@@ -87,7 +87,7 @@ def reservation(
 
 
 def digest_of(memory: PageMemory, pages: Sequence[int]) -> bytes:
-    """The digest of these pages, as a manifest has it; those of a GPU are copied for it."""
+    """The digest of these pages for a manifest; those of a GPU are copied for it."""
     if memory.device.type != "cpu":
         host = PageMemory(memory.layout, memory.num_pages)
         host.tensor.copy_(memory.tensor)
@@ -127,7 +127,8 @@ def spoilt(address: ReceiverAddress, what: str) -> bytes:
 def next_event(
     connector: Connector, transfer_id: str, kind: type[object] = object
 ) -> ConnectorEvent:
-    """Waits for this transfer's next event of a kind; what came before it or with it is dropped.
+    """Waits for this transfer's next event of a kind; earlier events, and those beside it, are
+    dropped.
 
     Promises are dropped too: a writer that a busy machine slows down may send any number of them.
     """

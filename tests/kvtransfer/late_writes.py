@@ -1,9 +1,9 @@
 """Writers that die or freeze in the midst of a transfer: nothing of it lands in pages once free.
 
-A late write is forced: a real process writes into many reservations, is killed or frozen, and is
-given up while pages of each are still to come. Once a transfer is fenced its pages belong to
-others, who write their own; a page that is then anything else was spoilt. Without the guard,
-which waits for more than a writer's silence, pages must be spoilt, or nothing was forced.
+A late write is forced. A real process writes into many reservations, is killed or frozen, and is
+abandoned while pages of each are still to come. Once a transfer is fenced its pages belong to
+others, which write their own content; any other content then means a spoilt page. Without the
+guard, which does not accept a writer's silence, pages must be spoilt, or nothing was forced.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m kvtransfer.late_writes --count 1000
 """
@@ -37,14 +37,14 @@ from effuse.kvtransfer.thread import Exchange, ThreadConnector
 NUM_PAGES = 768
 TRANSFERS = 32  # of one writer at once
 STALLED_S = 0.5  # for which our thread stands still once it has given up
-SETTLED_S = 0.4  # after which what was to land has landed
+SETTLED_S = 0.4  # after which late bytes have arrived
 MOST_UNGUARDED = 24
 SOON_S, BLIND_S = 0.01, 0.6  # within which a writer is stopped: after its first byte, unseen
 OLD, WRITTEN, NEXT_OWNERS = 1.0, 7.0, 9.0
 
 
 class Over(Enum):
-    """What carries the bytes: a connector, UCX's transports, and where both pools are."""
+    """The transport of the bytes: a connector, UCX's transports, and the place of both pools."""
 
     TCP = ("nixl", "tcp,self", "cpu")
     SHARED_MEMORY = ("nixl", "posix,self,tcp", "cpu")
@@ -55,7 +55,7 @@ class Over(Enum):
 
 
 class Fate(Enum):
-    """What becomes of the writer."""
+    """The fate of the writer."""
 
     KILLED = "killed while our own thread is held up"
     FROZEN_THEN_KILLED = "frozen, given up, then killed"
@@ -88,7 +88,7 @@ class Victim:
         self.connector = connector
         self.connector.start()
         self._writers_place = {DEVICE: device}
-        if device == "cuda":  # the last GPU, and no other is seen, as by a worker
+        if device == "cuda":  # the last GPU, and it sees no other, like a worker
             self._writers_place["CUDA_VISIBLE_DEVICES"] = str(torch.cuda.device_count() - 1)
         self._numbers, self._writers = 0, 0
         self.fenced: set[str] = set()
@@ -100,7 +100,7 @@ class Victim:
         return RemoteReceiver(self.kind, "large", NUM_PAGES, self._writers_name, **place)
 
     @property
-    def _writers_name(self) -> str:  # of this life, as in a fleet
+    def _writers_name(self) -> str:  # of this life, like in a fleet
         return f"writer-{self._writers}"
 
     def reserve(self, count: int, *, first: int = 0) -> Reservation:
@@ -261,14 +261,14 @@ class Round:
             self._victim.connector.fence(reserved.transfer_id, has_drained=has_drained)
 
     def _nothing_is_fenced(self) -> None:
-        """Silence alone frees no page of a one-sided writer."""
+        """Silence by itself frees no page of a one-sided writer."""
         time.sleep(SETTLED_S)
         self._victim.hear()
         is_one_sided = self._victim.kind == "nixl"
         assert not (is_one_sided and self._victim.fenced), "pages were freed by time alone"
 
     def _hear_it_out(self) -> None:
-        """Has the writer cancel what it was to write; it says when nothing of that is in flight."""
+        """Makes the writer cancel its writes; it reports when none of them is in flight."""
         waiting = {reserved.transfer_id for reserved in self._reserved}
         for transfer_id in waiting:
             self._victim.writer.ask(do="cancel", transfer=transfer_id)
@@ -334,7 +334,9 @@ Tally = dict[Fate, Counter[str]]
 
 
 def unguarded(over: Over) -> Fate | None:
-    """The fate that spoils pages where nobody guards them. Of ZMQ we place the pages ourselves."""
+    """The fate that spoils pages without the guard. Over ZMQ the receiver places the pages
+    itself.
+    """
     if over in (Over.ZMQ, Over.ZMQ_OF_GPUS):
         return None
     return Fate.KILLED if over is Over.TCP else Fate.GOES_ON
@@ -349,7 +351,7 @@ def carried_by(over: Over) -> Iterator[None]:
 
 
 def tell(over: Over, tally: Tally, seconds: float) -> int:
-    """Prints what was found; how many were spoilt."""
+    """Prints the results; returns how many pages were spoilt."""
     total = sum(tally.values(), Counter())
     print(
         f"{total['given_up']} transfers over {over.name.lower()} were given up before they ended, "

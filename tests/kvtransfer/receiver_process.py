@@ -22,7 +22,7 @@ from effuse.kvtransfer.messages import PageRef, decode_reservation, encode
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
 
-DEVICE = "KV_TEST_DEVICE"  # the variable that says where the pool is
+DEVICE = "KV_TEST_DEVICE"  # the variable with the pool's device
 LAYOUTS: dict[str, KVLayout] = {"small": SMALL, "large": LARGE}
 
 

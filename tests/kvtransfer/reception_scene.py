@@ -1,4 +1,4 @@
-"""A pool that expects pages, a writer that says what a test has it say, and a fake transport."""
+"""A pool that expects pages, a writer that sends a test's messages, and a fake transport."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Scene:
         return msgspec.structs.replace(honest, **changes)
 
     def refusal(self) -> tuple[Cause, str]:
-        """What the engine was told; the writer must have been told the same."""
+        """The engine's event; the writer must have received the same."""
         (refused,) = [event for event in self.events if isinstance(event, ArrivalRefused)]
         (rejected,) = [one for one in self.transport.answers if isinstance(one, Rejected)]
         assert (rejected.transfer_id, rejected.cause) == ("transfer-1", refused.cause.value)

@@ -1,4 +1,6 @@
-"""The test's side of receiver_process.py: starts it, asks it, hears it, and ends it for certain."""
+"""The test's side of receiver_process.py: starts it, sends commands, reads answers, and always ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class RemoteReceiver:
-    """A pool in another process; receives, or pushes when told to."""
+    """A pool in another process; receives, or pushes on command."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class RemoteReceiver:
         self.process.stdin.flush()
 
     def hear(self, transfer_id: str | None = None) -> dict[str, Any]:
-        """The next line it says, of this transfer if one is named."""
+        """Its next line, of this transfer if one is named."""
         while True:
             words = self._heard.get(timeout=DEADLINE_S)
             if transfer_id is None or words.get("transfer") == transfer_id:
@@ -109,7 +111,7 @@ class RemoteReceiver:
         writer: str | None = "prefill-1",
         lease_s: float = LEASE_S,
     ) -> Reservation:
-        """Has it expect a transfer into these pages; numbered by itself unless told."""
+        """Makes it expect a transfer into these pages, with its own number unless one is given."""
         number = next(self._numbers) if number is None else number
         refs = [(page, 1) for page in pages]
         self.ask(do="reserve", pages=refs, number=number, writer=writer, lease_s=lease_s)

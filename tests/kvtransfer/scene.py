@@ -1,4 +1,4 @@
-"""Transports that do nothing by themselves, for tests of what runs over them."""
+"""Transports without actions of their own, for tests of the layers above."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from effuse.kvtransfer.transport import Chunk, Delivery, Heard, Pace, Peer, Repl
 
 @dataclass(eq=False)
 class Scripted:
-    """A delivery that ends when a test says so."""
+    """A delivery that ends when a test lets it."""
 
     header: Pages
     chunk: Chunk
@@ -38,7 +38,7 @@ class Scripted:
 
 @dataclass(eq=False)
 class FakeTransport:
-    """Notes what it is asked for; places pages of a two-sided transport into `memory`."""
+    """Records calls; places pages of a two-sided transport into `memory`."""
 
     memory: PageMemory
     is_two_sided: bool = True
@@ -65,7 +65,7 @@ class FakeTransport:
         return ReceiverAddress(connector=self.name)
 
     def reach(self, reservation: Reservation) -> Peer:
-        return sys.intern(reservation.address.endpoint)  # peers are told apart by identity
+        return sys.intern(reservation.address.endpoint)  # peers are distinguished by identity
 
     def leave(self, peer: Peer) -> None:
         self.left.append(peer)

@@ -113,7 +113,7 @@ class Pair:
         return Load(batches, by_layers=self.draw.random() < 0.5)
 
     def transfer(self, trick: Trick | None, load: Load) -> str:
-        """One transfer; how it was found out, or nothing where it was served. Raises Served."""
+        """One transfer; returns how it was detected, or nothing if it was served. Raises Served."""
         self.tamperer.arm(trick, load.num_chunks)
         reserved = self.reserve(load.num_pages)
         self._push(reserved, load)
@@ -125,7 +125,9 @@ class Pair:
         return outcome.cause.value if isinstance(outcome, ArrivalRefused) else "never complete"
 
     def reserve(self, num_pages: int, *, apart: bool = False) -> Reservation:
-        """Pages whose old bytes are nobody's; those that are `apart` no other transfer takes."""
+        """Pages whose old bytes belong to no transfer; no other transfer takes those that are
+        `apart`.
+        """
         self._number += 1
         pool = range(POOL, POOL + APART) if apart else range(POOL)
         ids = self.draw.sample(pool, num_pages)
@@ -150,11 +152,12 @@ class Pair:
         state = boundary(tail_token_ids=(self.draw.randrange(1000),), hidden=hidden)
         self.sender.finish(reserved, lambda: state, self.now())
 
-    # What becomes of it.
+    # Its outcome.
 
     def _outcome(self, reserved: Reservation) -> Arrived | ArrivalRefused | None:
-        """The receiver's word; None where another transfer that was begun later, and over the same
-        connection, is complete before this one."""
+        """The receiver's report; None if another transfer that began later, over the same
+        connection, is complete before this one.
+        """
 
         def has_word() -> bool:
             return self._word_on(reserved) is not None
@@ -189,7 +192,7 @@ class Pair:
         return True
 
     def _check_served(self, trick: Trick | None, reserved: Reservation, load: Load) -> None:
-        """Raises Served where something was done to it; asserts that all is there where not."""
+        """Raises Served if it was changed; otherwise asserts that it is complete."""
         if self.tamperer.has_struck:
             raise Served(f"{reserved.transfer_id}: {trick}, and it was taken for good")
         assert trick is None, f"{reserved.transfer_id}: {trick} was never done"
@@ -230,8 +233,9 @@ def run(
     *,
     device: str = "cpu",
 ) -> Found:
-    """So many transfers that are tampered with, honest ones among them. Raises Served, and
-    AssertionError where an honest one is not served whole."""
+    """This many transfers with tampering, and honest ones among them. Raises Served, and
+    AssertionError if an honest one is not served completely.
+    """
     found: Found = Counter()
     with contextlib.closing(Pair(kind, seed, device)) as pair, tampered(pair, kind):
         pair.transfer(None, pair.draw_load())

@@ -1,4 +1,4 @@
-"""The connectors between real processes: what arrives, what is refused, what an abort means."""
+"""The connectors between real processes: arrivals, refusals, and the meaning of an abort."""
 
 from __future__ import annotations
 
@@ -94,8 +94,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module", params=["zmq", "nixl"])
 def large(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Its tests are in this order, as some leave traces: zeros, a page that is spoilt, a receiver
-    that stands still."""
+    """Its tests are in this order, because some leave traces: zeros, a spoilt page, a stopped
+    receiver.
+    """
     with pair_of(request.param, "large", 768) as made:
         yield made
 
@@ -123,7 +124,7 @@ def test_pages_arrive_byte_for_byte(pair: Pair) -> None:
     pushed, heard = pair.next_event(reserved), pair.hear(reserved)
     assert isinstance(pushed, Pushed), pushed
     assert (pushed.pages, pushed.num_bytes) == (5, 5 * SMALL.page_bytes)
-    # NIXL's is known only where nothing else in the process has loaded UCX: see e2e/test_links.py.
+    # NIXL's is only known if nothing else in the process has loaded UCX: see e2e/test_links.py.
     assert (pushed.route.name == "zmq over tcp") == (pair.kind == "zmq")
     assert (heard["event"], heard["tail"]) == ("received", [9])
     assert heard["digests"] == digests(pair.source, scattered)
@@ -200,7 +201,7 @@ def test_what_was_not_reserved_is_refused(
     heard = pair.hear(reserved)
     assert (heard["event"], heard["cause"]) == ("refused", cause)
     if pair.kind == "zmq" or cause not in ("INCARNATION", "ATTEMPT"):
-        # Over NIXL, a writer that could not introduce itself hears nothing: it has its lease.
+        # Over NIXL, a writer that could not introduce itself gets no answer: it has its lease.
         failed = pair.next_event(reserved)
         assert isinstance(failed, PushFailed) and failed.cause.name == cause
     pair.end(reserved)
@@ -234,7 +235,7 @@ def test_nothing_of_a_forgotten_transfer_is_accepted(pair: Pair) -> None:
     pair.push(reserved, [0])
     failed = pair.next_event(reserved)
     assert isinstance(failed, PushFailed) and failed.cause is Cause.UNKNOWN_TRANSFER
-    if pair.kind == "zmq":  # a one-sided writer places its bytes all the same
+    if pair.kind == "zmq":  # a one-sided writer places its bytes nevertheless
         assert pair.remote.digests() == before
     last = pair.remote.reserve([])
     pair.push(last, [])
@@ -367,14 +368,14 @@ def test_false_addresses_are_refused_and_the_honest_one_still_works(
 
 def test_a_connector_that_waits_uses_no_processor_time(pair: Pair) -> None:
     """NIXL's own progress thread would use a whole core."""
-    pair.sender.poll()  # what earlier tests left would end the wait at once
+    pair.sender.poll()  # the traces of earlier tests would end the wait immediately
     before = time.process_time()
     select.select([pair.sender.fileno()], [], [], 0.5)
     assert time.process_time() - before < 0.25
 
 
 def nowhere(endpoint: str = "tcp://127.0.0.1:9") -> Reservation:
-    """A reservation that nobody made."""
+    """A reservation that no receiver made."""
     address = ReceiverAddress(connector="zmq", endpoint=endpoint)
     return reservation(PageMemory(SMALL, 4), address, (PageRef(1, 1),), lease_s=0.3)
 

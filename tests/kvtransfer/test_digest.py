@@ -85,7 +85,9 @@ def test_prompts_differ_by_every_id_and_their_order() -> None:
 
 
 class SlowDevice:
-    """What a DeviceDigester makes and calls, without a device: a job ends when `over` says so."""
+    """The objects and calls of a DeviceDigester, without a device: a job ends when `over` returns
+    so.
+    """
 
     def __init__(self, num_ids: int, num_found: int) -> None:
         self.num_ids, self.num_found = num_ids, num_found

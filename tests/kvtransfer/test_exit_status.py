@@ -1,6 +1,6 @@
 """Processes that made a NIXL agent end with status 0 where the system has RDMA libraries.
 
-The libraries are the system's, or Debian's packages, which are unpacked for the test alone.
+The libraries are the system's, or Debian's packages, which are unpacked only for the test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ UNBOUND = "nixl_agent.bind_netlink = lambda: None"
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What LD_LIBRARY_PATH needs so that UCX finds RDMA libraries; empty if the system has them."""
+    """Value of LD_LIBRARY_PATH with which UCX finds RDMA libraries; empty if the system has
+    them.
+    """
     if all(_loads(name) for name in ("libmlx5.so.1", "libnl-route-3.so.200")):
         return ""
     home = tmp_path_factory.mktemp("rdma")

@@ -1,7 +1,7 @@
 """A writer dies while its bytes wait in our own sockets: nothing of it lands in free pages.
 
-Over UCX's TCP it is our polling that takes bytes out of sockets, whoever still lives. The
-connector's thread is held up meanwhile, as any long call would.
+Over UCX's TCP only our polling takes bytes out of sockets, even those of a dead process. The
+connector's thread is blocked meanwhile, as in any long call.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def test_what_a_dead_writer_sent_never_lands_in_free_pages(victim: Victim) -> No
 
 
 def test_pages_are_spoilt_where_an_end_is_taken_for_the_end_of_what_was_sent() -> None:
-    """That the fault above is real. Whether a dead writer's bytes outlive it depends on what it had
-    not read itself, so it may take a few deaths."""
+    """Checks that the fault above is real. Whether a dead writer's bytes outlive it depends on its
+    own reads, so it may take a few deaths.
+    """
     for _ in range(MOST_DEATHS):
         with contextlib.closing(Victim()) as victim:
             if num_spoilt_by_a_death(victim, is_trusted=True):
@@ -106,7 +107,7 @@ def test_where_a_frozen_writer_is_taken_for_a_finished_one_it_spoils_what_others
 
 
 def test_others_go_on_and_are_reached_anew(victim: Victim) -> None:
-    """One writer dies; what another one pushes meanwhile, and later, arrives."""
+    """One writer dies; the present and later pushes of another one arrive."""
     with RemoteReceiver("nixl", "large", NUM_PAGES, "prefill-2") as other:
         doomed = victim.reserve(4)
         spared = reservation(
@@ -129,7 +130,7 @@ def test_others_go_on_and_are_reached_anew(victim: Victim) -> None:
 
 
 def next_events(victim: Victim, count: int) -> list[object]:
-    """The next events but for promises, whatever they are about; one call may bring several."""
+    """The next events except promises, of any transfer; one call may return several."""
     events: list[object] = []
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""A writer that is given up while it is frozen, and then goes on: what closing our end keeps out.
+"""A writer that is abandoned while it is frozen, and then goes on: closing our end keeps its bytes
+out.
 
 Over TCP that is everything, which `worker/peer.py` builds on for writers elsewhere. A writer beside
 us has the kernel copy into our memory, and is not kept out at all.

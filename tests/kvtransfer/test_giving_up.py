@@ -39,7 +39,7 @@ def test_the_engines_word_frees_no_page_of_a_refused_transfer_before_copies_end(
     slow.begin()
     slow.send(0, 2)
     slow.send(0, 1)  # a second time: refused, while the copies of the first are under way
-    slow.receptions.forget("transfer-1")  # by the engine, which has heard of it
+    slow.receptions.forget("transfer-1")  # by the engine, which knows of it
     assert [type(event) for event in slow.events] == [ArrivalRefused]
     slow.digester.may_show = True
     slow.receptions.turn()

@@ -1,4 +1,6 @@
-"""Both ends of a handoff, tested as data: every state with every event, and what must follow."""
+"""Both ends of a handoff, tested as data: every state with every event, and the required
+results.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_a_pool_is_in_huge_pages_where_the_kernel_has_them() -> None:
 
 
 def advice_at(address: int) -> list[str]:
-    """What the kernel was told of the mapping that holds an address, in its two-letter words."""
+    """The kernel's flags of the mapping that has an address, in its two-letter words."""
     is_there = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()

@@ -1,4 +1,4 @@
-"""The twin within one process behaves as the others do, and can be held back."""
+"""The transport within one process behaves like the others, and can be held back."""
 
 from __future__ import annotations
 

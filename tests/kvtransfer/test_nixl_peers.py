@@ -26,13 +26,13 @@ from effuse.kvtransfer.nixl_transport import LOOKS, NixlDelivery, NixlTransport
 
 @dataclass
 class Agent:
-    """Notes who is added and removed; metadata is the name."""
+    """Records added and removed peers; metadata is the name."""
 
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     prepared: list[tuple[int, int]] = field(default_factory=list)  # bytes and number of units
-    looks: Iterator[bool] = field(default_factory=lambda: repeat(False))  # what they find
+    looks: Iterator[bool] = field(default_factory=lambda: repeat(False))  # their results
 
     def add_peer(self, metadata: bytes) -> str:
         self.added.append(metadata.decode())
@@ -128,7 +128,7 @@ def test_a_pool_is_prepared_by_pages_and_by_groups_as_long_as_its_peer_is_known(
 
 
 def test_a_write_is_looked_at_several_times(agent: Any) -> None:
-    """Each look takes note of some of what has landed, and the next turn may be far."""
+    """Each poll notices some of the arrived writes, and the next turn may be far."""
     delivery = NixlDelivery(agent, NixlPeers(agent, SMALL), agent, Transfer(object()))
     agent.looks = chain(repeat(False, LOOKS), [False, True], repeat(False))
     assert not delivery.is_over()
@@ -197,7 +197,7 @@ def test_a_writer_that_cannot_be_told_is_learnt_anew(
 
 
 def test_a_stranger_whose_name_is_not_utf8_ends_no_agent() -> None:
-    """NIXL's own binding raises; what comes later is heard."""
+    """NIXL's own binding raises; later messages are received."""
     receiver, honest = NixlAgent("receiver"), NixlAgent("honest")
     config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     stranger = nixl_agent(b"\xff", config)

@@ -1,5 +1,6 @@
 """Page states are a table, references carry generations, and no page is ever lost unnoticed; free
-pages are runs, as against a plain set."""
+pages are runs, compared with a plain set.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ PATHS: dict[PageState, tuple[PageEvent, ...]] = {
     PageState.COMMITTED: (PageEvent.TAKE,),
     PageState.QUARANTINED: (PageEvent.RESERVE, PageEvent.OPEN, PageEvent.QUARANTINE),
 }
-# A page is left where it is shared, which is told below.
+# A page stays in its state while it is shared, which a test below covers.
 AFTER_ENTRY = [
     e for e in PageEvent if e not in (PageEvent.RESERVE, PageEvent.TAKE, PageEvent.LEAVE)
 ]
@@ -245,14 +246,15 @@ def test_what_fits_into_one_run_comes_from_one() -> None:
 
 
 def test_many_small_runs_cost_no_more_than_their_number() -> None:
-    """An engine does nothing else meanwhile: by the square a long prompt's pages took 10 s where
-    what was free lay scattered, and the engine was taken for hung."""
+    """An engine does nothing else meanwhile: with quadratic time a long prompt's pages took 10 s if
+    free pages were scattered, and the engine counted as hung.
+    """
     few, many = instructions_to_take(50), instructions_to_take(400)
     assert many < 16 * few
 
 
 def instructions_to_take(count: int) -> int:
-    """What the interpreter executes for so many pages of which no two are neighbours."""
+    """The number of executed lines for this many pages without neighbours."""
     runs, executed = FreeRuns(4 * count), 0
     runs.take(4 * count)
     for page_id in range(0, 4 * count, 2):
@@ -265,7 +267,7 @@ def instructions_to_take(count: int) -> int:
         return trace
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # else Python 3.12 tells of none the first time
+    sys._getframe().f_trace_opcodes = True  # otherwise Python 3.12 reports none the first time
     sys.settrace(trace)
     taken = runs.take(count)
     sys.settrace(before)

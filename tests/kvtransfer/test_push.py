@@ -1,4 +1,4 @@
-"""What a push covers, when its layers may leave, what it claims, and where it may go at all."""
+"""The pages of a push, when its layers may leave, its claims, and its possible destinations."""
 
 from __future__ import annotations
 

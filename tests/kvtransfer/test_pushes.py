@@ -1,4 +1,4 @@
-"""What is sent of each push, in which pieces and when, and how a push ends, told by a script."""
+"""The messages of each push, their pieces and times, and how a push ends, from a script."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Desk:
         self.turn()
 
     def sent(self) -> list[tuple[int, int, int, int]]:
-        """First page, pages and groups of what was sent so far."""
+        """First page, pages and groups of the sent chunks so far."""
         return [
             (d.chunk.first, len(d.chunk.targets), d.chunk.groups.start, d.chunk.groups.stop)
             for d in self.transport.deliveries
@@ -129,7 +129,7 @@ def test_time_is_counted_from_the_later_of_pages_and_reservation(desk: Desk) -> 
     desk.time += 4.0  # the forward takes its time
     desk.turn()
     desk.boundary = made
-    desk.time += 0.125  # nobody looks, and what nobody saw counts
+    desk.time += 0.125  # no thread polls, and only noticed progress counts
     desk.turn()
     desk.time += 0.25
     desk.land()
@@ -297,7 +297,7 @@ def test_a_delivery_that_fails_fails_the_push_and_is_over(desk: Desk) -> None:
 def test_only_its_receiver_may_answer(desk: Desk) -> None:
     desk.push(3, 5, 6, 7)
     desk.finish()
-    desk.pushes.hear(PEER, Accepted(NAME))  # of what was not claimed yet
+    desk.pushes.hear(PEER, Accepted(NAME))  # for a manifest that was not sent yet
     desk.land()
     assert desk.finished() and desk.events == []
     desk.pushes.hear(OTHER, Rejected(NAME, "digest", "page 3"))
@@ -318,7 +318,7 @@ def test_a_lost_receiver_fails_what_goes_there_and_nothing_else(desk: Desk) -> N
 
 
 def test_a_receiver_that_is_lost_once_it_has_accepted_has_the_pages(desk: Desk) -> None:
-    """Its last word and the end of its connection may be heard at once."""
+    """Its last message and the end of its connection may arrive together."""
     desk.push(3, 5, 6, 7)
     desk.finish()
     desk.land()

@@ -1,4 +1,4 @@
-"""The decode side of a handoff: pages change hands only when nobody can write into them."""
+"""The decode side of a handoff: pages change hands only when no writer can reach them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOUNDARY = boundary()
 
 
 class Desk:
-    """A receiver and a writer that pushes into it when told."""
+    """A receiver and a writer that pushes into it on command."""
 
     def __init__(self, *, is_two_sided: bool = False) -> None:
         self.time = 50.0
@@ -93,7 +93,7 @@ def test_aborted_pages_are_quarantined_until_the_writer_is_gone(desk: Desk) -> N
 
 
 def test_pages_of_a_writer_that_died_wait_until_the_connector_has_shut_it_out(desk: Desk) -> None:
-    """While others write to the same address, what it sent may still come in."""
+    """While others write to the same address, its bytes may still arrive."""
     reservation = desk.reserve()
     other = desk.reserve(AttemptId("request-2", 1, "transfer-2"))
     failed = desk.receiver.writer_gone("transfer-1", has_drained=False)
@@ -166,7 +166,7 @@ def test_a_transfer_id_is_reserved_once(desk: Desk) -> None:
 
 
 class Queue:
-    """A prefill engine, as far as its handoffs go, whose one prompt waits for its turn."""
+    """The handoff part of a prefill engine whose one prompt waits for its turn."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
@@ -176,8 +176,7 @@ class Queue:
         self.sender.address(self.reserved)
 
     def wait(self, seconds: int, *, looks: bool = True) -> list[Arrived | HandoffFailed]:
-        """What the receiver reports meanwhile; the prompt's engine `looks` at its own every
-        second."""
+        """The receiver's reports meanwhile; the prompt's engine `looks` at its own every second."""
         reports = []
         for _ in range(seconds):
             self.desk.time += 1.0
@@ -192,7 +191,7 @@ class Queue:
 
 
 def test_a_prompt_may_wait_for_longer_than_the_lease_while_its_engine_lives(desk: Desk) -> None:
-    """Else a queue that is as long as the lease computes prompts that nobody waits for any more."""
+    """Otherwise a queue as long as the lease computes prompts without waiting requests."""
     queue = Queue(desk)
     assert queue.wait(23) == []
     queue.compute()

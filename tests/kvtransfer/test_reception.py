@@ -1,4 +1,4 @@
-"""Whatever can be wrong with what arrives is refused, for the right reason, on both sides."""
+"""Every kind of wrong arrival is refused, for the right reason, on both sides."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_writer_that_introduces_itself_again_promises_pages_until_it_has_claim
     slow.begin()
     assert slow.events == []
     slow.begin()
-    slow.begin(source="prefill-2")  # not whom the pages are for: refused, and everything with it
+    slow.begin(source="prefill-2")  # not the intended receiver: everything is refused
     promised, refused, *_ = slow.events
     assert promised == Promised("transfer-1")
     assert isinstance(refused, ArrivalRefused) and refused.cause is Cause.INCARNATION
@@ -141,7 +141,7 @@ def test_a_byte_flipped_on_the_way_is_refused(scene: Scene) -> None:
 def test_with_the_digest_check_off_a_flipped_byte_would_pass(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above can fail: what it asserts is due to this very check."""
+    """The test above can fail: its result is due to exactly this check."""
     monkeypatch.setattr(reception_module, "check_digest", lambda *_: None)
     with pytest.raises(ValueError, match="not enough values to unpack"):
         test_a_byte_flipped_on_the_way_is_refused(scene)
@@ -149,7 +149,7 @@ def test_with_the_digest_check_off_a_flipped_byte_would_pass(
 
 
 def test_pages_that_were_never_written_are_refused(one_sided: Scene) -> None:
-    """The notification of a write says that it is over, not that it was right."""
+    """The notification of a write shows that it has ended, not that it was right."""
     one_sided.begin()
     one_sided.send(payload=[memoryview(bytes(3 * SMALL.page_bytes))])
     one_sided.finish()
@@ -184,7 +184,7 @@ def test_more_bytes_than_pages_are_refused(two_sided: Scene) -> None:
 
 
 def test_more_in_one_piece_than_there_is_room_for_is_refused(two_sided: Scene) -> None:
-    """What is copied into a GPU's pages passes through a buffer of that size."""
+    """Bytes copied into a GPU's pages go through a buffer of that size."""
     two_sided.transport.chunk_bytes = 2 * SMALL.page_bytes
     two_sided.begin()
     two_sided.send(0, 2)

@@ -1,4 +1,4 @@
-"""What moves the bytes to each peer, as UCX tells it: to the process whose first agent is ours."""
+"""The transport to each peer, from UCX's log: to the process whose first agent is ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from effuse.kvtransfer.connector import UNKNOWN, Pushed, Route
 
 
 def test_the_route_of_each_peer_is_the_one_that_ucx_takes() -> None:
-    """Peers on one machine that were met before TCP was the only way to somebody keep theirs."""
+    """Peers on one machine that were met before TCP was the only way to some peer keep theirs."""
     # In a process of its own: this one may have agents already, which decided on UCX's log.
     paths = [str(Path(__file__).parent.parent), *filter(None, sys.path)]
     done = subprocess.run(
@@ -34,7 +34,7 @@ def test_the_route_of_each_peer_is_the_one_that_ucx_takes() -> None:
 
 
 def tell_routes() -> None:
-    """Pushes to two peers and says how the pages went."""
+    """Pushes to two peers and returns the transports of the pages."""
     sender = make("nixl", filled(SMALL, 4), "prefill-1")
     sender.start()
     routes = {}

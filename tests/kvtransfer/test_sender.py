@@ -1,4 +1,4 @@
-"""The prefill side of a handoff: what the connector is asked for, and when pages are given back."""
+"""The prefill side of a handoff: calls to the connector, and when pages are released."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RESERVED = reservation(
 
 
 class Scripted:
-    """A connector that notes what it is asked for and says what it is told to say."""
+    """A connector that records calls and returns given events."""
 
     name = "scripted"
 

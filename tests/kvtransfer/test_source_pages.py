@@ -1,6 +1,7 @@
-"""Source pages of a push that was given up: nobody's while its receiver is frozen, as what was
-posted is still read from them, and free once it goes on or has ended. Over ZMQ closing the
-connection ends it sooner."""
+"""Source pages of an abandoned push: in no use while its receiver is frozen, because posted writes
+still read them, and free once it goes on or has ended. Over ZMQ closing the connection ends it
+sooner.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ NEXT_OWNERS = 9.0
 
 
 class Prefill:
-    """A pool of which all is pushed, and what becomes of its pages: they are released when the
-    sender says that the push has ended, and overwritten by who takes them next."""
+    """A pool that is pushed completely, and the fate of its pages: they are released when the
+    sender reports that the push has ended, and overwritten by their next user.
+    """
 
     def __init__(self, kind: str) -> None:
         self.memory = filled(LARGE, NUM_PAGES)
@@ -58,7 +60,7 @@ class Prefill:
         return reserved.transfer_id
 
     def is_reused_within(self, seconds: float) -> bool:
-        """Whether somebody else gets all pages and writes into them."""
+        """Whether another user gets all pages and writes into them."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             select.select([self.connector.fileno()], [], [], min(left, 0.05))
@@ -86,7 +88,7 @@ def given_up(kind: str) -> Iterator[tuple[Prefill, RemoteReceiver]]:
 
 
 def others_of(prefill: Prefill, receiver: RemoteReceiver) -> int:
-    """Pages of the receiver that hold neither what was pushed nor what they held before."""
+    """Pages of the receiver with neither the pushed content nor their earlier one."""
     before = digests_of(PageMemory(LARGE, NUM_PAGES), range(NUM_PAGES))
     found = [bytes.fromhex(digest) for digest in receiver.digests()]
     assert set(found) & set(prefill.written), "nothing arrived at all"
@@ -114,7 +116,7 @@ def test_pages_are_nobodys_until_a_frozen_receiver_goes_on_or_has_ended(
 
 @pytest.mark.usefixtures("over_tcp")
 def test_what_was_posted_is_read_when_the_receiver_goes_on() -> None:
-    """Which is why they must be nobody's. Here they are overwritten at once."""
+    """Which is why no other user may have them. Here they are overwritten immediately."""
     with given_up("nixl") as (prefill, receiver):
         prefill.memory.tensor.fill_(NEXT_OWNERS)
         os.kill(receiver.process.pid, signal.SIGCONT)

@@ -88,7 +88,7 @@ def test_an_event_signal_that_is_raised_late_does_not_make_the_engine_spin(
 
 
 def test_a_thread_that_never_returns_from_a_call_is_told_as_dead() -> None:
-    """Nothing that it was asked to end would ever end, and its engine beats all the same."""
+    """Nothing that it was asked to end would ever end, but its engine still beats."""
 
     class Stuck(Sleepy):
         def hear(self) -> list[Heard]:
@@ -114,7 +114,7 @@ def test_a_thread_that_never_returns_from_a_call_is_told_as_dead() -> None:
 
 
 def test_a_close_between_a_look_and_a_sleep_still_wakes_the_thread() -> None:
-    """The thread is held right before it serves requests, as a close() comes in."""
+    """The thread is stopped right before it serves requests, as a close() comes in."""
 
     class Held(Counting):
         def __init__(self) -> None:
@@ -139,11 +139,12 @@ def test_a_close_between_a_look_and_a_sleep_still_wakes_the_thread() -> None:
 
 
 def test_a_reservation_is_known_before_what_a_writer_says_of_it() -> None:
-    """The writer answers it before the thread gets round to it: told while the thread listens, the
-    thread must take in the reservation first."""
+    """The writer answers before the thread's turn: while the thread listens, it must handle the
+    reservation first.
+    """
 
     class Prompt(Sleepy):
-        """Whose writer is heard the moment that somebody was told of a reservation."""
+        """Whose writer's message arrives the moment that it got a reservation."""
 
         def hear(self) -> list[Heard]:
             if self.learnt or told.is_set():
@@ -169,7 +170,7 @@ def test_what_is_reserved_while_an_address_is_renewed_keeps_the_old_one_open() -
     """To make another agent takes long, and until it is there the engine gives the old one out."""
 
     class Renewing(Sleepy):
-        """At which the engine reserves pages for another writer as it is being renewed."""
+        """At which the engine reserves pages for another writer while it is being replaced."""
 
         def __init__(self, memory: PageMemory) -> None:
             super().__init__(memory)
@@ -213,8 +214,9 @@ class Paced(FakeTransport):
 
 
 def test_a_thread_looks_as_often_as_something_may_happen() -> None:
-    """Seldom while a forward computes what is to leave: the engine that launches it needs the
-    interpreter."""
+    """Rarely while a forward computes the pages: the engine that launches it needs the
+    interpreter.
+    """
     memory, time, final = filled(SMALL, 4), [10.0], [0]
     transport = Paced(memory)
     exchange = Exchange(

@@ -27,7 +27,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("host", "devices", "family"),
     [
         ("127.0.0.1", "lo", "inet"),
-        ("127.0.0.9", "lo", "inet"),  # of lo's network, which tells one address
+        ("127.0.0.9", "lo", "inet"),  # of lo's network, which reports one address
         ("192.0.2.7", "eth0,mlx5_0:1", "inet"),
         ("[2001:db8::7]", "eth0,mlx5_0:1", "inet6"),
     ],

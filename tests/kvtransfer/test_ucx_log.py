@@ -1,4 +1,4 @@
-"""What is read out of UCX's log: its tables of protocols, and what they say of a write."""
+"""The content of UCX's log: its tables of protocols, and their meaning for a write."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STAMP = "[1795334238.027905] [vm:18370:0]   "
 
 
 def table(head: str, title: str, *rows: str) -> list[str]:
-    """A table as UCX writes it, but for the blanks."""
+    """A table in UCX's form, except for the blanks."""
     line = "+--------+-----------+---------+"
     cells = [line, f"| {head} |", f"| {title} |", line, "| Range | Description | Config |", line]
     return [STAMP + text for text in (*cells, *(f"| {row} |" for row in rows), line)]
 
 
 def read(*lines: str) -> tuple[list[Table], list[str]]:
-    """The tables in these lines, and what else they say."""
+    """The tables in these lines, and the other lines."""
     reader = Reader()
     others = [text for line in lines if (text := reader.take(line)) is not None]
     return reader.tables, others
@@ -102,7 +102,7 @@ def test_the_machine_decides_and_where_it_does_not_both_are_named() -> None:
 
 
 def test_what_moves_bytes_between_pods_of_one_node_is_known() -> None:
-    """One kernel runs both; UCX, as they share no namespace, takes them for two machines."""
+    """One kernel runs both; UCX treats them as two machines, because they share no namespace."""
     tables, _ = read(*table("a inter-node cfg#1", HOST, "0..inf | zero-copy | tcp/eth0"))
     assert route_of(tables, scope="intra-node", on_gpu=False, num_bytes=4096) == Route("tcp")
 
@@ -134,7 +134,7 @@ assert len(log.tables()) == 1
 
 
 def script(**environment: str) -> str:
-    """What the script says."""
+    """The output of the script."""
     env = {**os.environ, **environment}
     command = [sys.executable, "-P", "-c", SCRIPT]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Pages over encrypted ZMQ: they pass between who has the fleet's keys, and nobody else gets in."""
+"""Pages over encrypted ZMQ: they pass between owners of the fleet's keys, and no others get in."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def connector(
 def push(
     sender_keys: CurveKeys | None, receiver_keys: CurveKeys | None, host: str = "127.0.0.1"
 ) -> list[ConnectorEvent]:
-    """What comes of a push at its sender and, where it arrives, at its receiver."""
+    """The outcome of a push at its sender and, if it arrives, at its receiver."""
     source, target = filled(SMALL, 2), PageMemory(SMALL, 4)
     with (
         connector(target, "decode-1", receiver_keys, host) as receiver,
@@ -80,7 +80,9 @@ def test_pages_pass_over_either_protocol_of_the_internet(host: str) -> None:
 
 @pytest.mark.parametrize("keys", [None, OURS], ids=["plain", "encrypted"])
 def test_the_largest_frames_pass_and_are_counted_to_the_byte(keys: CurveKeys | None) -> None:
-    """Who sends much is not taken for who never ends a message, however long a connection lasts."""
+    """A sender of many messages is distinguished from one of an endless message, however long a
+    connection lasts.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=LARGEST, queued=2, keys=keys)
     sender = context.socket(zmq.DEALER)
@@ -118,7 +120,7 @@ def test_strangers_neither_push_nor_are_pushed_to(
 
 
 def test_what_is_said_after_a_refused_handshake_fails_its_push_alone() -> None:
-    """ZMQ lets go of such a connection, and the thread hears of it only at its next look."""
+    """ZMQ drops such a connection, and the thread notices it only at its next poll."""
     memory = filled(SMALL, 2)
     with connector(PageMemory(SMALL, 4), "decode-1", OURS) as receiver:
         reserved = reservation(memory, receiver.describe(), (PageRef(1, 1),), number=1)
@@ -130,7 +132,7 @@ def test_what_is_said_after_a_refused_handshake_fails_its_push_alone() -> None:
             pass
         begin = Begin(reserved.attempt, "1", reserved.incarnation, reserved.fingerprint)
         with pytest.raises(HandoffRefused, match="was closed"):
-            for _ in range(100):  # the handshake is told before the connection is let go of
+            for _ in range(100):  # the handshake is reported before the connection is dropped
                 transport.say(peer, begin)
                 time.sleep(0.05)
         assert peer.is_open, "nobody had looked at it"
@@ -173,4 +175,4 @@ def test_no_thread_is_left() -> None:
     before = set(threading.enumerate())
     with connector(PageMemory(SMALL, 4), "decode-1", OURS):
         pass
-    assert set(threading.enumerate()) <= before  # what others left may end meanwhile
+    assert set(threading.enumerate()) <= before  # leftovers of others may end meanwhile

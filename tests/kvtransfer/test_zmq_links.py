@@ -50,7 +50,7 @@ DIGESTS = [digest.hex() for digest in digests_of(SOURCE, PAGES)]
 
 @dataclass(frozen=True)
 class Link:
-    """A sender, a receiver in another process, and what lies between them."""
+    """A sender, a receiver in another process, and the proxy between them."""
 
     sender: Connector
     receiver: RemoteReceiver
@@ -112,7 +112,7 @@ def test_what_is_late_arrives_whole_or_fails_with_its_lease(link: Link, harm: Ha
 
 @pytest.fixture
 def receiver() -> Iterator[zmq.Socket[bytes]]:
-    """A bare socket that answers what a test says."""
+    """A bare socket that sends a test's answers."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind("tcp://127.0.0.1:*")
         socket.setsockopt(zmq.LINGER, 0)
@@ -123,7 +123,7 @@ def receiver() -> Iterator[zmq.Socket[bytes]]:
 def test_what_was_not_claimed_yet_is_not_accepted(
     receiver: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that heard of it would not know what ended, and end itself."""
+    """An engine with that event would not know which transfer ended, and end itself."""
     monkeypatch.setattr(ZmqTransport, "window_bytes", 1)  # one page at a time
     memory = filled(SMALL, 4)
     sender = make("zmq", memory, "prefill-1")
@@ -138,7 +138,7 @@ def test_what_was_not_claimed_yet_is_not_accepted(
         receiver.recv_multipart()  # the first page
         receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
         receiver.send_multipart([peer, encode(Placed(held.transfer_id, 0, 0))])
-        receiver.recv_multipart()  # the second page: what was said before Placed has been heard
+        receiver.recv_multipart()  # the second page: messages before Placed have been received
         sender.finish(held, lambda: boundary(16, tail_token_ids=()))
         receiver.send_multipart([peer, encode(Placed(held.transfer_id, 1, 0))])
         receiver.recv_multipart()  # the manifest: the push went on
@@ -157,8 +157,9 @@ def test_what_was_not_claimed_yet_is_not_accepted(
 def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
     receiver: zmq.Socket[bytes], answer: list[bytes]
 ) -> None:
-    """A newer receiver may say what an older sender does not know. No answer has a second frame,
-    and ZMQ does not bound how many a message has."""
+    """A newer receiver may send messages that an older sender does not know. No answer has a second
+    frame, and ZMQ does not bound the frames of a message.
+    """
     memory = filled(SMALL, 4)
     sender = make("zmq", memory, "prefill-1")
     sender.start()
@@ -204,7 +205,7 @@ class Copied:
 
     def release(self) -> None:
         self.home.num_free += 1
-        self.view[:] = bytes(len(self.view))  # as the next chunk may, whoever still reads it
+        self.view[:] = bytes(len(self.view))  # like the next chunk may, whatever still reads it
 
 
 def hear_pages_of(receiver: zmq.Socket[bytes], transfer_id: str) -> None:
@@ -219,7 +220,7 @@ def hear_pages_of(receiver: zmq.Socket[bytes], transfer_id: str) -> None:
 def test_receivers_that_do_not_answer_leave_buffers_to_the_others(
     receiver: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch, num_silent: int
 ) -> None:
-    """They have as long as their leases; until then nothing left a GPU for anybody."""
+    """They have as long as their leases; until then no push left a GPU."""
     memory, target = filled(SMALL, 20), PageMemory(SMALL, 4)
     transport = ZmqTransport(memory)
     transport.chunk_bytes = SMALL.page_bytes
@@ -247,7 +248,7 @@ def test_receivers_that_do_not_answer_leave_buffers_to_the_others(
 def test_a_receiver_that_never_stops_answering_does_not_hold_up_the_others(
     receiver: zmq.Socket[bytes],
 ) -> None:
-    """What it says is taken in turns, and all of it before the end of its connection."""
+    """Its messages are taken in turns, and all of them before the end of its connection."""
     transport = ZmqTransport(filled(SMALL, 1))
     transport.open()
     endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,4 +1,4 @@
-"""The port of the ZMQ transport survives whatever anybody sends to it."""
+"""The port of the ZMQ transport survives any input."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Port:
     connector: Connector
     memory: PageMemory
     socket: zmq.Socket[bytes]
-    lost: zmq.Socket[bytes]  # tells that its connection was closed
+    lost: zmq.Socket[bytes]  # shows that its connection was closed
 
     def until_taken(self) -> None:
-        """Returns once what was said before was taken, or has cost the connection."""
+        """Returns once earlier messages were taken, or have cost the connection."""
         self.socket.send(FALSE_BEGIN)  # this is answered
         poller = zmq.Poller()
         for one in (self.socket, self.lost):
@@ -179,7 +179,7 @@ def test_frames_that_never_end_cost_the_connection_and_not_the_memory(port: Port
 def test_a_message_of_a_million_frames_costs_the_connection_and_not_the_memory(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are 2 bytes each on the wire, a hundredth of what each is once it is taken."""
+    """They are 2 bytes each on the wire, a hundredth of their size afterwards."""
     host, _, number = port.connector.describe().endpoint.removeprefix("tcp://").partition(":")
     most_taken, take = 0, ZmqListener.receive
 
@@ -254,7 +254,7 @@ def test_what_waits_in_the_kernel_is_no_flood(monkeypatch: pytest.MonkeyPatch) -
 def test_a_connection_is_not_cut_for_its_age(
     keys: CurveKeys | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heartbeats alone come, in a second as many as in minutes."""
+    """Only heartbeats arrive, as many in a second as in minutes."""
     monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 2)
     monkeypatch.setattr(zmq_sockets, "SLACK_BYTES", 1 << 10)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -323,8 +323,9 @@ def _resident_bytes() -> int:
 def test_what_a_connection_says_as_it_is_accepted_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While the listener takes messages it has not heard of the connection yet: what came meanwhile
-    would be held against it for as long as it lasts."""
+    """While the listener takes messages it does not know the connection yet: bytes that came
+    meanwhile would count against it as long as it lasts.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 20, queued=2)
     sender, watch, has_sent = context.socket(zmq.DEALER), listener._watch, False
@@ -351,8 +352,9 @@ def test_what_a_connection_says_as_it_is_accepted_is_counted(
 
 
 def test_the_kernel_asks_after_a_sender_that_says_nothing() -> None:
-    """Of a host that has vanished nothing comes, not even an end: its connection, what it had sent
-    and two descriptors would be kept for ever."""
+    """A vanished host sends nothing, not even an end: its connection, its sent messages and two
+    descriptors would stay for ever.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 16, queued=2)
     with socket.create_connection(("127.0.0.1", listener.port), DEADLINE_S):
@@ -370,7 +372,7 @@ def test_the_kernel_asks_after_a_sender_that_says_nothing() -> None:
 
 
 def test_a_peer_of_an_old_protocol_ends_nothing() -> None:
-    """ZMQ does not say over which connection a message of ZMTP 1 came."""
+    """ZMQ does not report the connection of a message of ZMTP 1."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 16, queued=2)
     identity, frame = b"\x01\x00", b"\x06\x00hello"

@@ -1,5 +1,5 @@
-"""What may be done to a transfer on its way, and who does it: bytes that are flipped, cut off,
-exchanged or stale, messages that are flipped, cut off, repeated, out of order or another's.
+"""Faults of a transfer in transit, and their actors: bytes that are flipped, cut off, exchanged or
+stale; messages that are flipped, cut off, repeated, out of order or another's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _OF_MESSAGES = {*_OF_BYTES, Trick.BEGIN_LATE, Trick.FINISH_OF_ANOTHER}
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """Deliveries of one chunk; none where nothing leaves."""
+    """Deliveries of one chunk; none if nothing leaves."""
 
     parts: Sequence[Delivery]
 
@@ -78,14 +78,15 @@ class Both:
 
 
 def written(memory: PageMemory) -> None:
-    """Returns once what was written into pages is there for who reads them by other means."""
+    """Returns once writes into pages are visible to other readers."""
     if memory.device.type != "cpu":
         torch.cuda.synchronize(memory.device)
 
 
 class Tamperer:
-    """Between an exchange and the transport that it pushes over. The first half of the pool is
-    pushed from; the second half is its own, for bytes that are not what was digested."""
+    """Between an exchange and the transport that it pushes over. The first half of the pool is the
+    source; the second half is its own, for other bytes than the digested ones.
+    """
 
     def __init__(
         self, kind: str, memory: PageMemory, incarnation: str, draw: random.Random
@@ -105,7 +106,7 @@ class Tamperer:
         self.transport.deliver = self.deliver  # type: ignore[method-assign]
 
     def arm(self, trick: Trick | None, num_chunks: int) -> None:
-        """What is done to the next transfer; a chunk of it is chosen for that."""
+        """The fault of the next transfer; a chunk of it is chosen for that."""
         self._sweep()
         self._trick, self.has_struck = trick, False
         self._wait = self._draw.randrange(num_chunks)
@@ -113,7 +114,7 @@ class Tamperer:
             self._wait = num_chunks - 1
 
     def disarm(self) -> None:
-        """Leaves alone what comes from now on; what was held back is never said."""
+        """Leaves later messages unchanged; held-back ones are never sent."""
         self._trick = None
         self._held.clear()
 
@@ -159,7 +160,9 @@ class Tamperer:
         return self._send(peer, header, chunk)
 
     def _send(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery:
-        """What is to strike leaves now and not later, when nobody would strike any more."""
+        """The faulty message leaves now and not later, when its fault could no longer have an
+        effect.
+        """
         delivery = self._deliver(peer, header, chunk)
         assert delivery is not None, "there is no room for it"
         return delivery
@@ -184,8 +187,9 @@ class Tamperer:
         return self._flipped(data, message)
 
     def _flipped(self, data: bytes, message: Struct) -> bytes:
-        """One bit is another one. Some say the same all the same, as in the name of a field that is
-        empty: these are left out."""
+        """One bit is flipped. Some flips do not change the meaning, for example in the name of an
+        empty field: these are left out.
+        """
         while True:
             spoilt = bytearray(data)
             spoilt[self._draw.randrange(len(data))] ^= 1 << self._draw.randrange(8)

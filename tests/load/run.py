@@ -1,7 +1,7 @@
 """`make load`: `effuse up`, ghz against it, once unary and once streaming, and a verdict.
 
-Every call must end well, and afterwards the fleet must be as it was after a first, small load: no
-page and no request held, as many tasks and descriptors, about as much memory in each process.
+Every call must end well. Afterwards the fleet must be as after a first, small load: no page and no
+request held, as many tasks and descriptors, about as much memory in each process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def load_of_its_own(ghz: Path, flags: Sequence[str], totals: Totals) -> list[str]:
-    """Start a fleet with `effuse up`, load it, end it; what went wrong. Raises UpError."""
+    """Start a fleet with `effuse up`, load it, end it; returns the faults. Raises UpError."""
     with running(flags) as up:
         print(up.greeting, flush=True)
         faults = load(ghz, up.address, {})
@@ -64,8 +64,9 @@ def load_of_its_own(ghz: Path, flags: Sequence[str], totals: Totals) -> list[str
 
 
 def load(ghz: Path, target: str, totals: Totals) -> list[str]:
-    """Run both configurations against a router, with as many calls as `totals` says; what went
-    wrong."""
+    """Run both configurations against a router, with as many calls as in `totals`; returns the
+    faults.
+    """
     faults = []
     with tempfile.TemporaryDirectory() as out:
         for name in ("unary", "stream"):

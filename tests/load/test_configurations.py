@@ -1,4 +1,4 @@
-"""What `make load` asks ghz for exists."""
+"""The methods and fields that `make load` gives to ghz exist."""
 
 from __future__ import annotations
 

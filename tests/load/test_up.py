@@ -1,4 +1,4 @@
-"""The fleet that is put under load is what `effuse up` starts, and its faults are told."""
+"""The fleet under load is that of `effuse up`, and its faults are reported."""
 
 from __future__ import annotations
 

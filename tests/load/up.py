@@ -1,6 +1,6 @@
-"""`effuse up` as a person starts it, for as long as a context lasts, and what it holds meanwhile.
+"""`effuse up` as a user starts it, as long as a context lasts, and its resources meanwhile.
 
-Not here: what is sent to it.
+The requests are elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from effuse.protos.gate import FleetSecret
 
 MORE_DESCRIPTORS = 16  # connections that come and go
 MORE_TASKS = 4  # that are ending, or look after connections
-MORE_BYTES = 64 << 20  # what allocators keep of the most that was held at once
+MORE_BYTES = 64 << 20  # part of the peak that allocators keep
 START_S = patient(150.0)
 END_S = patient(60.0)
 SETTLE_S = patient(30.0)
@@ -53,7 +53,7 @@ class Baseline:
     resident: Mapping[str, int]
 
     def faults(self, before: Baseline) -> list[str]:
-        """What has grown beyond what comes and goes, and processes that are others."""
+        """Growth beyond normal variation, and replaced processes."""
         if self.resident.keys() != before.resident.keys():
             return [
                 f"processes are others: {sorted(self.resident.keys() ^ before.resident.keys())}"
@@ -93,7 +93,7 @@ class Up:
     redis_access: RedisAccess
 
     def held(self) -> list[str]:
-        """What its workers still hold once they have had time to let go; empty as it should be."""
+        """Resources of its workers after some time to release them; empty if all is right."""
         addresses = asyncio.run(self._workers())
         deadline = time.monotonic() + SETTLE_S
         while (left := _held_by(addresses, self.secret)) and time.monotonic() < deadline:
@@ -101,7 +101,7 @@ class Up:
         return left
 
     def baseline(self) -> Baseline:
-        """What each of its processes holds now, idle as it should be."""
+        """Current resources of each of its processes, idle if all is right."""
         addresses = asyncio.run(self._workers())
         processes = {_name_of(one): one for one in tree(self.pid)}
         return Baseline(
@@ -122,11 +122,11 @@ class Up:
 def running(
     flags: Sequence[str], *, complains: bool = False, environment: Mapping[str, str] | None = None
 ) -> Generator[Up, None, None]:
-    """`effuse up` with `flags` on a free port, in a fleet of its own, and with more variables than
-    this process has. On leaving it is told to end.
+    """`effuse up` with `flags` on a free port, in a separate fleet, and with additional variables.
+    It is ended on leaving.
 
-    Raises UpError with what it said where it does not start, ends badly or, unless it `complains`
-    with reason, complains.
+    Raises UpError with its output if it does not start, ends badly or, unless it `complains` with
+    reason, complains.
     """
     fleet = f"load-{secrets.token_hex(4)}"
     command = [str(Path(sys.executable).with_name("effuse")), "up", "--port", "0"]
@@ -158,7 +158,7 @@ def running(
 
 
 def _known_by(path: Path) -> tuple[FleetSecret, RedisAccess]:
-    """The secret in a file, and how the fleet's Redis is reached by who knows it."""
+    """The secret in a file, and the credentials of the fleet's Redis for its owner."""
     secret, credentials = FleetSecret.read(path), path.with_name("redis")
     credentials.write_text(f"effuse:{secret.derive('redis').hex()}")
     return secret, RedisAccess(credentials=credentials)
@@ -179,7 +179,7 @@ def _found(child: subprocess.Popen[str], pattern: re.Pattern[str]) -> re.Match[s
 
 
 def _name_of(process: psutil.Process) -> str:
-    """Of a process, by what it runs; the id tells two of a kind apart."""
+    """Of a process, by its program; the id distinguishes two of a kind."""
     words = process.cmdline()
     role = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
     return f"{role} {process.pid}"

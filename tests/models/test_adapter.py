@@ -16,7 +16,7 @@ from torch import Tensor
 from effuse.models.config_keys import CheckpointError
 from effuse.models.weights import load_model
 
-# What the published D2F adapters of Dream and LLaDA target, with rank and alpha 32.
+# Targets of the published D2F adapters of Dream and LLaDA, with rank and alpha 32.
 D2F_TARGETS = {
     "dream": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "llada": ("q_proj", "k_proj", "v_proj", "attn_out"),
@@ -184,7 +184,7 @@ def test_no_adapter_there(tmp_path: Path) -> None:
 
 
 def test_experts_are_merged_one_by_one(tmp_path: Path) -> None:
-    """An adapter of every expert's and the router's modules, as PEFT names them."""
+    """An adapter of every expert's and the router's modules, by PEFT's names."""
     path = write_expert_checkpoint(tmp_path / "base", "llada2_moe")
     base = load_file(path / "model.safetensors")
     targets = ("gate", "up_proj", "query_key_value")

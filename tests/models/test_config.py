@@ -1,4 +1,4 @@
-"""config.json of the three releases, and what is refused with the key's name."""
+"""config.json of the three releases, and refusals with the key's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json of the releases with experts, and what is refused with the key's name."""
+"""config.json of the releases with experts, and refusals with the key's name."""
 
 from __future__ import annotations
 

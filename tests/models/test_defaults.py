@@ -1,4 +1,4 @@
-"""What requests take of a checkpoint by default, and that each value names where it is from."""
+"""A checkpoint's defaults for requests, and that each value names its source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError
 from effuse.models.defaults import read_defaults
 
-# As it was published with SDAR-8B-Chat.
+# As published with SDAR-8B-Chat.
 SDAR_GENERATION = {
     "bos_token_id": 151643,
     "do_sample": True,

@@ -1,4 +1,4 @@
-"""Progress is told now and then and at the end, in its own units, on a clock that is handed in."""
+"""Progress is logged occasionally and at the end, in its own units, with a given clock."""
 
 from __future__ import annotations
 

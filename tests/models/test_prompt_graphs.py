@@ -60,8 +60,9 @@ def prompts(model: Transformer, lengths: Sequence[int]) -> list[Part]:
 
 
 def cut(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
-    """Of longer prompts the first half, up to the end of a block, and the rest; shorter ones are in
-    the second forward alone, so that not all of its parts begin with cached tokens."""
+    """Of longer prompts the first half, up to the end of a block, and the rest; shorter ones are
+    only in the second forward, so that not all of its parts begin with cached tokens.
+    """
     first, rest = [], []
     for part in parts:
         length = len(part.token_ids)

@@ -1,4 +1,4 @@
-"""docs/models.md says of every published model what its configuration gives."""
+"""docs/models.md has the result of every published model's configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedModel:
-    """A model's configuration, as far as it is known, and where it is from."""
+    """A model's configuration, as far as it is known, and its source."""
 
     name: str
     source: str
@@ -36,7 +36,7 @@ class PublishedModel:
     adapter: bool = False
 
     def row(self, directory: Path) -> tuple[str, str, str, str]:
-        """What the page has to say of it."""
+        """The page's row for it."""
         says = f"`{self.config['model_type']}`, `{self.config['architectures'][0]}`"
         return self.name, says, self.outcome(directory), self.source
 

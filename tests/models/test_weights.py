@@ -188,7 +188,9 @@ def test_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_what_was_loaded_does_not_change_with_its_file(tmp_path: Path, has_experts: bool) -> None:
-    """Who writes a checkpoint anew into its directory would change what is served, or end it."""
+    """A process that rewrites a checkpoint in its directory would change the served model, or end
+    it.
+    """
     if has_experts:
         write_expert_checkpoint(tmp_path, "llada2_moe")
     else:

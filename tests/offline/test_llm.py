@@ -1,4 +1,4 @@
-"""A batch in one process says what a fleet says, and refuses what a fleet refuses."""
+"""A batch in one process gives the same answers and refusals as a fleet."""
 
 from __future__ import annotations
 

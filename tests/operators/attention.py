@@ -110,7 +110,7 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
     generator = torch.Generator().manual_seed(len(case.sequences) + case.head_dim)
     total = sum(row.rows for row in case.sequences)
     heads = case.q_heads + 2 * case.kv_heads
-    # Queries, keys and values as slices of one projection, as models hand them over.
+    # Queries, keys and values as slices of one projection, like in models.
     fused = torch.randn(total, heads, case.head_dim, generator=generator)
     fused[:, : case.q_heads] *= case.magnitude
     widths = [case.q_heads, case.kv_heads, case.kv_heads]
@@ -136,7 +136,7 @@ def pages_for(case: Case, row: Row) -> int:
 
 
 def page_tables(case: Case, generator: torch.Generator) -> list[list[int]]:
-    """Pages in random order out of a pool with as many again that nobody may read."""
+    """Pages in random order from a pool that also has as many unreadable ones."""
     needed = [pages_for(case, row) for row in case.sequences]
     shuffled = torch.randperm(2 * sum(needed) + 3, generator=generator).tolist()
     return [[shuffled.pop() for _ in range(count)] for count in needed]
@@ -158,7 +158,7 @@ def poisoned_cache(
 
 
 def strided(cache: Tensor, token_major: bool) -> Tensor:
-    """The same values as they are, or as a view into the pages of a pool."""
+    """The same values unchanged, or as a view into the pages of a pool."""
     if token_major:
         return cache
     _, view = layer_of(cache.shape, cache.dtype, cache.device)

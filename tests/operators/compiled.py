@@ -64,7 +64,7 @@ SHAPES = {
     "bundled_bf16": Shape(6, 2, 32, 16),
     "bundled_fp32": Shape(6, 2, 32, 16, dtype=FP32),
 }
-# Where heads share no keys, longer sequences have launch parameters of their own.
+# If heads share no keys, longer sequences have launch parameters of their own.
 HOPPER_SHAPES = {
     **{name: shape for name, shape in SHAPES.items() if shape.head_dim in (64, 128)},
     "llada_long": Shape(32, 32, 128, 32, sequences=1, rows=96),

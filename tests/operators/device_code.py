@@ -41,7 +41,7 @@ Argument = torch.Tensor | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class DeviceCode:
-    """What one kernel variant costs on the device."""
+    """The resources of one kernel variant on the device."""
 
     kernel: str
     registers: int
@@ -117,7 +117,7 @@ def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> 
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", 90, 32)
-    # A launch fails where Triton cannot describe it to who is told of compilations, as engines are.
+    # A launch fails if Triton cannot describe it to compilation hooks, which engines use.
     described = make_backend(target).parse_options(options)
     serialize_specialization_data(name, signature, constants, attributes, described, "key", target)
     compiled = triton.compile(source, target=target, options=options)

@@ -1,7 +1,7 @@
 """Whole device steps as CUDA runs them, in Triton's interpreter: bucketed rows, padding, kernels.
 
-A program of its own: `TRITON_INTERPRET=1 python -m operators.device_steps ARCHITECTURE`. Attention
-leaves NaN where it writes nothing, so whatever padding reaches would show in the tokens.
+A separate program: `TRITON_INTERPRET=1 python -m operators.device_steps ARCHITECTURE`. Attention
+leaves NaN in places that it does not write, so that an effect of padding would show in the tokens.
 """
 
 from __future__ import annotations

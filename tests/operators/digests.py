@@ -1,6 +1,6 @@
 """Digests against xxhash, pages that went wrong, and how often digests should agree by chance.
 
-Used on the CPU, in Triton's interpreter and on a GPU alike.
+Used on the CPU, in Triton's interpreter and on a GPU.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ Bytes = NDArray[np.uint8]
 Launch = Callable[[Tensor, Tensor, Tensor, int, int, Tensor], Tensor]
 Corruption = Callable[[Bytes, Bytes, int, np.random.Generator], None]
 
-# One stripe more or less than a round of 16, no whole round, several, and what models have.
+# One stripe more or less than a round of 16, no whole round, several, and models' sizes.
 LENGTHS = (256, 320, 1024, 1088, 2 * 1024 + 64, 16384)
 SEEDS = (0, 1, 2**64 - 1, 0x9C6E5F0A3B21D487)
 KINDS = ("random", "zeros", "ones", "secret")
 
 
 def filled(kind: str, num_pages: int, page_bytes: int, piece_bytes: int, seed: int) -> Tensor:
-    """Pages [num_pages, page_bytes] uint8; "secret" is what the hash mixes in, so that every
-    product in it is of zeros."""
+    """Pages [num_pages, page_bytes] uint8; "secret" is the hash's own input, so that every product
+    in it is of zeros.
+    """
     if kind == "random":
         generator = torch.Generator().manual_seed(piece_bytes)
         return torch.randint(256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
@@ -75,7 +76,7 @@ def check(
 
 
 def kv_like(num_bytes: int, seed: int) -> Bytes:
-    """bf16 numbers as a page holds them; the last eighth was never written and is zero."""
+    """bf16 numbers like in a page; the last eighth was never written and is zero."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(num_bytes // 2, generator=generator).bfloat16()
     values[-(num_bytes // 16) :] = 0
@@ -96,7 +97,7 @@ def swapped_words(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Ge
 def swapped_stripes_of_a_lane(
     page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator
 ) -> None:
-    """Words that enter one accumulator in one round, where their sum stays what it was."""
+    """Words that enter one accumulator in one round, with an unchanged sum."""
     words = page.view(np.uint64)
     first = int(rng.integers(max(1, len(words) // 128))) * 128 + int(rng.integers(8))
     places = np.arange(first, min(len(words), first // 128 * 128 + 128), 8)
@@ -126,7 +127,7 @@ def stale_run(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Genera
 
 
 def truncated_tail(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator) -> None:
-    """A write that ended early: behind it lies what was there before, or nothing."""
+    """A write that ended early: after it there is the earlier content, or nothing."""
     cut = int(rng.integers(len(page)))
     page[cut:] = other[cut:] if rng.integers(2) else 0
 
@@ -161,7 +162,9 @@ def corrupted(
 def batches_of_corruptions(
     count: int, num_pieces: int, piece_bytes: int
 ) -> Iterator[tuple[Bytes, Bytes]]:
-    """(page, versions of it that went wrong), ``count`` versions in all, every kind alike often."""
+    """(page, versions of it that went wrong), ``count`` versions in all, every kind equally
+    often.
+    """
     share, rest = divmod(count, len(CORRUPTIONS))
     for index, corruption in enumerate(CORRUPTIONS.values()):
         page, other = (kv_like(num_pieces * piece_bytes, 2 * index + k) for k in (0, 1))
@@ -199,11 +202,11 @@ def versions_of_a_piece(count: int, piece_bytes: int) -> Iterator[tuple[str, Ten
 
 
 def chance_of(digests: Tensor) -> str:
-    """What is unlike a random function in digests [N] int64 of different data; "" for nothing.
+    """Differences from a random function in digests [N] int64 of different data; "" for none.
 
     Pairs that agree in 16 or 20 bits of a digest are counted, at its low end, its high end and
-    between. For a random function they are about Poisson distributed; what would happen to it less
-    than once in a million such counts is told.
+    between. For a random function the counts are about Poisson distributed; a count with a chance
+    below one in a million is reported.
     """
     unsigned = digests.numpy().view(np.uint64)
     for bits in (16, 20):

@@ -1,4 +1,4 @@
-"""Checks of the mixture of experts: routes against their definition, and what experts give."""
+"""Checks of the mixture of experts: routes against their definition, and the experts' results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs the checks on the Triton kernels in Triton's interpreter and prints one JSON line for each.
 
-A program of its own (`TRITON_INTERPRET=1 python -m operators.interpreted GROUP`): the variable
-must be set before triton is imported and holds for the whole process. The interpreter computes
-bf16 wrongly without saying so, hence fp32 and fp16 only; every kernel program costs about 10 ms.
+A separate program (`TRITON_INTERPRET=1 python -m operators.interpreted GROUP`): the variable must
+be set before triton is imported and applies to the whole process. The interpreter computes bf16
+wrongly without a message, hence fp32 and fp16 only; every kernel program costs about 10 ms.
 """
 
 from __future__ import annotations

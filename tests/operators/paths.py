@@ -39,7 +39,7 @@ class Sample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Arguments of one attention call and where its results go."""
+    """Arguments of one attention call and the places of its results."""
 
     q: Tensor
     k: Tensor

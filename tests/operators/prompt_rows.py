@@ -1,4 +1,5 @@
-"""Prompts on padded rows as a CUDA graph runs them, in Triton's interpreter, beside the usual way.
+"""Prompts on padded rows as a CUDA graph runs them, in Triton's interpreter, compared with the
+usual way.
 
 A program of its own: `TRITON_INTERPRET=1 python -m operators.prompt_rows ARCHITECTURE`. Prints one
 line for each forward: the largest difference, and whether only the prompts' slots were written.
@@ -53,7 +54,7 @@ def first_block(part: Part) -> Part:
 
 
 def behind_it(part: Part) -> Part:
-    """What begins with a cached block."""
+    """Prompts that begin with a cached block."""
     ids = part.token_ids[BLOCK:]
     return replace(part, token_ids=ids, start=BLOCK, num_stored=len(ids))
 

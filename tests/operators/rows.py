@@ -75,7 +75,7 @@ def check_norm_residual(ops: Operators, dtype: torch.dtype, shape: tuple[int, in
 
 
 def _check_norm_of_parts(ops: Operators, parts: Tensor, residual: Tensor, weight: Tensor) -> None:
-    """Parts of a sum in fp32, as a product that was split leaves them."""
+    """Parts of a sum in fp32, like the results of a split product."""
     normed, total = ops.rms_norm_residual(
         parts.to(ops.device), residual.to(ops.device), weight.to(ops.device), EPS
     )

@@ -113,7 +113,7 @@ def check_not_finite(cases: list[Case], ops: Operators, dtype: torch.dtype, size
     """A row that holds NaN or infinity gives no finite confidence, whatever its settings, a token
     that exists, and leaves other rows as they are."""
     generator = torch.Generator().manual_seed(5)
-    mask = size - 1  # in no tile with the first tokens, as that of released vocabularies
+    mask = size - 1  # in no tile with the first tokens, like that of released vocabularies
     logits = make_logits(Case(rows=5 * len(cases)), size, generator).to(dtype)
     logits[1::5, size - 2] = float("nan")
     logits[2::5] = float("nan")

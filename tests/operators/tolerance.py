@@ -1,7 +1,7 @@
 """One tolerance policy for all operators, dtypes and devices.
 
-The largest error against fp64 may be twice that of plain torch in the same dtype, plus the
-rounding of the largest value: what a sum in another order may cost, and no more.
+The largest error against fp64 may be twice that of plain torch in the same dtype, plus the rounding
+of the largest value: the possible effect of another order of summation, and no more.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The reference decoder: no cache, dense masks, plain torch, nothing of effuse's but the weights.
 
-`decode` is the way in. It is slow on purpose: every step recomputes the whole sequence, so that
-what the engine must reproduce can be read off the page.
+The entry is `decode`. It is slow on purpose: every step recomputes the whole sequence, so that a
+reader can see exactly the result that the engine must reproduce.
 """

@@ -24,7 +24,7 @@ Predict = Callable[[list[int], dict[int, int]], dict[int, Candidate]]
 
 
 def decode(weights_dir: Path | str, prompt_ids: Sequence[int], settings: Settings) -> OracleResult:
-    """What the engine must answer to `prompt_ids` with these weights."""
+    """The engine's required answer to `prompt_ids` with these weights."""
     return decode_with(load_raw(weights_dir), prompt_ids, settings)
 
 
@@ -64,7 +64,8 @@ def denoise_blocks(
     answer: list[int] | None = None,
 ) -> OracleResult:
     """D2F and block diffusion: append, activate, forward, write, settle, until the answer ends.
-    Text that is final is added to `answer`, for who predicts to look at."""
+    Final text is added to `answer`, for the predictor.
+    """
     answer = [] if answer is None else answer
     steps: list[StepTrace] = []
     occurred = _prompt_cases(canvas)

@@ -1,4 +1,4 @@
-"""What a request changes of a row of logits before a token is drawn from it, term by term."""
+"""A request's changes of a row of logits before a token is drawn from it, term by term."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def edited(
     answer: Sequence[int],
     at: int,
 ) -> Tensor:
-    """The logits [V] of the position `at`, where `answer` is what is final so far."""
+    """The logits [V] of the position `at`, with `answer` as the final text so far."""
     row = row.float().clone()
     for token in {*prompt, *answer} if settings.repetition_penalty != 1 else ():
         value = float(row[token])
@@ -39,6 +39,6 @@ def edited(
 
 
 def likely(row: Tensor, min_p: float) -> Tensor:
-    """-inf in place of logits whose probability is below this share of the largest one's."""
+    """-inf for logits whose probability is below this share of the largest one's."""
     probability = row.double().softmax(dim=-1)
     return row.masked_fill(probability < min_p * probability.max(), -math.inf)

@@ -87,7 +87,7 @@ def visible(length: int, origin: int, block_size: int) -> Tensor:
 
 @torch.no_grad()
 def logits(model: RawModel, token_ids: list[int], mask: Tensor) -> Tensor:
-    """Raw logits [T, V]: row i is what position i's hidden state says."""
+    """Raw logits [T, V]: row i comes from position i's hidden state."""
     x = model.embedding[token_ids]
     for layer in model.layers:
         x = x + _attention(model, layer, _norm(x, layer.attn_norm, model.eps), mask)
@@ -101,7 +101,7 @@ def _mlp(layer: RawLayer, x: Tensor) -> Tensor:
 
 
 def _experts(model: RawModel, layer: RawLayer, x: Tensor) -> Tensor:
-    """What all experts give, of which those that a row did not choose count nothing."""
+    """The results of all experts; those that a row did not choose count as zero."""
     assert layer.router is not None
     scores = (x @ layer.router.T).softmax(dim=-1)
     chosen = scores.topk(model.top_k, dim=-1)
@@ -159,7 +159,7 @@ def _eos(directory: Path, config: dict[str, object]) -> tuple[int, ...]:
 
 
 def _qwen(config: dict[str, object], t: dict[str, Tensor], eos: tuple[int, ...]) -> RawModel:
-    """Dream, SDAR, and those with experts: what a layer has is told by its tensors."""
+    """Dream, SDAR, and those with experts: a layer's tensors show its kind."""
     families: dict[object, Family] = {"Dream": "dream", "llada": "llada"}
     layers = []
     for index in range(_int(config, "num_hidden_layers")):

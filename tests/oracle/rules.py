@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(slots=True)
 class Canvas:
-    """Prompt and blocks in flight. A position is a mask because `masked` says so, not by its id."""
+    """Prompt and blocks in flight. `masked` marks the masks, not their id."""
 
     tokens: list[int]
     masked: list[bool]
@@ -98,7 +98,7 @@ def wants_block(canvas: Canvas, settings: Settings) -> bool:
 
 
 def activate(canvas: Canvas, settings: Settings) -> None:
-    """Step 2: blocks whose predecessor is far enough must progress from now on."""
+    """Step 2: blocks must progress from now on if enough of their predecessor is written."""
     for index, block in enumerate(canvas.blocks):
         before = progress(canvas, canvas.blocks[index - 1]) if index else 1.0
         if settings.algorithm == "block_diffusion":
@@ -129,8 +129,9 @@ def best(candidates: dict[int, Candidate], count: int) -> list[int]:
 
 
 def within_entropy(candidates: dict[int, Candidate], bound: float) -> list[int]:
-    """Positions of the lowest entropies, as many as together stay below the bound in fp32, and one
-    at least. Scores are negative entropies."""
+    """Positions of the lowest entropies, as many as together stay below the bound in fp32, and at
+    least one. Scores are negative entropies.
+    """
     ranked = best(candidates, len(candidates))
     total, below = 0.0, 0
     for position in ranked:

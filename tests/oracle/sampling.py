@@ -89,8 +89,9 @@ def candidate(
 
 
 def _filtered(row: Tensor, settings: Settings, top_k_first: bool) -> Tensor:
-    """-inf for what top-p, then top-k drop, or top-k and then top-p of the rest. Top-p counts equal
-    logits in the order of their ids; top-k keeps all that equal its last one."""
+    """-inf for tokens that top-p, then top-k drop, or top-k and then top-p of the rest. Top-p
+    counts equal logits in the order of their ids; top-k keeps all that equal its last one.
+    """
     order = sorted(range(len(row)), key=lambda token: (-float(row[token]), token))
     filters = [_most_likely, _largest]
     for keep in reversed(filters) if top_k_first else filters:

@@ -1,4 +1,4 @@
-"""What the oracle is asked and what it answers. Data only."""
+"""Requests and answers of the oracle. Data only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Remasking = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One request. None takes the checkpoint's block size or end ids; `denoising_steps` None is
-    the block size; `tokens_per_step` belongs to vanilla denoising alone."""
+    """One request. None takes the checkpoint's block size or end ids; `denoising_steps` None is the
+    block size; `tokens_per_step` is only for vanilla denoising.
+    """
 
     algorithm: Literal["d2f", "block_diffusion", "vanilla"] = "d2f"
     max_tokens: int = 32
@@ -45,7 +46,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What the model would write at a position."""
+    """The model's proposal at a position."""
 
     token: int
     confidence: float
@@ -54,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class BlockTrace:
-    """A block that was denoised in a step, as it was before the forward."""
+    """A block that was denoised in a step, in its state before the forward."""
 
     start: int
     end: int
@@ -65,8 +66,9 @@ class BlockTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One forward: the ACTIVE blocks in it, what was written, which blocks settled, the text that
-    this made final. Candidates are those of every masked position."""
+    """One forward: its ACTIVE blocks, the written tokens, the settled blocks, the resulting final
+    text. Candidates are those of every masked position.
+    """
 
     blocks: tuple[BlockTrace, ...]
     candidates: dict[int, Candidate]

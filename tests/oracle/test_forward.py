@@ -1,4 +1,4 @@
-"""The oracle's forward against transformers, and what the oracle may import."""
+"""The oracle's forward against transformers, and the oracle's allowed imports."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_tiny_checkpoints_make_every_case_occur(tmp_path: Path, architecture: Ar
 
 
 def test_dream_reads_the_row_before(tmp_path: Path) -> None:
-    """The first candidate is what transformers says at the prompt's last position."""
+    """The first candidate is transformers' result at the prompt's last position."""
     path = write_tiny_checkpoint(tmp_path, "dream")
     prompt = prompts()[4]
     result = decode(path, prompt, Settings(max_tokens=4, block_size=4))

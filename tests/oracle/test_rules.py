@@ -154,7 +154,7 @@ def case_full_counts_masks_at_birth() -> None:
 
 
 def case_schedule_spreads_masks_evenly() -> None:
-    """Eight positions over three steps are 3, 3, 2, also where a prompt has three of them."""
+    """Eight positions over three steps are 3, 3, 2, even if a prompt has three of them."""
     knobs: Knobs = {"algorithm": "block_diffusion", "denoising_steps": 3, "max_tokens": 5}
     static = run([], prompt=range(3), origin=0, block=8, remasking="sequential", **knobs)
     assert [list(step.writes) for step in static.steps] == [[3, 4, 5], [6, 7]]

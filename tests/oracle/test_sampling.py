@@ -97,7 +97,7 @@ def test_top_p_is_of_what_top_k_left_where_that_comes_first() -> None:
 
 
 def test_temperature_comes_before_top_p() -> None:
-    """At temperature 0.5 the square of the odds: 0.64 / 0.68 alone reaches 0.9."""
+    """At temperature 0.5 the square of the odds: 0.64 / 0.68 is enough for 0.9."""
     found = draw([0.8, 0.1, 0.1, 1e-9], temperature=0.5, top_p=0.9)
     assert (found.token, found.confidence) == (0, 1.0)
     assert draw([0.8, 0.1, 0.1, 1e-9], top_p=0.9).confidence == pytest.approx(0.8 / 0.9, abs=1e-6)

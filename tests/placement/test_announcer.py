@@ -23,7 +23,7 @@ EARLIER, OWN, LATER = "process-1", "process-2", "process-3"
 
 
 class Worker:
-    """What is announced, and the announcer."""
+    """The announced record, and the announcer."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -98,7 +98,7 @@ def test_a_release_is_seen_at_once() -> None:
 
 
 def test_a_release_waits_for_the_announcement_under_way() -> None:
-    """Its answer comes after the release was asked for; the lease is released all the same."""
+    """Its answer comes after the release was requested; the lease is released nevertheless."""
 
     async def go() -> None:
         with redis_server.running() as server:
@@ -125,7 +125,7 @@ def test_a_release_waits_for_the_announcement_under_way() -> None:
                     await worker.seen("released")
                 assert worker.announcer.state is LeaseState.RELEASED
                 async with asyncio.timeout(20):
-                    await task  # its work is done, and nobody has the lease
+                    await task  # its work is done, and no process has the lease
 
     asyncio.run(go())
 
@@ -154,7 +154,7 @@ def test_a_later_process_of_the_same_id_ends_the_first_one() -> None:
 
 
 def test_a_redis_that_went_back_to_an_earlier_life_is_told_the_present_one() -> None:
-    """As after a failover to a replica that had not heard of the engine's restart yet."""
+    """As after a failover to a replica that did not know of the engine's restart yet."""
 
     async def go() -> None:
         async with announced() as (worker, server):
@@ -195,7 +195,7 @@ def test_without_a_server_it_says_so_once_keeps_trying_and_finds_it(
                 worker = Worker(store)
                 task = asyncio.ensure_future(worker.announcer.run())
                 await eventually(lambda: store.circuit.failures >= 2)
-                await worker.announcer.release()  # says nothing, raises nothing
+                await worker.announcer.release()  # logs nothing, raises nothing
                 task.cancel()
                 await asyncio.wait({task}, timeout=20)
                 (told,) = (r for r in caplog.records if r.levelno >= logging.WARNING)

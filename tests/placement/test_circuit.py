@@ -1,5 +1,6 @@
-"""The circuit opens for longer and longer, up to a bound, and closes with the first answer. Who is
-cancelled while Redis is asked ends, whatever it answers."""
+"""The circuit opens for longer and longer, up to a bound, and closes with the first answer. A task
+that is cancelled while Redis is called ends, whatever Redis answers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request ids that routers claim, answers that are kept, and routers that tell each other."""
+"""Request ids that routers claim, kept answers, and routers that know of each other."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ def test_an_id_is_claimed_once_while_its_router_lives(
 def test_what_never_ran_ends_nothing_of_another_router(
     state: str, server: ValkeyServer, plain: redis.Redis
 ) -> None:
-    """A router that cannot ask whose an id is ends its request: what one that is gone ran is still
-    to be taken over with its seed, and what another one has finished is finished."""
+    """A router that cannot find the owner of an id ends its request: a request of a dead router can
+    still be taken over with its seed, and a finished one stays finished.
+    """
 
     async def body(store: Store) -> None:
         theirs = redis_server.placement(state=state, seed=7)

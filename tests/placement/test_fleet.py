@@ -1,4 +1,6 @@
-"""The view of the fleet: what a poll changes, what an outage leaves, and a real server below."""
+"""The view of the fleet: the changes of a poll, the view after an outage, and a real server
+below.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_a_missing_worker_stays_until_its_known_lease_is_over() -> None:
 def test_after_a_time_in_which_nothing_was_heard_workers_have_a_lease_to_come_back(
     pause_s: float, is_current: bool
 ) -> None:
-    """Of a frozen machine Redis too says that all leases have run out."""
+    """After a frozen machine, Redis also reports that all leases have expired."""
     view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 10.0, 10.0)
     deaf = dataclasses.replace(view, is_current=is_current)
     now = 10.0 + pause_s

@@ -1,4 +1,4 @@
-"""A worker's lease as data: every transition, what is due when, and nothing that may not happen."""
+"""A worker's lease as data: every transition, when actions are due, and forbidden events."""
 
 from __future__ import annotations
 

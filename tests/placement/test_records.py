@@ -1,4 +1,4 @@
-"""Stored values: what is written is read again, and what does not fit is refused, never guessed."""
+"""Stored values: a written value can be read again, and invalid ones are refused, never guessed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis with users and with TLS: who may, who may not, and what nobody is told."""
+"""Redis with users and with TLS: allowed and refused access, and secrets that never appear."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_new_password_counts_without_a_restart_and_none_is_told(url: str, tmp_
 
 @asynccontextmanager
 async def tls_before(url: str, files: TlsFiles) -> AsyncIterator[str]:
-    """A server that speaks TLS and passes on what it hears: the one for tests cannot."""
+    """A server with TLS that passes traffic on: the one for tests cannot do TLS."""
     assert files.cert is not None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)

@@ -230,7 +230,8 @@ def test_of_ended_placements_the_newest_are_kept(server: ValkeyServer, plain: re
                 left = plain.keys(f"{store.keys.request_prefix}e*")
                 assert len(left) == plain.zcard(store.keys.ended) <= 3
             assert store.keys.request("e7").encode() in left
-            # What runs is never taken for room, and an id that is used again is not ended any more.
+            # A running one is never dropped for room, and a reused id does not count as ended any
+            # more.
             again = redis_server.placement(request_id="e7", attempt=2)
             await store.place([(again, LONG_S)])
             assert {decode_placement(v).request_id for v in await store.running()} == {"r1", "e7"}
@@ -332,7 +333,7 @@ def test_refusals_are_shared_for_their_time_and_bounded(
 
 
 def test_many_lookups_at_once_never_take_the_fleet_s_connections(server: ValkeyServer) -> None:
-    """Clients cause them; were they told of as failures, nobody would ask Redis for a while."""
+    """Clients cause them; if they counted as failures, Redis would not be called for a while."""
 
     async def go() -> None:
         async with opened(server.connection_url) as store:

@@ -88,7 +88,7 @@ def test_running_records_are_renewed_before_they_expire() -> None:
 
 
 def test_records_that_keep_coming_hold_no_renewal_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where Redis takes longer for an answer than it takes until the next request ends."""
+    """For example if Redis takes longer for an answer than the time until the next request ends."""
 
     async def go() -> None:
         times = WriterTimes(renew_s=0.01, linger_s=0.0)
@@ -134,7 +134,7 @@ def test_a_full_queue_drops_the_oldest_and_counts_it() -> None:
 def test_a_record_that_was_dropped_while_an_older_one_was_written_ends_its_renewals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The end of a request, of whom Redis is told right then that it runs."""
+    """The end of a request whose running record is on its way to Redis at that moment."""
 
     async def go() -> None:
         with redis_server.running() as server:
@@ -301,7 +301,7 @@ def test_an_answer_is_there_before_its_end_and_its_bytes_are_bounded() -> None:
 
 
 async def finish_elsewhere(store: Store) -> PlacementRecord:
-    """Another router takes the request of one whose lease has run out, and answers it."""
+    """Another router takes a request whose lease has expired, and answers it."""
     theirs = redis_server.placement(router_id="router-b", state="finished")
     claim = await store.claim(redis_server.placement(router_id="router-b"), "digest", 60.0)
     assert claim.elsewhere is None

@@ -35,7 +35,7 @@ Event = TypeVar("Event")
 
 
 class Watched:
-    """A model runner that keeps what it ran, and fails when told to."""
+    """A model runner that keeps its inputs, and fails on demand."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -156,7 +156,7 @@ class Rig:
         return self.receiver.reserve(attempt, pages, PREFILL, self.time)
 
     def push_to(self, attempt: AttemptId, num_pages: int) -> Reservation:
-        """Reserves, and tells the engine."""
+        """Reserves, and sends the reservation to the engine."""
         reservation = self.reserve(attempt, num_pages)
         self.engine.handle(PushTo(reservation=reservation))
         return reservation
@@ -166,7 +166,7 @@ class Rig:
         self.engine.handle(Abort(attempt=attempt, reason="test"))
 
     def step(self) -> bool:
-        """One step; keeps what was said."""
+        """One step; keeps the events."""
         moved = self.engine.step()
         self.said += self.engine.outbox()
         return moved
@@ -188,27 +188,27 @@ class Rig:
         return True
 
     def take(self, kind: type[Event]) -> list[Event]:
-        """What was said of this kind, removed."""
+        """The events of this kind, removed."""
         found: list[Event] = [event for event in self.said if isinstance(event, kind)]
         self.said = [event for event in self.said if not isinstance(event, kind)]
         return found
 
     def arrived(self) -> list[Arrived]:
-        """What the target has verified; nothing may have failed there."""
+        """The pages that the target has verified; nothing may have failed there."""
         reports = self.receiver.poll(self.time)
         assert not [report for report in reports if isinstance(report, HandoffFailed)], reports
         return [report for report in reports if isinstance(report, Arrived)]
 
     def pages_of(self, arrived: Arrived) -> tuple[PageRef, ...]:
-        """Where it lies."""
+        """Its place."""
         return self._reserved[arrived.manifest.attempt]
 
     def handed(self, arrived: Arrived, count: int) -> torch.Tensor:
-        """KV of its first tokens, as `kv` says."""
+        """KV of its first tokens, equal to `kv`."""
         return self.kv([page.page_id for page in self.pages_of(arrived)], count)
 
     def check_idle(self) -> None:
-        """All source pages can be had again and nothing is left to say."""
+        """All source pages are available again and no event is left."""
         self.settle()
         self.engine.audit()
         load = self.engine.load()

@@ -1,4 +1,4 @@
-"""Prompt in, KV pages out: what is handed over, when, and that every page comes back."""
+"""Prompt in, KV pages out: the handed-over pages, their times, and that every page comes back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Sizes(TypedDict, total=False):
-    """What a test may choose of a rig."""
+    """A test's options of a rig."""
 
     page_size: int
     budget: int
@@ -275,7 +275,7 @@ def test_a_second_reservation_and_one_for_nobody_are_refused(rig: Rig) -> None:
 
 
 def test_a_reservation_that_comes_too_late_is_not_answered_a_second_time(rig: Rig) -> None:
-    """The front sent it before it heard that the attempt had failed."""
+    """The front sent it before it knew that the attempt had failed."""
     attempt = rig.start("a", PROMPT)
     rig.settle()
     rig.time += RESERVATION_S + 1

@@ -1,4 +1,4 @@
-"""The engine ahead of a device: what is launched, has ended and is handed on, in which order."""
+"""The engine ahead of a device: launches, ends and handed-on pages, in their order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 4
 
 
 class Device:
-    """Forwards that end when they are told to, or once they have been asked for a while."""
+    """Forwards that end on command, or after a few polls."""
 
     def __init__(self) -> None:
         self.num_marked = 0
@@ -72,7 +72,7 @@ def test_messages_are_heard_while_a_forward_runs(rig: Rig, device: Device) -> No
 
 
 class Layers:
-    """Stands for the marks of a device: groups of layers are stored when a test says so."""
+    """Replaces the marks of a device: groups of layers are stored when a test lets them."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_stored = 0
@@ -96,7 +96,7 @@ def test_layers_leave_while_later_ones_are_computed(
     rig.settle()
     assert torch.equal(rig.target_memory.tensor[pages][:, 0], first[:, 0])
     assert rig.target_memory.tensor[pages][:, -1].any()
-    assert rig.take(PromptPushed) == []  # what goes beside the pages is not there yet
+    assert rig.take(PromptPushed) == []  # the boundary is not there yet
     device.end()
     rig.settle()
     assert len(rig.take(PromptPushed)) == len(rig.take(PrefillDone)) == len(rig.arrived()) == 1
@@ -191,7 +191,7 @@ def test_no_page_is_free_while_a_forward_may_write_it(rig: Rig, device: Device) 
 def test_a_push_that_fails_beside_one_that_ends_costs_only_its_own_prompt(
     rig: Rig, device: Device
 ) -> None:
-    """Both are told of at once, the end first, while one forward still writes for both."""
+    """Both events arrive together, the end first, while one forward still writes for both."""
     for name in "ab":
         rig.push_to(rig.start(name, PROMPT[:11]), 3)
     rig.step()

@@ -1,4 +1,4 @@
-"""Which link is rehearsed next, and how fast a link is, as values."""
+"""The next link to rehearse, and the rates of links, as values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def links(jitter: float = 0.5, min_gbps: float = 0.0) -> Links:
 
 
 def due(table: Links, now: float) -> set[str]:
-    """Who is due, each failing."""
+    """The due links, each of which fails."""
     found = set()
     while (peer := table.next(now)) is not None:
         assert peer.worker_id not in found

@@ -1,4 +1,4 @@
-"""A forward on a CPU that takes longer than the lease: what is said and heard from within it."""
+"""A forward on a CPU that takes longer than the lease: messages sent and received within it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_PAGES = 5
 
 
 class Engine:
-    """A loop over the rig's engine, whose layers take most of a lease each."""
+    """A loop over the rig's engine, each of whose layers takes most of a lease."""
 
     def __init__(self, rig: Rig, front: zmq.Socket[bytes], own: zmq.Socket[bytes]) -> None:
         self.rig = rig

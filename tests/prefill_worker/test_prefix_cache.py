@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what is not computed again, whose pages it is, and what makes room."""
+"""Prompts with the same beginning: skipped computation, owners of pages, and evictions."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_only_what_follows_a_known_beginning_is_computed(
 
 
 def test_of_the_same_prompt_again_the_end_is_computed(make: Make) -> None:
-    """What goes with the pages comes of a forward, and the sender waits for one."""
+    """The boundary comes from a forward, and the sender waits for one."""
     rig = make()
     for name in ("a", "b", "c"):
         hand_over(rig, name, COMMON)
@@ -133,7 +133,7 @@ def test_the_boundary_row_goes_with_a_prompt_whose_beginning_is_known(make: Make
 
 
 def test_prompts_of_another_salt_share_nothing(make: Make) -> None:
-    """Who may not know of another's prompts cannot find them by the time that its own take."""
+    """A client that must not know another's prompts cannot detect them by the time of its own."""
     rig = make()
     for name, salt in (("a", ""), ("b", "acme"), ("c", "other"), ("d", "acme")):
         attempt = attempt_of(name)
@@ -149,7 +149,7 @@ def test_prompts_of_another_salt_share_nothing(make: Make) -> None:
 
 
 def test_a_bidirectional_prompt_is_computed_whole(make: Make) -> None:
-    """Its KV follows from what stands behind it, too."""
+    """Its KV also depends on later tokens."""
     rig = make("dream")
     for name in ("a", "b"):
         rig.push_to(rig.start(name, COMMON), 6)
@@ -284,7 +284,7 @@ def test_admission_is_first_come_first_served_by_free_pages(
     assert rig.engine.load().waiting == num_waiting
 
 
-# The accounting alone.
+# The accounting by itself.
 
 
 def cached(cache: PrefixCache, tokens: Sequence[int]) -> int:
@@ -322,8 +322,9 @@ def test_a_unit_goes_by_all_tokens_up_to_its_end() -> None:
 
 
 def storm(path: Path, seed: int, device: str = "cpu", tolerance: float = 1e-5) -> None:
-    """Prompts that begin alike or not, handed over or given up; every page that arrives is held to
-    a model that computes all of it."""
+    """Prompts with and without the same beginning, handed over or abandoned; every arrived page is
+    compared with a model that computes all of it.
+    """
     rng = random.Random(seed)
     page_size = rng.choice([2, 3, 4, 8]) if device == "cpu" else 16
     rig = Rig(

@@ -1,4 +1,4 @@
-"""Prefill policy as data: chunks under a budget, refusals; how a failed push is told."""
+"""Prefill policy as data: chunks under a budget, refusals; how a failed push is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front measures its ways: what it finds and tells, and peers that refuse, stall, lie or die."""
+"""A front measures its links: its results and reports, and peers that refuse, stall, lie or die."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Scene:
         return record.links
 
     async def settle(self) -> None:
-        """Measures until nobody is due."""
+        """Measures until no link is due."""
         while await self.rehearsals.turn():
             pass
 

@@ -77,7 +77,7 @@ def test_computing_begins_before_the_reservation_and_the_push_waits_for_it(tmp_p
 
 
 async def until_forgotten(kept: weakref.ref[OpenAttempt]) -> None:
-    """Returns once nobody holds it any more."""
+    """Returns once no request holds it any more."""
 
     def is_gone() -> bool:
         gc.collect()

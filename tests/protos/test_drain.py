@@ -1,4 +1,4 @@
-"""A server's end: what runs, what waits to be taken in, what never ends, and where callers go."""
+"""A server's end: running calls, waiting calls, endless calls, and where callers go."""
 
 from __future__ import annotations
 

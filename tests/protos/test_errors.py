@@ -21,7 +21,7 @@ from effuse.protos.errors import (
     to_status,
 )
 
-_SENT_AS_THEY_ARE = string.punctuation.replace("%", " ")  # by gRPC, of what quote encodes
+_SENT_AS_THEY_ARE = string.punctuation.replace("%", " ")  # by gRPC, for the encoding of quote
 KINDS = [
     (errors.NotFound, grpc.StatusCode.NOT_FOUND, False),
     (errors.AlreadyRunning, grpc.StatusCode.ALREADY_EXISTS, False),

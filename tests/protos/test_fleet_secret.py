@@ -1,4 +1,4 @@
-"""What processes of a fleet show each other of their secret, and that it opens nothing else."""
+"""How processes of a fleet prove their secret to each other, and that it opens nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ABORT = worker_pb2.AbortRequest(attempt=worker_pb2.AttemptId(transfer_id="t"))
 async def serving(
     secret: FleetSecret, announced: str = ""
 ) -> AsyncIterator[tuple[str, PrefillPeer]]:
-    """A worker's server, announced as what it listens on or as something else."""
+    """A worker's server, announced under its listening address or another one."""
     address = [announced]
     server = rpc.RpcServer(rpc.FLEET_LIMITS, doorkeeper=FleetOnly(secret, lambda: address[0]))
     peer = PrefillPeer()

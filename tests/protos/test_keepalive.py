@@ -81,7 +81,7 @@ class Endless(pb_grpc.DecodeServiceServicer):
 
 @asynccontextmanager
 async def child(code: str, *arguments: str) -> AsyncIterator[tuple[Process, str]]:
-    """A process and the first line that it says."""
+    """A process and its first line of output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", code, *arguments), stdout=PIPE
     )

@@ -1,4 +1,4 @@
-"""What is said to the gRPC library before it is imported."""
+"""Settings of the gRPC library before it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server takes of one peer: metadata up to a bound, and connections that are used."""
+"""A server's limits for one peer: metadata up to a bound, and connections that are used."""
 
 from __future__ import annotations
 

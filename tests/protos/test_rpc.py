@@ -1,4 +1,4 @@
-"""A server's border: what does not parse, what raises, what is too big, and its end."""
+"""A server's border: invalid, failing and too large messages, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reflection's names: what it finds, and that it still refuses unknown names."""
+"""Reflection's names: those that it finds, and that it still refuses unknown names."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_a_fleet_answers_its_own_certificates_alone(ours: Authority, theirs: Aut
 def test_no_proxy_of_the_environment_stands_between_a_fleets_processes(
     ours: Authority, sealed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # where nobody listens
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # without a listener
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     access = FleetAccess(ours.sign("sealed", FLEET_NAME) if sealed else None)
@@ -119,7 +119,7 @@ def test_new_files_count_without_a_restart(tmp_path: Path) -> None:
             for source, target in ((fresh.key, files.key), (new.cert, files.ca)):
                 assert source is not None and target is not None
                 source.replace(target)
-            # Key and certificate do not belong together yet: what was there goes on.
+            # Key and certificate do not match yet: the earlier ones stay.
             assert member.look() == 0
             assert fresh.cert is not None and files.cert is not None
             fresh.cert.replace(files.cert)
@@ -143,7 +143,7 @@ def test_a_certificate_without_its_key_is_refused(ours: Authority) -> None:
 
 
 def test_nobody_is_asked_for_the_password_of_a_key(ours: Authority) -> None:
-    """OpenSSL would ask at the terminal, for as long as it takes, and gRPC takes no such key."""
+    """OpenSSL would wait for input at the terminal, and gRPC accepts no such key."""
     files = ours.sign("locked")
     assert files.key is not None
     locked = ours.home / "locked.encrypted"

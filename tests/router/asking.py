@@ -1,4 +1,4 @@
-"""What tests of the public services say to a fleet of fakes."""
+"""The requests of tests of the public services to a fleet of fakes."""
 
 from __future__ import annotations
 

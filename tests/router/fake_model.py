@@ -1,4 +1,4 @@
-"""A small tokenizer, model and workers' records: what the fakes are made of."""
+"""A small tokenizer, model and workers' records: the basis of the fakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB_SIZE, BLOCK_SIZE, MAX_MODEL_LEN = 264, 4, 256
 
 
 def chat_template() -> ChatTemplate:
-    """Each message as a prompt of its own; it knows no system."""
+    """Each message as a separate prompt; it has no system messages."""
     source = (
         "{% for message in messages %}"
         "{% if message.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"

@@ -1,6 +1,6 @@
 """Fake workers that speak the real protos in this process.
 
-A worker stops at named points of each attempt, where a test may hold it, break it or kill it.
+A worker stops at named points of each attempt, at which a test may hold it, break it or kill it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Point = Callable[[], Awaitable[None]]
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """What both roles share: a server, points to stop at, and an account of attempts."""
+    """Shared parts of both roles: a server, points to stop at, and an account of attempts."""
 
     role: Role
 
@@ -160,11 +160,12 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
 
 
 class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
-    """Answers every prompt with `answer`, a block at a time, and with `others` where several are
-    asked for.
+    """Answers every prompt with `answer`, a block at a time, and with `others` if several are
+    requested.
 
     Points: start, reserved, verified, commit 0, commit 1 ... (before that commit), finish; of the
-    second answer and those behind it also 1/commit 0 and so on."""
+    second answer and those behind it also 1/commit 0 and so on.
+    """
 
     role: Role = "decode"
 
@@ -188,7 +189,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             together = pb.DecodeResponse()
             async for response in self._answer(request):
                 event = self.twist(response)
-                if event.HasField("finished"):  # the next request may come as soon as this is said
+                if event.HasField("finished"):  # the next request may come as soon as this is sent
                     self.end(request.attempt)
                 if not self.at_once or event.HasField("reservation"):
                     yield event
@@ -273,7 +274,7 @@ def _draft(offset: int, answer: list[int]) -> pb.DecodeDraft:
 
 
 def raises(error: EffuseError) -> Point:
-    """A point at which an attempt fails in a way that the worker tells."""
+    """A point at which an attempt fails with the worker's error."""
 
     async def fail() -> None:
         raise error

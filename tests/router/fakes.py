@@ -25,7 +25,7 @@ from effuse.v1 import generation_pb2_grpc, model_pb2_grpc
 
 
 class FakeStore(Store):
-    """What Redis would hold, in memory."""
+    """Redis's content, in memory."""
 
     def __init__(self) -> None:
         self.records: dict[str, WorkerRecord] = {}
@@ -58,7 +58,7 @@ class FakeStore(Store):
         return ["duplicate" if record.request_id in lost else "placed" for record, _ in placements]
 
     def _is_lost(self, record: PlacementRecord, held: Collection[str]) -> bool:
-        """Whether another router has ended what is held from here."""
+        """Whether another router has ended a request of this one."""
         found = self.placements.get(record.request_id)
         is_theirs = found is not None and found.router_id != record.router_id
         return record.request_id in held and is_theirs
@@ -131,7 +131,7 @@ class FakeFleet:
         return [*self.prefill, *self.decode]
 
     def condition(self, worker: FakeWorker) -> Condition | None:
-        """What the router takes it for; None where it does not know it."""
+        """The router's state of it; None if it does not know it."""
         found = {c.record.worker_id: c.condition for c in self.router.fleet.candidates()}
         return found.get(worker.worker_id)
 
@@ -144,7 +144,9 @@ class FakeFleet:
         return self.metric("effuse_num_requests_stalled", reason=reason) == 1
 
     async def idle(self) -> None:
-        """Returns once no worker runs an attempt, the router runs no request and has told Redis."""
+        """Returns once no worker runs an attempt, the router runs no request and has written to
+        Redis.
+        """
         for worker in self.workers:
             await worker.idle.wait()
         await self.router.requests.idle.wait()
@@ -161,8 +163,9 @@ class FakeFleet:
 async def fake_fleet(
     num_prefill: int = 1, num_decode: int = 1, state: str = "ready", **settings: object
 ) -> AsyncIterator[FakeFleet]:
-    """A running fleet, whose workers announce `state`. `settings` are of RouterConfig, but for the
-    port."""
+    """A running fleet, whose workers announce `state`. `settings` are of RouterConfig, except for
+    the port.
+    """
     handoffs, store, stop = Handoffs(), FakeStore(), asyncio.Event()
     prefillers = [FakePrefill(f"p{i}", handoffs) for i in range(num_prefill)]
     decoders = [FakeDecode(f"d{i}", handoffs) for i in range(num_decode)]
@@ -217,6 +220,6 @@ def pass_time(seconds: float) -> None:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Returns once it is so; for what nothing tells of. The test's own deadline bounds it."""
+    """Returns once the condition holds, for silent changes. The test's own deadline bounds it."""
     while not is_so():  # noqa: ASYNC110
         await asyncio.sleep(0)

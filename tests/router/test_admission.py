@@ -120,7 +120,9 @@ def test_new_slots_go_to_those_who_wait_and_lost_ones_are_not_filled() -> None:
 
 
 def test_a_class_is_ahead_by_seconds_of_waiting_and_nobody_is_starved() -> None:
-    """A low request that comes at 10 s counts as one that comes at 40 s: later ones follow it."""
+    """A low request that arrives at 10 s counts as one that arrives at 40 s: later ones follow
+    it.
+    """
     come: list[tuple[Priority, float]] = [
         ("low", 10.0),
         ("normal", 12.0),
@@ -209,7 +211,8 @@ def test_a_queue_is_full_of_answers() -> None:
                 admission.check(SlotNeed(tenant="a"))
             with pytest.raises(Overloaded):  # it would have as many itself
                 admission.check(SlotNeed(tenant="b", num_answers=4))
-            group.create_task(wait("b", 2, 3))  # the newest request of who has most gives way
+            # the newest request of the tenant with most gives way
+            group.create_task(wait("b", 2, 3))
             await turns()
             with pytest.raises(Overloaded):
                 await late

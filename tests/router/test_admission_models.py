@@ -130,7 +130,7 @@ def test_two_models_without_workers_leave_others_their_seats_too() -> None:
 
 
 def test_who_waits_for_a_prompt_to_be_computed_lacks_no_seat() -> None:
-    """A decode worker prefills few prompts at a time: its seats may be free all the same."""
+    """A decode worker prefills few prompts at a time: its seats may still be free."""
     admission = Admission(8, 9)
     admission.fit_seats({"one": [4]})
     with admission.without_seat("one"), admission.without_seat("one"):

@@ -1,4 +1,4 @@
-"""Requests that engines die of run alone and then not at all; others go on as if nothing were."""
+"""Requests under which engines die run separately and then not at all; others are unaffected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from effuse.v1 import generation_pb2 as pb
 
 TEXT = "the answer is three"
 OTHERS_S = 0.1
-"""What other requests take in an engine."""
+"""The share of other requests in an engine."""
 HOLDER, OTHER = Holder("digest", "r1"), Holder("digest 2", "r2")
 BUSY = InFlight(requests=1, tokens=100)
 
@@ -85,7 +85,7 @@ def test_where_no_prefill_worker_can_be_kept_a_decode_worker_that_prefills_is() 
 @pytest.mark.parametrize(
     ("others", "kept"),
     [
-        ([], ["d0"]),  # nobody has it better
+        ([], ["d0"]),  # no request has more
         ([candidate("d1")], ["d0"]),
         ([candidate("d1", condition=Condition.LOST)], []),
         ([candidate("d1", condition=Condition.STARTING)], []),
@@ -111,7 +111,7 @@ def test_a_kept_worker_takes_its_request_once_empty_and_no_other() -> None:
     assert prospect([candidate("d0", kept_for=OTHER)], need("decode")) is Prospect.SEAT
 
 
-# What becomes of the request, and of others.
+# Results of the request, and of others.
 
 POISON = pb.SamplingParams(seed=13)
 
@@ -159,8 +159,9 @@ async def refused(fleet: FakeFleet, request_id: str) -> errors.EffuseError:
 
 @asynccontextmanager
 async def others_around(fleet: FakeFleet, number: int) -> AsyncIterator[list[str]]:
-    """So many other requests at any time, each followed by the next one; gives what they were
-    answered, and fails where one of them does."""
+    """This many other requests at any time, each followed by the next one; returns their answers,
+    and fails if one of them does.
+    """
     texts: list[str] = []
     is_over = False
 
@@ -242,7 +243,7 @@ def test_an_innocent_is_alone_until_its_next_block_and_then_forgotten() -> None:
 
 @pytest.mark.parametrize("ending, elsewhere", [("killed", 0), ("killed", 1), ("hung", 1)])
 def test_what_also_happens_elsewhere_counts_half(ending: str, elsewhere: int) -> None:
-    """Three in a row are as many as of those that died; six are, where one ended so elsewhere."""
+    """Three in a row are as many as of those that died; six are, if one ended so elsewhere."""
 
     async def body(fleet: FakeFleet) -> None:
         alone: list[float | None] = []
@@ -282,8 +283,8 @@ def test_a_prompt_that_ends_prefill_engines_is_alone_there_too() -> None:
 
 
 def test_of_engines_that_die_together_a_request_is_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one's death is known only after the first one's, and is where it would go."""
-    monkeypatch.setattr(answer, "TOGETHER_S", 1.0)  # however late a busy machine tells of it
+    """The second one's death is known only after the first one's, and is its next destination."""
+    monkeypatch.setattr(answer, "TOGETHER_S", 1.0)  # however late a busy machine reports it
 
     async def body(fleet: FakeFleet) -> None:
         ends = [asyncio.Event() for _ in fleet.decode]
@@ -318,7 +319,7 @@ def test_of_engines_that_die_together_a_request_is_in_one(monkeypatch: pytest.Mo
 
 
 def test_it_does_not_wait_for_a_prefill_worker_to_itself() -> None:
-    """Of two, one is starting after its engine died, and the other one is everybody's."""
+    """Of two, one is starting after its engine died, and the other one serves all requests."""
 
     async def body(fleet: FakeFleet) -> None:
         dead, other = fleet.prefill
@@ -363,7 +364,7 @@ def test_only_engines_that_died_count(error: errors.EffuseError) -> None:
 
 
 def test_an_own_worker_is_waited_for_until_it_says_that_it_is_empty() -> None:
-    """It may run what other routers gave it, or what a client left behind that hangs."""
+    """It may run requests of other routers, or hanging leftovers of a client."""
 
     async def body(fleet: FakeFleet) -> None:
         third = fleet.decode[2]

@@ -119,7 +119,7 @@ def test_a_stream_says_whose_each_event_is_and_ends_with_the_last_answer() -> No
 
 
 def test_an_answer_that_is_lost_goes_on_by_itself() -> None:
-    """Its worker's engine ends under it alone, between two of its blocks."""
+    """Its worker's engine ends while it runs only this request, between two of its blocks."""
 
     async def body(fleet: FakeFleet) -> None:
         lost = once(raises(errors.EngineLost("the engine was lost")))

@@ -1,4 +1,4 @@
-"""What every call of a router has: a place in reflection, and its request's id in the trailers."""
+"""Every call of a router has a place in reflection, and its request's id in the trailers."""
 
 from __future__ import annotations
 

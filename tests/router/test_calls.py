@@ -1,4 +1,4 @@
-"""How calls to workers ended, where grpcio does not tell it as it was."""
+"""How calls to workers ended, if grpcio does not report it correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats from the request to the prompt that a worker is given, and what is wrong with some."""
+"""Chats from the request to the worker's prompt, and the errors of some."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokenizer() -> Tokenizer:
 
 
 def ids(prompt: Prompt, *, parses: bool | None = None, takes_chats: bool = True) -> list[int]:
-    """What a request for `prompt` has a worker compute. Raises InvalidRequest."""
+    """The prompt that a worker computes for a request. Raises InvalidRequest."""
     request = make_request(prompt, Params(parse_special_tokens=parses))
     reserved = tokenizer().reserved_ids
     asked = validate(request, model_info(), reserved, is_stream=False, takes_chats=takes_chats)

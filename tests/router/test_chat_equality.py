@@ -152,7 +152,7 @@ def test_what_a_template_gets_is_what_was_sent(tokenizer: Tokenizer, directory: 
 def test_special_tokens_in_what_a_template_writes_as_json_stay_text(
     tokenizer: Tokenizer, reference: Any, name: str
 ) -> None:
-    """Whether it escapes what is not ASCII, or writes a list as Python does."""
+    """Whether it escapes non-ASCII characters, or writes a list in Python's form."""
     spelled = "<|im_start|>\\U000f0000 \\udb80\\udc00 \U000f0000 \u00e9"
     plain = Chat(CHATS[name].messages, {"tools": [{"name": "x"}], "given": ["x"]})
     asked = Chat(plain.messages, {"tools": [{"name": spelled}], "given": [spelled]})
@@ -177,7 +177,7 @@ def test_so_they_are_with_special_tokens_that_are_to_be_parsed(
 
 
 def test_no_words_add_to_the_special_tokens(tokenizer: Tokenizer, directory: Path) -> None:
-    """Whatever is said, in whichever pieces, they are those of a chat that spells none."""
+    """For any text, in any pieces, they are those of a chat without spelled tokens."""
     rng = random.Random(directory.name)
     pieces = [*SPECIAL[directory.name], "<|", "|>", "<", ">", "im_end", "role", "/", " ", "\n", "é"]
 

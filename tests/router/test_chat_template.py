@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: where it is found, what it can do, and what it cannot."""
+"""A checkpoint's chat template: its place, its abilities, and its limits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
 
 
 def test_where_special_tokens_are_found(tmp_path: Path) -> None:
-    """tokenizer_config.json alone where it lists all tokens, else special_tokens_map.json first."""
+    """Only tokenizer_config.json if it lists all tokens, otherwise special_tokens_map.json
+    first.
+    """
     said: dict[str, Any] = {"bos_token": "[b]", "eos_token": {"content": "[e]"}, "pad_token": None}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "[other]"}))
     source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}"

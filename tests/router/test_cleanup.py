@@ -22,7 +22,7 @@ from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 
 
 class Call:
-    """Ends when told to."""
+    """Ends on command."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -88,7 +88,7 @@ def test_after_the_end_everything_is_ended_at_once() -> None:
 
 
 def test_an_abort_tells_nothing_to_who_has_the_port_of_a_worker_that_is_gone() -> None:
-    """And who was told something would be taken for the worker: its connection is there."""
+    """And a process with a message would count as the worker: its connection is there."""
     ours, theirs = FleetSecret(b"the fleet's own secret"), FleetSecret(b"some other secret")
 
     async def serve(secret: FleetSecret, address: str = "127.0.0.1:0") -> tuple[FakeDecode, str]:

@@ -19,7 +19,7 @@ NARROW = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
 
 
 class Context:
-    """A call whose messages are taken when the test says so."""
+    """A call whose messages are taken when the test lets it."""
 
     def __init__(self) -> None:
         self.taken = asyncio.Event()

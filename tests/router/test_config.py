@@ -1,4 +1,4 @@
-"""Flags are the fields; what is not accepted is refused with the accepted form."""
+"""Flags are the fields; other values are refused with the accepted form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines, the client's and ours: where they end a request, and what is recorded of it."""
+"""Deadlines, the client's and the fleet's: where they end a request, and its records."""
 
 from __future__ import annotations
 

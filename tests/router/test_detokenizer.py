@@ -1,5 +1,6 @@
-"""Streaming text: the pieces together are the decoding of all ids at once, for any cut, and so is
-the place where a stop string ends it."""
+"""Streaming text: the pieces together are the decoding of all ids, for any cut, and so is the place
+at which a stop string ends it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer tells of its making: the seed it was drawn with, and what ended it."""
+"""Facts of an answer's making: its seed, and its end."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_shares_are_of_tokens_and_not_of_requests() -> None:
 
 
 def test_nothing_is_lost_and_nothing_comes_twice() -> None:
-    """Against a plain list of what is in it, through random pushes, pops and removals."""
+    """Compared with a plain list of its content, through random pushes, pops and removals."""
     draw = random.Random(7)
     for _ in range(200):
         queue, held = FairQueue[object](), list[tuple[str, object, int]]()

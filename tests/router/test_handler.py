@@ -1,4 +1,4 @@
-"""A request between a client and fake workers: what each side is told."""
+"""A request between a client and fake workers: the messages to each side."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_answer_comes_through_both_workers() -> None:
 
 
 def test_a_prefill_worker_learns_whose_prompt_it_is() -> None:
-    """So that no tenant finds out from the time that it takes what others have asked."""
+    """So that no tenant can detect others' prompts by the time of its own."""
 
     async def body(fleet: FakeFleet) -> None:
         fleet.router.tenant = lambda: Tenant("acme")  # type: ignore[method-assign]

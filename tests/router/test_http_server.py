@@ -1,4 +1,4 @@
-"""Connections of the HTTP API: what clients may send and withhold without cost to others."""
+"""Connections of the HTTP API: inputs and silences of clients without cost to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients' keys: the file's form, who a token belongs to, and limits by tenant."""
+"""Clients' keys: the file's form, the owner of a token, and limits by tenant."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_file_is_read_again_when_it_changes(ring: tuple[KeyRing, Path, str])
     path.write_text(line_of(new, Tenant("other")))
     assert (keys.find(old), keys.find(new)) == (None, Tenant("other"))
     path.write_text("nonsense of another length")
-    assert keys.find(new) == Tenant("other")  # what was known is known
+    assert keys.find(new) == Tenant("other")  # the known keys stay valid
     path.unlink()
     assert keys.find(new) == Tenant("other")
 
@@ -71,7 +71,7 @@ def test_the_file_is_read_again_when_it_changes(ring: tuple[KeyRing, Path, str])
 def test_a_change_that_could_not_be_read_at_once_is_read_later(
     ring: tuple[KeyRing, Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a process has as many files open as it may: a token that was taken back held on."""
+    """For example if a process has as many files open as it may: a revoked token stayed valid."""
     keys, path, old = ring
     path.write_text(line_of(make_token(), Tenant("other")))
 
@@ -214,7 +214,7 @@ def test_tokens_a_minute_are_limited() -> None:
         quotas.check(tenant)
     now[0] = 31.0
     quotas.check(tenant)
-    now[0] = 1000.0  # nobody saves tokens up
+    now[0] = 1000.0  # no tenant can save tokens up
     with quotas.running(tenant) as share:
         share.spend(61)
     with pytest.raises(Overloaded):

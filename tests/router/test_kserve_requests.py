@@ -1,4 +1,4 @@
-"""What a client asks in tensors, and what effuse makes of it."""
+"""A client's request in tensors, and effuse's version of it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def param(**value: Any) -> kserve.InferParameter:
 def test_the_prompt_is_the_one_element_raw_or_not(raw: bytes | None) -> None:
     request = request_of(asked(raw=raw, model_name="m"))
     assert request == make_request("how many?", Params(model="m"))
-    assert not request.HasField("request_id")  # 1 is everybody's
+    assert not request.HasField("request_id")  # 1 is shared by all
 
 
 def test_what_kserves_own_client_says_of_its_bytes_over_http_means_nothing_here() -> None:

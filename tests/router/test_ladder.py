@@ -1,4 +1,4 @@
-"""What a failure means, what a request remembers of it, and what retries the traffic bears."""
+"""The meaning of a failure, a request's memory of it, and the retries that the traffic bears."""
 
 from __future__ import annotations
 

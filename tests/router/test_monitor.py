@@ -1,4 +1,4 @@
-"""Running requests as who watches sees them: blocks, and no words unless they may be shown."""
+"""Running requests as a viewer sees them: blocks, and no texts unless they may be shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from effuse.v1 import monitor_pb2 as pb
 
 @asynccontextmanager
 async def watching(fleet: FakeFleet) -> AsyncIterator[AsyncIterator[pb.WatchRequestsResponse]]:
-    """What a watcher reads, who is known to the router."""
+    """The view of a watcher that the router knows."""
     call = monitor_stub(fleet.channel).WatchRequests(
         pb.WatchRequestsRequest(interval=timedelta(seconds=0.05)), timeout=30
     )

@@ -355,7 +355,7 @@ def test_running_calls_end_before_the_server_does() -> None:
         await anext(chunks)
         fleet.stop.set()
         await until(lambda: fleet.router.monitor.is_over.is_set())
-        with pytest.raises(openai.APIError):  # what the drain's end cuts off
+        with pytest.raises(openai.APIError):  # the part that the drain's end cuts off
             async for _ in chunks:
                 pass
         await client.close()

@@ -1,4 +1,4 @@
-"""Seats that routers share: nobody starves, no worker is overfilled while all want more."""
+"""Seats that routers share: no router starves, and no worker is overfilled while all want more."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Peer:
         await self.routers.exchange(own)
 
     def place(self) -> None:
-        """Puts what waits onto free seats, as admission does."""
+        """Puts waiting requests onto free seats, like admission."""
         new = max(0, min(self.waiting, self.routers.seats(self.worker) - self.running))
         self.waiting, self.running = self.waiting - new, self.running + new
 
@@ -101,14 +101,14 @@ def test_under_full_load_no_worker_is_overfilled_and_nobody_starves(seed: int) -
         seats = draw.randint(4, 16)
         all_peers = peers(draw.randint(2, 4), seats)
         served = dict.fromkeys((peer.name for peer in all_peers), 0)
-        for peer in (*all_peers, *all_peers):  # until each has heard of all
+        for peer in (*all_peers, *all_peers):  # until each knows of all
             peer.waiting = 100
             await peer.exchange()
         for turn in range(400):
             peer = draw.choice(all_peers)
             peer.waiting = 100
             if draw.random() < 0.5:
-                await peer.exchange()  # some hear much later than others
+                await peer.exchange()  # some notice much later than others
             peer.place()
             assert sum(one.running for one in all_peers) <= seats, turn
             ended = draw.randint(0, peer.running)
@@ -134,7 +134,7 @@ def test_without_redis_a_router_keeps_to_its_share() -> None:
 
 
 def test_without_redis_those_that_had_nothing_to_do_have_their_share_too() -> None:
-    """Each of them may be given requests, and hears nothing of the others."""
+    """Each of them may get requests, and knows nothing of the others."""
 
     async def go() -> None:
         everybody = peers(3, 8)
@@ -212,7 +212,7 @@ def test_a_choice_costs_no_more_for_what_others_have_elsewhere() -> None:
 
 
 def test_a_record_that_cannot_be_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """It comes ten times a second, as of a router of a later version."""
+    """It comes ten times a second, like from a router of a later version."""
 
     async def go() -> None:
         (one,) = peers(1, 8)

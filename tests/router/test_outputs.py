@@ -1,4 +1,4 @@
-"""What an answer carries beside text: log-probabilities of its tokens, and the prompt again."""
+"""Parts of an answer besides text: log-probabilities of its tokens, and the prompt again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WANTED = pb.OutputOptions(token_ids=True, logprobs=2)
 
 
 def is_told(answer: Answer) -> bool:
-    """Whether each token has its own, as the fakes make them up."""
+    """Whether each token has its own, as the fakes invent them."""
     return [(one.logprob, one.top) for one in answer.logprobs] == [
         (-token / 2, ((token, -token / 2), (token + 1, -(token + 1) / 2)))
         for token in answer.token_ids
@@ -111,7 +111,7 @@ def test_the_prompt_comes_first_where_it_is_asked_for() -> None:
 
 
 def test_a_worker_that_tells_no_log_probabilities_takes_no_tokens_along() -> None:
-    """Such as one of an earlier version: another one goes on where the client is."""
+    """Such as one of an earlier version: another one continues at the client's position."""
 
     async def body(fleet: FakeFleet) -> None:
         def bare(response: worker_pb2.DecodeResponse) -> worker_pb2.DecodeResponse:

@@ -1,4 +1,6 @@
-"""A request that is to run alone does not wait long for it, if its engines ended from outside."""
+"""A request that should run separately does not wait long for it, if its engines ended from
+outside.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A handoff that fails is held against the pair, and a death against who died."""
+"""A failed handoff counts against the pair, and a death against the dead worker."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills(
 
 
 def test_of_workers_that_were_replaced_the_latest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pods have a name of their own each; what all of them did is no thing for each scrape."""
+    """Each pod has a different name, so the common values are not in each scrape."""
     monkeypatch.setattr(router_metrics, "MOST_SERIES", 3)
     told = router_metrics.RouterMetrics()
 

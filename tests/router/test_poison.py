@@ -1,4 +1,4 @@
-"""Which requests engines die of: every short history of deaths, and what becomes of others."""
+"""Requests under which engines die: every short history of deaths, and the fate of others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def refuse(verdicts: Verdicts, digest: str, first: int = 0, may_be_outside: bool
 
 @pytest.mark.parametrize("history", [h for n in range(6) for h in product((False, True), repeat=n)])
 def test_every_history_of_deaths(history: tuple[bool, ...]) -> None:
-    """Each said to be alone or not. Refused takes two deaths and one alone after these."""
+    """Each marked as separate or not. A refusal takes two deaths and a separate one after these."""
     deaths = [died(number, alone=alone) for number, alone in enumerate(history)]
     found = treatment(deaths)
     if len(history) < 2:
@@ -73,7 +73,7 @@ def test_every_history_of_deaths(history: tuple[bool, ...]) -> None:
 def test_what_may_be_from_outside_counts_as_it_is_said_to(
     length: int, outside_counts: float
 ) -> None:
-    """In halves: four make a request run alone, two more that it was alone in refuse it."""
+    """In halves: four make a request run separately, two more separate ones refuse it."""
     for history in product((False, True), repeat=2 * length):
         alone, killed = history[:length], history[length:]
         halves = [int(2 * outside_counts) if one else 2 for one in killed]
@@ -115,7 +115,7 @@ def test_every_short_story_ends_as_a_plain_count_says(length: int) -> None:
                     count += 1
                     is_refused = event == "alone" and count > 2
                     verdicts.add_death("x", died(engine, alone=event == "alone"))
-                case "again":  # told of the same engine once more, by a copy of the request
+                case "again":  # reported twice for the same engine, by a copy of the request
                     if count:
                         verdicts.add_death("x", died(engine))
                 case "answered":
@@ -170,7 +170,7 @@ def test_who_was_beside_the_cause_is_cleared() -> None:
 
 
 class TestKilledEngines:
-    """Numbers are engines that were killed, and who was in them."""
+    """Numbers are killed engines, and the requests in them."""
 
     def killed(self, verdicts: Verdicts, digest: str, *numbers: int) -> None:
         for number in numbers:
@@ -254,7 +254,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert suspects == [2, 3, 4]
 
 
-# What it asks.
+# Its request.
 
 
 def test_the_digest_is_of_what_an_engine_is_asked() -> None:
@@ -283,7 +283,7 @@ def test_the_digest_is_of_what_an_engine_is_asked() -> None:
     assert digest_of(elsewhere, (1, 2), 8) != digest_of(asked, (1, 2), 8)
 
 
-# Who need not wait for a worker of its own.
+# Requests that need not wait for a worker of their own.
 
 
 def test_a_request_whose_engines_were_ended_from_outside_may_share_again() -> None:
@@ -298,7 +298,7 @@ def test_a_request_whose_engines_were_ended_from_outside_may_share_again() -> No
 
 @pytest.mark.parametrize("may_be_outside", [True, False])
 def test_a_request_may_not_that_engines_die_of(may_be_outside: bool) -> None:
-    """Where no other engine is killed, or where one ended by itself."""
+    """If no other engine is killed, or if one ended by itself."""
     verdicts = Verdicts(Clock())
     if not may_be_outside:
         for number in range(3):

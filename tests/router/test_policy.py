@@ -68,7 +68,7 @@ def test_the_least_loaded_pair_by_their_own_report() -> None:
 
 
 def test_a_free_seat_comes_before_free_pages() -> None:
-    busy = InFlight(requests=64, tokens=64)  # as many as it runs at once, all of them short
+    busy = InFlight(requests=64, tokens=64)  # as many as it runs at a time, all of them short
     workers = [Candidate(worker("d0"), busy), candidate(worker("d1"), tokens=3000)]
     assert names(place(workers, need("auto"))) == (None, "d1")
 
@@ -131,7 +131,7 @@ def test_a_suspect_comes_last_but_comes() -> None:
 def linked(
     worker_id: str, gbps: dict[str, float], *, least: float = 2.0, load: Load | None = None
 ) -> Candidate:
-    """A prefill worker that asks for `least` GB/s, and what it has measured."""
+    """A prefill worker that requires `least` GB/s, and its measurements."""
     links = tuple(Link(peer, "1", "tcp", rate * 1e9) for peer, rate in gbps.items())
     record = worker(worker_id, load=load)
     return candidate(msgspec.structs.replace(record, links=links, min_handoff_gbps=least))

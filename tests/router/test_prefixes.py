@@ -1,4 +1,4 @@
-"""Prompts go where most of them is known: what a router remembers, and what it makes of it."""
+"""Prompts go to the worker that knows most of them: a router's memory, and its use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router as a process: what it imports, what it weighs, how it begins and ends."""
+"""The router as a process: its imports, its size, how it begins and ends."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_it_starts_without_redis_and_ends_on_sigterm(host: str, tmp_path: Path) 
 
 
 def test_a_router_whose_output_is_full_serves_and_ends(tmp_path: Path) -> None:
-    """With a reader that stands still from before its start, and counts what is dropped."""
+    """With a reader that is stopped from before its start, and counts dropped lines."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     ready = tmp_path / "ready"
     flags = ["--port", "0", "--model", str(tmp_path), "--ready-file", str(ready)]
@@ -126,7 +126,7 @@ def test_a_port_that_is_taken_is_one_line(flag: str, tmp_path: Path) -> None:
 
 
 def test_a_ready_file_that_cannot_be_written_ends_it_at_its_start_alone(tmp_path: Path) -> None:
-    """Later nobody waits for it, and a disk that is full of logs does not keep it from its work."""
+    """Later nothing waits for it, and a disk full of logs does not stop its work."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     ready, partial = tmp_path / "ready", tmp_path / "ready.partial"
     with redis_server.running() as redis:
@@ -157,7 +157,7 @@ async def _announce(url: str) -> None:
 
 
 def test_one_that_shares_its_port_listens_once_it_knows_the_fleet(tmp_path: Path) -> None:
-    """As soon as it listens the one in whose place it is may end."""
+    """As soon as it listens its predecessor may end."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
@@ -198,7 +198,7 @@ def test_a_ready_file_that_cannot_be_written_any_more_ends_no_router(
 
 
 def test_a_router_that_has_ended_is_not_announced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others would take it for alive as long as its lease holds, and what it left for running."""
+    """Others would count it as alive as long as its lease holds, and its leftovers as running."""
     stores = []
     release = FakeStore.release_router
 

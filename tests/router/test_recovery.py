@@ -1,5 +1,6 @@
-"""As long as one worker can answer, or may come back, a request is answered: who is left out of
-choices, who is waited for, and how a request ends where there is nobody."""
+"""As long as one worker can answer, or may come back, a request is answered: excluded workers,
+awaited workers, and how a request ends without any.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ TEXT = "the answer is three"
 
 @pytest.fixture(autouse=True)
 def _is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits is told of what changes, and need not look by itself."""
+    """Waiting requests get changes, and need not poll."""
     monkeypatch.setattr(answer, "LOOK_S", 1000.0)
 
 
 async def start_anew(fleet: FakeFleet, worker: FakeWorker, incarnation: str) -> None:
-    """The worker has another engine, and says so."""
+    """The worker has another engine, and announces it."""
     worker.at.clear()
     worker.is_starting = False
     worker.record = msgspec.structs.replace(worker.record, incarnation=incarnation)
     await fleet.announce()
 
 
-# Who is left out.
+# Excluded workers.
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_refusals_are_no_attempts() -> None:
     run(body, num_prefill=0, num_decode=5, max_losses=0)
 
 
-# Who is waited for.
+# Awaited workers.
 
 
 def test_the_only_decode_worker_is_waited_for_while_its_engine_starts() -> None:
@@ -195,7 +196,7 @@ def test_an_empty_budget_delays_and_fails_nobody(monkeypatch: pytest.MonkeyPatch
         fleet.decode[0].at["start"] = once(raises(errors.Unavailable("a step failed")))
         budget, now = fleet.router.retry_budget, fleet.router.now()
         take = budget.take
-        # Else time alone fills it before the attempt is lost, on a slow machine.
+        # Otherwise time by itself fills it before the attempt is lost, on a slow machine.
         monkeypatch.setattr(budget, "take", lambda _: take(now))
         while budget.take(now) < 0.2:
             pass
@@ -209,7 +210,7 @@ def test_an_empty_budget_delays_and_fails_nobody(monkeypatch: pytest.MonkeyPatch
     run(body, num_prefill=0, retry_share=0.0)
 
 
-# Where nobody comes.
+# Without any worker.
 
 
 def test_workers_that_are_gone_are_waited_for_and_then_the_story_is_told() -> None:
@@ -326,7 +327,7 @@ def test_decode_workers_prefill_a_few_prompts_at_a_time_and_the_rest_waits() -> 
     run(body, num_prefill=0)
 
 
-# What is told.
+# Reports.
 
 
 def test_workers_are_counted_by_role_and_state_and_models_by_who_is_ready() -> None:

@@ -1,5 +1,4 @@
-"""The table of a request's states, tested as data, and the only-writer rule: what a commit may
-add."""
+"""The table of a request's states, tested as data, and the only-writer rule for commits."""
 
 from __future__ import annotations
 
@@ -116,7 +115,7 @@ def test_resume_carries_the_frontier_of_the_last_token_only() -> None:
     assert request.resumption() is None
     request.accept_tokens(0, [10, 20], [early])
     request.accept_tokens(2, [30], [late])
-    request.accept_tokens(0, [10], [early])  # an old commit, said again
+    request.accept_tokens(0, [10], [early])  # an old commit, sent again
     resume = request.resumption()
     assert resume is not None
     assert list(resume.committed_token_ids) == [10, 20, 30]
@@ -124,7 +123,7 @@ def test_resume_carries_the_frontier_of_the_last_token_only() -> None:
 
 
 def test_a_commit_that_is_refused_takes_nothing() -> None:
-    """What is taken counts as delivered: the next attempt would go on behind it."""
+    """A taken commit counts as delivered: the next attempt would continue after it."""
     request = request_of(state=State.DECODING)
     strange = pb.DecodeCommit(token_ids=[104], logprobs=[generation_pb2.TokenLogprobs()])
     with pytest.raises(BrokenStream, match="1 log-probabilities instead of 0"):

@@ -23,7 +23,7 @@ def test_an_answer_has_one_line_with_all_that_it_cost(caplog: pytest.LogCaptureF
         fleet.decode[0].at["commit 1"] = once(raises(errors.PeerLost("gone")))
         answer = await ask(fleet, request_id="mine")
         await fleet.idle()
-        assert (await ask(fleet, request_id="mine")).text == answer.text  # from what was kept
+        assert (await ask(fleet, request_id="mine")).text == answer.text  # from a kept answer
         first, kept = lines(caplog)
         assert (first["request_id"], first["model"], first["status"]) == ("mine", "fake", "OK")
         assert first["prompt_tokens"] == answer.usage.prompt_tokens

@@ -1,4 +1,4 @@
-"""The router's own account of the fleet: what is counted where, whose turn it is, who is out."""
+"""The router's own account of the fleet: counts, turns, and excluded workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that die, refuse or lie: the rung that follows, and what the client is told."""
+"""Workers that die, refuse or lie: the next rung, and the client's error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def finds_no_pages(decode: FakeDecode, attempts: int) -> Point:
     return wait
 
 
-# What breaks, and the rung that follows.
+# The fault, and the next rung.
 
 
 def test_another_prefill_worker_takes_over() -> None:
@@ -86,7 +86,7 @@ def test_a_prefill_worker_that_dies_is_replaced(point: str) -> None:
         assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p1")
         await fleet.decode[0].idle.wait()
         await fleet.decode[0].abort_came.wait()
-        # The first attempt may never have reached decode; it is ended there all the same.
+        # The first attempt may never have reached decode; it is ended there nevertheless.
         last = fleet.decode[0].requests[-1].attempt
         assert last.attempt == 2
         assert len(fleet.decode[0].aborted) == 1

@@ -1,4 +1,4 @@
-"""Request ids among several routers: answers that are kept, who runs what, and who takes over."""
+"""Request ids among several routers: kept answers, running requests, and take-overs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THEIRS = PlacementRecord(
 
 
 async def finish(fleet: FakeFleet, request_id: str = "mine", **fields: object) -> None:
-    """Asks, and waits until what was answered is kept."""
+    """Sends a request, and waits until its answer is kept."""
     assert (await ask(fleet, request_id=request_id, **fields)).text == TEXT
     await fleet.store.until(lambda held: held[request_id].state == "finished")
 
@@ -206,7 +206,7 @@ def test_a_request_that_ended_badly_is_free_again() -> None:
 def test_what_another_router_made_of_a_request_is_told_where_it_ended_badly_before(
     state: str,
 ) -> None:
-    """Its client has asked another one again: what this one remembers is not where it is."""
+    """Its client has retried at another one: this one's memory is not the current state."""
 
     async def body(fleet: FakeFleet) -> None:
         go, reached = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""Under three times the load that a fleet bears it answers in time as many as it ever does.
+"""With three times its sustainable load, a fleet answers as many requests in time as at any load.
 
 The queue is the router's own; requests that hold its slots for a while stand for the fleet.
 """
@@ -23,9 +23,10 @@ DEADLINE_S = 3.0  # of requests that take 1 s on average
 def _goodput(
     load: float, *, is_known: bool, count: int = 1500, spread: float = 0.5, answers: int = 1
 ) -> float:
-    """Answers to requests that are answered in time, by those that the slots can give, where `load`
-    times as many are asked for; the router is told of deadlines or it is not. `answers`: what every
-    other request asks for, its seats apart."""
+    """Answers to requests in time, divided by those that the slots can give, with `load` times as
+    many requests; the router knows deadlines or it does not. `answers`: those of every other
+    request, apart from its seats.
+    """
 
     async def offer() -> float:
         loop, draw = asyncio.get_running_loop(), random.Random(7)
@@ -69,7 +70,7 @@ def test_goodput_at_three_times_the_load_is_that_of_the_peak() -> None:
 
 
 def test_without_deadlines_known_it_would_collapse() -> None:
-    """What the first test shows is the shedding's doing."""
+    """The shedding is the reason for the first test's result."""
     assert _goodput(3.0, is_known=False) < 0.4
 
 
@@ -151,7 +152,7 @@ def test_a_refusal_says_when_to_come_back_and_holds_nothing() -> None:
             admission.check(SlotNeed(left_s=2.5))  # one that has the time may wait
         async with admission.slot(
             SlotNeed(left_s=0.5)
-        ):  # and where nobody has to wait, nobody is refused
+        ):  # and without a queue, no request is refused
             pass
 
     run_virtually(main())
@@ -185,7 +186,9 @@ def test_one_whose_turn_comes_too_late_is_not_begun(num_answers: int, left_s: fl
 
 @pytest.mark.parametrize(("left_s", "is_begun"), [(1.3, False), (1.7, True)])
 def test_nor_one_with_too_little_for_what_many_take_longer(left_s: float, is_begun: bool) -> None:
-    """Answers take 0.5 s or 1.5 s, as often; at its turn it has more than the mean of 1 s left."""
+    """Answers take 0.5 s or 1.5 s, equally often; at its turn it has more than the mean of 1 s
+    left.
+    """
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -218,7 +221,7 @@ def test_a_request_has_to_wait_for_its_last_answer() -> None:
             async with admission.slot():
                 await asyncio.sleep(1.0)
         async with admission.slot():
-            admission.check(SlotNeed(num_answers=2, left_s=0.5))  # nobody has to wait
+            admission.check(SlotNeed(num_answers=2, left_s=0.5))  # no request has to wait
             admission.check(SlotNeed(num_answers=5, left_s=2.1))
             with pytest.raises(Overloaded, match=r"0 requests wait .* 5 answers, .* some 0\.1 s"):
                 admission.check(SlotNeed(num_answers=5, left_s=1.9))

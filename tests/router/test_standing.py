@@ -1,4 +1,4 @@
-"""What failed calls tell of workers and pairs, and for how long."""
+"""Effects of failed calls on workers and pairs, and their duration."""
 
 from __future__ import annotations
 

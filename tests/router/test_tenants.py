@@ -1,4 +1,4 @@
-"""A router with keys in front of fake workers: who is let in, and that a flood starves nobody."""
+"""A router with keys in front of fake workers: access, and that a flood starves no tenant."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def test_with_a_token_all_is_served_and_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("service", ["vllm", "kserve", "kserve stream"])
 def test_other_peoples_services_ask_for_keys_too(service: str, tmp_path: Path) -> None:
-    """Without one nothing is told; with one the answer is right, and its tenant pays for it."""
+    """Without a key there is no information; with one the answer is right, and its tenant pays for
+    it.
+    """
 
     async def body(fleet: FakeFleet) -> None:
         shown = Credentials(token=TOKENS["quiet"]).metadata()
@@ -108,7 +110,7 @@ def test_other_peoples_services_ask_for_keys_too(service: str, tmp_path: Path) -
 
 
 async def _ask_as(fleet: FakeFleet, service: str, shown: tuple[tuple[str, str], ...]) -> str:
-    """The answer that a service gives who shows that."""
+    """A service's answer to a client with that key."""
     call: Any
     if service == "vllm":
         call = vllm_engine_pb2_grpc.VllmEngineStub(fleet.channel).Generate(
@@ -143,7 +145,7 @@ def test_nobody_reads_anothers_answer(tmp_path: Path) -> None:
         assert found.answer.text == "the answer is three"
         with_other = stub_of(fleet, "flood").GetRequest(look, timeout=30)
         assert isinstance(await failure(with_other), NotFound)
-        # Nor by asking the same under the same id: that runs once more, for who asks.
+        # Nor by sending the same request under the same id: that runs once more, for its sender.
         before = len(fleet.decode[0].served)
         await stub_of(fleet, "flood").Generate(request(request_id="mine"), timeout=30)
         assert len(fleet.decode[0].served) == before + 1

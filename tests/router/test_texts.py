@@ -1,4 +1,4 @@
-"""Text to ids and back, as Generate would have it; and the end of a request by its id."""
+"""Text to ids and back, like Generate; and the end of a request by its id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue of bad input, as a table: which field is named, and what is said of it."""
+"""The catalogue of bad input, as a table: the named field, and a part of its text."""
 
 from __future__ import annotations
 

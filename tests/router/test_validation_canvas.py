@@ -1,5 +1,6 @@
-"""Settings of algorithms that denoise prompt and answer as one canvas: what is refused, and what
-the rest is resolved to."""
+"""Settings of algorithms that denoise prompt and answer as one canvas: refusals, and resolved
+values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's engine service of a router, called as a gateway calls it."""
+"""vLLM's engine service of a router, with a gateway's calls."""
 
 from __future__ import annotations
 

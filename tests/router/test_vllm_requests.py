@@ -1,4 +1,4 @@
-"""What a gateway asks in vLLM's terms, and what effuse makes of it."""
+"""A gateway's request in vLLM's terms, and effuse's version of it."""
 
 from __future__ import annotations
 

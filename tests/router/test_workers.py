@@ -1,4 +1,4 @@
-"""Workers as clients see them, and what their links mean for requests."""
+"""Workers as clients see them, and the effect of their links on requests."""
 
 from __future__ import annotations
 

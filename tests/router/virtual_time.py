@@ -1,4 +1,4 @@
-"""An event loop on a virtual clock: where nothing is left to do but wait, the wait is over."""
+"""An event loop on a virtual clock: if all tasks wait, the wait ends."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(body: Coroutine[Any, Any, Result]) -> Result:
-    """What `body` returns, run on a virtual clock that begins at 0."""
+    """The result of `body`, run on a virtual clock that begins at 0."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(body)

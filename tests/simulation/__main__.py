@@ -16,7 +16,7 @@ from .run import Broken, Run, run
 
 
 def main() -> int:
-    """0 where nothing was violated."""
+    """0 without a violation."""
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--count", type=int, default=1, help="seeds; one is told in full")

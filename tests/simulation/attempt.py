@@ -140,7 +140,7 @@ class Attempt:
     def _fail(self, worker: WorkerRecord, lost: Lost) -> None:
         is_after_handoff = self._routed.request.state is State.DECODING
         if worker is self._prefill and (self._is_pushed or is_after_handoff):
-            return  # how its call ends concerns nobody
+            return  # the end of its call does not matter
         if not lost.is_retryable and not self._fleet.fabric.mishaps.are_any:
             raise Violation(f"{self.id} failed for good at {worker.worker_id}: {lost.text}")
         self.end()

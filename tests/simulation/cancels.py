@@ -10,10 +10,12 @@ from enum import Enum
 from .run import Run
 
 MOMENTS = 6  # of a run, at which one client cancels if any waits
-FIRST, LAST = 80, 480  # events; before there is nobody, after it few runs go on
+FIRST, LAST = 80, 480  # events; earlier there are no requests, later few runs go on
 
 States = Counter[Enum]
-"""Of cancelled requests and of their handoffs at either end, as often as a cancel met them."""
+"""States of cancelled requests and of their handoffs at either end, with the number of cancels that
+met them.
+"""
 
 
 class Cancelled(Run):

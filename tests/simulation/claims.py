@@ -1,4 +1,4 @@
-"""What Redis holds of requests: who runs which, and the answers that are kept.
+"""Redis's records of requests: their routers, and kept answers.
 
 As placement/claim.lua, place.lua and keep.lua have it; lists and limits are left out.
 """
@@ -42,7 +42,7 @@ class Claims:
             held.clear()
 
     def other(self, request_id: str, router_id: str) -> Held | None:
-        """Another router's placement that says that it runs, and whose lease holds."""
+        """Another router's placement of a running request, with a valid lease."""
         now, held = self.registry.clock.now, self.placements.get(request_id)
         if held is None or held.until <= now or held.record.state != "running":
             return None
@@ -51,14 +51,14 @@ class Claims:
 
 
 class ClaimStore:
-    """One router's way to it; stands where a placement.store.Store does."""
+    """One router's way to it; replaces a placement.store.Store."""
 
     def __init__(self, claims: Claims, host: str) -> None:
         self._claims = claims
         self._host = host
 
     async def claim(self, record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
-        """The id, its answer, or who runs it. Raises StoreUnavailable."""
+        """The id, its answer, or its router. Raises StoreUnavailable."""
         await self._trip()
         claim = self._claim(record, digest, lifetime_s)
         await self._trip()
@@ -89,8 +89,9 @@ class ClaimStore:
     def _is_lost(
         self, request_id: str, router_id: str, is_held: bool, never_ran: bool = False
     ) -> bool:
-        """To another router, that runs it or, where the id was held, that has ended it; to any,
-        where it never ran here."""
+        """To another router that runs it or, if the id was held, has ended it; to any, if it never
+        ran here.
+        """
         if self._claims.other(request_id, router_id) is not None:
             return True
         held = self._claims.placements.get(request_id)
@@ -109,7 +110,7 @@ class ClaimStore:
         await self._trip()
 
     def renew(self, router_id: str) -> None:
-        """Renews a router's lease where Redis is there."""
+        """Renews a router's lease if Redis is there."""
         registry = self._claims.registry
         if registry.answers(self._host):
             self._claims.leases[router_id] = registry.clock.now + LEASE_S
@@ -135,7 +136,7 @@ class ClaimStore:
         self._claims.placements[record.request_id] = Held(record, until)
 
     async def _trip(self) -> None:
-        """One way. What did not arrive, or was not answered, is given up after a while."""
+        """One way. Messages that did not arrive, or got no answer, are abandoned after a while."""
         registry = self._claims.registry
         await asyncio.sleep(registry.clock.draw.uniform(*LATENCY_S))
         if not registry.answers(self._host):

@@ -1,5 +1,5 @@
-"""Clients that ask one of several routers, and another one under the same id until they are
-answered: when their router has died, or says that somebody else runs it. Some ask two at once.
+"""Clients that call one of several routers, and another one under the same id until they have the
+answer: when their router has died, or reports that another one runs it. Some call two together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AGAIN_S = 0.1, 0.6  # after which a client asks again
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a client asks."""
+    """A client's request."""
 
     number: int
     prompt_len: int
@@ -66,11 +66,11 @@ class Clients:
 
     @property
     def are_served(self) -> bool:
-        """Whoever stayed has an answer."""
+        """Every client that stayed has an answer."""
         return all(asker.is_over for asker in self.askers)
 
     def running_keys(self) -> list[str]:
-        """Placements in Redis that say that a router which lives runs them."""
+        """Placements in Redis of requests that a living router runs."""
         alive = {router.id for router in self.routers}
         return [
             name
@@ -79,7 +79,7 @@ class Clients:
         ]
 
     def ask(self, question: Question) -> None:
-        """Somebody asks, and perhaps somebody else the same under the same id."""
+        """A client sends a request, and perhaps another one the same under the same id."""
         draw = self.clock.draw
         self._ask(question)
         if len(self.routers) > 1 and draw.random() < 0.3:
@@ -92,11 +92,11 @@ class Clients:
         self.askers[-1].ask()
 
     def waiting(self) -> list[Question]:
-        """What is still to be answered."""
+        """Requests without an answer."""
         return [asker.question for asker in self.askers if not asker.is_over]
 
     def leave(self, question: Question) -> None:
-        """All who wait for this answer want it no more."""
+        """All clients that wait for this answer cancel."""
         self.clock.note(f"{question.id} is cancelled")
         for asker in self.askers:
             asker.has_left |= asker.question is question and not asker.is_over
@@ -118,8 +118,9 @@ class Clients:
         self.clock.after(self.clock.draw.uniform(0.2, 2.0), replace)
 
     def begin_run(self, request_id: str, router: Router, seed: int) -> None:
-        """Raises Violation where a router that lives runs it, or has answered it, and where it is
-        run anew with another seed."""
+        """Raises Violation if a living router runs it, or has answered it, and if it is run again
+        with another seed.
+        """
         before, self.runs[request_id] = self.runs.get(request_id), (router, seed)
         if before is None or not self._can_tell:
             return
@@ -130,7 +131,7 @@ class Clients:
             raise Violation(f"{request_id} is run anew with another seed")
 
     def check(self, served: Asker) -> None:
-        """Raises Violation where two were answered by two runs without a router's death."""
+        """Raises Violation if two runs answered two calls without a router's death."""
         runs = {one.run for one in self.askers if one.question is served.question and one.run}
         if len(runs) > 1 and self._can_tell and not self.num_routers_lost:
             raise Violation(f"{served.question.id} was answered by {sorted(runs)}")
@@ -143,7 +144,7 @@ class Clients:
 
 @dataclass(eq=False, slots=True)
 class Asker:
-    """One caller, who waits for one router at a time."""
+    """One caller, which waits for one router at a time."""
 
     clients: Clients
     question: Question
@@ -159,7 +160,7 @@ class Asker:
         return self.has_left or bool(self.run)
 
     def ask(self) -> None:
-        """Asks the router whose turn it is; one that is not there refuses the connection."""
+        """Calls the next router in turn; a missing one refuses the connection."""
         if self.is_over:
             return
         self.num_tries += 1

@@ -1,4 +1,4 @@
-"""The virtual clock: what happens next, in an order that follows from a seed alone.
+"""The virtual clock: the next event, in an order that only depends on a seed.
 
 Nothing here sleeps or reads a real clock, so a seed gives the same run on every machine.
 """
@@ -13,7 +13,9 @@ Action = Callable[[], None]
 
 
 class Violation(BaseException):
-    """What must never happen has happened. No Exception: engines survive those of a forward."""
+    """A forbidden event has happened. Not an Exception, because engines survive those of a
+    forward.
+    """
 
 
 class Clock:

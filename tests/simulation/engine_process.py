@@ -1,7 +1,7 @@
 """An engine's process: the real engine and the real exchange, with a thread each.
 
-Both take turns when they are woken, or when the real loops would look again. A process may be
-paused, its connector alone may be stuck in a call, and it may die at any moment.
+Both take turns when they are woken, or when the real loops would poll again. A process may be
+paused, its connector may be stuck in a call, and it may die at any moment.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Audited(EngineCore, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What engines of this run have room for."""
+    """The capacity of this run's engines."""
 
     model: ModelConfig
     prefill_pages: int
@@ -187,10 +187,10 @@ class EngineProcess:
         self._inbox: deque[ToEngine] = deque()
         self._paused_until = self._stuck_until = 0.0
         self._asleep: list[Action] = []
-        self._is_looking = False  # the connector has heard what it has not yet taken in
+        self._is_looking = False  # received messages that the connector has not handled yet
         self._engine_turn = _Turn(self, self._turn_engine)
         self._connector_turn = _Turn(self, self._turn_connector)
-        self._ended: set[str] = set()  # transfers of which nothing more may be said
+        self._ended: set[str] = set()  # transfers about which no more events may be sent
         self._mishaps = fabric.mishaps
         num_pages = sizes.prefill_pages if role == "prefill" else sizes.decode_pages
         self.pool = KnownPool(num_pages)
@@ -214,7 +214,7 @@ class EngineProcess:
         return self.clock.now < self._paused_until
 
     def send(self, message: ToEngine) -> None:
-        """The front says something, which comes if the process lives."""
+        """The front sends a message, which arrives if the process lives."""
         self._inbox.append(message)
         self.wake_engine()
 
@@ -228,7 +228,7 @@ class EngineProcess:
         self._stuck_until = max(self._stuck_until, self.clock.now + seconds)
 
     def check_empty(self) -> None:
-        """Raises AuditError or Violation where anything of a request is left."""
+        """Raises AuditError or Violation if anything of a request is left."""
         self.core.audit()
         assert (load := self.core.load()).free_pages == load.total_pages, load
         left = {*self.transfers(), *self.exchange._pushes._pushes}
@@ -236,7 +236,7 @@ class EngineProcess:
             raise Violation(f"{self.incarnation} holds {sorted(left) or 'expected transfers'}")
 
     def transfers(self) -> dict[str, ReceiverState | SenderState]:
-        """The handoffs that it holds, and where each one is."""
+        """Its handoffs, and the state of each."""
         return {name: one.machine.state for name, one in self._handoffs._handoffs.items()}
 
     def die(self) -> None:
@@ -317,7 +317,7 @@ class EngineProcess:
         self.wake_engine()
 
     def _check(self, said: Sequence[CoreEvent]) -> None:
-        """What an engine has promised to its front, and what may never be said."""
+        """An engine's promises to its front, and forbidden events."""
         for event in said:
             self.clock.note(f"{self.incarnation} says {event_text(event)}")
             transfer_id = attempt_of(event).transfer_id

@@ -45,7 +45,7 @@ class Faults:
         return [*sorted(self.fleet.fronts), *(router.host for router in self.clients.routers)]
 
     def engine_dies(self) -> None:
-        """A crash, which its front hears of at once."""
+        """A crash, which its front notices immediately."""
         front = self.fleet.fronts[self._worker()]
         if front.engine is not None:
             front.engine.die()
@@ -81,7 +81,7 @@ class Faults:
         self.fleet.network.cut(one, other, draw.uniform(0.05, 4.0))
 
     def link_is_slow(self) -> None:
-        """What two hosts send each other comes much later, long after its sender may have died."""
+        """Messages between two hosts arrive much later, long after their sender may have died."""
         draw = self.clock.draw
         one, other = draw.sample(self._hosts(), 2)
         self.fleet.network.slow(one, other, draw.uniform(0.1, 2.0), draw.uniform(0.1, 2.0))
@@ -108,7 +108,7 @@ class Faults:
         self.clients.lose_router()
 
     def router_is_unheard(self) -> None:
-        """A router does not reach Redis, so that its lease runs out and others run what it runs."""
+        """A router does not reach Redis, so that its lease expires and others run its requests."""
         router = self.clock.draw.choice(self.clients.routers)
         self.fleet.troubled.add(REDIS)
         self.fleet.network.cut(router.host, REDIS, self.clock.draw.uniform(0.5, 5.0))

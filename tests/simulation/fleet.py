@@ -1,4 +1,4 @@
-"""What the processes of a run share: names, hosts, leases in Redis, and how one reaches another."""
+"""Shared parts of a run's processes: names, hosts, leases in Redis, and how one reaches another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTERS, REDIS, MODEL = ("router0", "router1"), "redis", "simulated"
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The life of a prefill worker that was told where pages are."""
+    """The life of a prefill worker that knows the pages."""
 
     host: str
     incarnation: str
@@ -35,7 +35,7 @@ class Writer:
 def record_of(
     sizes: Sizes, worker_id: str, role: Role, incarnation: str, *, is_ready: bool
 ) -> WorkerRecord:
-    """What a worker announces."""
+    """A worker's announcement."""
     model = sizes.model
     return WorkerRecord(
         worker_id=worker_id,
@@ -79,7 +79,7 @@ class Registry:
     def announce(
         self, record: WorkerRecord, holder: str, ttl_s: float, *, takes: bool
     ) -> str | None:
-        """Takes or renews a lease; None where Redis does not answer."""
+        """Takes or renews a lease; None if Redis does not answer."""
         now = self.clock.now
         if not self.answers(record.worker_id):
             return None
@@ -91,7 +91,7 @@ class Registry:
         return "held"
 
     def workers(self, host: str) -> list[tuple[bytes, float]] | None:
-        """Records of live workers, and seconds left; None where Redis does not answer a router."""
+        """Records of live workers, and seconds left; None if Redis does not answer a router."""
         if not self.answers(host):
             return None
         now = self.clock.now
@@ -117,7 +117,7 @@ class Fleet:
         self.registry = Registry(fabric.clock, fabric.network)
         self.fronts: dict[str, Front] = {}  # the newest one of each host
         self.engines: dict[str, EngineProcess] = {}  # by incarnation, dead ones too
-        self.troubled: set[str] = set()  # who was not heard or not well at some time
+        self.troubled: set[str] = set()  # workers that were silent or unwell at some time
         self._names: Counter[str] = Counter()
 
     def next_name(self, kind: str) -> str:

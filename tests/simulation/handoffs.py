@@ -1,9 +1,9 @@
 """Two handoffs over one page, and all that can happen next: their tables, the page's and a lease's.
 
-The tables are the real ones, looked up and carried out here as receiver.py, sender.py, reception.py
-and pushes.py do, over a transport whose writers write by themselves or over a two-sided one. Time
-is left out: whatever a lease allows may happen at any moment. The first handoff's writer may die;
-the second one begins once the page is free, under another writer.
+The tables are the real ones. They are looked up and carried out here like in receiver.py,
+sender.py, reception.py and pushes.py, over a transport whose writers write by themselves or over a
+two-sided one. There is no time: everything that a lease allows may happen at any moment. The first
+handoff's writer may die; the second one begins once the page is free, under another writer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Handoff:
     # The write: none, posted (the source is read), sent (bytes wait anywhere), landed, over.
     write: str = "none"
     manifest: str = "none"  # none, sent, accepted, rejected
-    arrivals: tuple[ReceiverEvent, ...] = ()  # what the connectors have to say to their engines
+    arrivals: tuple[ReceiverEvent, ...] = ()  # events of the connectors for their engines
     reports: tuple[SenderEvent, ...] = ()
 
     @property
@@ -66,8 +66,8 @@ class World:
     first: Handoff = Handoff()
     second: Handoff = Handoff()
     page: PageState = PageState.FREE
-    owner: int = 0  # whose allocation it is, which is its generation
-    content: int = 0  # whose bytes it holds; negative where they are spoilt
+    owner: int = 0  # owner of the allocation, which is its generation
+    content: int = 0  # owner of the bytes; negative if they are spoilt
     lease: LeaseState = LeaseState.HELD  # of the first writer
     is_missed: bool = False  # its lease has run out
     is_two_sided: bool = False
@@ -94,13 +94,14 @@ Trust = Callable[[World, int], bool]
 
 
 def has_let_go(world: World, which: int) -> bool:
-    """What counts as a writer's word that all it had posted is over: only its own, while it lives;
-    neither its death nor the end of its lease."""
+    """A valid report of a writer that all its writes have ended: only its own, while it lives;
+    neither its death nor the end of its lease.
+    """
     handoff = world.handoff(which)
     return handoff.is_alive and handoff.sender is S.ENDED
 
 
-# What engines do on an event, by the tables.
+# The engines' actions on an event, by the tables.
 
 
 def receive(world: World, which: int, event: ReceiverEvent, *, has_drained: bool = False) -> World:
@@ -173,7 +174,7 @@ def _report(world: World, which: int, event: SenderEvent) -> World:
     return world.but(which, reports=(*world.handoff(which).reports, event))
 
 
-# What can happen next.
+# Possible next events.
 
 
 def moves(world: World, trust: Trust = has_let_go) -> Iterator[Move]:
@@ -258,7 +259,7 @@ def _conclude(world: World, which: int) -> World:
 
 
 def _sender_moves(world: World, which: int) -> Iterator[Move]:
-    """What a prefill engine hears or decides."""
+    """A prefill engine's events and decisions."""
     handoff = world.handoff(which)
     state = handoff.sender
     if handoff.reports:
@@ -287,7 +288,7 @@ def _hear_report(world: World, which: int) -> World:
 
 
 def _die(world: World, which: int) -> World:
-    """What it had posted and not sent is lost; the rest goes on."""
+    """Posted but unsent writes are lost; the rest goes on."""
     write = world.handoff(which).write
     return world.but(
         which, is_alive=False, reports=(), write="none" if write == "posted" else write
@@ -295,7 +296,7 @@ def _die(world: World, which: int) -> World:
 
 
 def _push_moves(world: World, which: int) -> Iterator[Move]:
-    """What a writer's connector does."""
+    """Actions of a writer's connector."""
     handoff = world.handoff(which)
     is_told = bool(handoff.reports)
     if handoff.is_pushing and handoff.write == "none" and not handoff.is_cancelled:

@@ -1,4 +1,4 @@
-"""asyncio on the virtual clock: what routers do in coroutines runs as it is written."""
+"""asyncio on the virtual clock: coroutines of routers run unchanged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Ts = TypeVarTuple("Ts")
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """As much of an event loop as timers, tasks and events need. An exception that nobody catches
-    ends the run, as it does where actions of the clock raise it."""
+    """As much of an event loop as timers, tasks and events need. An uncaught exception ends the
+    run, like one that an action of the clock raises.
+    """
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        """Runs it now, after what was asked for before."""
+        """Runs it now, after earlier requests."""
         return self.call_at(self._clock.now, callback, *args, context=context)
 
     def call_at(
@@ -58,13 +59,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return handle
 
     def create_task(self, coro: Coroutine[Any, Any, T], **named: Any) -> asyncio.Task[T]:  # type: ignore[override]
-        """A task whose end is looked at."""
+        """A task whose end is checked."""
         task = asyncio.Task(coro, loop=self, **named)
         task.add_done_callback(_check)
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Ends the run. What is left when it is over is nobody's concern."""
+        """Ends the run. Leftovers at its end do not matter."""
         if "exception" in context and not self.is_closed():
             raise context["exception"]
 

@@ -1,7 +1,7 @@
-"""What goes wrong with single messages and writes: bytes that are spoilt, peers that are confused.
+"""Faults of single messages and writes: spoilt bytes, confused peers.
 
-A message of a confused peer is wrong in one thing that it says of whom it means. Whatever that is,
-its transfer must not be taken for good.
+A message of a confused peer has one wrong identity. Whatever that is, its transfer must not be
+accepted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Mishaps:
     num_damaged: int = 0
     num_failed: int = 0
     num_dead: int = 0
-    wrong: dict[str, str] = field(default_factory=dict)  # by transfer id: what a peer said of it
+    wrong: dict[str, str] = field(default_factory=dict)  # by transfer id: a peer's message about it
 
     @property
     def are_any(self) -> bool:
@@ -89,7 +89,7 @@ class Mishaps:
         self.wrong[transfer_id] = what
 
     def check_verified(self, transfer_id: str) -> None:
-        """Raises Violation where something was wrong about a transfer that was taken for good."""
+        """Raises Violation if a transfer with a fault was accepted."""
         if transfer_id in self.wrong:
             raise Violation(
                 f"{transfer_id} is verified although {self.wrong[transfer_id]} is wrong"
@@ -100,7 +100,7 @@ class Mishaps:
 
 
 def _mistaken(message: ToReceiver, what: str) -> ToReceiver:
-    """The message, wrong in one thing; the attempt where it does not speak of that thing."""
+    """The message with one wrong field; the attempt if it has no such field."""
     if isinstance(message, Finish):
         manifest = message.manifest
         names = {"source": "source_incarnation", "destination": "destination_incarnation"}

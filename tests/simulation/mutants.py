@@ -1,4 +1,4 @@
-"""Planted bugs, each a patch of product code: a simulation is worth as much as it sees of them."""
+"""Planted bugs, each a patch of product code: a simulation is worth as many as it finds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Hosts, the lines between them, and what goes wrong on the way.
+"""Hosts, the lines between them, and faults in transit.
 
-A line is one direction of one connection: what is sent comes out in order, later. While its hosts
-are cut off from each other nothing arrives; if that lasts, keepalive breaks the line, and what had
-not arrived is lost.
+A line is one direction of one connection: messages come out in order, later. While its hosts are
+cut off from each other nothing arrives; if that lasts, keepalive breaks the line, and messages that
+had not arrived are lost.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Network:
         self.clock.after(KEEPALIVE_S, lambda: self._break(pair))
 
     def slow(self, one: str, other: str, delay_s: float, seconds: float) -> None:
-        """Lets what is sent between two hosts take up to so much longer, for a while."""
+        """Lets messages between two hosts take up to this much longer, for a while."""
         self._delays[frozenset((one, other))] = delay_s, self.clock.now + seconds
 
     def latency_s(self, pair: frozenset[str]) -> float:
-        """What the next message between two hosts takes."""
+        """The time of the next message between two hosts."""
         delay_s, until = self._delays.get(pair, (0.0, 0.0))
         seconds = self.clock.draw.uniform(*LATENCY_S)
         return seconds + self.clock.draw.uniform(0, delay_s) if self.clock.now < until else seconds
@@ -86,7 +86,7 @@ class Line:
         on_break: Action = lambda: None,
         delay_s: float = 0.0,
     ) -> None:
-        """`on_break` is told its end; `delay_s` is the most that it adds to the latency."""
+        """`on_break` receives its end; `delay_s` is the most that it adds to the latency."""
         self.source = source
         self.pair = frozenset((source, target))
         self.is_open = True
@@ -108,7 +108,7 @@ class Line:
         clock.after(self._last_at - clock.now, lambda: self._arrive(arrive))
 
     def break_off(self) -> None:
-        """Ends it: what has not arrived is lost, and both ends hear of it."""
+        """Ends it: messages that have not arrived are lost, and both ends notice it."""
         if self.is_open:
             self.is_open = False
             self._held.clear()
@@ -135,7 +135,7 @@ class Line:
 
 
 class Call:
-    """A stream between two hosts, in both directions; both ends hear of its end once."""
+    """A stream between two hosts, in both directions; both ends notice its end once."""
 
     def __init__(self, network: Network, caller: str, server: str) -> None:
         self._network = network
@@ -154,16 +154,16 @@ class Call:
         self._back.send(arrive)
 
     def cancel(self) -> None:
-        """By the caller, who wants to hear nothing more."""
+        """By the caller, which needs no more messages."""
         self.on_server_lost = _ignore
         self._there.send(lambda: self.on_caller_lost())
 
     def close(self) -> None:
-        """By the server, who has said all."""
+        """By the server, which has sent everything."""
         self.on_caller_lost = _ignore
 
     def break_off(self) -> None:
-        """Resets it: both ends hear of it, the server later than the caller."""
+        """Resets it: both ends notice it, the server later than the caller."""
         if self._is_broken:
             return
         self._is_broken = True
@@ -175,4 +175,4 @@ class Call:
 
 
 def _ignore() -> None:
-    """Nobody is interested any more."""
+    """Its events have no reader any more."""

@@ -1,4 +1,4 @@
-"""Pages that hold tags instead of KV, and a model that tells from them whose they are.
+"""Pages with tags instead of KV, and a model that finds their owner from them.
 
 Tokens are tags: request r has the token r * TOKENS + p at position p, in its prompt and in the
 answer that is right. KV of a token is its tag. So a forward over pages of another request, over
@@ -61,7 +61,7 @@ def model_of(architecture: Architecture) -> ModelConfig:
 
 
 def fingerprint_of(model: ModelConfig) -> Fingerprint:
-    """What two workers of one model have in common."""
+    """Shared parts of two workers of one model."""
     facts = ModelFacts(
         weights="simulated",
         architecture=model.architecture,
@@ -98,7 +98,7 @@ class KnownPool(PagePool):
 
 
 class TaggedMemory:
-    """The part of PageMemory that engines use, and what lies in it."""
+    """The part of PageMemory that engines use, and its content."""
 
     def __init__(self, pool: KnownPool) -> None:
         self.layout = LAYOUT
@@ -203,7 +203,7 @@ class PromptModel:
         return lambda: coming.num_final
 
     def mark(self) -> Callable[[], bool]:
-        """Whether what was launched last is over."""
+        """Whether the last launch has ended."""
         last = self._last
         return lambda: last.is_over
 

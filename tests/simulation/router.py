@@ -57,8 +57,9 @@ AVOID_S = 0.6  # for so long a worker that has failed is suspected
 
 
 class Router:
-    """One life of a router: its requests, and the fleet as one sees it from there. Whose a request
-    is, router/shared_request.py and placement/writer.py say themselves."""
+    """One life of a router: its requests, and its view of the fleet. router/shared_request.py and
+    placement/writer.py decide the owner of a request.
+    """
 
     def __init__(self, clients: Clients, host: str) -> None:
         fleet = clients.fleet
@@ -68,7 +69,7 @@ class Router:
         self.id = fleet.next_name(f"{host}.")
         self.is_alive = True
         self.requests: list[Routed] = []
-        self.num_lost = 0  # attempts, those left out whose pages came late
+        self.num_lost = 0  # attempts, without those whose pages came late
         self.store = ClaimStore(clients.claims, host)
         self.placements = PlacementWriter(cast(Store, self.store), now=self.clock)
         self.others = SimpleNamespace(address_of=lambda router_id: "")
@@ -120,7 +121,7 @@ class Router:
         self.clock.after(seconds, lambda: asker.hear(self, run, token_ids))
 
     def refuse(self, asker: Asker) -> None:
-        """A client hears that there is no answer here."""
+        """A client learns that there is no answer here."""
         self.clock.after(self.clock.draw.uniform(*LATENCY_S), lambda: asker.lose(self))
 
     def cancel(self, request_id: str) -> None:
@@ -130,7 +131,7 @@ class Router:
                 routed.cancel()
 
     def die(self) -> None:
-        """Ends, as in a crash: nothing more is said to anybody, and its connections end."""
+        """Ends, like in a crash: it sends nothing more, and its connections end."""
         self.clock.note(f"{self.id} dies")
         self.is_alive = False
         for task in self._tasks:
@@ -183,7 +184,7 @@ class Router:
         self.clock.after(POLL_S, self._poll)
 
     def _check_view(self) -> None:
-        """Whoever was well and heard all the time is in the view, once it was."""
+        """Workers that were always well and connected are in the view, once they were."""
         alive = {record.worker_id for record in self._snapshot.alive(self.clock.now)}
         self._seen |= alive
         for worker_id in self._seen - self.fleet.troubled:
@@ -248,7 +249,7 @@ class Routed:
             self._attempt.break_off()
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """What becomes final is told at the end, all at once."""
+        """Final tokens are sent at the end, all together."""
 
     def lose(self, why: str) -> None:
         """An attempt has failed; another one follows."""
@@ -257,7 +258,7 @@ class Routed:
         self._clock.after(self._clock.draw.uniform(0.01, 0.2), self.place)
 
     def take(self, event: CoreEvent) -> None:
-        """What the decode worker of the present attempt says."""
+        """Events of the current attempt's decode worker."""
         request, now = self.request, self._clock.now
         match event:
             case Reserved():
@@ -282,7 +283,7 @@ class Routed:
                 self._router.tell(self.asker, self._router.id, list(request.token_ids))
 
     def resumption(self) -> Resume | None:
-        """Where another attempt goes on."""
+        """The place of another attempt."""
         if not self.request.token_ids:
             return None
         frontier = cast(tuple[BlockState, ...], tuple(self.request.frontier))

@@ -1,4 +1,4 @@
-"""One run: a fleet, its requests and its faults, from one seed; and what must hold at its end."""
+"""One run: a fleet, its requests and its faults, from one seed; and the conditions at its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HORIZON_S = 60.0  # virtual; by then all is over, or something never ends
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run was like."""
+    """Properties of a run."""
 
     seed: int
     faults: Counter[str]
@@ -41,7 +41,7 @@ class Outcome:
 
 
 class Broken(AssertionError):
-    """A run in which something happened that must not; says how to see it again."""
+    """A run with a forbidden event; the text has the command to see it again."""
 
 
 class Run:
@@ -84,7 +84,7 @@ class Run:
         self.faults.plan(draw.choice((0, 1, 1, 2, 2, 3, 5)))
 
     def go(self) -> Outcome:
-        """Runs to the end; raises Broken where anything was violated."""
+        """Runs to the end; raises Broken after a violation."""
         try:
             with (
                 VirtualLoop(self.clock).running(),

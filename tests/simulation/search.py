@@ -14,7 +14,7 @@ from .handoffs import OVER, Handoff, Trust, World, has_let_go, moves
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has seen."""
+    """The states that a search has seen."""
 
     states: int
     steps: int
@@ -53,7 +53,7 @@ def search(
                 after = move()
             except Violation as violation:
                 raise Violation(f"{violation}: {_way(came_from, world)}, {name}") from None
-            known = before.get(after)  # once: hashing a world is what takes the time
+            known = before.get(after)  # once, because hashing a world takes most of the time
             if known is None:
                 known = before[after] = []
                 came_from[after] = world, name

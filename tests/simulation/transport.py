@@ -1,9 +1,9 @@
 """A transport over the simulated network, in the manner of NIXL over TCP or of ZMQ.
 
 One-sided, bytes leave the writer's pages some time after they were posted, wait in the receiver's
-socket, and land in its pages when it looks, or by themselves; nothing calls them back. The receiver
-is told of a write by a message that the writer sends once the write is acknowledged. Two-sided, the
-bytes come with that message, and the receiver places them.
+socket, and arrive in its pages when it polls, or by themselves; nothing can recall them. The writer
+notifies the receiver of a write once the write is acknowledged. Two-sided, the bytes come with that
+message, and the receiver places them.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Host(Protocol):
         ...
 
     def die(self) -> None:
-        """Ends, as in a crash."""
+        """Ends, like in a crash."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Agent:
-    """An address that is written to, with what has arrived there and was not looked at."""
+    """An address for writes, with arrived but unpolled bytes."""
 
     name: str
     owner: SimTransport
@@ -113,7 +113,7 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class SimReply:
-    """A writer, as its receiver answers it."""
+    """A writer, in the form in which its receiver answers it."""
 
     agent: Agent
     peer: Peer
@@ -134,7 +134,7 @@ class Write:
     is_told: bool = False
 
     def is_over(self) -> bool:
-        """Whether it was acknowledged; raises HandoffRefused where its connection broke."""
+        """Whether it was acknowledged; raises HandoffRefused if its connection broke."""
         if self.has_failed:
             self.has_failed, self.is_done, self.is_told = False, True, True
             if not self.writer.is_two_sided:
@@ -145,7 +145,7 @@ class Write:
         return self.is_done
 
     def read(self) -> list[list[int]]:
-        """What leaves, page by page; the source must still be what it was."""
+        """Bytes leave page by page; the source must still be unchanged."""
         memory = self.writer.memory
         for page in self.sources:
             newest, state = memory.pool.newest(page.page_id)
@@ -179,7 +179,7 @@ class SimTransport:
         """Made already."""
 
     def close(self) -> None:
-        """The process has died: nothing lands here, and what has left goes on."""
+        """The process has died: nothing arrives here, and bytes that have left go on."""
         for agent in (self._agent, *self._retired):
             agent.close()
 
@@ -209,7 +209,7 @@ class SimTransport:
         """Nothing is kept for it."""
 
     def route(self, peer: AnyPeer) -> Route:
-        """Nobody asks."""
+        """No caller."""
         return Route("simulated")
 
     def drop(self, peer: AnyPeer) -> None:
@@ -219,7 +219,7 @@ class SimTransport:
             peer.line.break_off()
 
     def say(self, peer: AnyPeer, message: ToReceiver) -> None:
-        """Tells a receiver something. Raises HandoffRefused."""
+        """Sends a message to a receiver. Raises HandoffRefused."""
         assert isinstance(peer, Peer)
         if not peer.is_open:
             raise HandoffRefused(Cause.PEER, f"the connection to {peer.agent.name} has broken")
@@ -242,10 +242,10 @@ class SimTransport:
         self._send(peer, lambda: self._depart(write))
         return write
 
-    # Hearing.
+    # Receiving.
 
     def hear(self) -> list[Heard]:
-        """Looks at all sockets: what waits in them lands, and is heard."""
+        """Polls all sockets: waiting bytes arrive, and messages are received."""
         for agent in (self._agent, *self._retired):
             while agent.socket:
                 agent.socket.popleft()()
@@ -286,7 +286,7 @@ class SimTransport:
             self._agent = self._make_agent()
 
     def shut_off(self, address: ReceiverAddress) -> None:
-        """Closes an agent, with what waits in its socket."""
+        """Closes an agent, with the bytes in its socket."""
         for agent in [one for one in self._retired if one.name == address.endpoint]:
             self._retired.remove(agent)
             agent.close()
@@ -314,7 +314,7 @@ class SimTransport:
         return peer
 
     def _lose(self, peer: Peer) -> None:
-        """A connection has broken, which the process hears of when it looks."""
+        """A connection has broken, which the process notices at its next poll."""
         peer.is_open = False
         for write in peer.deliveries:
             write.has_failed = not write.is_done

@@ -1,7 +1,7 @@
-"""A model of workers' fronts: admission, what is relayed, how attempts end, leases, new engines.
+"""A model of workers' fronts: admission, relayed events, ends of attempts, leases, new engines.
 
 It follows decode_worker/server.py, prefill_worker/server.py, worker/shell.py, worker/service.py,
-worker/peer.py and worker/supervisor.py, whose waits are calls back here. Engines, watchdog and
+worker/peer.py and worker/supervisor.py, whose waits are callbacks here. Engines, watchdog and
 leases are the real ones.
 """
 
@@ -144,7 +144,7 @@ class Front:
         self._clock.after(draw.uniform(0.3, 1.5), lambda: self._fleet.replace(self))
 
     def lose_engine(self, why: str) -> None:
-        """The engine has ended: its attempts hear of it, and another one is started."""
+        """The engine has ended: its attempts get that error, and another one is started."""
         engine, self.engine = self.engine, None
         if engine is None or not self.is_alive:
             return
@@ -211,7 +211,7 @@ class Front:
         if self._lease.action is LeaseAction.STOP:
             self.die()
 
-    # What is asked of it.
+    # Its calls.
 
     def accept(self, call: Call) -> bool:
         """Whether a connection is accepted; it breaks when this life ends."""
@@ -253,7 +253,7 @@ class Front:
             self._send(running, PushTo(reservation=reservation))
 
     def abort(self, attempt: AttemptId, answer: HasDrained) -> None:
-        """Somebody wants an attempt to end, whether it has begun or not."""
+        """A caller wants an attempt to end, whether it has begun or not."""
         running = self.attempts.get(attempt.transfer_id)
         if running is None:
             self._buried.add(attempt.transfer_id)
@@ -263,7 +263,7 @@ class Front:
         self._tell(running, Lost("the attempt was aborted"))
         self._leave(running)
 
-    # What its engine says.
+    # Its engine's events.
 
     def _hear(self, incarnation: str, said: Sequence[CoreEvent]) -> None:
         def take() -> None:
@@ -294,7 +294,7 @@ class Front:
             self._close(running)
 
     def _tell(self, running: Running, event: CoreEvent | Lost) -> None:
-        """Relays an event; what one step has said goes in one message."""
+        """Relays an event; the events of one step go in one message."""
         if running.is_ending:
             return
         running.unsent.append(event)

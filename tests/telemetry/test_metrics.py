@@ -1,4 +1,4 @@
-"""What a process's metrics have in common: labels, values that are read, the port."""
+"""Common parts of a process's metrics: labels, values that are read, the port."""
 
 from __future__ import annotations
 

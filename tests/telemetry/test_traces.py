@@ -22,6 +22,6 @@ def test_off_nothing_is_said_and_what_fails_within_passes() -> None:
 def test_without_its_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [one for one in sys.modules if one.startswith("opentelemetry")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # like without an installation
     with pytest.raises(TracesUnavailable, match="install effuse with the extra `traces`"):
         Traces.to("http://127.0.0.1:4317", "router")

@@ -1,4 +1,4 @@
-"""What an engine is made of: the forward that measures its memory, and forwards that show life."""
+"""The parts of an engine: the forward that measures its memory, and forwards that show life."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from effuse.worker.watchdog import Pulse
 def test_rows_to_warm_up_with_stay_within_the_models_positions(
     tmp_path: Path, num_rows: int
 ) -> None:
-    """On a GPU a row beyond would read behind the rotary table, and nothing would say so."""
+    """On a GPU a row beyond would read past the rotary table, without any error."""
     path = write_tiny_checkpoint(tmp_path, "dream", sizes=TinySizes(max_positions=24))
     model = load_tiny(path)
     memory = PageMemory(layout_of(model, 16), num_pages=1)
@@ -40,7 +40,8 @@ def test_every_layer_of_a_forward_is_a_sign_of_life(tmp_path: Path, role: Role) 
     path = write_tiny_checkpoint(tmp_path, "sdar")
     told: list[Heartbeat] = []
     hours = count(step=3600.0)
-    pulse = Pulse(told.append, now=lambda: next(hours))  # each layer takes long enough to be told
+    # each layer takes long enough to be reported
+    pulse = Pulse(told.append, now=lambda: next(hours))
     config = WorkerConfig(model=path, device="cpu", num_pages=4)
     parts = assemble(config, "life-1", role, None, pulse)
     assert [beat.marks for beat in told] == list(range(1, parts.model.config.num_layers + 1))
@@ -89,7 +90,7 @@ def test_pages_leave_in_as_many_groups_as_the_connector_gains_from(
 def test_pages_that_no_reservation_can_name_are_refused_at_the_start(
     tmp_path: Path, page_size: int, max_model_len: int | None, told: str | None
 ) -> None:
-    """A front takes an engine that tells of them for broken, and replaces it at every request."""
+    """A front counts an engine that reports them as broken, and replaces it at every request."""
     config = WorkerConfig(
         model=write_tiny_checkpoint(tmp_path, "sdar", sizes=TinySizes(max_positions=100_000)),
         device="cpu",

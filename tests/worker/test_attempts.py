@@ -1,4 +1,4 @@
-"""The table of attempts: who may come in, who hears what, who is remembered."""
+"""The table of attempts: admission, destinations of events, and remembered ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's config: what is refused, by flag, and that the engine reads what the front wrote."""
+"""A worker's config: refusals by flag, and that the engine reads the front's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drain that its front is asked for: what it refuses, what it ends, and how it is taken back."""
+"""A drain on request: its refusals, its ends, and how it is undone."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def gone() -> int:
 
 
 def left_by(pid: int, room: Path) -> Path:
-    """What a front leaves that is killed: a socket's name at which nobody listens."""
+    """The leftovers of a killed front: a socket's name without a listener."""
     home = room / f"effuse-engine-{pid}-abc"
     home.mkdir()
     with socket.socket(socket.AF_UNIX) as listening:

@@ -177,7 +177,7 @@ def test_the_load_after_an_end_is_told_before_the_end(front: Front) -> None:
 def test_an_idle_engine_is_woken_by_its_connector(front: Front) -> None:
     wake = os.eventfd(1)
     loop = EngineLoop(front.core, front.theirs, Pulse(), wakes=(wake,), idle_ms=None)
-    assert loop.turn()  # returns although nothing was said and nothing will be
+    assert loop.turn()  # returns although nothing was sent and nothing will be
     os.close(wake)
 
 

@@ -187,7 +187,7 @@ def test_readiness_is_lost_while_there_is_no_engine(tmp_path: Path) -> None:
 
 
 async def until_refused(one: fronts.Running) -> None:
-    """Returns when nobody listens at the front's port."""
+    """Returns when no process listens at the front's port."""
     host, _, port = one.front.shell.identity.address.rpartition(":")
 
     async def is_refused() -> bool:
@@ -212,7 +212,8 @@ async def hang(one: fronts.Running) -> tuple[fronts.DecodeCall, int]:
     return call, life.client.pid
 
 
-# Whoever finds the port closed takes the engine for dead, and reuses pages that it may write to.
+# A router that finds the port closed counts the engine as dead, and reuses pages that it may write
+# to.
 def test_the_port_of_a_worker_that_ends_outlives_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +228,7 @@ def test_the_port_of_a_worker_that_ends_outlives_its_engine(
             await until_refused(one)
             assert not psutil.pid_exists(engine)
             assert isinstance(await fronts.failure_of(hung), Draining)
-        # Its lease was given back long before, and nobody has taken it.
+        # Its lease was released long before, and no process has taken it.
         assert one.done.exception() is None
 
     with redis_server.running() as server:

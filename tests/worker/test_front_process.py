@@ -1,4 +1,4 @@
-"""A worker's two processes from outside: signals, exit statuses, and what is left behind."""
+"""A worker's two processes from outside: signals, exit statuses, and leftovers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also where nobody has taken note of its end; it may go while it is looked at."""
+    """Also before its parent has collected its exit status; it may vanish while it is checked."""
     with suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
     return True
@@ -225,7 +225,7 @@ def test_a_stopped_engine_is_noticed_killed_and_replaced(tmp_path: Path) -> None
 def test_a_directory_that_takes_no_ready_file_any_more_is_no_end_of_a_worker(
     tmp_path: Path,
 ) -> None:
-    """As one whose disk is full of logs, once an engine is replaced."""
+    """Like one on a disk full of logs, once an engine is replaced."""
     ready = tmp_path / "told" / "ready.json"
     ready.parent.mkdir()
     with started(tmp_path, "--log-level", "info", ready=ready) as (process, engine):
@@ -240,7 +240,7 @@ def test_a_directory_that_takes_no_ready_file_any_more_is_no_end_of_a_worker(
 
 
 def test_an_engine_that_cannot_be_killed_ends_the_worker_with_a_line(tmp_path: Path) -> None:
-    """As one that its kernel holds in a device's driver; here nobody waits for its end."""
+    """Like one that its kernel holds in a device's driver; here no parent waits for its end."""
     impatient = "import effuse.worker.supervisor as one\none._KILL_TIMEOUT_S = 0.0\n" + LAUNCH
     with started(tmp_path, "--hang-timeout-s", str(HANG_S), launch=impatient) as (process, engine):
         engine.suspend()

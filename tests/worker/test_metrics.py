@@ -1,4 +1,4 @@
-"""What a worker's metrics say of its load, its links and its attempts."""
+"""A worker's metrics of its load, its links and its attempts."""
 
 from __future__ import annotations
 

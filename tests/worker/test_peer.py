@@ -27,10 +27,10 @@ from effuse.worker.engine_process import listen_while_alive
 from effuse.worker.peer import Patience
 from effuse.worker.wire import Writer
 
-NOBODY = 20011  # nobody listens there, and no kernel hands it out
+NOBODY = 20011  # no process listens there, and no kernel hands it out
 ONE = AttemptId("r", 1, "t1")
 QUICK = Patience(call_s=20.0, first_pause_s=0.001, most_pause_s=0.002, elsewhere_s=60.0)
-HURRIED = dataclasses.replace(QUICK, call_s=0.05)  # where no call is answered anyhow
+HURRIED = dataclasses.replace(QUICK, call_s=0.05)  # where no call is answered in any case
 
 
 class Worker(pb_grpc.WorkerServiceServicer):
@@ -67,7 +67,7 @@ class Worker(pb_grpc.WorkerServiceServicer):
 
 @asynccontextmanager
 async def serving(worker: Worker, secret: FleetSecret | None = None) -> AsyncIterator[Writer]:
-    """secret: what it proves that it knows."""
+    """secret: the one that it proves."""
     server = rpc.RpcServer(rpc.FLEET_LIMITS)
     pb_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
     if secret is not None:
@@ -91,8 +91,9 @@ async def within(writer: Writer) -> bool:
 
 
 async def tries(writer: Writer, elapsed_s: float, most: int = 5, patience: Patience = QUICK) -> int:
-    """How often the writer is asked before it is given up on, each try `elapsed_s` after the one
-    before; `most` where it is not given up on."""
+    """How often the writer is called before it is given up, each attempt `elapsed_s` after the one
+    before; `most` if it is not given up.
+    """
     asked = iter(range(most))
     clock = (number * elapsed_s for number in itertools.count())
 
@@ -110,7 +111,7 @@ async def tries(writer: Writer, elapsed_s: float, most: int = 5, patience: Patie
 
 @asynccontextmanager
 async def silence() -> AsyncIterator[Writer]:
-    """A writer that accepts connections and says nothing; its engine's port is open, too."""
+    """A writer that accepts connections and sends nothing; its engine's port is open, too."""
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(writer)
@@ -129,7 +130,7 @@ async def silence() -> AsyncIterator[Writer]:
 def test_the_word_of_who_has_not_shown_that_it_is_of_the_fleet_frees_nothing(
     is_of_the_fleet: bool,
 ) -> None:
-    """Whoever has a dead writer's port knows from the question what to answer."""
+    """A process at a dead writer's port could learn the answer from the question."""
     access = FleetAccess(secret=FleetSecret(b"the fleet's own secret"))
 
     async def go() -> None:
@@ -174,7 +175,9 @@ def test_its_front_may_say_that_its_process_has_ended_but_not_that_all_has_arriv
 
 @pytest.mark.parametrize("incarnation", ["life", "another-life"])
 def test_a_front_that_has_not_seen_its_end_proves_nothing(incarnation: str) -> None:
-    """As where an engine does not die, or a front was killed and another one has taken its port."""
+    """For example if an engine does not die, or a front was killed and another one has taken its
+    port.
+    """
 
     async def go() -> None:
         worker = Worker(incarnation=incarnation, drained=incarnation != "life")
@@ -290,7 +293,7 @@ def test_a_kernel_without_ipv6_knows_of_a_name_that_stands_for_it(
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "a" * 70, "a\0b"])
 def test_of_a_port_that_is_not_ours_nothing_is_known(host: str) -> None:
-    """Whoever refuses a connection there may be a firewall."""
+    """A refused connection there may come from a firewall."""
     assert not asyncio.run(peer.is_free(f"{host}:50051", 20.0))
 
 

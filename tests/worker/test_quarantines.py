@@ -1,4 +1,4 @@
-"""Whom pages in quarantine wait for: by writer, refused after a while, told once in the log."""
+"""Writers for which pages in quarantine wait: by writer, refused after a while, logged once."""
 
 from __future__ import annotations
 

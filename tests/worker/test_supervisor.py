@@ -1,4 +1,6 @@
-"""One engine after the other: when it is replaced, when it is given up, what attempts hear."""
+"""One engine after another: when it is replaced, when it is given up, and the errors of
+attempts.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def test_attempts_hear_of_a_lost_engine_once_its_memory_is_gone() -> None:
         assert caught.value.labels == {"incarnation": incarnation, "ending": "killed"}
         assert attempt.engine_gone
         assert not psutil.pid_exists(pid)
-        # What is said to a dead life never reaches the next one.
+        # Messages for a dead life never reach the next one.
         one.send(Abort(attempt=attempt.id, reason="late"), incarnation)
         task.cancel()
         await asyncio.wait({task}, timeout=20)
@@ -168,7 +170,7 @@ async def spawned(model: str = "fake") -> AsyncIterator[EngineClient]:
 
 
 async def ready(client: EngineClient) -> Ready:
-    """What the engine says first, but for heartbeats: that it is ready."""
+    """The engine's first message, except heartbeats: that it is ready."""
     (message,) = await events(client)
     assert isinstance(message, Ready)
     return message
@@ -309,7 +311,7 @@ def test_a_send_swallows_no_signal_for_the_receiver() -> None:
             await ready(client)
             await eventually(lambda: _is_waiting(client))
             client.send(ABORT)
-            # The answer arrives while the loop is busy, and then something else is said.
+            # The answer arrives while the loop is busy, and then another message.
             _block_until_signalled(client._socket._socket.FD)
             client.send(ABORT)
             answers = 0
@@ -336,7 +338,7 @@ def test_a_directory_too_deep_for_a_socket_is_told(
 
 
 def test_an_engine_that_ends_while_it_is_killed_is_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """asyncio may know of an end before whoever waits for it does."""
+    """asyncio may notice an end before its waiter does."""
 
     async def go() -> None:
         async with spawned() as client:

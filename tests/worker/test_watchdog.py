@@ -181,7 +181,7 @@ def test_a_watcher_that_is_only_late_pardons_nothing() -> None:
 
 
 class Watched:
-    """A pulse, what it told, and time that a test moves."""
+    """A pulse, its reports, and time that a test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -221,7 +221,7 @@ def test_a_phase_is_told_before_it_begins_and_after_it() -> None:
 
 def test_a_phase_that_an_error_left_open_ends_with_the_turn() -> None:
     one = Watched()
-    one.pulse.begin("compiling")  # and what was compiled has failed
+    one.pulse.begin("compiling")  # and the compilation has failed
     one.now = 1.0
     beat = one.pulse.turn(Load(), has_end=False)
     assert beat is not None

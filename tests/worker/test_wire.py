@@ -1,4 +1,4 @@
-"""Between the wire and the engine's socket: what goes in comes out, what is too large does not."""
+"""Between the wire and the engine's socket: round trips, and refusals of too large values."""
 
 from __future__ import annotations
 
