@@ -208,7 +208,7 @@ class Router:
         self.metrics.poison.inc()
         why = (
             "engines died every time this request ran in them, the last one while it ran only this "
-            "request; such requests are refused for another {left_s} s"
+            f"request; such requests are refused for another {left_s} s"
         )
         texts = filter(None, (why, request.tell_progress()))
         labels = {**request.labels(), "refused_for_s": str(left_s)}

@@ -184,7 +184,7 @@ def wrong_requests(at: Facts) -> dict[str, Wrong]:
         "stop of 1 MB": (stopping(stop=["a" * 2**20]), "stopping.stop[0]", "got 1048576 bytes"),
         "stop of 257 bytes": (stopping(stop=["a", "é" * 129]), "stopping.stop[1]", "258 bytes"),
         "empty stop": (stopping(stop=["a", ""]), "stopping.stop[1]", "1 to 256 bytes, got 0"),
-        "same stop twice": (stopping(stop=["a", "a"]), "stopping.stop", "twice"),
+        "same stop twice": (stopping(stop=["a", "a"]), "stopping.stop", "repeated"),
         "stop id beyond the vocabulary": (
             stopping(stop_token_ids=[at.vocab_size]),
             "stopping.stop_token_ids[0]",

@@ -144,5 +144,5 @@ def test_every_name_has_its_number_on_the_wire(
 def test_clients_are_told_the_bounds_and_defaults_that_hold(name: str, told: str) -> None:
     if "threshold" in name:
         assert getattr(GOOD, name) == pytest.approx(float(told.removeprefix("Default ")[:-1]))
-    found = re.search(rf"// (.*)\n  optional \w+ {name} = ", PROTO.read_text())
-    assert found is not None and told in found[1]
+    found = re.search(rf"((?:  // .*\n)+)  optional \w+ {name} = ", PROTO.read_text())
+    assert found is not None and told in found[1].replace("\n  //", "")

@@ -253,7 +253,7 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(
             TlsFiles(cert=marked, key=one.key),
             r"marked.pem: expected PEM text without a byte-order mark",
         ),
-        (TlsFiles(cert=cut, key=one.key), r"cut.pem or \S*one.key cannot be used"),
+        (TlsFiles(cert=cut, key=one.key), r"cannot use \S*cut.pem or \S*one.key"),
         (TlsFiles(cert=expired.cert, key=expired.key), r"expired.pem: certificate has expired"),
         (TlsFiles(cert=tmp_path / "none", key=two.key), r"No such file .*none"),
     ):

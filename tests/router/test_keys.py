@@ -116,7 +116,7 @@ def test_the_command_appends_the_line(tmp_path: Path, capsys: pytest.CaptureFixt
     token = capsys.readouterr().out.strip()
     assert KeyRing(path).find(token) == Tenant("acme", 4)
     with pytest.raises(SystemExit):
-        command.main(["not a valid name"])
+        command.main(["not a name"])
     assert "got 'not a name'" in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ def test_an_id_runs_once_and_may_be_used_again_afterwards() -> None:
     known = KnownRequests(FakeStore(), lambda: 0.0)
     first, second = request_of("a"), request_of("a", num_attempts=2)
     with known.running(first):
-        with pytest.raises(AlreadyRunning, match="'a' is running"), known.running(second):
+        with pytest.raises(AlreadyRunning, match="'a' is already running"), known.running(second):
             pass
         assert known.find("a") == described("a")
     with known.running(second):

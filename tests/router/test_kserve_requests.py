@@ -146,7 +146,7 @@ def test_every_violation_is_named_at_once() -> None:
 
 def test_there_is_one_version() -> None:
     assert request_of(asked(model_version="1"))
-    with pytest.raises(NotFound, match="version 1 alone"):
+    with pytest.raises(NotFound, match="version of a model is 1"):
         request_of(asked(model_version="2"))
 
 

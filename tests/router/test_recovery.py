@@ -257,7 +257,10 @@ def test_the_deadline_bounds_waiting_and_the_error_says_for_whom() -> None:
         pass_time(300.0)
         error = await asking
         assert type(error) is errors.DeadlineExceeded
-        assert "it was lost; 0 of 245 tokens were written; 1 attempt lost (d0: " in error.message
+        assert (
+            "the request was lost; 0 of 245 tokens were written; 1 attempt lost (d0: "
+            in error.message
+        )
 
     run(body, num_prefill=0, timeout_s=1000.0, max_request_s=300.0, recovery_s=3000.0)
 

@@ -40,7 +40,8 @@ def test_every_pair_moves_by_the_table_or_is_refused(state: State, event: Event)
     if (state, event) in TRANSITIONS:
         assert request.apply_event(event, 0.0) is TRANSITIONS[state, event]
     else:
-        with pytest.raises(IllegalRequestEvent, match=f"{state.value} cannot be {event.value}"):
+        text = f"{state.value} does not accept the event {event.value}"
+        with pytest.raises(IllegalRequestEvent, match=text):
             request.apply_event(event, 0.0)
         assert request.state is state
         assert not request.story

@@ -152,7 +152,10 @@ def test_an_id_that_is_running_is_refused_and_free_afterwards() -> None:
         first = asyncio.create_task(ask(fleet, request_id="twin"))
         await reached.wait()
         error = await failure(ask(fleet, request_id="twin"))
-        assert (type(error), "'twin' is running" in error.message) == (errors.AlreadyRunning, True)
+        assert (type(error), "'twin' is already running" in error.message) == (
+            errors.AlreadyRunning,
+            True,
+        )
         assert fleet.metric("effuse_refused_total", status="ALREADY_EXISTS") == 1
         go.set()
         assert (await first).text == TEXT

@@ -223,10 +223,10 @@ def test_a_request_has_to_wait_for_its_last_answer() -> None:
         async with admission.slot():
             admission.check(SlotNeed(num_answers=2, left_s=0.5))  # no request has to wait
             admission.check(SlotNeed(num_answers=5, left_s=2.1))
-            with pytest.raises(Overloaded, match=r"0 requests wait .* 5 answers, .* some 0\.1 s"):
+            with pytest.raises(Overloaded, match=r"0 requests wait .* 5 answers, .* about 0\.1 s"):
                 admission.check(SlotNeed(num_answers=5, left_s=1.9))
             async with admission.slot(SlotNeed(num_answers=5)):  # 6 in 3 slots
-                with pytest.raises(Overloaded, match=r"some 0\.1 s after"):
+                with pytest.raises(Overloaded, match=r"about 0\.1 s after"):
                     admission.check(SlotNeed(left_s=2.23))
                 admission.check(SlotNeed(left_s=2.34))
 

@@ -85,7 +85,7 @@ def test_a_directory_without_tokenizer_json_names_the_command(tmp_path: Path) ->
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(TokenizerError, match=r"cannot read .*tokenizer\.json"):
         Tokenizer.load(tmp_path)
 
 
