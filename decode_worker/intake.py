@@ -157,8 +157,8 @@ def _check_stops(request: DecodeRequest, limits: DecodeLimits) -> None:
     num_stops = len(request.sequence.stopping.stop_token_ids)
     if num_stops > limits.max_stop_ids:
         raise RequestError(
-            f"expected at most {limits.max_stop_ids} stop ids (this worker's max_stop_ids), "
-            f"end-of-sequence ids included, got {num_stops}",
+            f"expected no more stop ids than this worker's max_stop_ids {limits.max_stop_ids}, "
+            f"got {num_stops}, end-of-sequence ids included",
             "stopping.stop_token_ids",
         )
 

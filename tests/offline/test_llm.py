@@ -269,7 +269,7 @@ def test_several_answers_draw_for_themselves_and_share_the_prompt(llm: effuse.LL
 
 
 def test_another_model_is_not_here(llm: effuse.LLM) -> None:
-    with pytest.raises(NotFound, match=r"'x'.*'bundled'"):
+    with pytest.raises(NotFound, match=r"'bundled'.*'x'"):
         llm.generate("hello", effuse.Params(model="x"))
 
 
