@@ -1,6 +1,5 @@
-# Everything a person does here is one of these targets; `make help` lists them.
-# Needed beforehand: Python 3.11 or newer and a network. Each target installs what it uses: effuse
-# into .venv, and into .tools what is no part of it (`.ci/tool`).
+# All tasks of this repository are targets; `make help` lists them. They need Python 3.11 or newer and
+# a network. Each target installs its needs: effuse into .venv, and other tools into .tools (`.ci/tool`).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,15 +19,15 @@ PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
 
-# Files of tests that run at the same time: many wait for processes, so that three keep two cores busy.
+# Files of tests that run at the same time: many wait for processes, so three keep two cores busy.
 AT_ONCE ?= 3
 # Of tests/clients, as .ci/tool names them. CLIENTS=guidellm adds that load generator, which takes 6 GB.
 CLIENTS := buf grpcurl grpc-js go-client ghz langchain smg triton
 
-# What `make eval` measures.
+# Settings of `make eval`.
 SEED ?= 1
 COUNT ?= 2000
-# What `make chaos` does; SEED draws transfers, requests and faults.
+# Settings of `make chaos`; SEED draws transfers, requests and faults.
 TAMPERED ?= 10000
 SIMULATIONS ?= 20000
 CANCELS ?= 10000
@@ -40,9 +39,9 @@ REQUESTS ?= 20000
 KILLS ?= 1000
 NETWORK_FAULTS ?= 200
 CONNECTOR ?= nixl
-# What `make fuzz` says.
+# Number of inputs for `make fuzz`.
 MESSAGES ?= 1000000
-# What compute-sanitizer runs: each operator in one small shape, and whole steps without graphs.
+# Tests under compute-sanitizer: each operator in one small shape, and whole steps without graphs.
 SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
   or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
   or (sampling_equals and top_p_and_top_k))) or last_rows or 160-4 or (late_pages and cuda)
@@ -56,14 +55,14 @@ BASE ?=
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-# ---- what a person runs ----------------------------------------------------------------------
+# ---- targets for users and developers ----------------------------------------------------------------------
 
 .PHONY: demo
 demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks being denoised
 	$(BIN)/effuse demo
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itself; skipped is only what needs a GPU, a client that is not installed, or root
+test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itself; skips only tests that need a GPU, a missing client, or root
 	@failed=
 	trap 'exit 130' INT
 	suite() {
@@ -82,7 +81,7 @@ gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a G
 	$$run $$(grep -rl 'mark\.gpu' tests --include='test_*.py') $(PYTEST_FLAGS)
 	PATH="$$PATH:/usr/local/cuda/bin"
 	if ! command -v compute-sanitizer; then
-	  echo "compute-sanitizer is not installed: nothing was run under it"
+	  echo "compute-sanitizer is not installed: nothing ran under it"
 	  exit
 	fi
 	export PYTORCH_NO_CUDA_MEMORY_CACHING=1
@@ -91,17 +90,17 @@ gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a G
 	sanitize racecheck tests/gpu/test_kernels.py tests/gpu/test_distinct.py
 
 .PHONY: check
-check: format lint types arrows words protos-same reference-same ## Format, lint, types, imports, stubs: what Python alone can tell
+check: format lint types arrows words protos-same reference-same ## Check format, lint, types, imports, words and stubs; needs only Python
 
 .PHONY: check-all
-check-all: check protos-lint overlays docs ## That, the wire's lint, the manifests and the site, which need npm, kubectl and MkDocs
+check-all: check protos-lint overlays docs ## The same, and the protos' lint, the manifests and the site, which need npm, kubectl and MkDocs
 
 .PHONY: hooks
-hooks: $(VENV)/.dev ## Have git run the quick half of check before each commit
+hooks: $(VENV)/.dev ## Make git run the quick half of check before each commit
 	$(BIN)/pre-commit install
 
 .PHONY: bench
-bench: $(VENV)/.dev ## Measure each part beside its limit; fails where one falls short
+bench: $(VENV)/.dev ## Measure each part against its limit; fails if one misses it
 	$(BIN)/python -m effuse.benchmarks
 
 .PHONY: eval
@@ -109,7 +108,7 @@ eval: $(VENV)/.effuse ## Print the model card's table (SEED=1 COUNT=2000)
 	$(BIN)/effuse eval --seed $(SEED) --count $(COUNT)
 
 .PHONY: train
-train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); goes on where it was stopped
+train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); continues an interrupted run
 	$(BIN)/python -m effuse.training.train --out .train $(if $(wildcard .train/checkpoint),--resume) $(TRAIN_FLAGS)
 
 .PHONY: load
@@ -122,17 +121,17 @@ load-large: LOAD_FLAGS := --prefill 2 --decode 2 --unary 10000 --stream 2000
 load-large: load ## The same with 10,000 unary calls and 2,000 streams against 2P2D, back to the baseline
 
 .PHONY: clients
-clients: ## Install other people's clients into .tools; make test uses those that are there
+clients: ## Install clients of other projects into .tools; make test uses the installed ones
 	@missing=
 	for client in $(CLIENTS); do .ci/tool "$$client" || missing="$$missing $$client"; done
 	[ -z "$$missing" ] || { echo "could not be installed:$$missing" >&2; exit 1; }
 
 .PHONY: test-clients
-test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
+test-clients: $(VENV)/.dev clients ## Install these clients, and test a fleet with each
 	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= SIMULATIONS= OTHERS= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
+chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, and check every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= SIMULATIONS= OTHERS= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
 	export PYTHONPATH=tests
 	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
 	$(BIN)/python -m kvtransfer.late_writes --seed $(SEED) --count $(LATE_WRITES)
@@ -146,11 +145,11 @@ chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, j
 	$$run --requests $(REQUESTS) --kills $(KILLS)
 
 .PHONY: fuzz
-fuzz: $(VENV)/.dev ## Say a million wrong things to everything that listens (SEED=1 MESSAGES=1000000)
+fuzz: $(VENV)/.dev ## Send a million wrong inputs to every listening socket (SEED=1 MESSAGES=1000000)
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seed $(SEED) --count $(MESSAGES)
 
 .PHONY: k8s-try
-k8s-try: $(VENV)/.effuse ## Bring OVERLAY (1p1d) up on the cluster KUBECONFIG names, solve a problem, clean up
+k8s-try: $(VENV)/.effuse ## Deploy OVERLAY (1p1d) on the cluster of KUBECONFIG, solve a problem, clean up
 	kubectl="$$(.ci/tool kubectl)"
 	$(BIN)/python k8s/attempt.py --kubectl "$$kubectl" --overlay "$(OVERLAY)" \
 	  $(if $(BUILD),--build "$(BUILD)") $(if $(BASE),--base "$(BASE)")
@@ -223,7 +222,7 @@ protos-same: $(TOOLS)/protoc/.installed
 	for stub in "$$fresh"/effuse/*/*; do
 	  git diff --no-index --exit-code "protos$${stub#"$$fresh"}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
 	done
-	echo "stubs are what protoc generates"
+	echo "stubs are up to date"
 
 reference-same: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python docs/reference.py --check
@@ -236,7 +235,7 @@ overlays:
 	  echo "$$overlay is valid"
 	done
 
-# Flags as protoc takes them: messages, their types, services, their types.
+# Flags of protoc: messages, their types, services, their types.
 define generate
 PATH="$(CURDIR)/$(TOOLS)/protoc/bin:$$PATH" $(PROTOC) -Iprotos --python_out=$(1) --pyi_out=$(1) \
 	  --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(PROTO_FILES)

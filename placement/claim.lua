@@ -2,11 +2,11 @@
 -- Claims a request id for a router, unless another live router runs the request or its answer is
 -- kept.
 -- KEYS: request, running, ended, answer.  ARGV: request id, router id, record, lifetime in ms,
--- digest of what is asked, what router keys begin with (they share the slot).
+-- digest of the request, prefix of router keys (they share the slot).
 -- Returns {'running', record, ms that the other router's lease holds}, {'answered', response} or
--- {'claimed', the record of a router that ran it and is gone, or ''}. The placement of a router
--- whose lease has run out is nobody's. Where a value of another kind is, nothing is written, and no
--- claim of others is known.
+-- {'claimed', the record of a router that ran it and is gone, or ''}. A router whose lease
+-- has expired owns no placement. If the key has a value of another kind, nothing is written, and no
+-- other router's claim is known.
 local earlier = ''
 local held = redis.pcall('HMGET', KEYS[1], 'router', 'state', 'record')
 if held[2] == 'running' and held[1] ~= ARGV[2] then

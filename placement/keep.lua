@@ -1,11 +1,11 @@
 #!lua
--- Keeps an answer for a while; of all that are kept the first to run out go beyond a number, and
--- beyond a sum of their bytes.
--- KEYS: answer, answers (ids by when they run out), sizes (bytes by id, the sum under ''), request.
--- ARGV: request id, digest of what was asked, response, ms to keep it, most answers, most bytes, what
--- answer keys and what router keys begin with (they share the slot), the router if it has held the id
--- since the request began, or ''. Such a one has lost it to a router that lives or has ended it.
-local held = redis.pcall('HMGET', KEYS[4], 'router', 'state') -- a value of another kind is nobody's
+-- Keeps an answer for a while; beyond a number of answers, or a sum of their bytes, those that expire
+-- first are dropped.
+-- KEYS: answer, answers (ids by expiry), sizes (bytes by id, the sum under ''), request.
+-- ARGV: request id, digest of the request, response, ms to keep it, most answers, most bytes,
+-- prefixes of answer keys and of router keys (they share the slot), the router if it has held the id
+-- since the request began, or ''. Such a router has lost it to one that lives or has ended it.
+local held = redis.pcall('HMGET', KEYS[4], 'router', 'state') -- a value of another kind has no owner
 if ARGV[9] ~= '' and held[1] and held[1] ~= ARGV[9] then
   if held[2] ~= 'running' or redis.call('EXISTS', ARGV[8] .. held[1]) == 1 then
     return 'duplicate'
@@ -24,7 +24,7 @@ local function drop(id)
   redis.call('DEL', ARGV[7] .. id)
 end
 
--- A Redis that evicts may have dropped the list alone; nobody would ever take its sizes off the sum.
+-- Redis may have evicted only the list; then its sizes would stay in the sum for ever.
 if redis.call('EXISTS', KEYS[2]) == 0 then
   redis.call('DEL', KEYS[3])
 end

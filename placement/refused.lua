@@ -1,8 +1,7 @@
--- Adds requests that engines died of, drops those whose time is over or that are too many, and lists
--- the rest.
+-- Adds requests under which engines died, drops expired and excess ones, and lists the rest.
 -- KEYS: refused.  ARGV: most, then digest, ms left, digest, ...
 -- Returns a flat list: digest, ms left, digest, ...
--- What is there keeps its time, so that routers which tell each other do not prolong it.
+-- Existing ones keep their expiry, so that routers that share them do not prolong it.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)

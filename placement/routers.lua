@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Takes or renews a router's lease with what it has in flight, and lists the other live routers.
--- KEYS: router, routers.  ARGV: router id, record, lease in ms, what router keys begin with (they
--- share the slot).
--- A router's id is that of its process, so nobody else ever takes its lease.
+-- Takes or renews a router's lease with its load, and lists the other live routers.
+-- KEYS: router, routers.  ARGV: router id, record, lease in ms, prefix of router keys (they share
+-- the slot).
+-- A router's id is that of its process, so no other router ever takes its lease.
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 redis.call('SADD', KEYS[2], ARGV[1])
 redis.call('PEXPIRE', KEYS[2], 10 * ARGV[3])

@@ -1,5 +1,5 @@
 -- Lists placements of running requests.
--- KEYS: running.  ARGV: what placement keys begin with (they share the slot).
+-- KEYS: running.  ARGV: prefix of placement keys (they share the slot).
 local found = {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   local record = redis.pcall('HGET', ARGV[1] .. id, 'record')

@@ -1,5 +1,5 @@
 -- Lists live workers and prunes the dead from the set.
--- KEYS: workers.  ARGV: what worker keys begin with (they share the slot).
+-- KEYS: workers.  ARGV: prefix of worker keys (they share the slot).
 -- Returns a flat list: record, remaining lease in ms, record, ...
 local found = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do

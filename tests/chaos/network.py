@@ -313,7 +313,7 @@ def main() -> int:
     parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
     asked = parser.parse_args()
     if reason := why_not():
-        print(f"nothing was tried: {reason}")
+        print(f"no fault was tried: {reason}")
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the network would outlive it
     home = Path("build/chaos") / f"network-{asked.connector}-{asked.seed}"

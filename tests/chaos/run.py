@@ -37,18 +37,18 @@ Tell = Callable[[str], object]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=1, help="draws requests and faults")
-    parser.add_argument("--requests", type=int, default=20_000, help="to be sent at least")
+    parser.add_argument("--requests", type=int, default=20_000, help="least number to send")
     parser.add_argument("--kills", type=int, default=1000, help="kills among the faults")
     parser.add_argument("--only", type=_kind, nargs="+", default=(), metavar="KIND",
-        help=f"these faults alone, --kills of them: {', '.join(map(_name, Kind))}")  # fmt: skip
-    parser.add_argument("--hold", type=float, metavar="S", help="how long what lasts does so")
+        help=f"only these faults, --kills of them: {', '.join(map(_name, Kind))}")  # fmt: skip
+    parser.add_argument("--hold", type=float, metavar="S", help="length of lasting faults")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no fault begins later")
     parser.add_argument("--prefill", type=int, default=2, help="workers, at least two")
     parser.add_argument("--decode", type=int, default=3, help="workers, at least two")
     parser.add_argument("--overlap", action="store_true", help="no fault waits for another's end")
-    parser.add_argument("--clients", type=int, default=CLIENTS, help="who send without a pause")
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="that send without pauses")
     parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
-    parser.add_argument("--all-cancel", action="store_true", help="every client breaks off")
+    parser.add_argument("--all-cancel", action="store_true", help="every client cancels")
     parser.add_argument("--bundled", action="store_true", help="the bundled model, not a tiny one")
     found = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the fleet would outlive it

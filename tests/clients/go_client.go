@@ -1,4 +1,4 @@
-// Asks a router with grpc-go and stubs of its own generators, and prints what it found.
+// Calls a router with grpc-go and stubs of its own generators, and prints the results.
 // Arguments: address, question.
 package main
 

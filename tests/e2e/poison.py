@@ -176,8 +176,10 @@ def _more(others: Others, number: int) -> Callable[[], bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m e2e.poison", description=__doc__)
-    parser.add_argument("--others", type=int, default=5000, help="requests around it, at least")
-    parser.add_argument("--by", choices=POISONS, default="crash", help="what ends its engines")
+    parser.add_argument(
+        "--others", type=int, default=5000, help="least number of requests around it"
+    )
+    parser.add_argument("--by", choices=POISONS, default="crash", help="how its engines end")
     asked = parser.parse_args()
     poison = POISONS[asked.by]
     with redis_server.running() as redis, tempfile.TemporaryDirectory() as home:

@@ -94,7 +94,7 @@ def test_answers_share_one_handoff_and_outlive_their_worker(connector: str) -> N
                 wait_until(lambda name=name: _is_empty(fleet, name), "pages are left")  # type: ignore[misc]
             if _losses(fleet):
                 return
-        raise AssertionError("nobody lost a worker")
+        raise AssertionError("no request lost a worker")
 
 
 def _one_handoff_each(fleet: Fleet, answers: Sequence[pb.GenerateResponse]) -> None:

@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz.run", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1_000_000, help="messages of all surfaces")
-    parser.add_argument("--only", choices=[one.name for one in SURFACES], help="one surface alone")
+    parser.add_argument("--only", choices=[one.name for one in SURFACES], help="only this surface")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)  # refusals are logged, a million times
     chosen = [one for one in SURFACES if args.only in (None, one.name)]

@@ -176,7 +176,7 @@ class InnerRouter:
     async def feed(self, draw: random.Random) -> str:
         method = draw.choice(self.methods)
         outcome = await call(self.fleet.channel, method, method.draw(draw))
-        for worker in self.fleet.workers:  # they keep what they were sent
+        for worker in self.fleet.workers:  # they keep their messages
             for kept in (getattr(worker, "requests", []), getattr(worker, "prompts", [])):
                 kept.clear()
         return outcome

@@ -112,7 +112,7 @@ class Stranger:
             exchange.turn(exchange.hear())
         await asyncio.sleep(0)
         if any(isinstance(event, Arrived) for event in pair.said):
-            raise Trusted(f"{self.reserved.transfer_id} has arrived, and nobody sent it")
+            raise Trusted(f"{self.reserved.transfer_id} has arrived, but was not sent")
         return "answered" if self.heard() else "silent"
 
     def _renew(self) -> None:
@@ -282,6 +282,6 @@ async def _check_honest(
             if any(one.frames[0].bytes == b"honest" for one in listener.receive()):
                 return
             await asyncio.sleep(0.05)
-        raise AssertionError("who has the keys does not get through any more")
+        raise AssertionError("an owner of the keys does not get through any more")
     finally:
         member.close()

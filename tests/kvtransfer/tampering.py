@@ -261,7 +261,7 @@ def tampered(pair: Pair, kind: str) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.tampering", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=1000, help="transfers that are tampered with")
+    parser.add_argument("--count", type=int, default=1000, help="transfers with faults")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the pages")
     args = parser.parse_args()
     kinds = sorted(ENCODERS)
@@ -269,8 +269,8 @@ def main() -> int:
         began = time.monotonic()
         found = run(kind, args.seed, args.count // len(kinds), device=args.device)
         seconds = time.monotonic() - began
-        print(f"{found.total()} transfers over {kind} were tampered with in {seconds:.0f} s")
-        print("each was found out, none was served, and honest ones between them were:")
+        print(f"{found.total()} transfers over {kind} had faults in {seconds:.0f} s")
+        print("each fault was detected, no such transfer was served, and honest ones were:")
         for (trick, how), number in sorted(
             found.items(), key=lambda one: (one[0][0].value, one[0][1])
         ):

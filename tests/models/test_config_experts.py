@@ -169,7 +169,7 @@ def test_without_a_word_every_layer_of_llada_moe_has_experts(
         ("llada2_moe", {"score_function": "softmax"}, "score_function"),
         ("llada2_moe", {"num_shared_experts": 2}, "num_shared_experts"),
         ("llada2_moe", {"use_bias": True}, "use_bias"),
-        ("llada2_moe", {"n_group": 3}, "not 3 equal groups"),
+        ("llada2_moe", {"n_group": 3}, "cannot form 3 equal groups"),
         ("llada2_moe", {"partial_rotary_factor": 0.25}, "2 of head_dim 8 dimensions are rotated"),
         ("sdar_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("sdar_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),

@@ -158,8 +158,8 @@ def test_what_cannot_be_used_is_named(
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ("dream", "dream needs a model whose prompt attends to all of itself, which sdar is not"),
-        ("fast_dllm_v2", "fast_dllm_v2 needs a model that was tuned for it, which sdar is not"),
+        ("dream", "dream needs a model whose prompt attends to all of itself, and sdar is not"),
+        ("fast_dllm_v2", "fast_dllm_v2 needs a model that was tuned for it, and sdar is not"),
     ],
 )
 def test_an_algorithm_that_would_have_every_request_refused(

@@ -19,8 +19,10 @@ def main() -> int:
     """0 without a violation."""
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--count", type=int, default=1, help="seeds; one is told in full")
-    parser.add_argument("--cancels", type=int, default=0, help="cancel so often, at any event")
+    parser.add_argument(
+        "--count", type=int, default=1, help="number of seeds; a single one is printed in full"
+    )
+    parser.add_argument("--cancels", type=int, default=0, help="number of cancels, at any event")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     if args.cancels:

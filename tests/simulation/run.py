@@ -165,7 +165,7 @@ class Run:
                     story = routed.request.tell_story()
                     raise Violation(f"{routed.request.id} never ends: {story}")
         if keys := self.clients.running_keys():
-            raise Violation(f"Redis holds {keys}, which say that they run")
+            raise Violation(f"Redis still has {keys} as running")
         for front in self.fleet.fronts.values():
             if not front.is_alive or not front.is_idle:
                 raise Violation(f"{front.worker_id} never comes to rest: {list(front.attempts)}")
