@@ -300,6 +300,7 @@ def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
         (sys.executable, "-P", "-m", f"effuse.{orders.role}_worker.rank"),
         stdin=subprocess.PIPE,
         pass_fds=kept,
+        env=_environment(orders.rank),
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(orders))
