@@ -6,6 +6,7 @@ A group is a value of its own and not the process's default group: a process may
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+LOG = logging.getLogger(__name__)
 
 _LOOPBACK = "lo"
 
@@ -91,6 +94,7 @@ def join_group(
         group = ProcessGroup(rank, size, device, make(store, rank, size, timeout_s))
         group.least(0)  # connects all of them
     except (RuntimeError, ValueError) as error:
+        LOG.error("rank %d of %d cannot reach its group: %s", rank, size, error)
         raise ValueError(f"rank {rank} of {size} cannot reach its group: {error}") from error
     return group
 

@@ -106,7 +106,7 @@ def assemble(
     now and in all later forwards. Without `connects` no rank opens a connector, and a broken group
     raises GroupBroken and does not end the process.
     """
-    device = device_of(config, config.tensor_parallel_size)
+    device = device_of(config)
     connector = choose_connector(
         config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
     )
@@ -226,16 +226,22 @@ def warm_up(runner: forwards.Forward, most: int, num_rows: int) -> None:
     runner.run(parts)
 
 
-def device_of(config: WorkerConfig, num_gpus: int) -> torch.device:
-    """The CPU, or the first visible GPU. Raises ValueError if fewer than `num_gpus` are visible."""
+def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
+    """Device of a rank: the CPU, or the visible GPU of its number. Raises ValueError if fewer GPUs
+    are visible than there are ranks.
+
+    Every rank sees all GPUs of its worker, which is the form in which NCCL is used most.
+    """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device is available here")
     if config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(CPU_THREADS)
         return torch.device("cpu")
-    if (count := torch.cuda.device_count()) < num_gpus:
-        raise ValueError(f"--tensor-parallel-size {num_gpus}: this worker sees {count} GPUs")
-    return torch.device("cuda", torch.cuda.current_device())
+    size, count = config.tensor_parallel_size, torch.cuda.device_count()
+    if count < size:
+        raise ValueError(f"--tensor-parallel-size {size}: this worker sees {count} GPUs")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:

@@ -266,7 +266,7 @@ def _start(
     orders: RankOrders, config: WorkerConfig, leader: Leader, make_steps: MakeSteps | None
 ) -> Rank:
     """A rank that is ready for commands. Raises ValueError."""
-    device = device_of(config, 1)
+    device = device_of(config, orders.rank)
     if orders.alive_fd is not None:
         os.dup(orders.alive_fd)  # behind the device's own descriptors, see `listen_while_alive`
     leader.answer(Reached("present"))

@@ -30,7 +30,6 @@ from effuse.placement.records import Role
 from effuse.telemetry import output
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import make_home
-from effuse.worker.gpus import VARIABLE
 from effuse.worker.rank_messages import (
     ANSWERS,
     ENCODER,
@@ -286,21 +285,12 @@ def start_ranks(
     return ranks
 
 
-def _environment(rank: int) -> dict[str, str]:
-    """Of a rank: it sees one GPU, the one of its number among those that the leader sees."""
-    visible = os.environ.get(VARIABLE)
-    names = None if visible is None else visible.split(",")
-    own = str(rank) if names is None else names[rank] if rank < len(names) else ""
-    return {**os.environ, VARIABLE: own}
-
-
 def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
     kept = () if orders.alive_fd is None else (orders.alive_fd,)
     process = subprocess.Popen(
         (sys.executable, "-P", "-m", f"effuse.{orders.role}_worker.rank"),
         stdin=subprocess.PIPE,
         pass_fds=kept,
-        env=_environment(orders.rank),
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(orders))
