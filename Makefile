@@ -172,8 +172,9 @@ states: $(VENV)/.effuse ## Write docs/states.md from the state tables
 	$(BIN)/python docs/states.py >docs/states.md
 
 .PHONY: reference
-reference: $(VENV)/.dev ## Write docs/reference from the code: flags, metrics, errors, protos, Python API
+reference: $(VENV)/.dev ## Write docs/reference from the code, and RESULTS.md's tables from JSON
 	PYTHONPATH=tests $(BIN)/python docs/reference.py
+	$(BIN)/python -m effuse.benchmarks.results
 
 .PHONY: docs
 docs: reference-same ## Build the site of the documents into build/site; a broken link fails
@@ -226,6 +227,7 @@ protos-same: $(TOOLS)/protoc/.installed
 
 reference-same: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python docs/reference.py --check
+	$(BIN)/python -m effuse.benchmarks.results --check
 
 overlays:
 	@test -n "$(OVERLAYS)"

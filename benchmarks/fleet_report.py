@@ -187,7 +187,7 @@ def _best(content: Content) -> str:
     """Goodput of each kind of fleet at its best setting and rate."""
     rows = []
     for times, each in zip(GAPS, objectives(content), strict=True):
-        for name, best_of in (("met a second", _most_met), (HIGHEST, _highest_rate)):
+        for name, best_of in (("met a second", most_met), (HIGHEST, highest_rate)):
             best = [best_of(content[kind], each) for kind in ("split", "colocated")]
             ratio = f"{best[0][0] / best[1][0]:.2f}" if best[1][0] else "co-located has none"
             told = [f"{goodput:.1f} ({fleet} at {rate:g}/s)" for goodput, fleet, rate in best]
@@ -225,7 +225,8 @@ Best = tuple[float, str, float]
 HIGHEST = f"highest rate with {MET_SHARE:.0%} met"
 
 
-def _most_met(fleets: Sequence[Content], wanted: Objectives) -> Best:
+def most_met(fleets: Sequence[Content], wanted: Objectives) -> Best:
+    """The most requests a second that met them."""
     found = [
         (met(one, wanted)[0], str(fleet["name"]), float(one["rate"]))
         for fleet in fleets
@@ -234,7 +235,7 @@ def _most_met(fleets: Sequence[Content], wanted: Objectives) -> Best:
     return max(found, default=(0.0, "none", 0.0))
 
 
-def _highest_rate(fleets: Sequence[Content], wanted: Objectives) -> Best:
+def highest_rate(fleets: Sequence[Content], wanted: Objectives) -> Best:
     """The highest rate such that it and all lower ones of the same fleet had this share."""
     found = [(0.0, "none", 0.0)]
     for fleet in fleets:
