@@ -176,7 +176,7 @@ def _end_once(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-class Output(Protocol):
+class LineOutput(Protocol):
     """Takes the lines of a follower."""
 
     def write(self, text: str, /) -> object:
@@ -194,7 +194,7 @@ class LogFollower:
     def __init__(
         self,
         directory: Path,
-        out: Output,
+        out: LineOutput,
         process: str = "*",
         *,
         as_json: bool = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +15,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
-    import release_check
-
-    return release_check
+    return importlib.import_module("release_check")
 
 
 @pytest.fixture
