@@ -59,5 +59,18 @@ def test_every_kind_of_text_is_read(tmp_path: Path) -> None:
     assert not list(plain_english.find(dict(plain_english.texts(page))["documents"]))
 
 
-def test_places_that_are_held_keep_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_folder_keeps_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain_english.main([]) == 0, capsys.readouterr().out
+
+
+def test_a_plain_folder_makes_up_for_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, odd = tmp_path / "plain.md", tmp_path / "odd.md"
+    plain.write_text("A worker refuses the request. " * 1000)
+    odd.write_text("Nobody waits. Nobody asks. " * 2)
+    monkeypatch.setattr(
+        plain_english, "_places", lambda arguments: [("plain", [plain]), ("odd", [odd])]
+    )
+    assert plain_english.main([]) == 1
+    assert capsys.readouterr().out == "odd, documents: 500.0 odd turns in 1,000 of 8 words\n"
