@@ -55,7 +55,7 @@ def test_a_worker_that_died_is_a_fault(flags: tuple[str, ...]) -> None:
 
 
 def test_flags_that_it_refuses_are_told() -> None:
-    with pytest.raises(UpError, match=r"status 2 and said: [\s\S]*expected 1 to 64, got 0"):
+    with pytest.raises(UpError, match=r"status 2 and printed: [\s\S]*expected 1 to 64, got 0"):
         _start_and_end(("--decode", "0"))
 
 

@@ -154,7 +154,7 @@ def running(
         said.seek(0)
         complaint = said.read().strip()
         if not (ready and at) or status or (complaint and not complains):
-            raise UpError(f"effuse up ended with status {status} and said: {complaint}")
+            raise UpError(f"effuse up ended with status {status} and printed: {complaint}")
 
 
 def _known_by(path: Path) -> tuple[FleetSecret, RedisAccess]:
