@@ -22,6 +22,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 MOST_LINES: Final = 150  # of one release in CHANGELOG.md
 IMAGE: Final = re.compile(r"localhost/effuse-[a-z-]+:([\w.]+)")
+CHART: Final = re.compile(r'^(?:version|appVersion): "?([^"\n]+)"?$', re.MULTILINE)
 HEADING: Final = re.compile(r"^## (\S+) \((.+)\)$", re.MULTILINE)
 DAY: Final = re.compile(r"20\d\d-[01]\d-[0-3]\d")
 DEMO_S: Final = 600.0
@@ -55,9 +56,11 @@ def faults(root: Path, version: str) -> list[str]:
     """A line for each place that does not fit the version."""
     found = []
     for path in sorted((root / "k8s").rglob("*")):
-        if path.is_file() and path.suffix != ".png":
-            tags = set(IMAGE.findall(path.read_text(encoding="utf-8"))) - {version}
-            found += [f"{path.relative_to(root)}: image tag {tag}, not {version}" for tag in tags]
+        if path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            pattern = CHART if path.name == "Chart.yaml" else IMAGE
+            others = sorted(set(pattern.findall(text)) - {version})
+            found += [f"{path.relative_to(root)}: has {one}, not {version}" for one in others]
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     heading = HEADING.search(text)
     if heading is None or heading[1] != version or not DAY.fullmatch(heading[2]):

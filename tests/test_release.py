@@ -31,9 +31,12 @@ def test_the_version_is_the_same_everywhere(check: ModuleType) -> None:
 
 
 def test_a_version_that_is_only_in_one_place_is_named(check: ModuleType, copy: Path) -> None:
+    (copy / "k8s/chart").mkdir(exist_ok=True)
+    (copy / "k8s/chart/Chart.yaml").write_text('version: 9.9.9\nappVersion: "9.9.8"\n')
     found = check.faults(copy, "9.9.9")
     assert "CHANGELOG.md: the first heading is not '## 9.9.9 (YYYY-MM-DD)'" in found
-    named = {one.split(":")[0] for one in found if "image tag" in one}
+    named = {one.split(":")[0] for one in found if ": has " in one}
+    assert "k8s/chart/Chart.yaml: has 9.9.8, not 9.9.9" in found
     assert {"k8s/base/router.yaml", "k8s/Dockerfile.decode", "k8s/README.md"} <= named
 
 
