@@ -60,7 +60,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 def test_tokens_equal_the_oracles(served: Served) -> None:
     for algorithm in ("d2f", "block_diffusion"):
         pairs = solid_jobs(served.architecture, algorithm, seed=2)
-        answers = _ask(served.fleet, [job for job, _ in pairs])
+        answers = ask(served.fleet, [job for job, _ in pairs])
         compare(pairs, answers)
         _all_handed_over(answers, served.connector)
         _cases_occurred(pairs, algorithm, served.architecture)
@@ -71,7 +71,7 @@ def test_tokens_equal_the_oracles(served: Served) -> None:
 def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(served: Served) -> None:
     pairs = solid_jobs("sdar", "d2f", seed=2)
     jobs = [job for job, _ in pairs]
-    for answers in (_ask(served.fleet, jobs), _ask(served.fleet, jobs)):
+    for answers in (ask(served.fleet, jobs), ask(served.fleet, jobs)):
         compare(pairs, answers)
         _all_handed_over(answers, served.connector)
     for job, answer in zip(jobs, answers, strict=True):
@@ -96,7 +96,7 @@ def test_tokens_equal_the_oracles_with_another_layout_or_attention(
 ) -> None:
     with tiny_fleet(architecture, connector=connector, worker_flags=flags) as fleet:
         pairs = solid_jobs(architecture, "d2f", seed=4)
-        answers = _ask(fleet, [job for job, _ in pairs])
+        answers = ask(fleet, [job for job, _ in pairs])
         compare(pairs, answers)
         _all_handed_over(answers, connector)
 
@@ -109,7 +109,7 @@ def test_tokens_equal_the_oracles_while_requests_are_preempted(
     with tiny_fleet(architecture, connector=connector, decode_flags=("--num-pages", "14")) as fleet:
         for algorithm in ("d2f", "block_diffusion"):
             pairs = solid_jobs(architecture, algorithm, seed=3, least_blocks=7)
-            answers = _ask(fleet, [job for job, _ in pairs])
+            answers = ask(fleet, [job for job, _ in pairs])
             compare(pairs, answers)
             assert sum(answer.stats.preemptions for answer in answers) > 0, "nobody was preempted"
         decode = fleet.address_of("decode-0")
@@ -163,7 +163,7 @@ def _stopping_at(job: Job, token: int) -> Job:
     )
 
 
-def _ask(fleet: Fleet, jobs: list[Job]) -> list[pb.GenerateResponse]:
+def ask(fleet: Fleet, jobs: list[Job]) -> list[pb.GenerateResponse]:
     with connect(fleet.address) as client:
         return all_at_once(lambda job: client.generate(job.message()), jobs)
 
