@@ -91,9 +91,8 @@ class End:
         reservation = Reservation(
             attempt=AttemptId(name, 1, name),
             incarnation=f"{self._role}-1",
-            address=self._connector.describe(),
+            shards=self._connector.describe(),
             num_pool_pages=self._memory.num_pages,
-            page_bytes=self._memory.page_bytes,
             pages=tuple(PageRef(page, self._generation) for page in pages),
             fingerprint=self._agreed,
             digest_seed=5,

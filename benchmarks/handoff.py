@@ -195,9 +195,8 @@ def _receive(kind: str) -> None:
         reservation = Reservation(
             attempt=AttemptId(name, 1, name),
             incarnation="decode-1",
-            address=connector.describe(),
+            shards=connector.describe(),
             num_pool_pages=NUM_PAGES,
-            page_bytes=memory.page_bytes,
             pages=tuple(PageRef(page, generation) for page in MOVES[order].target),
             fingerprint=_fingerprint(),
             digest_seed=generation,
@@ -215,7 +214,7 @@ def _await_receipt(connector: Connector) -> int:
         select.select([connector.fileno()], [], [], 1.0)
         for event in connector.poll():
             if isinstance(event, Arrived):
-                return event.manifest.num_bytes
+                return event.num_bytes
             raise RuntimeError(f"the handoff ended with {event}")
 
 

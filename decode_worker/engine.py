@@ -189,14 +189,14 @@ class DecodeEngine:
     def _begin_remote(self, arrived: Arrived) -> None:
         request, manifest = self._queues.by_transfer[arrived.transfer_id], arrived.manifest
         self._queues.start_running(request)
-        self.counters.kv_bytes += manifest.num_bytes
+        self.counters.kv_bytes += arrived.num_bytes
         try:
             request.boundary = self._boundary.accept(manifest.boundary, request.sequence)
         except BoundaryError as error:
             self._fail(request, "DATA_LOSS", str(error), retryable=True)
             return
         request.sequence.store(request.sequence.first_block_start)
-        self._verify(request, manifest.num_bytes, len(request.pages), arrived.seconds)
+        self._verify(request, arrived.num_bytes, len(request.pages), arrived.seconds)
 
     def _end_late(self) -> bool:
         """Ends requests that exceeded their time; True if there were any."""

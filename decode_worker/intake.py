@@ -265,7 +265,7 @@ class RehearsalReceiver:
             self._outbox.say(
                 Verified(
                     attempt=attempt,
-                    bytes=report.manifest.num_bytes,
+                    bytes=report.num_bytes,
                     pages=len(pages),
                     handoff_s=report.seconds,
                 )

@@ -148,7 +148,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         match event:
             case Reserved():
                 stream.num_exposed = _num_exposed(event)
-                stream.connector = event.reservation.address.connector
+                stream.connector = event.reservation.connector
                 metrics.queue_time.observe(now - stream.began_at)
             case Verified():
                 stream.is_verified = True
@@ -235,7 +235,7 @@ def writer_of(request: pb.DecodeRequest) -> wire.Writer | None:
 def _num_exposed(event: Reserved) -> int:
     """Pages that the writer itself writes into; over ZMQ this worker places arriving bytes."""
     reservation = event.reservation
-    return 0 if reservation.address.connector == "zmq" else len(reservation.pages)
+    return 0 if reservation.connector == "zmq" else len(reservation.pages)
 
 
 def _response(event: CoreEvent) -> pb.DecodeResponse:

@@ -146,16 +146,21 @@ class PoolDigests:
         out: Tensor,
         *,
         num_ids: int,
-        first_byte: int,
+        first_piece: int,
         num_pieces: int,
+        run_pieces: int,
+        run_step: int,
     ) -> None:
-        """Queues the digests of ``num_pieces`` pieces, from ``first_byte`` of each page on, of the
-        first ``num_ids`` pages of ``page_ids`` [at least num_ids] int32.
+        """Queues the digests of ``num_pieces`` pieces of each of the first ``num_ids`` pages of
+        ``page_ids`` [at least num_ids] int32.
 
-        They go to the beginning of ``out`` [at least num_ids * num_pieces] int64, page by page.
-        Both are on the GPU or in pinned memory of the host, which saves copies.
+        The pieces lie in runs of ``run_pieces``. The first run begins at ``first_piece`` of a page,
+        each other run ``run_step`` pieces after the one before. The digests go to the beginning of
+        ``out`` [at least num_ids * num_pieces] int64, page by page. Both are on the GPU or in
+        pinned memory of the host, which saves copies.
         """
-        self._launch(page_ids, key, out, num_ids, first_byte, num_pieces)
+        runs = run_pieces, run_step
+        self._launch(page_ids, key, out, num_ids, first_piece, num_pieces, runs)
 
 
 def _check_stripes(pages: Tensor, piece_bytes: int, first_byte: int) -> None:

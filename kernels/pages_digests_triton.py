@@ -33,11 +33,18 @@ _PRIME_END = tl.constexpr(0x165667919E3779F9)
 
 
 def launch(
-    pages: Tensor, page_ids: Tensor, key: Tensor, piece_bytes: int, first_byte: int, out: Tensor
+    pages: Tensor,
+    page_ids: Tensor,
+    key: Tensor,
+    piece_bytes: int,
+    first_byte: int,
+    out: Tensor,
+    runs: tuple[int, int] | None = None,
 ) -> Tensor:
     """Fills ``out`` [N, pieces] contiguous int64, as `piece_digests` describes.
 
-    Pieces, the range and the distance of pages are multiples of 64 bytes.
+    Pieces, the range and the distance of pages are multiples of 64 bytes. ``runs`` are the pieces
+    of a run and from one run to the next; by default all pieces lie behind each other.
     """
     if out.numel():
         words = pages.view(torch.int64)
@@ -49,6 +56,7 @@ def launch(
             words.stride(0) // 8,
             first_byte // STRIPE_BYTES,
             out.shape[1],
+            *(runs or (out.shape[1], 0)),
             PIECE_STRIPES=piece_bytes // STRIPE_BYTES,
             AHEAD=AHEAD,
             num_warps=1,
@@ -78,11 +86,12 @@ class Launcher:
         key: Tensor,
         out: Tensor,
         num_ids: int,
-        first_byte: int,
+        first_piece: int,
         num_pieces: int,
+        runs: tuple[int, int],
     ) -> None:
         grid = num_ids * num_pieces, 1, 1
-        sizes = self._page_stripes, first_byte // STRIPE_BYTES, num_pieces
+        sizes = self._page_stripes, first_piece * self._piece_stripes, num_pieces, *runs
         if self._kernel is not None:
             # Addresses instead of tensors, because Triton would query the driver for each tensor.
             places = self._address, page_ids.data_ptr(), key.data_ptr(), out.data_ptr()
@@ -95,7 +104,7 @@ class Launcher:
 
 
 @triton.jit(
-    do_not_specialize=["page_stripes", "first_stripe", "num_pieces"],
+    do_not_specialize=["page_stripes", "first_stripe", "num_pieces", "run_pieces", "run_step"],
     do_not_specialize_on_alignment=["page_ids", "key", "out"],
 )
 def _digest_kernel(
@@ -106,6 +115,8 @@ def _digest_kernel(
     page_stripes,
     first_stripe,
     num_pieces,
+    run_pieces,
+    run_step,
     PIECE_STRIPES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
@@ -117,7 +128,9 @@ def _digest_kernel(
     sharer, pair = thread // 4, thread % 4 * 2
     piece = tl.program_id(0)
     page = tl.load(page_ids + piece // num_pieces).to(tl.int64)
-    stripe = page * page_stripes + first_stripe + (piece % num_pieces) * PIECE_STRIPES
+    place = piece % num_pieces
+    place = place // run_pieces * run_step + place % run_pieces
+    stripe = page * page_stripes + first_stripe + place * PIECE_STRIPES
     source = pages + (stripe + sharer) * 8 + pair
     keys = _round_keys(key, sharer, pair, _STRIPES, False)
     word = tl.arange(0, 4) * 2

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
-from effuse.kvtransfer.messages import BoundaryState, Manifest, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import BoundaryState, Manifest, Reservation, Shard
 
 PROMISES = 4
 """How often within a lease a waiting sender reports that pages are still to come."""
@@ -58,8 +58,9 @@ class Arrived(Struct, frozen=True, tag=True):
     """Every page and the boundary state arrived and were verified; no writer is left."""
 
     transfer_id: str
-    manifest: Manifest
+    manifest: Manifest  # of the part with the first heads
     seconds: float  # like Pushed.seconds, without the receiver's message
+    num_bytes: int  # of all parts, without boundary state
 
 
 class ArrivalRefused(Struct, frozen=True, tag=True):
@@ -142,8 +143,8 @@ class Connector(Protocol):
         """Ends everything, within a few seconds."""
         ...
 
-    def describe(self) -> ReceiverAddress:
-        """The address of this pool for peers."""
+    def describe(self) -> tuple[Shard, ...]:
+        """The addresses of this pool for peers: one shard for each of its ranks."""
         ...
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:

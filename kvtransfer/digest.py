@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Protocol
 
 import numpy as np
@@ -47,16 +47,20 @@ class DigestJob(Protocol):
 class Digester(Protocol):
     """Computes digests of one pool's pages, in place."""
 
-    def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
-        """Of these groups of layers of these pages."""
+    def begin(
+        self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
+    ) -> DigestJob:
+        """Of these groups of layers and KV heads of these pages, by default of all heads in the
+        pool.
+        """
         ...
 
 
 @functools.cache
-def pieces_in_group(layout: KVLayout) -> int:
-    """Pieces of one group of layers in a page. A piece lies within one KV head, so that workers
-    which hold different heads agree on the digests of those that both hold."""
-    return layout.group_bytes // piece_bytes_of(layout.head_bytes)
+def pieces_in_head(layout: KVLayout) -> int:
+    """Pieces of one KV head of one group of layers in a page. None spans two heads, so that
+    workers which hold different heads agree on the digests of those that both hold."""
+    return layout.head_bytes // piece_bytes_of(layout.head_bytes)
 
 
 def digester_of(memory: PageMemory) -> Digester:
@@ -74,20 +78,47 @@ class HostDigester:
     def __init__(self, memory: PageMemory) -> None:
         piece_bytes = piece_bytes_of(memory.layout.head_bytes)
         rows: npt.NDArray[np.uint8] = memory.byte_rows().numpy()
+        self._layout = memory.layout
         self._pieces = rows.reshape(memory.num_pages, -1, piece_bytes)
-        self._in_group = pieces_in_group(memory.layout)
 
-    def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
-        """Of these groups of layers of these pages.
+    def begin(
+        self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
+    ) -> DigestJob:
+        """Of these groups of layers and KV heads of these pages.
 
         Without torch, because its few calls took as long as the digests of three pages (measured).
         """
-        first, end = groups.start * self._in_group, groups.stop * self._in_group
-        found = np.empty((len(page_ids), end - first), dtype=np.uint64)
+        place = _place_of(self._layout, groups, heads)
+        runs = [
+            (first, first + place.run_pieces)
+            for first in range(place.first, place.end, place.run_step)
+        ]
+        found = np.empty((len(page_ids), len(runs) * place.run_pieces), dtype=np.uint64)
         for digests, page_id in zip(found, page_ids, strict=True):
-            pieces = self._pieces[page_id, first:end]
+            page = self._pieces[page_id]
+            pieces = chain.from_iterable(page[first:end] for first, end in runs)
             digests[:] = list(map(xxhash.xxh3_64_intdigest, pieces, repeat(seed)))
         return _OnHost(found.view(np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where pieces lie in a page: in runs of equal length and distance, counted in pieces."""
+
+    first: int
+    end: int  # behind the last run
+    run_pieces: int
+    run_step: int
+
+
+def _place_of(layout: KVLayout, groups: range, heads: range | None) -> _Place:
+    in_head = pieces_in_head(layout)
+    in_group = in_head * len(layout.heads)
+    first, end = groups.start * in_group, groups.stop * in_group
+    if heads is None or len(heads) == len(layout.heads):
+        return _Place(first, end, end - first, end - first)
+    run = layout.place_of(heads)
+    return _Place(first + run.start * in_head, end, len(run) * in_head, in_group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +148,15 @@ class DeviceDigester:
         # Jobs without readers: their memory belongs to the kernel until it has ended.
         self._running: list[_OnDevice] = []
 
-    def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
-        """Of these groups of layers of these pages, after all work queued on the stream."""
-        num_ids, num_pieces = len(page_ids), len(groups) * pieces_in_group(self._layout)
+    def begin(
+        self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
+    ) -> DigestJob:
+        """Of these groups of layers and KV heads of these pages, after all work queued on the
+        stream.
+        """
+        place = _place_of(self._layout, groups, heads)
+        num_runs = len(range(place.first, place.end, place.run_step))
+        num_ids, num_pieces = len(page_ids), num_runs * place.run_pieces
         buffers = self._buffers(num_ids, num_ids * num_pieces)
         buffers.ids_on_host[:num_ids] = page_ids
         self._pool.take(
@@ -127,8 +164,10 @@ class DeviceDigester:
             self._key(seed),
             buffers.found,
             num_ids=num_ids,
-            first_byte=groups.start * self._layout.group_bytes,
+            first_piece=place.first,
             num_pieces=num_pieces,
+            run_pieces=place.run_pieces,
+            run_step=place.run_step,
         )
         buffers.done.record(self._stream)
         job = _OnDevice(buffers, (num_ids, num_pieces), self._free)

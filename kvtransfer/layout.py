@@ -52,11 +52,13 @@ class KVLayout:
 
     kind: str
     num_layers: int
-    num_kv_heads: int
+    num_kv_heads: int  # the model's; `heads` are those of this rank
     head_dim: int
     page_size: int  # tokens in a page
     dtype: str
     most_groups: int = MOST_GROUPS["nixl"]
+    rank: int = 0  # of the worker's ranks, each of which has a pool of its own
+    degree: int = 1  # ranks that share the KV heads
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -68,6 +70,13 @@ class KVLayout:
         sizes = (self.num_layers, self.num_kv_heads, self.page_size, self.head_dim)
         if min(sizes) < 1:
             raise ValueError(f"layout sizes must be positive, got {sizes}")
+        if not 0 <= self.rank < self.degree:
+            raise ValueError(f"rank {self.rank} is none of {self.degree} ranks")
+        if self.num_kv_heads % self.degree and self.degree % self.num_kv_heads:
+            raise ValueError(
+                f"{self.degree} ranks cannot share {self.num_kv_heads} KV heads: neither number "
+                "divides the other"
+            )
         piece = PIECE_BYTES // DTYPE_BYTES[self.dtype]
         if self.kind == "distinct" and self.head_dim % piece:
             raise ValueError(
@@ -76,12 +85,43 @@ class KVLayout:
             )
 
     @property
+    def copies(self) -> int:
+        """Ranks that hold the same heads: more than one if there are more ranks than heads."""
+        return max(1, self.degree // self.num_kv_heads)
+
+    @property
+    def heads(self) -> range:
+        """The model's KV heads that this rank's pool holds."""
+        count = max(1, self.num_kv_heads // self.degree)
+        first = self.rank // self.copies * count
+        return range(first, first + count)
+
+    def place_of(self, heads: range) -> range:
+        """Where these heads of the model are in this rank's pool. Raises ValueError for heads
+        that it does not hold."""
+        first = self.heads.start
+        if not heads or heads.start < first or heads.stop > self.heads.stop:
+            raise ValueError(f"heads {heads} are not all among {self.heads}")
+        return range(heads.start - first, heads.stop - first)
+
+    def bytes_of(self, heads: range) -> int:
+        """Bytes of so many heads in a page, whichever rank holds them."""
+        return self.num_groups * len(heads) * self.head_bytes
+
+    def runs(self, groups: range, heads: range) -> tuple[int, int]:
+        """The contiguous parts in which these groups and heads lie in a page: how many, and the
+        bytes of each."""
+        if len(heads) == len(self.heads):
+            return 1, len(groups) * self.group_bytes
+        return len(groups), len(heads) * self.head_bytes
+
+    @property
     def page_shape(self) -> tuple[int, int, int, int, int, int]:
-        """Shape of one page: [groups, kv_heads, layers of a group, 2, page_size, head_dim], in
-        both orders within a head.
+        """Shape of one page: [groups, heads of this rank, layers of a group, 2, page_size,
+        head_dim], in both orders within a head.
         """
         layers = self.num_layers // self.num_groups
-        return (self.num_groups, self.num_kv_heads, layers, 2, self.page_size, self.head_dim)
+        return (self.num_groups, len(self.heads), layers, 2, self.page_size, self.head_dim)
 
     @property
     def page_bytes(self) -> int:

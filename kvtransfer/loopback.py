@@ -22,9 +22,11 @@ from effuse.kvtransfer.messages import (
     Pages,
     ReceiverAddress,
     Reservation,
+    Shard,
     ToReceiver,
     ToSender,
 )
+from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.thread import Exchange
 from effuse.kvtransfer.transport import (
     Chunk,
@@ -99,9 +101,10 @@ class LoopbackTransport:
     def __init__(self, hub: Hub, memory: PageMemory, incarnation: str) -> None:
         self.is_two_sided = hub.is_two_sided
         self.inbox: deque[Heard] = deque()
+        rank = memory.layout.rank
+        self.name_in_hub = f"{incarnation}/{rank}" if rank else incarnation
         self._hub = hub
         self._memory = memory
-        self._incarnation = incarnation
         self._deliveries: list[LoopbackDelivery] = []
 
     def open(self) -> None:
@@ -112,11 +115,11 @@ class LoopbackTransport:
 
     def address(self) -> ReceiverAddress:
         """This pool's name in the hub."""
-        return ReceiverAddress(connector=self.name, endpoint=self._incarnation)
+        return ReceiverAddress(connector=self.name, endpoint=self.name_in_hub)
 
-    def reach(self, reservation: Reservation) -> Peer:
+    def reach(self, reservation: Reservation, shard: Shard) -> Peer:
         """Names need no connection."""
-        endpoint = reservation.address.endpoint
+        endpoint = shard.address.endpoint
         if endpoint not in self._hub.members:
             raise HandoffRefused(Cause.PEER, f"no peer at {endpoint}")
         return self._hub.members[endpoint].transport
@@ -142,9 +145,7 @@ class LoopbackTransport:
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
         """Copies pages and puts them into the peer's inbox."""
-        payload = [
-            memoryview(bytes(view)) for view in self._views(chunk.source_pages, chunk.groups)
-        ]
+        payload = [memoryview(bytes(view)) for view in self._views(chunk)]
         delivery = LoopbackDelivery()
         self._deliveries = [one for one in self._deliveries if not one.has_left]
         self._deliveries.append(delivery)
@@ -163,7 +164,8 @@ class LoopbackTransport:
     ) -> None:
         """Pages arrive: into the inbox or, one-sided, into the pool first."""
         if not self.is_two_sided:
-            self._memory.write([page.page_id for page in chunk.targets], chunk.groups, payload)
+            page_ids = [page.page_id for page in chunk.targets]
+            self._memory.write(page_ids, chunk.groups, payload, chunk.heads)
             payload = []
         self.inbox.append(FromWriter(header, payload, writer))
 
@@ -181,9 +183,15 @@ class LoopbackTransport:
         assert isinstance(reply, LoopbackTransport)
         self._hand(reply, FromReceiver(self, message))
 
-    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+    def place(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range,
+    ) -> None:
         """Copies the bytes into the pool."""
-        self._memory.write(page_ids, groups, payload)
+        self._memory.write(page_ids, groups, payload, heads)
 
     def renew(self, address: ReceiverAddress) -> None:
         """Not needed: only expected pages are placed."""
@@ -198,12 +206,11 @@ class LoopbackTransport:
         assert isinstance(peer, LoopbackTransport)
         self._hub.deliver(lambda: peer.inbox.append(heard))
 
-    def _views(self, page_ids: Sequence[int], groups: range) -> list[memoryview]:
+    def _views(self, chunk: Chunk) -> list[memoryview]:
         if self._memory.device.type == "cpu":
-            return self._memory.views(page_ids, groups)
-        size = self._memory.layout.group_bytes
-        rows = self._memory.byte_rows()[:, groups.start * size : groups.stop * size]
-        return [bytes_of(rows[page_id].cpu()) for page_id in page_ids]
+            return self._memory.views(chunk.source_pages, chunk.groups, chunk.heads)
+        rows = self._memory.byte_parts(chunk.groups, chunk.heads)
+        return [bytes_of(rows[page_id].contiguous().cpu()) for page_id in chunk.source_pages]
 
 
 class LoopbackConnector:
@@ -220,8 +227,8 @@ class LoopbackConnector:
         now: Callable[[], float],
     ) -> None:
         self._hub = hub
-        self._incarnation = incarnation
         self._now = now
+        self._layout = memory.layout
         self._events: deque[ConnectorEvent] = deque()
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.transport = LoopbackTransport(hub, memory, incarnation)
@@ -237,16 +244,16 @@ class LoopbackConnector:
 
     def start(self) -> None:
         """Joins the hub."""
-        self._hub.members[self._incarnation] = self
+        self._hub.members[self.transport.name_in_hub] = self
 
     def close(self) -> None:
         """Leaves the hub."""
-        if self._hub.members.pop(self._incarnation, None) is not None:
+        if self._hub.members.pop(self.transport.name_in_hub, None) is not None:
             os.close(self._signal)
 
-    def describe(self) -> ReceiverAddress:
+    def describe(self) -> tuple[Shard, ...]:
         """This pool's name in the hub."""
-        return self.transport.address()
+        return (shard_of(self._layout, self.transport.address()),)
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
         """Accepts this transfer from now on."""
@@ -286,7 +293,7 @@ class LoopbackConnector:
 
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call, after every member's turn."""
-        if self._incarnation in self._hub.members:
+        if self.transport.name_in_hub in self._hub.members:
             self._hub.settle()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signal)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -79,41 +80,63 @@ class PageMemory:
         """The pool's bytes, one page in each row: [pages, page_bytes] uint8, without a copy."""
         return self.tensor.view(self.num_pages, -1).view(torch.uint8)
 
-    def bytes_at(self, page_id: int, count: int = 1, groups: range | None = None) -> memoryview:
-        """Writable raw bytes of `count` consecutive pages, or of some groups of layers of one page,
-        without a copy. Host memory only."""
+    def byte_parts(self, groups: range, heads: range) -> Tensor:
+        """Bytes of these groups of layers and KV heads of all pages, without a copy:
+        [pages, groups, heads, head_bytes] uint8."""
+        place = self.layout.place_of(heads)
+        rows = self.byte_rows().view(self.num_pages, *self.layout.page_shape[:2], -1)
+        return rows[:, groups.start : groups.stop, place.start : place.stop]
+
+    def bytes_at(self, page_id: int, count: int = 1) -> memoryview:
+        """Writable raw bytes of `count` consecutive pages, without a copy. Host memory only."""
         if self._host is None:
             raise ValueError(f"the host cannot see pages on {self.device}")
         if not 0 <= page_id <= page_id + count <= self.num_pages:
             raise IndexError(f"pages {page_id}..{page_id + count} of a pool of {self.num_pages}")
         start, size = page_id * self.page_bytes, count * self.page_bytes
-        if groups is not None and len(groups) < self.layout.num_groups:
-            start += groups.start * self.layout.group_bytes
-            size = len(groups) * self.layout.group_bytes
         return self._host[start : start + size]
 
-    def views(self, page_ids: Sequence[int], groups: range) -> list[memoryview]:
+    def views(
+        self, page_ids: Sequence[int], groups: range, heads: range | None = None
+    ) -> list[memoryview]:
         """Raw bytes of these groups of layers of these pages in order, in as few pieces as
-        possible. Host memory only.
-        """
-        if len(groups) == self.layout.num_groups:
-            return [self.bytes_at(first, count) for first, count in consecutive_runs(page_ids)]
-        return [self.bytes_at(page_id, 1, groups) for page_id in page_ids]
+        possible, without a copy. Host memory only.
 
-    def write(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+        heads: some of the model's KV heads, by default all heads in the pool.
+        """
+        heads = self.layout.heads if heads is None else heads
+        if len(groups) == self.layout.num_groups and len(heads) == len(self.layout.heads):
+            return [self.bytes_at(first, count) for first, count in consecutive_runs(page_ids)]
+        return list(self._parts(page_ids, groups, heads))
+
+    def write(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range | None = None,
+    ) -> None:
         """Overwrites these groups of layers of these pages. Host memory only.
 
-        payload: their bytes in order, split only at the end of a page's part.
+        payload: their bytes in order, split only between groups of layers. The sender's pool may
+        hold other heads than this one, and contiguous parts of other lengths.
         """
-        for page_id, data in zip(page_ids, self.cut(groups, payload), strict=True):
-            self.bytes_at(page_id, 1, groups)[:] = data
+        heads = self.layout.heads if heads is None else heads
+        size = gcd(self.layout.runs(groups, heads)[1], *(part.nbytes for part in payload))
+        targets = _pieces(self._parts(page_ids, groups, heads), size)
+        for target, data in zip(targets, _pieces(payload, size), strict=True):
+            target[:] = data
 
-    def cut(self, groups: range, payload: Sequence[memoryview]) -> Iterator[memoryview]:
-        """The payload page by page."""
-        size = len(groups) * self.layout.group_bytes
-        for part in payload:
-            for at in range(0, part.nbytes, size):
-                yield part[at : at + size]
+    def _parts(self, page_ids: Sequence[int], groups: range, heads: range) -> Iterator[memoryview]:
+        """The contiguous parts of each page, page by page."""
+        count, size = self.layout.runs(groups, heads)
+        first = groups.start * self.layout.group_bytes
+        first += self.layout.place_of(heads).start * self.layout.head_bytes
+        starts = [first + group * self.layout.group_bytes for group in range(count)]
+        for page_id in page_ids:
+            page = self.bytes_at(page_id)
+            for start in starts:
+                yield page[start : start + size]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a whole page to another one; on a GPU in the order of launches."""
@@ -128,6 +151,10 @@ class PageMemory:
             zero_distinct_tail(*distinct_views(page[:, None, 0], page[:, None, 1]), num_used)
         else:
             page[:, :, num_used:].zero_()
+
+
+def _pieces(parts: Iterable[memoryview], size: int) -> Iterator[memoryview]:
+    return (part[at : at + size] for part in parts for at in range(0, part.nbytes, size))
 
 
 def consecutive_runs(page_ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -23,6 +23,8 @@ MAX_HIDDEN_BYTES = 1 << 18
 MAX_TAIL_TOKENS = 1 << 12
 MAX_MANIFEST_BYTES = 8 << 20
 MAX_LEASE_S = 3600
+MAX_RANKS = 256
+MAX_HEADS = 1 << 12
 DIGEST_BYTES = 16
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -68,14 +70,36 @@ class ReceiverAddress(Struct, frozen=True, kw_only=True):
     boot_id: Annotated[str, Meta(max_length=128)] = ""  # of its kernel: equal on one machine
 
 
+class Heads(Struct, frozen=True, array_like=True):
+    """KV heads [first, end) of a model: what one pair of ranks moves."""
+
+    first: Annotated[int, Meta(ge=0, lt=MAX_HEADS)]
+    end: Annotated[int, Meta(gt=0, le=MAX_HEADS)]
+
+    @property
+    def span(self) -> range:
+        """The same as a range, which is empty if they are none."""
+        return range(self.first, self.end)
+
+
+class Shard(Struct, frozen=True, kw_only=True):
+    """One receiving rank: how to reach its pool, and what of each page its pool holds."""
+
+    address: ReceiverAddress
+    heads: Heads
+    page_bytes: PageBytes
+
+
 class Reservation(Struct, frozen=True, kw_only=True):
-    """Pages that a decode engine holds for one handoff, and how to write into them."""
+    """Pages that a decode engine holds for one handoff, and how to write into them.
+
+    shards: one for each of its ranks, in their order; none where nothing is handed over.
+    """
 
     attempt: AttemptId
     incarnation: Name
-    address: ReceiverAddress
+    shards: Annotated[tuple[Shard, ...], Meta(max_length=MAX_RANKS)]
     num_pool_pages: Annotated[int, Meta(ge=0, le=MAX_POOL_PAGES)]
-    page_bytes: PageBytes
     pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_PAGES)]
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     digest_seed: U63  # of the digests that the receiver compares
@@ -85,6 +109,11 @@ class Reservation(Struct, frozen=True, kw_only=True):
     def transfer_id(self) -> str:
         """Name of the handoff."""
         return self.attempt.transfer_id
+
+    @property
+    def connector(self) -> str:
+        """What moves the pages; "local" where nothing is handed over."""
+        return self.shards[0].address.connector if self.shards else "local"
 
 
 class BoundaryState(Struct, frozen=True, kw_only=True):
@@ -102,15 +131,16 @@ class BoundaryState(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
-    """The writer's account of a finished push. It has no page numbers: each Pages named its own,
-    and all reserved pages must have arrived.
+    """A writing rank's account of a finished push of these heads. It has no page numbers: each
+    Pages named its own, and all reserved pages must have arrived.
     """
 
     attempt: AttemptId
     source_incarnation: Name
     destination_incarnation: Name
+    heads: Heads
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
-    digest: Digest  # of all pages in the reservation's order, in the sender's memory
+    digest: Digest  # of these heads of all pages in order, in the sender's memory
     num_bytes: U63
     boundary: BoundaryState
 
@@ -121,21 +151,24 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """A sender's introduction: itself, the intended life, and its model."""
+    """A sending rank's introduction: itself, the intended life, its heads, and its model."""
 
     attempt: AttemptId
     source: Name
     destination: Name
+    heads: Heads
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     reply_to: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""  # NIXL agent metadata
 
 
 class Pages(Struct, frozen=True, tag=True):
-    """Groups [group, end_group) of layers of pages [first, first + n) of the reservation."""
+    """Groups [group, end_group) of layers of pages [first, first + n) of the reservation, of the
+    heads that the sender introduced itself with."""
 
     attempt: AttemptId
     source: Name
     destination: Name
+    heads: Heads
     first: U32
     pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
     group: U32
@@ -190,6 +223,16 @@ def source_of(message: ToReceiver) -> str:
     return message.manifest.source_incarnation if isinstance(message, Finish) else message.source
 
 
+def heads_of(message: ToReceiver) -> Heads:
+    """The heads that a sender's message is about."""
+    return message.manifest.heads if isinstance(message, Finish) else message.heads
+
+
+def writer_of(message: ToReceiver) -> str:
+    """Names the rank that a sender's message comes from, by its own account."""
+    return f"{source_of(message)} {heads_of(message).first}"
+
+
 _encoder = msgspec.msgpack.Encoder()
 _reservations = msgspec.msgpack.Decoder(Reservation)
 _to_receiver = msgspec.msgpack.Decoder(ToReceiver)
@@ -227,9 +270,10 @@ def check_reservation(reservation: Reservation) -> Reservation:
         )
     if len(set(ids)) != len(ids):
         raise MalformedMessage("a page is reserved twice")
-    end = checked.address.pool_address + checked.num_pool_pages * checked.page_bytes
-    if end > 1 << 63:
-        raise MalformedMessage(f"the pool would end at {end:#x}, beyond 63 bits")
+    for shard in checked.shards:
+        end = shard.address.pool_address + checked.num_pool_pages * shard.page_bytes
+        if end > 1 << 63:
+            raise MalformedMessage(f"the pool would end at {end:#x}, beyond 63 bits")
     return checked
 
 

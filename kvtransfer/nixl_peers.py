@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from effuse.kvtransfer import cuda_ipc
 from effuse.kvtransfer.connector import UNKNOWN, Cause, HandoffRefused, Route
 from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.messages import DIGEST_BYTES, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import DIGEST_BYTES, ReceiverAddress, Reservation, Shard
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList, handle_in
 
 LOG = logging.getLogger(__name__)
@@ -24,14 +28,86 @@ MOST_PEERS = 1024
 T = TypeVar("T")
 
 
+class PoolLists:
+    """One pool, prepared page by page and in the parts of pages that are asked for."""
+
+    def __init__(
+        self, agent: NixlAgent, pool: tuple[str, int, int, str], page_bytes: int, num_pages: int
+    ) -> None:
+        """pool: its agent ("": our own), address, device and kind of memory."""
+        self._agent = agent
+        self._pool = pool
+        self._page_bytes = page_bytes
+        self._num_pages = num_pages
+        self._lists: dict[int, PageList] = {}
+
+    def cut(self, per_page: int) -> PageList:
+        """All pages in order, each in so many equal parts."""
+        found = self._lists.get(per_page)
+        if found is None:
+            owner, address, device_id, kind = self._pool
+            sizes = self._page_bytes // per_page, self._num_pages * per_page
+            found = self._agent.pages(owner, address, *sizes, device_id, kind)
+            self._lists[per_page] = found
+        return found
+
+    def release(self) -> None:
+        """Frees what was prepared."""
+        for one in self._lists.values():
+            self._agent.release_pages(one)
+        self._lists.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where some KV heads lie in a pool whose groups of layers are cut into equal parts."""
+
+    groups: int
+    per_group: int
+    first: int  # part of a group
+    count: int
+
+    @property
+    def per_page(self) -> int:
+        """Parts of a page."""
+        return self.groups * self.per_group
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they are all heads of the pool."""
+        return self.count == self.per_group
+
+    def units(self, page_ids: Sequence[int], groups: range) -> npt.NDArray[np.int32]:
+        """Places of these groups of pages in the prepared list, page by page: neighbours are
+        merged."""
+        pages = np.array(page_ids, dtype=np.int32)[:, None, None] * self.per_page
+        group = np.arange(groups.start, groups.stop, dtype=np.int32)[:, None] * self.per_group
+        part = np.arange(self.first, self.first + self.count, dtype=np.int32)
+        return np.asarray(pages + group + part, dtype=np.int32).ravel()
+
+
+def cuts(layout: KVLayout, theirs: range) -> tuple[Cut, Cut]:
+    """Where the KV heads that both pools hold lie in ours and in one that holds `theirs`, in the
+    largest parts that fit both."""
+    ours = layout.heads
+    heads = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+    places = [(heads.start - pool.start, len(pool)) for pool in (ours, theirs)]
+    size = gcd(len(heads), *(number for place in places for number in place))
+    ours_cut, theirs_cut = (
+        Cut(layout.num_groups, total // size, first // size, len(heads) // size)
+        for first, total in places
+    )
+    return ours_cut, theirs_cut
+
+
 @dataclass(slots=True, eq=False)
 class NixlPeer:
     """One receiver in one of its lives."""
 
     address: ReceiverAddress
     num_pages: int
-    pages: PageList
-    groups: PageList  # of groups of layers, page by page
+    lists: PoolLists
+    cut: tuple[Cut, Cut]  # the common heads, in our pool and in the peer's
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
     is_gone: bool = False  # its engine has ended
@@ -44,6 +120,15 @@ class NixlPeer:
         """Name of its agent."""
         return self.address.agent_name
 
+    @property
+    def takes_pages(self) -> bool:
+        """Whether whole pages are sent to it: both pools hold the same heads."""
+        return all(cut.is_whole for cut in self.cut)
+
+    def cuts_of(self, cut: Cut) -> tuple[int, ...]:
+        """The numbers of parts of a page that writes to it name, on the side of this cut."""
+        return (1, cut.per_page) if self.takes_pages else (cut.per_page,)
+
 
 class NixlPeers:
     """Receivers to which one agent writes, at most MOST_PEERS; those in use are never removed."""
@@ -54,19 +139,19 @@ class NixlPeers:
         self._on_device = on_device
         self._peers: dict[str, NixlPeer] = {}  # least recently used first
 
-    def find(self, reservation: Reservation) -> NixlPeer:
-        """The peer of a reservation, connected. Raises HandoffRefused if it cannot be used."""
-        address = reservation.address
+    def find(self, reservation: Reservation, shard: Shard) -> NixlPeer:
+        """The peer of a receiving rank, connected. Raises HandoffRefused if it cannot be used."""
+        address = shard.address
         if not address.agent_name or not address.agent_metadata or not address.memory_kind:
             raise HandoffRefused(Cause.MALFORMED, "the reservation lacks its agent's address")
         peer = self._peers.pop(address.agent_name, None)
-        if peer is not None and _is_same(peer, reservation):
+        if peer is not None and _is_same(peer, address, reservation.num_pool_pages):
             self._peers[peer.name] = peer
             return peer
         if peer is not None:
             self._remove(peer)
         self._make_room()
-        added = self._add(reservation)
+        added = self._add(reservation.num_pool_pages, shard)
         self._peers[added.name] = added
         return added
 
@@ -99,8 +184,8 @@ class NixlPeers:
         except HandoffRefused as error:
             LOG.warning("the memory of %s remains in use: %s", peer.name, error)
 
-    def _add(self, reservation: Reservation) -> NixlPeer:
-        address = reservation.address
+    def _add(self, num_pages: int, shard: Shard) -> NixlPeer:
+        address = shard.address
 
         def add() -> NixlPeer:
             name = self._agent.add_peer(address.agent_metadata)
@@ -111,16 +196,12 @@ class NixlPeers:
                     Cause.PEER,
                     f"expected metadata of agent {address.agent_name}, got that of {name}",
                 )
-            lists = pool_lists(
-                self._agent,
-                name,
-                self._layout,
-                reservation.num_pool_pages,
-                address.pool_address,
-                address.device_id,
-                address.memory_kind,
-            )
-            peer = NixlPeer(address, reservation.num_pool_pages, *lists)
+            pool = name, address.pool_address, address.device_id, address.memory_kind
+            lists = PoolLists(self._agent, pool, shard.page_bytes, num_pages)
+            cut = cuts(self._layout, shard.heads.span)
+            peer = NixlPeer(address, num_pages, lists, cut)
+            for parts in peer.cuts_of(cut[1]):
+                lists.cut(parts)
             if self._on_device and (handle := handle_in(address.agent_metadata)):
                 peer.mapped = cuda_ipc.open_handle(handle)
             return peer
@@ -135,8 +216,7 @@ class NixlPeers:
             )
 
         def remove() -> None:
-            self._agent.release_pages(peer.pages)
-            self._agent.release_pages(peer.groups)
+            peer.lists.release()
             self._agent.remove_peer(peer.name)
 
         try:
@@ -166,9 +246,9 @@ class NixlWriters:
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._names: OrderedDict[bytes, str] = OrderedDict()  # of agents, by metadata digest
-        self._digests: OrderedDict[str, bytes] = OrderedDict()  # by incarnation
+        self._digests: OrderedDict[str, bytes] = OrderedDict()  # by writer
 
-    def learn(self, incarnation: str, metadata: bytes) -> None:
+    def learn(self, writer: str, metadata: bytes) -> None:
         """Adds a writer. Raises HandoffRefused if its metadata is unusable."""
         if not metadata:
             raise HandoffRefused(Cause.MALFORMED, "the writer's message has no address for answers")
@@ -180,14 +260,14 @@ class NixlWriters:
             added = attempt("the writer cannot be added", lambda: self._agent.add_peer(metadata))
             self._names[digest] = added
         self._names.move_to_end(digest)
-        self._digests[incarnation] = digest
-        self._digests.move_to_end(incarnation)
+        self._digests[writer] = digest
+        self._digests.move_to_end(writer)
         if len(self._digests) > MOST_PEERS:
             self._digests.popitem(last=False)
 
-    def tell(self, incarnation: str, message: bytes) -> None:
+    def tell(self, writer: str, message: bytes) -> None:
         """Notifies a writer, if it is known and reachable."""
-        digest = self._digests.get(incarnation, b"")
+        digest = self._digests.get(writer, b"")
         name = self._names.get(digest)
         if name is None:
             return
@@ -195,26 +275,6 @@ class NixlWriters:
             attempt("no answer", lambda: self._agent.notify(name, message))
         except HandoffRefused:
             del self._names[digest]  # gone, or to be added again
-
-
-def pool_lists(
-    agent: NixlAgent,
-    owner: str,
-    layout: KVLayout,
-    num_pages: int,
-    address: int,
-    device_id: int,
-    kind: str,
-) -> tuple[PageList, PageList]:
-    """A pool of `owner` ("": this process) prepared twice: by pages, and by their groups of
-    layers.
-    """
-
-    def prepared(parts: int) -> PageList:
-        unit_bytes = layout.page_bytes // parts
-        return agent.pages(owner, address, unit_bytes, num_pages * parts, device_id, kind)
-
-    return prepared(1), prepared(layout.num_groups)
 
 
 def attempt(what: str, action: Callable[[], T]) -> T:
@@ -227,6 +287,5 @@ def attempt(what: str, action: Callable[[], T]) -> T:
         raise HandoffRefused(Cause.PEER, f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _is_same(peer: NixlPeer, reservation: Reservation) -> bool:
-    same_pool = (peer.address, peer.num_pages) == (reservation.address, reservation.num_pool_pages)
-    return same_pool and not peer.is_lost
+def _is_same(peer: NixlPeer, address: ReceiverAddress, num_pages: int) -> bool:
+    return (peer.address, peer.num_pages) == (address, num_pages) and not peer.is_lost

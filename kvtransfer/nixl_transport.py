@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from effuse.kvtransfer import cuda_ipc
@@ -30,15 +28,16 @@ from effuse.kvtransfer.messages import (
     Pages,
     ReceiverAddress,
     Reservation,
+    Shard,
     ToReceiver,
     ToSender,
     decode_to_receiver,
     decode_to_sender,
     encode,
-    source_of,
+    writer_of,
 )
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer
-from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, attempt, pool_lists
+from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, PoolLists, attempt
 from effuse.kvtransfer.transport import (
     Chunk,
     Delivery,
@@ -84,10 +83,10 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class NixlReply:
-    """A writer, and the agent to which it sent."""
+    """A writing rank, and the agent to which it sent."""
 
     receiving: Receiving
-    incarnation: str
+    writer: str
 
 
 @dataclass(slots=True)
@@ -138,7 +137,8 @@ class NixlTransport:
         self._kind = "VRAM" if on_device else "DRAM"
         self._pause_s = PAUSE_S if on_device else {**PAUSE_S, Pace.HOT: HOST_HOT_S}
         self._device_id = (memory.device.index or 0) if on_device else 0
-        self._name = f"{role}-{incarnation}"
+        rank = f"{memory.layout.rank}" if memory.layout.degree > 1 else ""
+        self._name = f"{role}-{incarnation}-{rank}"
         self._host = host
         self._num_agents = 0
 
@@ -156,15 +156,10 @@ class NixlTransport:
         with self._ucx.asked():
             self._sender = self._agent("w")
         self._metadata = self._sender.connection()
-        self._own_pages, self._own_groups = pool_lists(
-            self._sender,
-            "",
-            self._layout,
-            self._memory.num_pages,
-            self._memory.address,
-            self._device_id,
-            self._kind,
-        )
+        pool = "", self._memory.address, self._device_id, self._kind
+        self._own = PoolLists(self._sender, pool, self._layout.page_bytes, self._memory.num_pages)
+        for parts in (1, self._layout.num_groups):
+            self._own.cut(parts)
         self._peers = NixlPeers(self._sender, self._layout, on_device=self._kind == "VRAM")
         self._receiving = self._receive()
         self._retired: list[Receiving] = []
@@ -178,10 +173,12 @@ class NixlTransport:
 
     # Sending.
 
-    def reach(self, reservation: Reservation) -> Peer:
-        """The receiver of a reservation."""
+    def reach(self, reservation: Reservation, shard: Shard) -> Peer:
+        """A receiving rank of a reservation."""
         num_tables = len(self._ucx.tables())
-        peer = self._peers.find(reservation)
+        peer = self._peers.find(reservation, shard)
+        for parts in peer.cuts_of(peer.cut[0]):
+            self._own.cut(parts)
         if peer.num_tables is None:
             peer.num_tables = num_tables
         peer.num_pushes += 1
@@ -224,6 +221,7 @@ class NixlTransport:
                 message.attempt,
                 message.source,
                 message.destination,
+                message.heads,
                 message.fingerprint,
                 self._metadata,
             )
@@ -258,12 +256,16 @@ class NixlTransport:
         much.
         """
         targets = [page.page_id for page in chunk.targets]
-        if len(chunk.groups) == self._layout.num_groups:
+        ours, theirs = peer.cut
+        if peer.takes_pages and len(chunk.groups) == ours.groups:
             pages = list(chunk.source_pages)
-            return self._sender.write(self._own_pages, pages, peer.pages, targets)
-        source_units = self._units(chunk.source_pages, chunk.groups)
-        target_units = self._units(targets, chunk.groups)
-        return self._sender.write(self._own_groups, source_units, peer.groups, target_units)
+            return self._sender.write(self._own.cut(1), pages, peer.lists.cut(1), targets)
+        return self._sender.write(
+            self._own.cut(ours.per_page),
+            ours.units(chunk.source_pages, chunk.groups),
+            peer.lists.cut(theirs.per_page),
+            theirs.units(targets, chunk.groups),
+        )
 
     # Receiving.
 
@@ -284,21 +286,27 @@ class NixlTransport:
                     message = decode_to_receiver(data)
                 except MalformedMessage:
                     continue
-                heard.append(FromWriter(message, (), NixlReply(receiving, source_of(message))))
+                heard.append(FromWriter(message, (), NixlReply(receiving, writer_of(message))))
         return heard
 
     def learn(self, reply: Reply, begin: Begin) -> None:
         """Connects to a writer that is going to be answered."""
         assert isinstance(reply, NixlReply)
-        reply.receiving.writers.learn(begin.source, begin.reply_to)
+        reply.receiving.writers.learn(reply.writer, begin.reply_to)
 
     def answer(self, reply: Reply, message: ToSender) -> None:
         """Notifies a writer; one that has not introduced itself gets nothing."""
         assert isinstance(reply, NixlReply)
         if reply.receiving is self._receiving or reply.receiving in self._retired:
-            reply.receiving.writers.tell(reply.incarnation, encode(message))
+            reply.receiving.writers.tell(reply.writer, encode(message))
 
-    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+    def place(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range,
+    ) -> None:
         """The peer has placed them."""
         raise AssertionError("over NIXL the sender places the pages")
 
@@ -328,14 +336,9 @@ class NixlTransport:
                 self._ucx.tables()  # so that warnings are shown
             select.select([requests], [], [], seconds)
 
-    def _units(self, page_ids: Sequence[int], groups: range) -> npt.NDArray[np.int32]:
-        """Indices of groups of pages in a prepared list, page by page: neighbours are merged."""
-        first = np.array(page_ids, dtype=np.int32)[:, None] * self._layout.num_groups
-        return np.asarray(first + np.arange(groups.start, groups.stop), dtype=np.int32).ravel()
-
     def _agent(self, suffix: str) -> NixlAgent:
         memory = self._memory
-        agent = NixlAgent(f"{self._name}-{suffix}")
+        agent = NixlAgent(f"{self._name}{suffix}")
         agent.register(memory.address, memory.num_bytes, self._device_id, self._kind)
         return agent
 

@@ -1,10 +1,11 @@
-"""One push: its pages, its progress, and its claims at the end. Bookkeeping only.
+"""One push to one receiving rank: its pages, its progress, and its claims at the end.
 
-pushes.py acts on it, and the transport moves the bytes.
+Bookkeeping only: pushes.py acts on it, and the transport moves the bytes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,14 +20,17 @@ from effuse.kvtransfer.digest import (
     DigestJob,
     PieceDigests,
     pages_digest,
-    pieces_in_group,
+    pieces_in_head,
 )
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, mismatch
 from effuse.kvtransfer.messages import (
     BoundaryState,
+    Heads,
     MalformedMessage,
     Manifest,
+    ReceiverAddress,
     Reservation,
+    Shard,
     check_reservation,
 )
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer
@@ -59,11 +63,20 @@ class Batch:
         return range(self.num_sent, final)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The KV heads that this rank sends to one receiving rank: those that both hold."""
+
+    shard: Shard
+    heads: range  # in the model's numbers
+
+
 @dataclass(slots=True)
 class Push:
-    """One outgoing transfer."""
+    """One part of an outgoing transfer."""
 
     reservation: Reservation
+    part: Part
     peer: Peer
     origin: Origin
     known_at: float  # when the reservation was known
@@ -81,14 +94,14 @@ class Push:
     left_at: float | None = None  # when its first page was
     is_finished: bool = False  # the manifest was sent
     is_accepted: bool = False
+    is_over: bool = False  # accepted, and it reads no pages any more
     is_failed: bool = False
     cancelled_at: float | None = None
     heard_at: float = 0.0  # when its receiver last sent a message, for any push
     uses_peer: bool = True
 
     def __post_init__(self) -> None:
-        layout = self.origin.layout
-        shape = len(self.reservation.pages), layout.num_groups * pieces_in_group(layout)
+        shape = len(self.reservation.pages), self.origin.layout.num_groups * self.group_pieces
         self.pieces = np.zeros(shape, dtype=np.int64)
 
     @property
@@ -102,9 +115,19 @@ class Push:
         return max(self.known_at, self.promised_at) + self.reservation.lease_s
 
     @property
+    def group_pieces(self) -> int:
+        """Pieces of one group of layers in a page, of its heads."""
+        return len(self.part.heads) * pieces_in_head(self.origin.layout)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of its heads in a page."""
+        return self.origin.layout.bytes_of(self.part.heads)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all pages, without boundary state."""
-        return len(self.reservation.pages) * self.reservation.page_bytes
+        """Bytes of its heads in all pages, without boundary state."""
+        return len(self.reservation.pages) * self.page_bytes
 
     @property
     def bytes_under_way(self) -> int:
@@ -119,7 +142,7 @@ class Push:
     @property
     def is_moving(self) -> bool:
         """Whether it advances by itself, or waits for the receiver's last message."""
-        has_more = bool(self.queue) or self.is_finished
+        has_more = bool(self.queue) or (self.is_finished and not self.is_over)
         return not self.is_quiet or (has_more and not self.is_failed)
 
     @property
@@ -162,6 +185,7 @@ class Push:
             attempt=self.reservation.attempt,
             source_incarnation=self.origin.incarnation,
             destination_incarnation=self.reservation.incarnation,
+            heads=Heads(self.part.heads.start, self.part.heads.stop),
             fingerprint=self.origin.fingerprint,
             digest=pages_digest(self.pieces),
             num_bytes=self.num_bytes,
@@ -175,19 +199,60 @@ def check_push(reservation: Reservation, origin: Origin, transport: str) -> Rese
         reservation = check_reservation(reservation)
     except MalformedMessage as error:
         raise HandoffRefused(Cause.MALFORMED, f"reservation: {error}") from error
-    if reservation.address.connector != transport:
-        raise HandoffRefused(
-            Cause.PEER,
-            f"the reservation is for the connector {reservation.address.connector}, this worker "
-            f"has {transport}",
-        )
+    for shard in reservation.shards:
+        if shard.address.connector != transport:
+            raise HandoffRefused(
+                Cause.PEER,
+                f"the reservation is for the connector {shard.address.connector}, this worker "
+                f"has {transport}",
+            )
     found = mismatch(origin.fingerprint, reservation.fingerprint)
     if found is not None:
         raise HandoffRefused(Cause.FINGERPRINT, str(found))
-    if reservation.page_bytes != origin.layout.page_bytes:
+    for shard in reservation.shards:
+        _check_shard(shard, origin.layout)
+    missing = set(range(origin.layout.num_kv_heads)).difference(
+        *(shard.heads.span for shard in reservation.shards)
+    )
+    if missing:
+        raise HandoffRefused(Cause.COVERAGE, f"no rank receives the KV heads {sorted(missing)}")
+    return reservation
+
+
+def shard_of(layout: KVLayout, address: ReceiverAddress) -> Shard:
+    """The address of a pool of this layout, with its share of a page."""
+    heads = Heads(layout.heads.start, layout.heads.stop)
+    return Shard(address=address, heads=heads, page_bytes=layout.page_bytes)
+
+
+def _check_shard(shard: Shard, layout: KVLayout) -> None:
+    heads = shard.heads.span
+    if not heads or heads.stop > layout.num_kv_heads:
+        raise HandoffRefused(
+            Cause.MALFORMED,
+            f"a rank receives heads {heads.start}..{heads.stop} of {layout.num_kv_heads} KV heads",
+        )
+    expected = layout.bytes_of(heads)
+    if shard.page_bytes != expected:
         raise HandoffRefused(
             Cause.SIZE,
-            f"pages have {origin.layout.page_bytes} bytes here, but {reservation.page_bytes} at "
-            "the receiver",
+            f"pages have {expected} bytes here, but {shard.page_bytes} at the receiver",
         )
-    return reservation
+
+
+def parts_of(reservation: Reservation, layout: KVLayout) -> list[Part]:
+    """The parts that the rank of this layout sends; perhaps none.
+
+    Sending ranks that hold the same heads share the receiving ranks among them. So exactly one
+    rank sends a head to a receiving rank.
+    """
+    parts, seen = [], Counter[Heads]()
+    own_copy = layout.rank % layout.copies
+    for shard in reservation.shards:
+        copy = seen[shard.heads]
+        seen[shard.heads] += 1
+        first = max(shard.heads.first, layout.heads.start)
+        heads = range(first, min(shard.heads.end, layout.heads.stop))
+        if heads and copy % layout.copies == own_copy:
+            parts.append(Part(shard, heads))
+    return parts

@@ -6,9 +6,11 @@ everything has arrived. The transport moves the bytes. Runs on the connector's t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from effuse.kvtransfer.connector import (
+    UNKNOWN,
     Cause,
     ConnectorEvent,
     HandoffRefused,
@@ -18,26 +20,31 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     cause_of,
 )
-from effuse.kvtransfer.digest import Digester, finish_of, pieces_in_group
+from effuse.kvtransfer.digest import Digester, finish_of
 from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
     Accepted,
     Begin,
     BoundaryState,
+    Heads,
     Pages,
     Placed,
     Rejected,
     Reservation,
     ToSender,
 )
-from effuse.kvtransfer.push import Batch, Origin, Push, check_push
+from effuse.kvtransfer.push import Batch, Origin, Push, check_push, parts_of
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer, Transport
 
 LEAST_BYTES = 4 << 20  # of groups of layers that leave before the others
 
 
 class Pushes:
-    """All transfers that leave one pool."""
+    """All transfers that leave one pool.
+
+    A transfer has a push to each receiving rank that this rank serves. It is over once all of them
+    are, and fails with the first that does.
+    """
 
     def __init__(
         self,
@@ -53,20 +60,23 @@ class Pushes:
         self._layout = origin.layout
         self._emit = emit
         self._now = now
-        self._pushes: dict[str, Push] = {}
+        self._transfers: dict[str, list[Push]] = {}
 
     def __len__(self) -> int:
-        return len(self._pushes)
+        return len(self._transfers)
 
     @property
     def is_moving(self) -> bool:
         """Whether any of them advances by itself, or waits for its receiver's last message."""
-        return any(push.is_moving for push in self._pushes.values())
+        return any(push.is_moving for push in self._all())
 
     @property
     def awaits_forward(self) -> bool:
         """Whether any of them waits for a forward."""
-        return any(push.awaits_forward for push in self._pushes.values())
+        return any(push.awaits_forward for push in self._all())
+
+    def _all(self) -> Iterator[Push]:
+        return chain.from_iterable(self._transfers.values())
 
     # Requests of the engine.
 
@@ -80,44 +90,52 @@ class Pushes:
     ) -> None:
         """Pages of a reservation, which leave as their layers become final; requested then."""
         try:
-            is_new = reservation.transfer_id not in self._pushes
-            push = self._find(reservation, at)
-            if not push.is_failed and not source_pages and not is_new:
-                self._promise(push, at)
-            elif not push.is_failed and source_pages:
-                push.cover(source_pages, first)
-                step = self._step(len(source_pages))
-                push.batches.append(Batch(first, tuple(source_pages), num_final, step))
+            is_new = reservation.transfer_id not in self._transfers
+            for push in self._find(reservation, at):
+                if push.is_failed:
+                    continue
+                if source_pages:
+                    push.cover(source_pages, first)
+                    step = self._step(push, len(source_pages))
+                    push.batches.append(Batch(first, tuple(source_pages), num_final, step))
+                elif not is_new:
+                    self._promise(push, at)
         except HandoffRefused as refusal:
             self._fail(reservation.transfer_id, refusal)
 
     def finish(self, reservation: Reservation, boundary: Pending[BoundaryState], at: float) -> None:
         """No more pages follow; requested then."""
         try:
-            push = self._find(reservation, at)
-            push.boundary, push.final_at = boundary, at
+            pushes = self._find(reservation, at)
+            for push in pushes:
+                push.boundary, push.final_at = boundary, at
+            if not pushes:  # other ranks have the same heads, and send them
+                self._conclude(reservation)
         except HandoffRefused as refusal:
             self._fail(reservation.transfer_id, refusal)
 
     def cancel(self, transfer_id: str) -> None:
-        """Sends nothing more of a push; PushCancelled follows once sent parts have ended."""
-        push = self._pushes.get(transfer_id)
-        if push is None:
+        """Sends nothing more of a transfer; PushCancelled follows once sent parts have ended."""
+        pushes = self._transfers.get(transfer_id)
+        if not pushes:
+            self._transfers.pop(transfer_id, None)
             self._emit(PushCancelled(transfer_id))
             return
-        self._stop(push)
-        if push.cancelled_at is None:
-            push.cancelled_at = self._now()
+        self._stop(pushes)
+        for push in pushes:
+            if push.cancelled_at is None:
+                push.cancelled_at = self._now()
 
     # Messages of receivers and of the transport.
 
     def hear(self, peer: Peer, message: ToSender) -> None:
         """An answer of a receiver; only a push's own receiver may send it."""
-        for one in self._pushes.values():
+        for one in self._all():
             if one.peer is peer:
                 one.heard_at = self._now()
-        push = self._pushes.get(message.transfer_id)
-        if push is None or push.peer is not peer:
+        pushes = self._transfers.get(message.transfer_id, [])
+        push = next((one for one in pushes if one.peer is peer), None)
+        if push is None:
             return
         match message:
             case Accepted() if push.is_finished:  # only a sent manifest can be accepted
@@ -129,29 +147,40 @@ class Pushes:
 
     def lose(self, peer: Peer, refusal: HandoffRefused) -> None:
         """A receiver is unreachable: fails its pushes that were not accepted."""
-        for push in list(self._pushes.values()):
+        for push in list(self._all()):
             if push.peer is peer and not push.is_accepted:
                 self._fail(push.transfer_id, refusal)
 
     def turn(self) -> bool:
         """Advances every push; True if anything moved."""
         moved = False
-        for push in list(self._pushes.values()):
-            moved |= self._advance(push)
+        for pushes in list(self._transfers.values()):
+            for push in pushes:
+                moved |= not push.is_over and self._advance(push)
+            moved |= self._end(pushes)
         return moved
 
     # One push.
 
-    def _find(self, reservation: Reservation, at: float) -> Push:
-        push = self._pushes.get(reservation.transfer_id)
-        if push is not None:
-            return push
+    def _find(self, reservation: Reservation, at: float) -> list[Push]:
+        """The pushes of a transfer; new ones introduce themselves."""
+        pushes = self._transfers.get(reservation.transfer_id)
+        if pushes is not None:
+            return pushes
         checked = check_push(reservation, self._origin, self._transport.name)
-        peer = self._transport.reach(checked)
-        push = Push(checked, peer, self._origin, at)
-        self._pushes[reservation.transfer_id] = push
-        self._introduce(push)
-        return push
+        self._transfers[reservation.transfer_id] = pushes = []
+        try:
+            for part in parts_of(checked, self._layout):
+                peer = self._transport.reach(checked, part.shard)
+                pushes.append(Push(checked, part, peer, self._origin, at))
+        except HandoffRefused:
+            del self._transfers[reservation.transfer_id]
+            for push in pushes:
+                self._leave(push)
+            raise
+        for push in pushes:
+            self._introduce(push)
+        return pushes
 
     def _promise(self, push: Push, at: float) -> None:
         """Restarts the lease at both ends: a sender that introduces itself again has not
@@ -168,13 +197,14 @@ class Pushes:
                 reservation.attempt,
                 self._origin.incarnation,
                 reservation.incarnation,
+                _named(push),
                 self._origin.fingerprint,
             ),
         )
 
-    def _step(self, num_pages: int) -> int:
+    def _step(self, push: Push, num_pages: int) -> int:
         """Groups of layers of this many pages that justify a separate delivery."""
-        num_bytes = num_pages * self._layout.group_bytes
+        num_bytes = num_pages * (push.page_bytes // self._layout.num_groups)
         return min(self._layout.num_groups, -(-LEAST_BYTES // num_bytes))
 
     def _advance(self, push: Push) -> bool:
@@ -182,7 +212,7 @@ class Pushes:
         if push.is_failed:
             return self._drain(push) or moved
         if push.is_accepted and push.is_quiet:
-            self._end(push)
+            push.is_over = True
             return True
         if self._now() > push.deadline:
             text = f"the push did not end within its lease of {push.reservation.lease_s:g} s"
@@ -204,7 +234,7 @@ class Pushes:
             if found is None:
                 digesting.append((chunk, job))
                 continue
-            width = pieces_in_group(self._layout)
+            width = push.group_pieces
             columns = slice(chunk.groups.start * width, chunk.groups.stop * width)
             push.pieces[chunk.first : chunk.first + len(chunk.targets), columns] = found
         push.digesting = digesting
@@ -258,14 +288,16 @@ class Pushes:
 
     def _chunks(self, push: Push, batch: Batch, groups: range) -> list[Chunk]:
         """These groups of a batch in pieces that the transport accepts."""
-        page_bytes = len(groups) * self._layout.group_bytes
-        most = max(1, min(MAX_CHUNK_PAGES, self._transport.chunk_bytes // page_bytes))
+        runs, run_bytes = self._layout.runs(groups, push.part.heads)
+        page_bytes = runs * run_bytes
+        most = max(1, min(MAX_CHUNK_PAGES // runs, self._transport.chunk_bytes // page_bytes))
         return [
             Chunk(
                 batch.first + at,
                 batch.source_pages[at : at + most],
                 push.reservation.pages[batch.first + at :][: len(batch.source_pages[at:][:most])],
                 groups,
+                push.part.heads,
             )
             for at in range(0, len(batch.source_pages), most)
         ]
@@ -276,6 +308,7 @@ class Pushes:
             push.reservation.attempt,
             self._origin.incarnation,
             push.reservation.incarnation,
+            _named(push),
             chunk.first,
             chunk.targets,
             chunk.groups.start,
@@ -286,38 +319,52 @@ class Pushes:
         if delivery is None:
             return False
         push.left_at = now if push.left_at is None else push.left_at
-        num_bytes = len(chunk.targets) * len(chunk.groups) * self._layout.group_bytes
+        group_bytes = push.page_bytes // self._layout.num_groups
+        num_bytes = len(chunk.targets) * len(chunk.groups) * group_bytes
         push.deliveries.append((delivery, num_bytes))
         # Last, because they are only needed once the bytes have arrived.
         seed = push.reservation.digest_seed
-        job = self._digester.begin(chunk.source_pages, chunk.groups, seed)
+        job = self._digester.begin(chunk.source_pages, chunk.groups, seed, chunk.heads)
         push.digesting.append((chunk, job))
         return True
 
     # Its end.
 
-    def _end(self, push: Push) -> None:
-        now = self._now()
-        moved_s = 0.0 if push.left_at is None else now - push.left_at
-        route = self._transport.route(push.peer)
-        self._leave(push)
-        del self._pushes[push.transfer_id]
-        pages = len(push.reservation.pages)
-        seconds = push.elapsed_s(now)
-        self._emit(Pushed(push.transfer_id, pages, push.num_bytes, seconds, route, moved_s))
+    def _end(self, pushes: Sequence[Push]) -> bool:
+        """Concludes a transfer whose pushes are all over."""
+        if not pushes or not all(push.is_over for push in pushes):
+            return False
+        self._conclude(pushes[0].reservation)
+        return True
+
+    def _conclude(self, reservation: Reservation) -> None:
+        now, pushes = self._now(), self._transfers.pop(reservation.transfer_id)
+        left = [push.left_at for push in pushes if push.left_at is not None]
+        routes = [self._transport.route(push.peer) for push in pushes]
+        for push in pushes:
+            self._leave(push)
+        pushed = Pushed(
+            reservation.transfer_id,
+            len(reservation.pages),
+            sum(push.num_bytes for push in pushes),
+            max((push.elapsed_s(now) for push in pushes), default=0.0),
+            routes[0] if routes else UNKNOWN,
+            now - min(left, default=now),
+        )
+        self._emit(pushed)
 
     def _fail(self, transfer_id: str, refusal: HandoffRefused) -> None:
-        push = self._pushes.get(transfer_id)
-        if push is not None:
-            if push.is_failed:
-                return
-            self._stop(push)
+        pushes = self._transfers.get(transfer_id, [])
+        if any(push.is_failed for push in pushes):
+            return
+        self._stop(pushes)
         self._emit(PushFailed(transfer_id, refusal.cause, str(refusal)))
 
-    def _stop(self, push: Push) -> None:
-        push.is_failed = True
-        push.queue.clear()
-        push.batches.clear()
+    def _stop(self, pushes: Sequence[Push]) -> None:
+        for push in pushes:
+            push.is_failed, push.is_over = True, False
+            push.queue.clear()
+            push.batches.clear()
 
     def _drain(self, push: Push) -> bool:
         """Waits for sent parts; a push that was not cancelled yet also waits for that."""
@@ -330,10 +377,12 @@ class Pushes:
             self._reap(push)
             text = "the receiver did not answer, and its connection was closed"
             self.lose(push.peer, HandoffRefused(Cause.PEER, text))  # others wait for it in vain
-        if not push.is_quiet:
+        pushes = self._transfers.get(push.transfer_id, [])
+        if not pushes or not all(one.is_quiet for one in pushes):
             return False
-        self._leave(push)
-        del self._pushes[push.transfer_id]
+        del self._transfers[push.transfer_id]
+        for one in pushes:
+            self._leave(one)
         self._emit(PushCancelled(push.transfer_id))
         return True
 
@@ -341,3 +390,7 @@ class Pushes:
         if push.uses_peer:
             push.uses_peer = False
             self._transport.leave(push.peer)
+
+
+def _named(push: Push) -> Heads:
+    return Heads(push.part.heads.start, push.part.heads.stop)

@@ -25,7 +25,7 @@ from effuse.kvtransfer.handoff import (
     ReceiverState,
 )
 from effuse.kvtransfer.layout import Fingerprint
-from effuse.kvtransfer.messages import AttemptId, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation, Shard
 from effuse.kvtransfer.pool import PagePool
 
 ReceiverMachine = Machine[ReceiverState, ReceiverEvent, ReceiverDo]
@@ -37,7 +37,7 @@ class ReceiverIdentity:
 
     incarnation: str
     fingerprint: Fingerprint
-    page_bytes: int
+    page_bytes: int  # over all ranks
     # Time for a push, from the reservation or from its writer's last report that pages are still to
     # come.
     lease_s: float
@@ -117,7 +117,7 @@ class HandoffReceiver:
 
     def local(self, attempt: AttemptId) -> Reservation:
         """The same for an attempt that prefills here: the pages are open to no writer."""
-        return self._reservation(attempt, (), ReceiverAddress(connector="local"))
+        return self._reservation(attempt, (), ())
 
     def abort(self, transfer_id: str) -> None:
         """Abandons a handoff without a report. Its pages are free once nothing can arrive in
@@ -164,14 +164,13 @@ class HandoffReceiver:
             self._connector.close()
 
     def _reservation(
-        self, attempt: AttemptId, pages: tuple[PageRef, ...], address: ReceiverAddress
+        self, attempt: AttemptId, pages: tuple[PageRef, ...], shards: tuple[Shard, ...]
     ) -> Reservation:
         return Reservation(
             attempt=attempt,
             incarnation=self._identity.incarnation,
-            address=address,
+            shards=shards,
             num_pool_pages=self._pool.num_pages,
-            page_bytes=self._identity.page_bytes,
             pages=pages,
             fingerprint=self._identity.fingerprint,
             digest_seed=self._digest_seed,

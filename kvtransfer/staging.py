@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -62,16 +63,17 @@ class Staging:
     """Buffers of `buffer_bytes` each for one pool."""
 
     def __init__(self, memory: PageMemory, buffer_bytes: int) -> None:
-        group_bytes = memory.layout.group_bytes
-        word = next(one for one in _WORDS if group_bytes % one.itemsize == 0)
-        self._group_words = group_bytes // word.itemsize
+        head_bytes = memory.layout.head_bytes
+        word = next(one for one in _WORDS if head_bytes % one.itemsize == 0)
+        head_words = head_bytes // word.itemsize
+        self._memory = memory
+        self._word = word
         self._stream = memory.stream
-        self._rows = memory.byte_rows().view(word)
         most_words = buffer_bytes // word.itemsize
         # For one chunk at a time, because everything is on one stream.
         self._gathered = torch.empty(most_words, dtype=word, device=memory.device)
         self._free: deque[Buffer] = deque(
-            Buffer(most_words, most_words // self._group_words, word) for _ in range(NUM_BUFFERS)
+            Buffer(most_words, most_words // head_words, word) for _ in range(NUM_BUFFERS)
         )
         self._storing: deque[tuple[torch.cuda.Event, Buffer]] = deque()  # oldest first
 
@@ -80,20 +82,31 @@ class Staging:
         """Buffers that `fetch` may take."""
         return len(self._free)
 
-    def fetch(self, page_ids: Sequence[int], groups: range) -> Fetched | None:
-        """Starts to copy groups of layers of pages to the host; None while no buffer is free."""
+    def fetch(
+        self, page_ids: Sequence[int], groups: range, heads: range | None = None
+    ) -> Fetched | None:
+        """Starts to copy groups of layers of pages to the host; None while no buffer is free.
+
+        heads: some of the model's KV heads, by default all heads in the pool.
+        """
         if not self._free:
             return None
         buffer = self._free.popleft()
-        rows, gathered = self._columns(groups), self._room(page_ids, groups)
+        rows, gathered = self._room(page_ids, groups, heads)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             ids = buffer.ids(page_ids, gathered.device)
             torch.index_select(rows, 0, ids, out=gathered)
             buffer.words[: gathered.numel()].copy_(gathered.view(-1), non_blocking=True)
         return Fetched(buffer, gathered.nbytes, self._mark(), self._free)
 
-    def store(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
-        """Starts to copy bytes of the host into groups of layers of pages.
+    def store(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range | None = None,
+    ) -> None:
+        """Starts to copy bytes of the host into groups of layers of pages, heads as in `fetch`.
 
         The payload may be reused immediately. Waits for an earlier copy if no buffer is free.
         """
@@ -102,7 +115,7 @@ class Staging:
         for data in payload:
             buffer.data[at : at + data.nbytes] = data
             at += data.nbytes
-        rows, gathered = self._columns(groups), self._room(page_ids, groups)
+        rows, gathered = self._room(page_ids, groups, heads)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             ids = buffer.ids(page_ids, gathered.device)
             gathered.view(-1).copy_(buffer.words[: gathered.numel()], non_blocking=True)
@@ -116,14 +129,16 @@ class Staging:
             self._free.append(buffer)
         return self._free.popleft()
 
-    def _columns(self, groups: range) -> Tensor:
-        """These groups of layers of all pages."""
-        return self._rows[:, groups.start * self._group_words : groups.stop * self._group_words]
-
-    def _room(self, page_ids: Sequence[int], groups: range) -> Tensor:
-        """Destination for gathering the groups of these pages, one page in each row."""
-        shape = len(page_ids), len(groups) * self._group_words
-        return self._gathered[: shape[0] * shape[1]].view(shape)
+    def _room(
+        self, page_ids: Sequence[int], groups: range, heads: range | None
+    ) -> tuple[Tensor, Tensor]:
+        """The moved parts of all pages, and the destination for gathering those of these pages."""
+        layout = self._memory.layout
+        heads = layout.heads if heads is None else heads
+        rows = self._memory.byte_parts(groups, heads).view(self._word)
+        rows = rows.flatten(1) if len(heads) == len(layout.heads) else rows.flatten(2)
+        shape = len(page_ids), *rows.shape[1:]
+        return rows, self._gathered[: prod(shape)].view(shape)
 
     def _mark(self) -> torch.cuda.Event:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -20,8 +20,8 @@ from effuse.kvtransfer.connector import ConnectorDied, ConnectorEvent, Pending
 from effuse.kvtransfer.digest import Digester, digester_of
 from effuse.kvtransfer.layout import Fingerprint, KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
-from effuse.kvtransfer.push import Origin
+from effuse.kvtransfer.messages import BoundaryState, Reservation, Shard
+from effuse.kvtransfer.push import Origin, shard_of
 from effuse.kvtransfer.pushes import Pushes
 from effuse.kvtransfer.reception import Destination, Receptions
 from effuse.kvtransfer.transport import (
@@ -161,6 +161,7 @@ class ThreadConnector:
     ) -> None:
         self.name = transport.name
         self._transport = transport
+        self._layout = memory.layout
         self._now = now
         self._exchange = Exchange(
             transport, digester_of(memory), memory.layout, incarnation, fingerprint, self._emit, now
@@ -200,9 +201,9 @@ class ThreadConnector:
             os.close(self._request_signal)
             os.close(self._event_signal)
 
-    def describe(self) -> ReceiverAddress:
+    def describe(self) -> tuple[Shard, ...]:
         """The address of this pool for peers."""
-        return self._transport.address()
+        return (shard_of(self._layout, self._transport.address()),)
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
         """Accepts this transfer from now on."""

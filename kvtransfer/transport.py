@@ -19,6 +19,7 @@ from effuse.kvtransfer.messages import (
     Pages,
     ReceiverAddress,
     Reservation,
+    Shard,
     ToReceiver,
     ToSender,
 )
@@ -26,12 +27,13 @@ from effuse.kvtransfer.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Groups of layers of some pages, which move together."""
+    """Groups of layers and KV heads of some pages, which move together."""
 
     first: int  # index of its first page in the reservation
     source_pages: tuple[int, ...]
     targets: tuple[PageRef, ...]
     groups: range
+    heads: range  # in the model's numbers
 
 
 class Peer(Protocol):
@@ -113,8 +115,8 @@ class Transport(Protocol):
         """The current address of this pool."""
         ...
 
-    def reach(self, reservation: Reservation) -> Peer:
-        """The receiver of a reservation, counted as in use. Raises HandoffRefused."""
+    def reach(self, reservation: Reservation, shard: Shard) -> Peer:
+        """A receiving rank of a reservation, counted as in use. Raises HandoffRefused."""
         ...
 
     def leave(self, peer: Peer) -> None:
@@ -156,7 +158,13 @@ class Transport(Protocol):
         """Answers a writer; one that cannot be reached has its lease."""
         ...
 
-    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+    def place(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range,
+    ) -> None:
         """Copies the bytes that came with Pages into the pool, split as in `PageMemory.write`."""
         ...
 

@@ -25,6 +25,7 @@ from effuse.kvtransfer.messages import (
     Placed,
     ReceiverAddress,
     Reservation,
+    Shard,
     ToReceiver,
     ToSender,
     decode_to_receiver,
@@ -125,7 +126,8 @@ class ZmqTransport:
         self._peers: dict[str, ZmqPeer] = {}
         self._poller = zmq.Poller()  # of all existing sockets
         self._fetching: list[ZmqDelivery] = []  # to be sent once they are on the host
-        self._sent: dict[tuple[str, int, int], ZmqDelivery] = {}  # not answered yet
+        # Not answered yet, by receiver, transfer, first page and group of layers.
+        self._sent: dict[tuple[str, str, int, int], ZmqDelivery] = {}
 
     def open(self) -> None:
         """Binds the receiving socket."""
@@ -161,9 +163,9 @@ class ZmqTransport:
 
     # Sending.
 
-    def reach(self, reservation: Reservation) -> Peer:
-        """A connection to the receiver of a reservation, new or existing."""
-        endpoint = reservation.address.endpoint
+    def reach(self, reservation: Reservation, shard: Shard) -> Peer:
+        """A connection to a receiving rank, new or existing."""
+        endpoint = shard.address.endpoint
         peer = self._peers.get(endpoint)
         if peer is None:
             if not endpoint.startswith("tcp://"):
@@ -211,11 +213,13 @@ class ZmqTransport:
         with _open(peer):
             if self._staging is None:
                 delivery = ZmqDelivery(peer, header, None)
-                self._send(delivery, self._memory.views(chunk.source_pages, chunk.groups))
+                self._send(
+                    delivery, self._memory.views(chunk.source_pages, chunk.groups, chunk.heads)
+                )
                 return delivery
             if self._num_staged(peer) >= self._staging.num_free:
                 return None  # the rest is for others, in case this peer never answers
-            fetched = self._staging.fetch(chunk.source_pages, chunk.groups)
+            fetched = self._staging.fetch(chunk.source_pages, chunk.groups, chunk.heads)
         if fetched is None:
             return None
         delivery = ZmqDelivery(peer, header, fetched)
@@ -229,7 +233,8 @@ class ZmqTransport:
     def _send(self, delivery: ZmqDelivery, frames: Sequence[memoryview]) -> None:
         header = delivery.header
         delivery.tracker = delivery.peer.send(header, frames)
-        self._sent[header.attempt.transfer_id, header.first, header.group] = delivery
+        name = delivery.peer.endpoint, header.attempt.transfer_id
+        self._sent[*name, header.first, header.group] = delivery
 
     # Receiving.
 
@@ -291,7 +296,7 @@ class ZmqTransport:
                 self._lose(peer, str(error), heard)
                 return
             if isinstance(answer, Placed):
-                key = (answer.transfer_id, answer.first, answer.group)
+                key = (peer.endpoint, answer.transfer_id, answer.first, answer.group)
                 delivery = self._sent.get(key)
                 if delivery is not None and delivery.peer is peer:
                     delivery.is_placed = True
@@ -314,12 +319,18 @@ class ZmqTransport:
         assert isinstance(reply, bytes)
         self._listener.answer(reply, encode(message))
 
-    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+    def place(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range,
+    ) -> None:
         """Copies pages into the pool, on a GPU after the work on its stream."""
         if self._staging is None:
-            self._memory.write(page_ids, groups, payload)
+            self._memory.write(page_ids, groups, payload, heads)
         else:
-            self._staging.store(page_ids, groups, payload)
+            self._staging.store(page_ids, groups, payload, heads)
 
     def renew(self, address: ReceiverAddress) -> None:
         """Not needed: only expected pages are placed."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from slowness import patient
 
 from effuse.config.decoding import DecodeSettings, DecodingDefaults
-from effuse.kvtransfer.messages import Field, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import Field, Heads, PageRef, ReceiverAddress, Reservation, Shard
 from effuse.placement.records import Load, ModelInfo
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_process import Engine, main
@@ -136,13 +136,16 @@ class FakeCore:
             verified = Verified(attempt=message.attempt, bytes=64, pages=2, handoff_s=0.25)
             self._out.append(verified)
 
+    def _shard(self) -> Shard:
+        address = ReceiverAddress(connector=self._connector, endpoint="tcp://127.0.0.1:1")
+        return Shard(address=address, heads=Heads(0, 1), page_bytes=32)
+
     def _reservation(self, message: StartDecode | StartRehearsal) -> Reservation:
         return Reservation(
             attempt=message.attempt,
             incarnation=self._incarnation,
-            address=ReceiverAddress(connector=self._connector, endpoint="tcp://127.0.0.1:1"),
+            shards=(self._shard(),),
             num_pool_pages=PAGES,
-            page_bytes=32,
             pages=(PageRef(3, 1), PageRef(4, 9)),
             fingerprint=(Field("weights", "w"),),
             digest_seed=0,

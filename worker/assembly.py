@@ -305,11 +305,13 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
     return KVLayout(
         kind=config.kv_layout,
         num_layers=model.config.num_layers,
-        num_kv_heads=len(model.shard.kv_heads),
+        num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         page_size=config.page_size,
         dtype=str(model.dtype).removeprefix("torch."),
         most_groups=MOST_GROUPS[config.connector],
+        rank=model.shard.rank,
+        degree=model.shard.size,
     )
 
 

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from effuse.kvtransfer.connector import ConnectorEvent
-from effuse.kvtransfer.messages import BoundaryState, Field, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import BoundaryState, Field, Reservation, Shard
 from effuse.models.part import Part
 
 Stage = Literal["present", "loaded", "open"]
@@ -149,10 +149,10 @@ Command = Run | CopyPage | ZeroTail | Transfer | Slots | Prepare | Open | Quit
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
-    """How far the start of the rank has come; a connector's address comes with "open"."""
+    """How far the start of the rank has come; a connector's shard comes with "open"."""
 
     stage: Stage
-    address: ReceiverAddress | None = None
+    shard: Shard | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -177,7 +177,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 class Readdressed(msgspec.Struct, frozen=True, tag=True):
     """The rank's connector is reached in another way from now on."""
 
-    address: ReceiverAddress
+    shard: Shard
 
 
 FromRank = Reached | Refused | Taken | Moved | Readdressed

@@ -20,7 +20,7 @@ import zmq
 
 from effuse.kvtransfer.connector import Connector, Pending
 from effuse.kvtransfer.layout import Fingerprint
-from effuse.kvtransfer.messages import ReceiverAddress
+from effuse.kvtransfer.messages import Shard
 from effuse.telemetry import logs, output
 from effuse.worker.assembly import Part, connect, device_of, join, load_shard, make_part
 from effuse.worker.config import WorkerConfig
@@ -139,7 +139,7 @@ class Rank:
         self._make_steps = make_steps
         self._steps: Steps | None = None
         self._connector: Connector | None = None
-        self._address: ReceiverAddress | None = None
+        self._shard: Shard | None = None
         self._inbox: deque[Command] = deque()
         self._next = 0  # number of the next forward
         self._progress: dict[int, Pending[int]] = {}  # of forwards, by number
@@ -172,9 +172,10 @@ class Rank:
             return
         for event in self._connector.poll():
             self._leader.answer(Moved(event))
-        if (address := self._connector.describe()) != self._address:
-            self._address = address
-            self._leader.answer(Readdressed(address))
+        (shard,) = self._connector.describe()
+        if shard != self._shard:
+            self._shard = shard
+            self._leader.answer(Readdressed(shard))
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -195,8 +196,8 @@ class Rank:
                 self._steps = self._make_steps()
             case Open(fingerprint=fingerprint):
                 self._connector = self._open(fingerprint)
-                self._address = self._connector.describe()
-                self._leader.answer(Reached("open", self._address))
+                (self._shard,) = self._connector.describe()
+                self._leader.answer(Reached("open", self._shard))
             case Quit():
                 raise AssertionError("the loop takes it")
             case _:

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from effuse.kvtransfer.connector import ConnectorEvent
-from effuse.kvtransfer.messages import ReceiverAddress
+from effuse.kvtransfer.messages import Shard
 from effuse.models.shard import ALONE, Group
 from effuse.placement.records import Role
 from effuse.telemetry import output
@@ -84,7 +84,7 @@ class Ranks:
         """`on_broken` is called by the watching thread, once, with the reason."""
         self.size = size
         self.home = home
-        self.addresses: dict[int, ReceiverAddress | None] = {}  # of connectors, by rank
+        self.shards: dict[int, Shard | None] = {}  # of connectors, by rank
         self.group: Group = ALONE  # once it is joined
         self.event_signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_broken = on_broken
@@ -237,10 +237,10 @@ class Ranks:
             case Moved(event=event):
                 self._events.append((rank, event))
                 os.eventfd_write(self.event_signal, 1)
-            case Readdressed(address=address):
-                self.addresses[rank] = address
-            case Reached(stage=stage, address=address):
-                self.addresses[rank] = address
+            case Readdressed(shard=shard):
+                self.shards[rank] = shard
+            case Reached(stage=stage, shard=shard):
+                self.shards[rank] = shard
                 with self._changed:
                     self._stages[rank].append(stage)
                     self._changed.notify_all()

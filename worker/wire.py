@@ -22,10 +22,12 @@ from effuse.config.decoding import (
 from effuse.kvtransfer.messages import (
     AttemptId,
     Field,
+    Heads,
     MalformedMessage,
     PageRef,
     ReceiverAddress,
     Reservation,
+    Shard,
     check_reservation,
 )
 from effuse.protos.errors import InvalidRequest
@@ -116,8 +118,19 @@ def _reservation(message: pb.Reservation) -> Reservation:
     return Reservation(
         attempt=_attempt_id(message.attempt),
         incarnation=message.incarnation,
+        shards=tuple(_shard(message.connector, shard) for shard in message.shards),
+        digest_seed=message.digest_seed,
+        num_pool_pages=message.num_pool_pages,
+        pages=tuple(PageRef(page.page_id, page.generation) for page in message.pages),
+        fingerprint=tuple(Field(field.name, field.value) for field in message.fingerprint),
+        lease_s=message.lease_s,
+    )
+
+
+def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
+    return Shard(
         address=ReceiverAddress(
-            connector=message.connector,
+            connector=connector,
             endpoint=message.endpoint,
             agent_name=message.agent_name,
             agent_metadata=message.agent_metadata,
@@ -126,12 +139,8 @@ def _reservation(message: pb.Reservation) -> Reservation:
             memory_kind=message.memory_kind,
             boot_id=message.boot_id,
         ),
-        digest_seed=message.digest_seed,
-        num_pool_pages=message.num_pool_pages,
+        heads=Heads(message.first_head, message.end_head),
         page_bytes=message.page_bytes,
-        pages=tuple(PageRef(page.page_id, page.generation) for page in message.pages),
-        fingerprint=tuple(Field(field.name, field.value) for field in message.fingerprint),
-        lease_s=message.lease_s,
     )
 
 
@@ -141,11 +150,22 @@ def _attempt_id(message: pb.AttemptId) -> AttemptId:
 
 def reservation_to_proto(held: Reservation) -> pb.Reservation:
     """Writes a reservation of our engine."""
-    address = held.address
     return pb.Reservation(
         attempt=attempt_to_proto(held.attempt),
         incarnation=held.incarnation,
-        connector=address.connector,
+        connector=held.connector,
+        shards=map(_shard_to_proto, held.shards),
+        num_pool_pages=held.num_pool_pages,
+        pages=[pb.PageRef(page_id=p.page_id, generation=p.generation) for p in held.pages],
+        fingerprint=[pb.FingerprintField(name=f.name, value=f.value) for f in held.fingerprint],
+        digest_seed=held.digest_seed,
+        lease_s=held.lease_s,
+    )
+
+
+def _shard_to_proto(shard: Shard) -> pb.ReceivingShard:
+    address = shard.address
+    return pb.ReceivingShard(
         endpoint=address.endpoint,
         agent_name=address.agent_name,
         agent_metadata=address.agent_metadata,
@@ -153,12 +173,9 @@ def reservation_to_proto(held: Reservation) -> pb.Reservation:
         device_id=address.device_id,
         memory_kind=address.memory_kind,
         boot_id=address.boot_id,
-        num_pool_pages=held.num_pool_pages,
-        page_bytes=held.page_bytes,
-        pages=[pb.PageRef(page_id=p.page_id, generation=p.generation) for p in held.pages],
-        fingerprint=[pb.FingerprintField(name=f.name, value=f.value) for f in held.fingerprint],
-        digest_seed=held.digest_seed,
-        lease_s=held.lease_s,
+        first_head=shard.heads.first,
+        end_head=shard.heads.end,
+        page_bytes=shard.page_bytes,
     )
 
 

@@ -175,7 +175,8 @@ def _rehearsals(decode: str) -> Iterator[tuple[str, Case]]:
 def _reservation(name: str, **changes: Any) -> pb.PrefillRequest:
     fields: dict[str, Any] = {
         "attempt": attempt(name), "incarnation": "decode-life", "connector": "zmq",
-        "endpoint": "tcp://127.0.0.1:1", "num_pool_pages": 8, "page_bytes": 32, "lease_s": 5.0,
+        "shards": [pb.ReceivingShard(endpoint="tcp://127.0.0.1:1", end_head=1, page_bytes=32)],
+        "num_pool_pages": 8, "lease_s": 5.0,
         "pages": [pb.PageRef(page_id=3, generation=1)],
         "fingerprint": [pb.FingerprintField(name="weights", value="w")],
     }  # fmt: skip

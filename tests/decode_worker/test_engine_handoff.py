@@ -131,7 +131,7 @@ def test_the_reservation_says_where_to_write(pair: Pair) -> None:
     _, reservation = pair.reserve(remote())
     assert len(reservation.pages) == 3  # 12 of 13 prompt tokens lie in whole blocks of 4
     assert reservation.incarnation == INCARNATION
-    assert reservation.page_bytes == pair.rig.layout.page_bytes
+    assert reservation.shards[0].page_bytes == pair.rig.layout.page_bytes
     assert pair.rig.pool.count(PageState.RECEIVING) == 3
     assert not pair.rig.step()
     pair.rig.engine.handle(Abort(attempt=remote().attempt, reason="test"))

@@ -54,6 +54,11 @@ def test_pieces_of_whole_pages_of_every_kind(length: int, kind: str) -> None:
     digests.check(pages_digests_triton.launch, CUDA, length, kind)
 
 
+def test_some_heads_of_some_groups_of_layers() -> None:
+    digests.check_runs(pages_digests_triton.launch, CUDA)
+    digests.check_runs(pages_digests_triton.launch, CUDA, 16384)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_of_released_models(name: str) -> None:
     parts, part_bytes = PAGES[name]
@@ -80,8 +85,8 @@ def test_a_pools_digests_are_those_of_single_calls(is_pinned: bool) -> None:
         else:
             kept_ids, found = kept_ids.to(CUDA), found.to(CUDA)
         torch.cuda.synchronize()
-        size = {"num_ids": len(ids), "first_byte": first, "num_pieces": count}
-        pool.take(kept_ids, key, found, **size)
+        size = {"num_ids": len(ids), "first_piece": first // 16384, "num_pieces": count}
+        pool.take(kept_ids, key, found, **size, run_pieces=count, run_step=count)
         torch.cuda.synchronize()
         expected = piece_digests(
             pages,

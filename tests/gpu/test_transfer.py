@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from kvtransfer.fixtures import (
@@ -22,7 +23,7 @@ from kvtransfer.remote import RemoteReceiver
 
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Cause, Pushed, PushFailed
-from effuse.kvtransfer.digest import DeviceDigester, pages_digest
+from effuse.kvtransfer.digest import DeviceDigester, HostDigester, pages_digest
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.staging import Staging
 
@@ -59,6 +60,12 @@ def test_digests_are_those_of_the_host_and_wait_for_nothing() -> None:
         pass
     assert time.monotonic() - begin < 0.15, "it waited for the default stream"
     assert pages_digest(found) == digest_of(memory, [5, 0, 3])
+    half = digester.begin([5, 0], range(2, 5), SEED, range(1, 2))
+    eventually(lambda: half.poll() is not None, True)
+    host = PageMemory(LARGE, 8)
+    host.tensor.copy_(memory.tensor)
+    expected = HostDigester(host).begin([5, 0], range(2, 5), SEED, range(1, 2)).poll()
+    assert np.asarray(half.poll()).tolist() == np.asarray(expected).tolist()
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -108,6 +115,13 @@ def test_pages_go_to_the_host_and_back_through_pinned_buffers() -> None:
     torch.cuda.synchronize()
     assert torch.equal(target.tensor[[0, 7, 2]], source.tensor[[6, 1, 3]])
     assert not target.tensor[[1, 3, 4, 5, 6]].any()
+    fetched = down.fetch([5, 2], range(2, 5), range(1, 2))
+    assert fetched is not None and fetched.num_bytes == 2 * 3 * LARGE.head_bytes
+    eventually(fetched.is_over, True)
+    up.store([1, 3], range(2, 5), [fetched.view], range(1, 2))
+    torch.cuda.synchronize()
+    assert torch.equal(target.tensor[[1, 3], 2:5, 1:2], source.tensor[[5, 2], 2:5, 1:2])
+    assert not target.tensor[[1, 3], :, :1].any() and not target.tensor[[1, 3], :2].any()
 
 
 def test_no_more_is_fetched_than_there_are_buffers() -> None:

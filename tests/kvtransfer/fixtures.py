@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 from slowness import patient
@@ -20,13 +21,17 @@ from effuse.kvtransfer.messages import (
     AttemptId,
     BoundaryState,
     Field,
+    Heads,
     PageRef,
     ReceiverAddress,
     Reservation,
+    Shard,
 )
+from effuse.kvtransfer.push import shard_of
 
 SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
 LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page, 8 groups of layers
+HEADS = Heads(0, 2)  # of either, all
 SEED = 7
 DEADLINE_S = patient(60.0)  # the other process may still have to start
 LEASE_S = 60.0  # the longest one that a sender takes
@@ -64,7 +69,7 @@ def filled(layout: KVLayout, num_pages: int, seed: int = 0, device: str = "cpu")
 
 def reservation(
     memory: PageMemory,
-    address: ReceiverAddress,
+    address: ReceiverAddress | tuple[Shard, ...],
     pages: Sequence[PageRef],
     *,
     incarnation: str = "decode-1",
@@ -72,18 +77,30 @@ def reservation(
     fields: Fingerprint | None = None,
     lease_s: float = LEASE_S,
 ) -> Reservation:
-    """A reservation of these pages."""
+    """A reservation of these pages. An address is that of a pool that holds what `memory` does."""
+    shards = address if isinstance(address, tuple) else (shard_of(memory.layout, address),)
     return Reservation(
         attempt=AttemptId(f"request-{number}", 1, f"transfer-{number}"),
         incarnation=incarnation,
-        address=address,
+        shards=shards,
         num_pool_pages=memory.num_pages,
-        page_bytes=memory.page_bytes,
         pages=tuple(pages),
         fingerprint=fields if fields is not None else print_of(memory.layout),
         digest_seed=SEED,
         lease_s=lease_s,
     )
+
+
+def address_of(reserved: Reservation) -> ReceiverAddress:
+    """Where the only rank of a reservation is."""
+    (shard,) = reserved.shards
+    return shard.address
+
+
+def with_shard(reserved: Reservation, **changes: Any) -> Reservation:
+    """The reservation, with its only rank changed."""
+    (shard,) = reserved.shards
+    return msgspec.structs.replace(reserved, shards=(msgspec.structs.replace(shard, **changes),))
 
 
 def digest_of(memory: PageMemory, pages: Sequence[int]) -> bytes:

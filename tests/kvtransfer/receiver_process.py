@@ -129,12 +129,14 @@ def spoil(connector: Connector, memory: PageMemory, page: int) -> None:
     digester = connector._exchange._receptions._digester
     begin = digester.begin
 
-    def begin_later(page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
+    def begin_later(
+        page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
+    ) -> DigestJob:
         if page in page_ids:
             memory.byte_rows()[page, groups.start * memory.layout.group_bytes + 17] ^= 1
             if memory.device.type == "cuda":
                 torch.cuda.synchronize()
-        return begin(page_ids, groups, seed)
+        return begin(page_ids, groups, seed, heads)
 
     digester.begin = begin_later  # type: ignore[method-assign]
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from kvtransfer.fixtures import SMALL, boundary, digest_of, filled, print_of, reservation
+from kvtransfer.fixtures import (
+    HEADS,
+    SMALL,
+    boundary,
+    digest_of,
+    filled,
+    print_of,
+    reservation,
+)
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
@@ -39,8 +47,10 @@ class Slow:
     digester: HostDigester
     may_show: bool = False
 
-    def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
-        job, slow = self.digester.begin(page_ids, groups, seed), self
+    def begin(
+        self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
+    ) -> DigestJob:
+        job, slow = self.digester.begin(page_ids, groups, seed, heads), self
 
         class Hidden:
             def poll(self) -> PieceDigests | None:
@@ -88,6 +98,7 @@ class Scene:
             "attempt": self.reserved.attempt,
             "source": "prefill-1",
             "destination": "decode-1",
+            "heads": HEADS,
             "fingerprint": FINGERPRINT,
         }
         self.say(Begin(**(words | changes)))
@@ -98,6 +109,7 @@ class Scene:
             "attempt": self.reserved.attempt,
             "source": "prefill-1",
             "destination": "decode-1",
+            "heads": HEADS,
             "first": first,
             "pages": self.reserved.pages[first : first + count],
             "group": groups.start,
@@ -119,6 +131,7 @@ class Scene:
             attempt=self.reserved.attempt,
             source_incarnation="prefill-1",
             destination_incarnation="decode-1",
+            heads=HEADS,
             fingerprint=FINGERPRINT,
             digest=digest_of(self.source, range(3)),
             num_bytes=3 * self.source.page_bytes,

@@ -13,6 +13,7 @@ from effuse.kvtransfer.messages import (
     Pages,
     ReceiverAddress,
     Reservation,
+    Shard,
     ToReceiver,
     ToSender,
 )
@@ -64,8 +65,8 @@ class FakeTransport:
     def address(self) -> ReceiverAddress:
         return ReceiverAddress(connector=self.name)
 
-    def reach(self, reservation: Reservation) -> Peer:
-        return sys.intern(reservation.address.endpoint)  # peers are distinguished by identity
+    def reach(self, reservation: Reservation, shard: Shard) -> Peer:
+        return sys.intern(shard.address.endpoint)  # peers are distinguished by identity
 
     def leave(self, peer: Peer) -> None:
         self.left.append(peer)
@@ -103,8 +104,14 @@ class FakeTransport:
     def answer(self, reply: Reply, message: ToSender) -> None:
         self.answers.append(message)
 
-    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
-        self.memory.write(page_ids, groups, payload)
+    def place(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range,
+    ) -> None:
+        self.memory.write(page_ids, groups, payload, heads)
 
     def renew(self, address: ReceiverAddress) -> None:
         self.renewed.append(address)

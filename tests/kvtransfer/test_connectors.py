@@ -16,6 +16,7 @@ import pytest
 from kvtransfer.fixtures import (
     DEADLINE_S,
     SMALL,
+    address_of,
     boundary,
     changed,
     digests_of,
@@ -24,6 +25,7 @@ from kvtransfer.fixtures import (
     print_of,
     reservation,
     spoilt,
+    with_shard,
 )
 from kvtransfer.receiver_process import LAYOUTS, make
 from kvtransfer.remote import RemoteReceiver
@@ -167,7 +169,7 @@ def test_a_reservation_of_another_model_is_refused_before_a_write(
     """The same check in every connector, so one of them stands for all."""
     reserved = nowhere()
     if name == "page_bytes":
-        reserved = msgspec.structs.replace(reserved, page_bytes=reserved.page_bytes * 2)
+        reserved = with_shard(reserved, page_bytes=SMALL.page_bytes * 2)
     else:
         reserved = msgspec.structs.replace(reserved, fingerprint=changed(print_of(SMALL), name))
     alone.push_pages(reserved, [0], 0)
@@ -351,11 +353,10 @@ def test_false_addresses_are_refused_and_the_honest_one_still_works(
     if pair.kind != "nixl":
         change = {"endpoint": "tcp://decode-9"}
     elif isinstance(what := change.get("agent_metadata"), str):
-        change = {"agent_metadata": spoilt(honest.address, what)}
+        change = {"agent_metadata": spoilt(address_of(honest), what)}
+    address = msgspec.structs.replace(address_of(honest), **change)
     false = msgspec.structs.replace(
-        honest,
-        address=msgspec.structs.replace(honest.address, **change),
-        attempt=AttemptId("request-1", 1, "false"),
+        with_shard(honest, address=address), attempt=AttemptId("request-1", 1, "false")
     )
     pair.push(false, [0])
     failed = pair.next_event(false)

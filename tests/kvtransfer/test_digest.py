@@ -18,7 +18,7 @@ from effuse.kvtransfer.digest import (
     PieceDigests,
     digester_of,
     pages_digest,
-    pieces_in_group,
+    pieces_in_head,
     prompt_digest,
 )
 from effuse.kvtransfer.layout import KVLayout
@@ -45,7 +45,7 @@ def take(memory: PageMemory, pages: list[int], groups: range, seed: int = SEED) 
 def test_pieces_are_those_of_the_groups_that_were_asked_for(layout: KVLayout) -> None:
     memory, groups = filled(layout, 4), range(1, layout.num_groups)
     found = take(memory, [3, 0], groups, seed=2**63 - 1)
-    assert found.shape == (2, len(groups) * pieces_in_group(layout))
+    assert found.shape == (2, len(groups) * 2 * pieces_in_head(layout))
     for row, page in zip(found.tolist(), (3, 0), strict=True):
         assert row == expected(memory, page, groups, 2**63 - 1)
 

@@ -13,7 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from kvtransfer.fixtures import DEADLINE_S, next_event, reservation
+from kvtransfer.fixtures import (
+    DEADLINE_S,
+    address_of,
+    next_event,
+    reservation,
+)
 from kvtransfer.late_writes import (
     NEXT_OWNERS,
     NUM_PAGES,
@@ -123,7 +128,7 @@ def test_others_go_on_and_are_reached_anew(victim: Victim) -> None:
         assert isinstance(events[0], Arrived) and events[0].transfer_id == spared.transfer_id
         assert events[1] == Fenced(doomed.transfer_id)
         later = reservation(victim.memory, victim.connector.describe(), (PageRef(5, 1),), number=3)
-        assert later.address != spared.address
+        assert address_of(later) != address_of(spared)
         victim.connector.expect(later, "prefill-2")
         other.push(later, [6], WRITTEN)
         assert isinstance(next_event(victim.connector, later.transfer_id), Arrived)

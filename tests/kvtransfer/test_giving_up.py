@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kvtransfer.fixtures import address_of
 from kvtransfer.reception_scene import Scene
 
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, Fenced
@@ -59,7 +60,7 @@ def test_a_one_sided_writer_is_fenced_by_its_word(one_sided: Scene) -> None:
 def test_the_address_of_a_writer_that_died_is_shut_off_before_its_pages_are_free(
     one_sided: Scene,
 ) -> None:
-    address = one_sided.reserved.address
+    address = address_of(one_sided.reserved)
     one_sided.begin()
     one_sided.receptions.forget("transfer-1")
     one_sided.receptions.fence("transfer-1", has_drained=False)
@@ -80,7 +81,7 @@ def test_an_address_that_others_write_to_is_shut_off_after_them(one_sided: Scene
     assert one_sided.transport.shut == [] and one_sided.events == []
     one_sided.receptions.forget(other.transfer_id)
     one_sided.receptions.turn()
-    assert one_sided.transport.shut == [one_sided.reserved.address]
+    assert one_sided.transport.shut == [address_of(one_sided.reserved)]
     # The writers of the other two may live and write by other ways than the connection.
     assert one_sided.events == [Fenced("transfer-1")]
     for reserved in (other, given_up):

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from kvtransfer.fixtures import SMALL, boundary, filled, print_of, reservation
+from kvtransfer.fixtures import (
+    SMALL,
+    address_of,
+    boundary,
+    filled,
+    print_of,
+    reservation,
+    with_shard,
+)
 
 from effuse.kvtransfer.connector import (
     ArrivalRefused,
@@ -108,8 +116,10 @@ def test_bytes_that_change_on_the_way_are_refused(
 ) -> None:
     write = pair.target.write
 
-    def spoil(page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
-        write(page_ids, groups, payload)
+    def spoil(
+        page_ids: Sequence[int], groups: range, payload: Sequence[memoryview], heads: range
+    ) -> None:
+        write(page_ids, groups, payload, heads)
         pair.target.bytes_at(page_ids[0])[3] ^= 1
 
     monkeypatch.setattr(pair.target, "write", spoil)
@@ -123,7 +133,7 @@ def test_bytes_that_change_on_the_way_are_refused(
 
 def test_a_peer_that_left_fails_the_push(pair: Pair) -> None:
     reserved = pair.reserve()
-    away = msgspec.structs.replace(reserved.address, endpoint="decode-0")
-    pair.push(msgspec.structs.replace(reserved, address=away))
+    away = msgspec.structs.replace(address_of(reserved), endpoint="decode-0")
+    pair.push(with_shard(reserved, address=away))
     failed = pair.sender.poll()[0]
     assert isinstance(failed, PushFailed) and failed.cause is Cause.PEER

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
-from kvtransfer.fixtures import boundary
+from kvtransfer.fixtures import (
+    HEADS,
+    boundary,
+)
 
 from effuse.kvtransfer.digest import finish_of, seal_of
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
+    MAX_RANKS,
     AttemptId,
     Field,
+    Heads,
     MalformedMessage,
     Manifest,
     PageRef,
     ReceiverAddress,
     Reservation,
+    Shard,
     check_reservation,
     decode_reservation,
     decode_to_receiver,
@@ -23,12 +31,18 @@ from effuse.kvtransfer.messages import (
 )
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
+
+
+def shard(page_bytes: int = 4096, heads: Heads = HEADS, **address: Any) -> Shard:
+    """A rank at an address."""
+    return Shard(address=ReceiverAddress(**address), heads=heads, page_bytes=page_bytes)
+
+
 RESERVATION = Reservation(
     attempt=ATTEMPT,
     incarnation="decode-1",
-    address=ReceiverAddress(connector="zmq", endpoint="tcp://127.0.0.1:1"),
+    shards=(shard(connector="zmq", endpoint="tcp://127.0.0.1:1"),),
     num_pool_pages=8,
-    page_bytes=4096,
     pages=(PageRef(3, 1), PageRef(4, 7)),
     fingerprint=(Field("weights", "w1"),),
     digest_seed=5,
@@ -38,6 +52,7 @@ MANIFEST = Manifest(
     attempt=ATTEMPT,
     source_incarnation="prefill-1",
     destination_incarnation="decode-1",
+    heads=HEADS,
     fingerprint=(Field("weights", "w1"),),
     digest=b"d" * 16,
     num_bytes=8192,
@@ -57,6 +72,7 @@ def test_the_seal_covers_every_field() -> None:
         {"attempt": AttemptId("request-1", 2, "transfer-1")},
         {"source_incarnation": "prefill-2"},
         {"destination_incarnation": "decode-2"},
+        {"heads": Heads(0, 1)},
         {"fingerprint": (Field("weights", "w2"),)},
         {"digest": b"e" * 16},
         {"num_bytes": 8193},
@@ -112,12 +128,11 @@ def test_a_field_of_nobodys_that_never_ends_is_malformed() -> None:
         ({"pages": (PageRef(3, 1), PageRef(3, 1))}, "twice"),
         ({"lease_s": 0.0}, "lease_s"),
         ({"lease_s": float("nan")}, "lease_s"),
-        ({"page_bytes": 0}, "page_bytes"),
-        (
-            {"address": ReceiverAddress(connector="nixl", pool_address=(1 << 63) - 8)},
-            "beyond 63 bits",
-        ),
-        ({"address": ReceiverAddress(connector="nixl", memory_kind="TAPE")}, "memory_kind"),
+        ({"shards": (shard(0, connector="nixl"),)}, "page_bytes"),
+        ({"shards": (shard(connector="nixl", heads=Heads(-1, 2)),)}, "heads"),
+        ({"shards": (shard(connector="nixl"),) * (MAX_RANKS + 1)}, "shards"),
+        ({"shards": (shard(connector="nixl", pool_address=(1 << 63) - 8),)}, "beyond 63 bits"),
+        ({"shards": (shard(connector="nixl", memory_kind="TAPE"),)}, "memory_kind"),
     ],
     ids=str,
 )

@@ -11,12 +11,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvtransfer.fixtures import LARGE, SMALL, reservation
+from kvtransfer.fixtures import (
+    LARGE,
+    SMALL,
+    address_of,
+    reservation,
+    with_shard,
+)
 from nixl._api import nixl_agent, nixl_agent_config
 from slowness import patient
 
 from effuse.kvtransfer import cuda_ipc, nixl_peers
 from effuse.kvtransfer.connector import Cause, HandoffRefused
+from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import DIGEST_BYTES, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, handle_in
@@ -57,7 +64,12 @@ class Agent:
         self.told.append(name)
 
 
-def to(number: int, pool: int = 0) -> Reservation:
+def find(peers: NixlPeers, reserved: Reservation) -> NixlPeer:
+    (shard,) = reserved.shards
+    return peers.find(reserved, shard)
+
+
+def to(number: int, pool: int = 0, layout: KVLayout = SMALL) -> Reservation:
     name = f"decode-{number}"
     address = ReceiverAddress(
         connector="nixl",
@@ -66,7 +78,7 @@ def to(number: int, pool: int = 0) -> Reservation:
         pool_address=pool,
         memory_kind="DRAM",
     )
-    return reservation(PageMemory(SMALL, 4), address, [PageRef(1, 1)])
+    return reservation(PageMemory(layout, 4), address, [PageRef(1, 1)])
 
 
 @pytest.fixture
@@ -78,22 +90,22 @@ def test_hundreds_of_peers_are_added_once_each(agent: Any) -> None:
     peers = NixlPeers(agent, SMALL)
     for _ in range(3):
         for number in range(500):
-            assert peers.find(to(number)).name == f"decode-{number}"
+            assert find(peers, to(number)).name == f"decode-{number}"
     assert len(agent.added) == 500 and agent.removed == []
 
 
 def test_the_least_recent_idle_peer_makes_room(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_peers, "MOST_PEERS", 3)
     peers = NixlPeers(agent, SMALL)
-    in_use = peers.find(to(0))
+    in_use = find(peers, to(0))
     in_use.num_pushes = 1
     for number in (1, 2, 1, 3):
-        peers.find(to(number))
+        find(peers, to(number))
     assert agent.removed == ["decode-2"]
     for number in (1, 3):
-        peers.find(to(number)).num_pushes = 1
+        find(peers, to(number)).num_pushes = 1
     with pytest.raises(HandoffRefused, match="3 peers are already in flight") as caught:
-        peers.find(to(4))
+        find(peers, to(4))
     assert caught.value.cause is Cause.PEER
 
 
@@ -101,14 +113,14 @@ def test_a_peer_that_changed_or_was_lost_is_added_anew_once_nothing_is_in_flight
     agent: Any,
 ) -> None:
     peers = NixlPeers(agent, SMALL)
-    peer = peers.find(to(1))
+    peer = find(peers, to(1))
     peer.num_pushes = 1
     with pytest.raises(HandoffRefused, match="writes to it are in flight"):
-        peers.find(to(1, pool=4096))
-    assert peers.find(to(1)) is peer
+        find(peers, to(1, pool=4096))
+    assert find(peers, to(1)) is peer
     peers.lose(peer)
     peer.num_pushes = 0
-    assert peers.find(to(1)) is not peer
+    assert find(peers, to(1)) is not peer
     assert agent.removed == ["decode-1"] and agent.added == ["decode-1"] * 2
 
 
@@ -116,14 +128,14 @@ def test_a_pool_is_prepared_by_pages_and_by_groups_as_long_as_its_peer_is_known(
     agent: Any,
 ) -> None:
     peers = NixlPeers(agent, LARGE)
-    peer = peers.find(to(1))
+    peer = find(peers, to(1, layout=LARGE))
     count, groups = peer.num_pages, LARGE.num_groups
     assert groups > 1
     by_page, by_group = (LARGE.page_bytes, count), (LARGE.group_bytes, count * groups)
     assert agent.prepared == [by_page, by_group]
-    assert peer.pages is agent.prepared[0] and peer.groups is agent.prepared[1]
+    assert peer.lists.cut(1) is agent.prepared[0] and peer.lists.cut(groups) is agent.prepared[1]
     peers.lose(peer)
-    peers.find(to(1))
+    find(peers, to(1, layout=LARGE))
     assert len(agent.prepared) == 2
 
 
@@ -140,17 +152,17 @@ def test_a_write_is_looked_at_several_times(agent: Any) -> None:
 def test_an_address_that_lacks_something_is_refused(agent: Any, missing: str) -> None:
     empty = b"" if missing == "agent_metadata" else ""
     held = to(1)
-    address = msgspec.structs.replace(held.address, **{missing: empty})
+    address = msgspec.structs.replace(address_of(held), **{missing: empty})
     with pytest.raises(HandoffRefused) as caught:
-        NixlPeers(agent, SMALL).find(msgspec.structs.replace(held, address=address))
+        find(NixlPeers(agent, SMALL), with_shard(held, address=address))
     assert caught.value.cause is Cause.MALFORMED and agent.added == []
 
 
 def test_metadata_of_another_agent_is_refused_and_forgotten(agent: Any) -> None:
     held = to(1)
-    address = msgspec.structs.replace(held.address, agent_metadata=b"decode-9")
+    address = msgspec.structs.replace(address_of(held), agent_metadata=b"decode-9")
     with pytest.raises(HandoffRefused, match="of agent decode-9, not decode-1"):
-        NixlPeers(agent, SMALL).find(msgspec.structs.replace(held, address=address))
+        find(NixlPeers(agent, SMALL), with_shard(held, address=address))
     assert agent.removed == ["decode-9"]
 
 
@@ -229,9 +241,9 @@ def test_receivers_of_a_life_that_is_over_are_removed_once_nothing_is_in_flight(
     def of(life: str, pushes: int) -> NixlPeer:
         name = f"decode-{life}-r0"
         address = msgspec.structs.replace(
-            to(0).address, agent_name=name, agent_metadata=name.encode()
+            address_of(to(0)), agent_name=name, agent_metadata=name.encode()
         )
-        peer = peers.find(msgspec.structs.replace(to(0), address=address))
+        peer = find(peers, with_shard(to(0), address=address))
         peer.num_pushes = pushes
         return peer
 
@@ -278,10 +290,10 @@ def test_a_handle_travels_with_the_metadata_and_is_mapped_once_for_each_peer(
     peers = NixlPeers(agent, SMALL, on_device=True)
     agent.add_peer = lambda metadata: "decode-1ab-r0"
     address = msgspec.structs.replace(
-        to(0).address, agent_name="decode-1ab-r0", agent_metadata=owner.metadata(handle)
+        address_of(to(0)), agent_name="decode-1ab-r0", agent_metadata=owner.metadata(handle)
     )
-    asked = msgspec.structs.replace(to(0), address=address)
-    assert peers.find(asked) is peers.find(asked) and opened == [handle]
+    asked = with_shard(to(0), address=address)
+    assert find(peers, asked) is find(peers, asked) and opened == [handle]
     peers.forget("1ab")
     assert closed == [7]
 

@@ -13,7 +13,7 @@ from kvtransfer.fixtures import SEED, SMALL, boundary, digest_of, filled, print_
 from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.digest import HostDigester
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress
-from effuse.kvtransfer.push import Batch, Origin, Push, check_push
+from effuse.kvtransfer.push import Batch, Origin, Push, check_push, parts_of
 
 SOURCE = filled(SMALL, 6)
 ORIGIN = Origin("prefill-1", print_of(SMALL), SMALL)
@@ -25,7 +25,9 @@ BOUNDARY = boundary()
 
 @pytest.fixture
 def push() -> Push:
-    return Push(check_push(RESERVED, ORIGIN, "zmq"), "a peer", ORIGIN, known_at=3.0)
+    checked = check_push(RESERVED, ORIGIN, "zmq")
+    (part,) = parts_of(checked, SMALL)
+    return Push(checked, part, "a peer", ORIGIN, known_at=3.0)
 
 
 @contextlib.contextmanager
@@ -84,9 +86,7 @@ def test_pages_that_are_final_leave_whole() -> None:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"page_bytes": SMALL.page_bytes + 1}, Cause.SIZE),
         ({"fingerprint": print_of(SMALL, "w2")}, Cause.FINGERPRINT),
-        ({"address": ReceiverAddress(connector="nixl")}, Cause.PEER),
         ({"pages": (PageRef(6, 1),)}, Cause.MALFORMED),
         ({"pages": (PageRef(1, 1), PageRef(1, 2))}, Cause.MALFORMED),
         ({"lease_s": -1.0}, Cause.MALFORMED),

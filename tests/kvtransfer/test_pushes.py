@@ -206,7 +206,7 @@ def test_a_page_larger_than_a_piece_goes_alone(desk: Desk) -> None:
 
 
 def test_a_prompt_without_a_page_sends_its_boundary(desk: Desk) -> None:
-    desk.reserved = reservation(desk.memory, desk.reserved.address, [])
+    desk.reserved = reservation(desk.memory, desk.reserved.shards, [])
     desk.finish()
     desk.turn()
     assert desk.sent() == [] and desk.finished()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from kvtransfer.fixtures import (
+    HEADS,
     LEASE_S,
     SMALL,
     boundary,
@@ -56,7 +57,7 @@ def test_an_honest_transfer_arrives_and_lies_where_it_was_reserved(scene: Scene)
     scene.time += 2.0
     scene.finish()
     # The writer's quarter of a second; the checks took no time.
-    assert scene.events == [Arrived("transfer-1", scene.manifest(), 0.25)]
+    assert scene.events == [Arrived("transfer-1", scene.manifest(), 0.25, 3 * SMALL.page_bytes)]
     for index, page in enumerate(PAGES):
         assert scene.memory.bytes_at(page.page_id) == scene.source.bytes_at(index)
     assert scene.transport.answers[-1] == Accepted("transfer-1")
@@ -199,7 +200,9 @@ def test_more_in_one_piece_than_there_is_room_for_is_refused(two_sided: Scene) -
 
 def test_bytes_where_none_are_needed_are_refused(one_sided: Scene) -> None:
     one_sided.begin()
-    honest = Pages(one_sided.reserved.attempt, "prefill-1", "decode-1", 0, PAGES, 0, ALL.stop)
+    honest = Pages(
+        one_sided.reserved.attempt, "prefill-1", "decode-1", HEADS, 0, PAGES, 0, ALL.stop
+    )
     one_sided.say(honest, [one_sided.source.bytes_at(0, 3)])
     assert one_sided.refusal()[0] is Cause.MALFORMED
 
@@ -231,7 +234,9 @@ def test_missing_pages_are_refused(scene: Scene) -> None:
 @pytest.mark.parametrize("first", [1, 3, 1 << 31])
 def test_pages_beyond_the_reservation_are_refused(scene: Scene, first: int) -> None:
     scene.begin()
-    honest = Pages(scene.reserved.attempt, "prefill-1", "decode-1", first, PAGES, 0, ALL.stop)
+    honest = Pages(
+        scene.reserved.attempt, "prefill-1", "decode-1", HEADS, first, PAGES, 0, ALL.stop
+    )
     scene.say(honest)
     assert scene.refusal()[0] is Cause.COVERAGE
 
@@ -239,7 +244,7 @@ def test_pages_beyond_the_reservation_are_refused(scene: Scene, first: int) -> N
 @pytest.mark.parametrize("groups", [(0, 0), (1, 1), (2, 1), (0, 3), (0, 1 << 31)])
 def test_layers_that_there_are_not_are_refused(scene: Scene, groups: tuple[int, int]) -> None:
     scene.begin()
-    scene.say(Pages(scene.reserved.attempt, "prefill-1", "decode-1", 0, PAGES, *groups))
+    scene.say(Pages(scene.reserved.attempt, "prefill-1", "decode-1", HEADS, 0, PAGES, *groups))
     assert scene.refusal()[0] is Cause.COVERAGE
 
 

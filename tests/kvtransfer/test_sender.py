@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from kvtransfer.fixtures import SMALL, boundary, reservation
+from kvtransfer.fixtures import HEADS, SMALL, boundary, reservation
 
 from effuse.kvtransfer.connector import (
     Arrived,
@@ -24,7 +24,9 @@ from effuse.kvtransfer.messages import (
     PageRef,
     ReceiverAddress,
     Reservation,
+    Shard,
 )
+from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.sender import OVERTIME_S, Ended, HandoffSender
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
@@ -49,8 +51,8 @@ class Scripted:
 
     def close(self) -> None: ...
 
-    def describe(self) -> ReceiverAddress:
-        return ReceiverAddress(connector=self.name)
+    def describe(self) -> tuple[Shard, ...]:
+        return (shard_of(SMALL, ReceiverAddress(connector=self.name)),)
 
     def expect(self, reservation: Reservation, writer: str | None) -> None: ...
 
@@ -183,10 +185,11 @@ def test_events_of_others_are_left_alone(desk: Desk) -> None:
         attempt=AttemptId("request-2", 1, "transfer-2"),
         source_incarnation="prefill-1",
         destination_incarnation="decode-1",
+        heads=HEADS,
         fingerprint=(),
         digest=bytes(16),
         num_bytes=0,
         boundary=BOUNDARY,
     )
-    desk.connector.events = [Arrived("transfer-2", manifest, 0.0), PushCancelled("transfer-3")]
+    desk.connector.events = [Arrived("transfer-2", manifest, 0.0, 0), PushCancelled("transfer-3")]
     assert desk.sender.poll() == []

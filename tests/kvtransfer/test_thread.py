@@ -9,7 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from kvtransfer.fixtures import DEADLINE_S, SMALL, boundary, filled, print_of, reservation
+from kvtransfer.fixtures import (
+    DEADLINE_S,
+    HEADS,
+    SMALL,
+    boundary,
+    filled,
+    print_of,
+    reservation,
+)
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ConnectorDied, PushCancelled
@@ -153,7 +161,7 @@ def test_a_reservation_is_known_before_what_a_writer_says_of_it() -> None:
             reserved = reservation(self.memory, self.address(), pages, incarnation="life-1")
             made.expect(reserved, "prefill-1")
             told.set()
-            begin = Begin(reserved.attempt, "prefill-1", "life-1", print_of(SMALL))
+            begin = Begin(reserved.attempt, "prefill-1", "life-1", HEADS, print_of(SMALL))
             return [FromWriter(begin, (), "a reply")]
 
     told = threading.Event()
@@ -248,7 +256,7 @@ def test_a_thread_looks_as_often_as_something_may_happen() -> None:
     assert pace() is Pace.MOVING
     transport.deliveries[0].has_ended = True
     assert pace() is Pace.MOVING  # until the receiver's last word
-    peer = transport.reach(reserved)
+    peer = transport.reach(reserved, reserved.shards[0])
     assert pace(0.01, [FromReceiver(peer, Accepted("transfer-1"))]) is Pace.EXPECTING
     assert pace(5.0) is Pace.IDLE
 

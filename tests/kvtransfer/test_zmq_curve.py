@@ -11,7 +11,15 @@ from typing import cast
 
 import pytest
 import zmq
-from kvtransfer.fixtures import SMALL, boundary, filled, next_event, print_of, reservation
+from kvtransfer.fixtures import (
+    HEADS,
+    SMALL,
+    boundary,
+    filled,
+    next_event,
+    print_of,
+    reservation,
+)
 from loopbacks import LOOPBACKS
 from zmq.utils.monitor import recv_monitor_message
 
@@ -126,23 +134,24 @@ def test_what_is_said_after_a_refused_handshake_fails_its_push_alone() -> None:
         reserved = reservation(memory, receiver.describe(), (PageRef(1, 1),), number=1)
         transport = ZmqTransport(memory, keys=None)
         transport.open()
-        peer = transport.reach(reserved)
+        peer = transport.reach(reserved, reserved.shards[0])
         assert isinstance(peer, ZmqPeer)
         while recv_monitor_message(peer.monitor)["event"] == zmq.EVENT_CONNECTED:
             pass
-        begin = Begin(reserved.attempt, "1", reserved.incarnation, reserved.fingerprint)
+        names = reserved.attempt, "1", reserved.incarnation
+        begin = Begin(*names, HEADS, reserved.fingerprint)
         with pytest.raises(HandoffRefused, match="was closed"):
             for _ in range(100):  # the handshake is reported before the connection is dropped
                 transport.say(peer, begin)
                 time.sleep(0.05)
         assert peer.is_open, "nobody had looked at it"
-        header = Pages(reserved.attempt, "1", reserved.incarnation, 0, reserved.pages, 0, 1)
+        header = Pages(*names, HEADS, 0, reserved.pages, 0, 1)
         copied = cast("Fetched", SimpleNamespace(is_over=lambda: True, view=memoryview(b"x")))
         transport._staging = cast(Staging, SimpleNamespace(num_free=1))
         transport._fetching = [ZmqDelivery(peer, header, copied) for _ in range(2)]
         assert [type(one) for one in transport.hear()] == [Lost]
         with pytest.raises(HandoffRefused, match="was closed"):
-            transport.deliver(peer, header, Chunk(0, (0,), reserved.pages, range(1)))
+            transport.deliver(peer, header, Chunk(0, (0,), reserved.pages, range(1), HEADS.span))
         transport.close()
 
 
@@ -158,7 +167,7 @@ def test_to_know_the_public_key_is_not_enough() -> None:
         told = stranger.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
-        stranger.connect(receiver.describe().endpoint)
+        stranger.connect(receiver.describe()[0].address.endpoint)
         assert told.poll(20_000)
         assert recv_monitor_message(told)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         stranger.disable_monitor()

@@ -14,14 +14,17 @@ import zmq
 from fault_proxy import FaultProxy, Harm
 from kvtransfer.fixtures import (
     DEADLINE_S,
+    HEADS,
     LARGE,
     SMALL,
+    address_of,
     boundary,
     digests_of,
     filled,
     next_event,
     print_of,
     reservation,
+    with_shard,
 )
 from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
@@ -60,8 +63,9 @@ class Link:
     def push(self, lease_s: float = 60.0) -> str:
         """Pushes everything through the proxy; the transfer's name."""
         reserved = self.receiver.reserve(PAGES, lease_s=lease_s)
-        address = msgspec.structs.replace(reserved.address, endpoint=f"tcp://{self.proxy.address}")
-        reserved = msgspec.structs.replace(reserved, address=address)
+        endpoint = f"tcp://{self.proxy.address}"
+        address = msgspec.structs.replace(address_of(reserved), endpoint=endpoint)
+        reserved = with_shard(reserved, address=address)
         self.sender.push_pages(reserved, PAGES, 0)
         self.sender.finish(reserved, boundary)
         return reserved.transfer_id
@@ -86,7 +90,7 @@ def link() -> Iterator[Link]:
     sender = make("zmq", SOURCE, "prefill-1")
     sender.start()
     with contextlib.closing(sender), RemoteReceiver("zmq", "large", len(PAGES)) as receiver:
-        target = receiver.reserve([]).address.endpoint.removeprefix("tcp://")
+        target = address_of(receiver.reserve([])).endpoint.removeprefix("tcp://")
         with FaultProxy(target) as proxy:
             yield Link(sender, receiver, proxy, target)
 
@@ -186,11 +190,15 @@ class Buffers:
     memory: PageMemory
     num_free: int = staging.NUM_BUFFERS
 
-    def fetch(self, page_ids: Sequence[int], groups: range) -> Copied | None:
+    def fetch(
+        self, page_ids: Sequence[int], groups: range, heads: range | None = None
+    ) -> Copied | None:
         if not self.num_free:
             return None
         self.num_free -= 1
-        return Copied(self, memoryview(bytearray().join(self.memory.views(page_ids, groups))))
+        return Copied(
+            self, memoryview(bytearray().join(self.memory.views(page_ids, groups, heads)))
+        )
 
 
 @dataclass
@@ -254,8 +262,8 @@ def test_a_receiver_that_never_stops_answering_does_not_hold_up_the_others(
     endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
     address = ReceiverAddress(connector="zmq", endpoint=endpoint)
     held = reservation(filled(SMALL, 1), address, [PageRef(0, 1)])
-    peer = transport.reach(held)
-    transport.say(peer, Begin(held.attempt, "prefill-1", "decode-1", held.fingerprint))
+    peer = transport.reach(held, held.shards[0])
+    transport.say(peer, Begin(held.attempt, "prefill-1", "decode-1", HEADS, held.fingerprint))
     name, count = receiver.recv_multipart()[0], 20 * zmq_sockets.MESSAGES_A_TURN
     for _ in range(count):
         receiver.send_multipart([name, encode(Placed(held.transfer_id, 0, 0))])

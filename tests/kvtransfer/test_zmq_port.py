@@ -14,6 +14,7 @@ import pytest
 import zmq
 from kvtransfer.fixtures import (
     DEADLINE_S,
+    HEADS,
     SMALL,
     boundary,
     filled,
@@ -90,7 +91,7 @@ def port() -> Iterator[Port]:
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
     lost = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    dealer.connect(connector.describe().endpoint)
+    dealer.connect(connector.describe()[0].address.endpoint)
     yield Port(connector, memory, dealer, lost)
     dealer.disable_monitor()
     lost.close(linger=0)
@@ -100,9 +101,9 @@ def port() -> Iterator[Port]:
 
 
 ATTEMPT = AttemptId("request-7", 1, "transfer-7")
-BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-1", print_of(SMALL)))
-FALSE_BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-0", print_of(SMALL)))
-PAGES = encode(Pages(ATTEMPT, "prefill-1", "decode-1", 0, (PageRef(0, 1),), 0, 2))
+BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-1", HEADS, print_of(SMALL)))
+FALSE_BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-0", HEADS, print_of(SMALL)))
+PAGES = encode(Pages(ATTEMPT, "prefill-1", "decode-1", HEADS, 0, (PageRef(0, 1),), 0, 2))
 
 # ZMTP 3.0 by hand, since a socket of ZMQ sends no message before it is complete.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -133,7 +134,9 @@ def test_junk_changes_nothing(port: Port, name: str) -> None:
 
 
 def test_bytes_that_are_not_even_zmq_change_nothing(port: Port) -> None:
-    host, _, number = port.connector.describe().endpoint.removeprefix("tcp://").partition(":")
+    host, _, number = (
+        port.connector.describe()[0].address.endpoint.removeprefix("tcp://").partition(":")
+    )
     with (
         socket.create_connection((host, int(number)), DEADLINE_S) as raw,
         contextlib.suppress(ConnectionError),  # the port closes it, whatever is still unread
@@ -161,7 +164,9 @@ def test_what_is_well_formed_and_wrong_is_answered(port: Port, message: bytes, c
 
 def test_frames_that_never_end_cost_the_connection_and_not_the_memory(port: Port) -> None:
     """Each announces another one, so that ZMQ keeps them all; no transfer id is needed."""
-    host, _, number = port.connector.describe().endpoint.removeprefix("tcp://").partition(":")
+    host, _, number = (
+        port.connector.describe()[0].address.endpoint.removeprefix("tcp://").partition(":")
+    )
     before, num_sent = _resident_bytes(), 0
     with socket.create_connection((host, int(number)), DEADLINE_S) as raw:
         raw.sendall(GREETING + READY)
@@ -180,7 +185,9 @@ def test_a_message_of_a_million_frames_costs_the_connection_and_not_the_memory(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are 2 bytes each on the wire, a hundredth of their size afterwards."""
-    host, _, number = port.connector.describe().endpoint.removeprefix("tcp://").partition(":")
+    host, _, number = (
+        port.connector.describe()[0].address.endpoint.removeprefix("tcp://").partition(":")
+    )
     most_taken, take = 0, ZmqListener.receive
 
     def note(listener: ZmqListener) -> list[Received]:
@@ -280,7 +287,8 @@ def test_a_transport_has_room_for_as_many_peers_as_a_fleet_has() -> None:
     for number in range(MOST_LINKS):
         endpoint = f"tcp://127.1.{number // 250}.{number % 250 + 1}:9"
         address = ReceiverAddress(connector="zmq", endpoint=endpoint)
-        transport.reach(reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)]))
+        reserved = reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)])
+        transport.reach(reserved, reserved.shards[0])
     transport.close()
 
 
@@ -295,7 +303,8 @@ def test_peers_that_say_nothing_are_not_asked(monkeypatch: pytest.MonkeyPatch) -
         for number in range(1, 51):
             endpoint = f"tcp://127.0.0.{number}:{port}"
             address = ReceiverAddress(connector="zmq", endpoint=endpoint)
-            peer = transport.reach(reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)]))
+            reserved = reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)])
+            peer = transport.reach(reserved, reserved.shards[0])
             transport.say(peer, decode_to_receiver(BEGIN))
         names = [receiver.recv_multipart()[0] for _ in range(50)]
         ends_at = time.monotonic() + DEADLINE_S

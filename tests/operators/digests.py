@@ -75,6 +75,18 @@ def check(
         assert torch.equal(out.cpu(), expected(pages, ids, seed, piece_bytes, piece_bytes, 2))
 
 
+def check_runs(launch: Callable[..., Tensor], device: torch.device, piece_bytes: int = 512) -> None:
+    """Pages of three groups of four heads, a piece each: the second and third head of the last two
+    groups."""
+    pages = filled("random", 5, 12 * piece_bytes, piece_bytes, 0)
+    ids = torch.tensor([4, 0, 4], dtype=torch.int32)
+    out = torch.full((3, 4), -1, dtype=torch.int64, device=device)
+    key = digest_key(SEEDS[0]).to(device)
+    launch(pages.to(device), ids.to(device), key, piece_bytes, 5 * piece_bytes, out, (2, 4))
+    parts = [expected(pages, ids, SEEDS[0], piece_bytes, at * piece_bytes, 2) for at in (5, 9)]
+    assert torch.equal(out.cpu(), torch.cat(parts, dim=1))
+
+
 def kv_like(num_bytes: int, seed: int) -> Bytes:
     """bf16 numbers like in a page; the last eighth was never written and is zero."""
     generator = torch.Generator().manual_seed(seed)

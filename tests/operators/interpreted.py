@@ -121,6 +121,7 @@ def digest_checks() -> Iterator[tuple[str, Check]]:
         for column, kind in enumerate(digests.KINDS):
             seed = digests.SEEDS[(row + column) % len(digests.SEEDS)]
             yield f"{length}-{kind}", partial(digests.check, launch, cpu, length, kind, [seed])
+    yield "runs", partial(digests.check_runs, launch, cpu)
 
 
 def expert_checks() -> Iterator[tuple[str, Check]]:

@@ -21,7 +21,8 @@ from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import ConnectorEvent, Pending
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import BoundaryState, Reservation, Shard
+from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.thread import Exchange
@@ -99,8 +100,8 @@ class SimConnector:
     def close(self) -> None:
         """The process's matter."""
 
-    def describe(self) -> ReceiverAddress:
-        return self._process.transport.address()
+    def describe(self) -> tuple[Shard, ...]:
+        return (shard_of(LAYOUT, self._process.transport.address()),)
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
         self._ask(lambda: self._process.exchange.expect(reservation, writer))
@@ -231,7 +232,7 @@ class EngineProcess:
         """Raises AuditError or Violation if anything of a request is left."""
         self.core.audit()
         assert (load := self.core.load()).free_pages == load.total_pages, load
-        left = {*self.transfers(), *self.exchange._pushes._pushes}
+        left = {*self.transfers(), *self.exchange._pushes._transfers}
         if left or len(self.exchange._receptions):
             raise Violation(f"{self.incarnation} holds {sorted(left) or 'expected transfers'}")
 

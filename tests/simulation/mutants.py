@@ -15,6 +15,7 @@ from effuse.decode_worker.events import step_events
 from effuse.decode_worker.intake import Boundary
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kvtransfer import reception
+from effuse.kvtransfer.arrival import Expected
 from effuse.kvtransfer.handoff import (
     RECEIVER,
     SENDER,
@@ -28,7 +29,7 @@ from effuse.kvtransfer.handoff import (
 )
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.push import Push
-from effuse.kvtransfer.reception import Expected, Receptions
+from effuse.kvtransfer.reception import Receptions
 from effuse.placement import fleet
 from effuse.placement.records import MalformedRecord, PlacementRecord
 from effuse.placement.writer import PlacementWriter

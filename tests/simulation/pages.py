@@ -152,8 +152,10 @@ class TaggedDigester:
         self._memory = memory
         self._clock = clock
 
-    def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
-        """Of these groups of layers of these pages."""
+    def begin(
+        self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
+    ) -> DigestJob:
+        """Of these groups of layers of these pages, whose only head is meant."""
         ready_at = self._clock.now + self._clock.draw.choice((0.0, 0.002))
         return _Job(self._memory, self._clock, page_ids, groups, seed, ready_at)
 

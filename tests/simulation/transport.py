@@ -23,6 +23,7 @@ from effuse.kvtransfer.messages import (
     Placed,
     ReceiverAddress,
     Reservation,
+    Shard,
     ToReceiver,
     ToSender,
 )
@@ -189,9 +190,9 @@ class SimTransport:
 
     # Sending.
 
-    def reach(self, reservation: Reservation) -> AnyPeer:
+    def reach(self, reservation: Reservation, shard: Shard) -> AnyPeer:
         """A connection, new where the last one broke. Raises HandoffRefused."""
-        name = reservation.address.endpoint
+        name = shard.address.endpoint
         peer = self._peers.get(name)
         if peer is not None and not peer.is_open and peer.num_pushes and not self.is_two_sided:
             raise HandoffRefused(Cause.PEER, f"writes to {name} are in flight")
@@ -268,7 +269,13 @@ class SimTransport:
         line = Line(self._fabric.network, self._process.host, writer._process.host)
         line.send(lambda: writer._take_answer(reply.peer, message))
 
-    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+    def place(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range,
+    ) -> None:
         """Places what came with a message."""
         assert self.is_two_sided
         for page_id, part in zip(page_ids, payload, strict=True):

@@ -18,22 +18,25 @@ from effuse.worker.messages import PushTo, StartDecode, ToEngine
 
 def test_a_reservation_survives_both_ways() -> None:
     sent = fronts.reservation("a").reservation
-    sent.agent_metadata = b"\x00\xff"
-    sent.pool_address = 1 << 47
-    sent.memory_kind = "DRAM"
+    first = sent.shards[0]
+    first.agent_metadata = b"\x00\xff"
+    first.pool_address = 1 << 47
+    first.memory_kind = "DRAM"
+    sent.shards.add(endpoint="tcp://127.0.0.1:2", first_head=1, end_head=2, page_bytes=64)
     assert wire.reservation_to_proto(wire.reservation(sent)) == sent
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda r: setattr(r, "page_bytes", 0),
+        lambda r: setattr(r.shards[0], "page_bytes", 0),
         lambda r: setattr(r, "lease_s", 0.0),
         lambda r: setattr(r, "lease_s", float("nan")),
         lambda r: setattr(r, "incarnation", ""),
-        lambda r: setattr(r, "memory_kind", "TAPE"),
-        lambda r: setattr(r, "pool_address", 1 << 63),
-        lambda r: setattr(r, "agent_metadata", b"x" * (1 << 21)),
+        lambda r: setattr(r.shards[0], "memory_kind", "TAPE"),
+        lambda r: setattr(r.shards[0], "pool_address", 1 << 63),
+        lambda r: setattr(r.shards[0], "agent_metadata", b"x" * (1 << 21)),
+        lambda r: setattr(r.shards[0], "end_head", 0),
         lambda r: r.pages.add(page_id=99, generation=0),
         lambda r: r.fingerprint.add(name="x" * 200, value=""),
     ],

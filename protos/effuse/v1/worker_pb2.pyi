@@ -80,40 +80,50 @@ class PrefillPushed(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("attempt", "incarnation", "connector", "endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "num_pool_pages", "page_bytes", "pages", "fingerprint", "lease_s", "digest_seed", "boot_id")
+    __slots__ = ("attempt", "incarnation", "connector", "num_pool_pages", "pages", "fingerprint", "lease_s", "digest_seed", "shards")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    NUM_POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_SEED_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    attempt: AttemptId
+    incarnation: str
+    connector: str
+    num_pool_pages: int
+    pages: _containers.RepeatedCompositeFieldContainer[PageRef]
+    fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintField]
+    lease_s: float
+    digest_seed: int
+    shards: _containers.RepeatedCompositeFieldContainer[ReceivingShard]
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ReceivingShard, _Mapping]]] = ...) -> None: ...
+
+class ReceivingShard(_message.Message):
+    __slots__ = ("endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "boot_id", "first_head", "end_head", "page_bytes")
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     POOL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
-    NUM_POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
-    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PAGES_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_SEED_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
-    attempt: AttemptId
-    incarnation: str
-    connector: str
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    END_HEAD_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     agent_name: str
     agent_metadata: bytes
     pool_address: int
     device_id: int
     memory_kind: str
-    num_pool_pages: int
-    page_bytes: int
-    pages: _containers.RepeatedCompositeFieldContainer[PageRef]
-    fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintField]
-    lease_s: float
-    digest_seed: int
     boot_id: str
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ..., boot_id: _Optional[str] = ...) -> None: ...
+    first_head: int
+    end_head: int
+    page_bytes: int
+    def __init__(self, endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., boot_id: _Optional[str] = ..., first_head: _Optional[int] = ..., end_head: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class PageRef(_message.Message):
     __slots__ = ("page_id", "generation")

@@ -1,0 +1,189 @@
+"""One expected transfer: its parts, their arrived pages, and the conditions that they must meet.
+
+A part has the KV heads that one writing rank and this rank both hold. Bookkeeping and comparisons
+only: reception.py acts on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from effuse.kvtransfer.connector import Arrived, Cause, HandoffRefused
+from effuse.kvtransfer.digest import DigestJob, PieceDigests, pieces_in_head
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.messages import (
+    Heads,
+    Manifest,
+    PageRef,
+    Pages,
+    ReceiverAddress,
+    Reservation,
+)
+from effuse.kvtransfer.transport import Reply
+
+
+@dataclass(slots=True)
+class Arriving:
+    """One part of a transfer, with the heads of one writing rank, and its arrived pages."""
+
+    heads: range  # in the model's numbers
+    reply: Reply  # of the accepted writer
+    num_pages: int
+    layout: KVLayout
+    covered: npt.NDArray[np.bool_] = field(init=False)  # [pages, groups] that arrived
+    pieces: PieceDigests = field(init=False)  # [pages, pieces] found in memory
+    digesting: list[tuple[Pages, DigestJob]] = field(default_factory=list)
+    manifest: Manifest | None = None
+    began_at: float = 0.0  # when its last page was final, by our clock; set with the manifest
+    is_verified: bool = False
+
+    def __post_init__(self) -> None:
+        groups = self.layout.num_groups
+        self.covered = np.zeros((self.num_pages, groups), dtype=np.bool_)
+        self.pieces = np.zeros((self.num_pages, groups * self.group_pieces), dtype=np.int64)
+
+    @property
+    def group_pieces(self) -> int:
+        """Pieces of one group of layers in a page, of its heads."""
+        return len(self.heads) * pieces_in_head(self.layout)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its heads in all pages."""
+        return self.num_pages * self.layout.bytes_of(self.heads)
+
+    def span(self, pages: Pages) -> tuple[slice, slice]:
+        """Indices of these pages and groups in `covered`."""
+        return (
+            slice(pages.first, pages.first + len(pages.pages)),
+            slice(pages.group, pages.end_group),
+        )
+
+    def take_digests(self) -> bool:
+        """Takes finished digests; returns whether all are."""
+        if not self.digesting:
+            return True
+        left = []
+        width = self.group_pieces
+        for pages, job in self.digesting:
+            found = job.poll()
+            if found is None:
+                left.append((pages, job))
+                continue
+            rows, groups = self.span(pages)
+            self.pieces[rows, groups.start * width : groups.stop * width] = found
+        self.digesting = left
+        return not left
+
+
+@dataclass(slots=True)
+class Expected:
+    """One expected transfer, and its parts that have begun."""
+
+    reservation: Reservation
+    writer: str | None  # incarnation of the only allowed writer, if that is known
+    layout: KVLayout
+    since: float
+    parts: dict[Heads, Arriving] = field(default_factory=dict)
+
+    @property
+    def address(self) -> ReceiverAddress:
+        """The address of this rank that its writers got."""
+        return self.reservation.shards[self.layout.rank].address
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes are arriving or are being digested."""
+        return any(part.digesting or part.covered.any() for part in self.parts.values())
+
+    def take_digests(self) -> bool:
+        """Takes finished digests; returns whether all are."""
+        are_done = [part.take_digests() for part in self.parts.values()]
+        return all(are_done)
+
+    def let_in(self, heads: Heads, reply: Reply) -> bool:
+        """Accepts a part's writer; returns whether the part had begun before. Raises
+        HandoffRefused for heads that are not all here, or that another part has.
+        """
+        part = self.parts.get(heads)
+        if part is not None:
+            part.reply = reply
+            return True
+        own, span = self.layout.heads, heads.span
+        if not span or span.start < own.start or span.stop > own.stop:
+            text = f"heads {heads.first}..{heads.end} are sent, {own.start}..{own.stop} are here"
+            raise HandoffRefused(Cause.COVERAGE, text)
+        for other in self.parts:
+            if other.first < heads.end and heads.first < other.end:
+                text = f"heads {heads.first}..{heads.end} overlap {other.first}..{other.end}"
+                raise HandoffRefused(Cause.COVERAGE, text)
+        self.parts[heads] = Arriving(span, reply, len(self.reservation.pages), self.layout)
+        return False
+
+    def arrived(self, now: float) -> Arrived | None:
+        """The event for the engine, once all heads of this rank are verified."""
+        parts = [self.parts[heads] for heads in sorted(self.parts, key=lambda one: one.first)]
+        if sum(len(part.heads) for part in parts if part.is_verified) < len(self.layout.heads):
+            return None
+        manifest = parts[0].manifest
+        assert manifest is not None, "it was verified"
+        seconds = now - max(part.began_at for part in parts)
+        num_bytes = sum(part.num_bytes for part in parts)
+        return Arrived(manifest.transfer_id, manifest, seconds, num_bytes)
+
+
+def check_span(reservation: Reservation, first: int, pages: Sequence[PageRef]) -> None:
+    """The pages that a writer names are those reserved at [first, first + n), in this
+    allocation.
+    """
+    reserved = reservation.pages[first : first + len(pages)]
+    if first < 0 or len(reserved) != len(pages):
+        raise HandoffRefused(
+            Cause.COVERAGE,
+            f"pages {first}..{first + len(pages)} are not within the {len(reservation.pages)} "
+            "reserved ones",
+        )
+    if reserved == tuple(pages):
+        return
+    for index, (ours, theirs) in enumerate(zip(reserved, pages, strict=True), first):
+        if ours != theirs:
+            cause = Cause.GENERATION if ours.page_id == theirs.page_id else Cause.COVERAGE
+            raise HandoffRefused(cause, f"page {index}: expected {ours}, got {theirs}")
+
+
+def check_pages(part: Arriving, pages: Sequence[PageRef]) -> None:
+    """Every group of layers of every page arrived."""
+    missing = np.flatnonzero(~part.covered.all(axis=1))
+    if len(missing):
+        index = int(missing[0])
+        raise HandoffRefused(Cause.COVERAGE, f"page {index} ({pages[index]}) never arrived")
+
+
+def check_num_bytes(reserved: int, written: int) -> None:
+    """The writer's count of bytes equals the reserved bytes."""
+    if written != reserved:
+        raise HandoffRefused(Cause.SIZE, f"expected {reserved} bytes, got {written}")
+
+
+def check_same_prompt(manifest: Manifest, others: Sequence[Manifest]) -> None:
+    """All parts of a transfer are of one prompt. The hidden row is not compared, because ranks may
+    round it differently.
+    """
+    own = msgspec.structs.replace(manifest.boundary, hidden=None)
+    for other in others:
+        if msgspec.structs.replace(other.boundary, hidden=None) != own:
+            raise HandoffRefused(Cause.MALFORMED, "the parts are of different prompts")
+
+
+def check_digest(claimed: bytes, found: bytes) -> None:
+    """The bytes in memory are those that were sent."""
+    if claimed != found:
+        raise HandoffRefused(
+            Cause.DIGEST,
+            f"the sender's digest of the pages is {claimed.hex()}, the memory's is {found.hex()}",
+        )

@@ -1,0 +1,103 @@
+"""Workers of several ranks in one process: pools that share the heads of a model, and connectors
+that are one to who uses them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from kvtransfer.fixtures import SEED, filled, print_of
+from kvtransfer.receiver_process import transport
+
+from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.loopback import Hub, LoopbackConnector
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
+from effuse.kvtransfer.ranks import RankConnectors
+from effuse.kvtransfer.thread import ThreadConnector
+
+# Four heads of 4 KiB in each of two groups of layers: 32 KiB a page.
+LAYOUT = KVLayout("unified", 4, 4, 16, 16, "float32", most_groups=2)
+NUM_PAGES = 8
+FULL = filled(LAYOUT, NUM_PAGES)
+LEASE_S = 30.0
+_numbers = itertools.count(1)
+
+
+class Group:
+    """One worker. Its pools hold the heads of `FULL` if it `has_pages`, and zeros otherwise."""
+
+    def __init__(
+        self,
+        kind: str,
+        incarnation: str,
+        degree: int,
+        *,
+        has_pages: bool = False,
+        hub: Hub | None = None,
+        layout: KVLayout = LAYOUT,
+    ) -> None:
+        layouts = [replace(layout, rank=rank, degree=degree) for rank in range(degree)]
+        self.incarnation = incarnation
+        self.memories = [PageMemory(one, NUM_PAGES) for one in layouts]
+        if has_pages:
+            for memory in self.memories:
+                memory.tensor.copy_(heads_of(FULL.tensor, memory.layout))
+        self.ranks: list[Connector] = []
+        for memory in self.memories:
+            if hub is not None:
+                self.ranks.append(
+                    LoopbackConnector(hub, memory, incarnation, print_of(layout), lambda: 0.0)
+                )
+            else:
+                carrier = transport(kind, memory, incarnation)
+                self.ranks.append(
+                    ThreadConnector(carrier, memory, incarnation, print_of(memory.layout))
+                )
+        self.all = RankConnectors(self.ranks)
+        self.all.start()
+
+    def reserve(self, pages: Sequence[int], writer: str = "prefill-1") -> Reservation:
+        """Has every rank expect these pages from the writer."""
+        number = next(_numbers)
+        reserved = Reservation(
+            attempt=AttemptId(f"request-{number}", 1, f"transfer-{number}"),
+            incarnation=self.incarnation,
+            shards=self.all.describe(),
+            num_pool_pages=NUM_PAGES,
+            pages=tuple(PageRef(page, number) for page in pages),
+            fingerprint=print_of(LAYOUT),
+            digest_seed=SEED,
+            lease_s=LEASE_S,
+        )
+        self.all.expect(reserved, writer)
+        return reserved
+
+    def check_holds(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """These pages of every rank are its heads of those of `FULL`, and no other was touched."""
+        others = [page for page in range(NUM_PAGES) if page not in targets]
+        for memory in self.memories:
+            expected = heads_of(FULL.tensor[list(sources)], memory.layout)
+            assert torch.equal(memory.tensor[list(targets)], expected)
+            assert not memory.tensor[others].any()
+
+    def fill(self, value: float) -> None:
+        """Overwrites all pages of all ranks."""
+        for memory in self.memories:
+            memory.tensor.fill_(value)
+
+    def num_spoilt(self, value: float) -> list[int]:
+        """Of each rank, the pages that do not hold this value everywhere."""
+        return [int((memory.tensor.flatten(1) != value).any(1).sum()) for memory in self.memories]
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        self.all.close()
+
+
+def heads_of(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """What a rank holds of pages [pages, groups, all heads, ...]."""
+    return pages[:, :, layout.heads.start : layout.heads.stop]
