@@ -18,6 +18,8 @@ GRPC_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==3.6.0
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
+# The oldest Kubernetes that the manifests and the chart are for.
+KUBERNETES := 1.30
 
 # Files of tests that run at the same time: many wait for processes, so three keep two cores busy.
 AT_ONCE ?= 3
@@ -45,7 +47,7 @@ MESSAGES ?= 1000000
 SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
   or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
   or (sampling_equals and top_p_and_top_k))) or last_rows or 160-4 or (late_pages and cuda)
-# For `make k8s-try`: a folder of k8s/overlays; BUILD="docker build -t" builds the images first, on the
+# For `make k8s-try`: a folder of k8s/overlays, or chart; BUILD="docker build -t" builds the images first, on the
 # base image BASE.
 OVERLAY ?= 1p1d
 BUILD ?=
@@ -62,7 +64,7 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 	$(BIN)/effuse demo
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itself; skips only tests that need a GPU, a missing client, or root
+test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itself; skips only tests that need a GPU, a missing client or tool, or root
 	@failed=
 	trap 'exit 130' INT
 	suite() {
@@ -93,7 +95,7 @@ gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a G
 check: format lint types arrows words protos-same reference-same ## Check format, lint, types, imports, words and stubs; needs only Python
 
 .PHONY: check-all
-check-all: check protos-lint overlays docs ## The same, and the protos' lint, the manifests and the site, which need npm, kubectl and MkDocs
+check-all: check protos-lint overlays chart docs ## The same, and the protos' lint, manifests, chart and site, which need npm, kubectl, helm and MkDocs
 
 .PHONY: hooks
 hooks: $(VENV)/.dev ## Make git run the quick half of check before each commit
@@ -149,9 +151,10 @@ fuzz: $(VENV)/.dev ## Send a million wrong inputs to every listening socket (SEE
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seed $(SEED) --count $(MESSAGES)
 
 .PHONY: k8s-try
-k8s-try: $(VENV)/.effuse ## Deploy OVERLAY (1p1d) on the cluster of KUBECONFIG, solve a problem, clean up
+k8s-try: $(VENV)/.effuse ## Deploy OVERLAY (1p1d, or chart) on the cluster of KUBECONFIG, solve a problem, clean up
 	kubectl="$$(.ci/tool kubectl)"
 	$(BIN)/python k8s/attempt.py --kubectl "$$kubectl" --overlay "$(OVERLAY)" \
+	  $(if $(filter chart,$(OVERLAY)),--helm "$$(.ci/tool helm)") \
 	  $(if $(BUILD),--build "$(BUILD)") $(if $(BASE),--base "$(BASE)")
 
 .PHONY: wheel
@@ -197,7 +200,7 @@ clean: ## Remove everything that was installed or built here
 
 # ---- the parts of check ----------------------------------------------------------------------
 
-.PHONY: format lint types arrows words protos-lint protos-same reference-same overlays
+.PHONY: format lint types arrows words protos-lint protos-same reference-same overlays chart
 format: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
@@ -232,10 +235,17 @@ reference-same: $(VENV)/.dev
 overlays:
 	@test -n "$(OVERLAYS)"
 	kubectl="$$(.ci/tool kubectl)"
+	validate="$$(.ci/tool kubernetes-validate)/bin/kubernetes-validate"
+	made=$$(mktemp); trap 'rm -f "$$made"' EXIT
 	for overlay in $(OVERLAYS); do
-	  "$$kubectl" kustomize $$overlay >/dev/null
+	  "$$kubectl" kustomize $$overlay >"$$made"
+	  "$$validate" --strict --quiet --kubernetes-version $(KUBERNETES) "$$made"
 	  echo "$$overlay is valid"
 	done
+
+chart: $(VENV)/.dev
+	@for tool in helm kubectl kubernetes-validate; do .ci/tool $$tool; done
+	$(BIN)/python -m pytest tests/k8s/test_chart*.py $(PYTEST_FLAGS)
 
 # Flags of protoc: messages, their types, services, their types.
 define generate

@@ -1,9 +1,9 @@
-"""`make k8s-try`: brings an overlay up on the cluster that KUBECONFIG names, and removes it.
+"""`make k8s-try`: brings an overlay or the chart up on the cluster that KUBECONFIG names.
 
-It makes a namespace under the restricted pod-security level and the overlay's Secrets with the
-README's commands. Every Deployment must become available, and one fresh problem through a
-port-forward must be answered correctly, with its KV moved between pods. Nothing may be left. If
-`--build` has a command, images are built first.
+It makes a namespace under the restricted pod-security level and the Secrets with the README's
+commands. Every Deployment must become available, and one fresh problem through a port-forward must
+be answered correctly, with its KV moved between pods. A release of the chart must also take another
+decode worker. Nothing may be left. If `--build` has a command, images are built first.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from effuse.protos.stubs import generation_stub
 from effuse.protos.tls import TlsFiles
 
 ROOT = Path(__file__).parent.parent
+CHART = ROOT / "k8s/chart"
 README = ROOT / "k8s/README.md"
 IMAGES = ("redis", "router", "worker-base", "prefill", "decode")
 DEPLOYMENTS = ("redis", "router", "prefill", "decode")
@@ -48,22 +49,88 @@ class AttemptError(Exception):
     """The cluster behaved unexpectedly."""
 
 
+def run(command: Sequence[str], stdin: str | None = None, timeout_s: float = WAIT_S) -> str:
+    """Output of a command. Raises AttemptError."""
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode:
+        raise AttemptError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}".strip())
+    return done.stdout
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The commands for a cluster, and the namespace for them."""
+    """The kubectl that reaches a cluster, and the namespace to use."""
 
     kubectl: str
     namespace: str
 
     def run(self, *words: str, stdin: str | None = None, timeout_s: float = WAIT_S) -> str:
         """Output of one kubectl command in the namespace. Raises AttemptError."""
-        command = [self.kubectl, "--namespace", self.namespace, *words]
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
+        return run([self.kubectl, "--namespace", self.namespace, *words], stdin, timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """A folder of kustomize."""
+
+    cluster: Cluster
+    path: Path
+    prefix = ""  # of the names of its objects
+
+    def manifests(self) -> str:
+        """All of its objects."""
+        return self.cluster.run("kustomize", str(self.path))
+
+    def install(self) -> None:
+        """Creates them."""
+        self.cluster.run("apply", "-f", "-", stdin=self.manifests())
+
+    def upgrade(self) -> None:
+        """Nothing."""
+
+    def remove(self) -> None:
+        """Nothing: the objects go with the namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A release of the chart."""
+
+    cluster: Cluster
+    helm: str
+    prefix = "effuse-"
+
+    def manifests(self) -> str:
+        """All of its objects."""
+        return self._run("template", "effuse", str(CHART))
+
+    def install(self) -> None:
+        """Installs it."""
+        self._run("install", "effuse", str(CHART))
+
+    def upgrade(self) -> None:
+        """Adds a decode worker. Raises AttemptError if it is not Ready after that."""
+        words = ("--reuse-values", "--set", "decode.replicas=2", "--wait", f"--timeout={WAIT_S}s")
+        self._run("upgrade", "effuse", str(CHART), *words)
+        ready = self.cluster.run(
+            "get", "deployment/effuse-decode", "--output=jsonpath={.status.readyReplicas}"
         )
-        if done.returncode:
-            raise AttemptError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}".strip())
-        return done.stdout
+        if ready != "2":
+            raise AttemptError(f"expected 2 decode workers after the upgrade, got {ready}")
+        print("helm upgrade added a decode worker", flush=True)
+
+    def remove(self) -> None:
+        """Uninstalls it. Raises AttemptError if an object of it is left."""
+        self._run("uninstall", "effuse", "--wait", "--cascade=foreground", f"--timeout={WAIT_S}s")
+        kinds = ("all", "networkpolicies", "poddisruptionbudgets", "secrets", "pvc")
+        label = "app.kubernetes.io/instance=effuse"
+        if left := self.cluster.run("get", ",".join(kinds), "--selector", label, "--output=name"):
+            raise AttemptError(f"helm uninstall left\n{left}")
+
+    def _run(self, *words: str) -> str:
+        return run([self.helm, "--namespace", self.cluster.namespace, *words], None, WAIT_S + 30)
 
 
 def main() -> int:
@@ -72,7 +139,8 @@ def main() -> int:
     try:
         if found.build:
             build_images(shlex.split(found.build), found.base)
-        attempt(cluster, ROOT / "k8s/overlays" / found.overlay, found.connector)
+        overlay = Overlay(cluster, ROOT / "k8s/overlays" / found.overlay)
+        attempt(cluster, Release(cluster, found.helm) if found.helm else overlay, found.connector)
     except AttemptError as error:
         print(f"make k8s-try: {error}", file=sys.stderr)
         return 1
@@ -85,6 +153,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--kubectl", default="kubectl", help="the kubectl to use")
     add("--overlay", default="1p1d", help="overlay to deploy: a folder of k8s/overlays, or a path")
+    add("--helm", help="the helm to use; it installs the chart instead of an overlay")
     add("--connector", default="nixl", help="connector that must have moved the KV (default: nixl)")
     add("--build", help="command that builds an image, such as 'docker build -t'")
     add("--base", help="base image with Python 3.11 for the images that are built")
@@ -103,17 +172,18 @@ def build_images(build: Sequence[str], base: str | None) -> None:
         print(f"built {tag} in {time.monotonic() - began:.0f} s", flush=True)
 
 
-def attempt(cluster: Cluster, overlay: Path, connector: str) -> None:
+def attempt(cluster: Cluster, fleet: Overlay | Release, connector: str) -> None:
     """Everything from the namespace's creation to its end. Raises AttemptError."""
-    manifests = cluster.run("kustomize", str(overlay))
     with tempfile.TemporaryDirectory() as files, namespace(cluster):
-        make_secrets(cluster, manifests, Path(files))
-        cluster.run("apply", "-f", "-", stdin=manifests)
-        wait_until_available(cluster)
+        make_secrets(cluster, fleet.manifests(), Path(files))
+        fleet.install()
+        wait_until_available(cluster, fleet.prefix)
         authority = Path(files, "router-ca.crt")  # exists if the router has TLS
         tls = TlsFiles(ca=authority) if authority.exists() else None
-        with port_forward(cluster) as port:
+        with port_forward(cluster, f"service/{fleet.prefix}router") as port:
             answer, expected = asyncio.run(solve(f"localhost:{port}", Credentials(tls=tls)))
+        fleet.upgrade()
+        fleet.remove()
     stats = answer.stats
     print(f"prompt of {answer.usage.prompt_tokens} tokens, {answer.usage.completion_tokens} tokens "
           f"in {stats.forward_passes} forward passes, {stats.kv_bytes:,} KV bytes over "
@@ -176,22 +246,21 @@ def make_secrets(cluster: Cluster, manifests: str, files: Path) -> None:
         print(done.stdout, end="", flush=True)
 
 
-def wait_until_available(cluster: Cluster) -> None:
+def wait_until_available(cluster: Cluster, prefix: str) -> None:
     """Wait for every Deployment's pods to be Ready."""
     for name in DEPLOYMENTS:
         began = time.monotonic()
-        cluster.run(
-            "rollout", "status", f"deployment/{name}", f"--timeout={WAIT_S}s", timeout_s=WAIT_S + 30
-        )
+        words = ("rollout", "status", f"deployment/{prefix}{name}", f"--timeout={WAIT_S}s")
+        cluster.run(*words, timeout_s=WAIT_S + 30)
         print(f"{name} is Ready after {time.monotonic() - began:.0f} s more", flush=True)
 
 
 @contextlib.contextmanager
-def port_forward(cluster: Cluster) -> Iterator[str]:
-    """A port of this machine that leads to the router's service."""
+def port_forward(cluster: Cluster, service: str) -> Iterator[str]:
+    """A port of this machine that leads to a router's service."""
     command = [cluster.kubectl, "--namespace", cluster.namespace, "port-forward"]
     with subprocess.Popen(
-        [*command, "service/router", ":50051"], stdout=subprocess.PIPE, text=True
+        [*command, service, ":50051"], stdout=subprocess.PIPE, text=True
     ) as forward:
         try:
             assert forward.stdout is not None
@@ -228,7 +297,10 @@ def diagnosis(cluster: Cluster) -> str:
     for words in (
         ("get", "pods", "--output=wide"),
         ("get", "events", "--sort-by=.lastTimestamp"),
-        *(("logs", f"deployment/{name}", "--tail=30") for name in DEPLOYMENTS),
+        *(
+            ("logs", "--selector", f"app.kubernetes.io/name={name}", "--tail=30")
+            for name in DEPLOYMENTS
+        ),
     ):
         try:
             told.append(cluster.run(*words, timeout_s=30))

@@ -28,7 +28,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
-_MARKS = ("gpu", "client", "network", "rdma")
+_MARKS = ("gpu", "client", "chart", "network", "rdma")
 # The files that take longest, in turns those that wait and those that compute. They come first, so
 # that at the end no core is idle because one of them still runs.
 LONGEST = (

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from installed import installed
 from load.run import FLEET
 from load.up import Up, running
 
 from effuse.cli.ports import free_port
 
-ROOT = Path(__file__).parent.parent.parent
 HTTP_PORT = free_port()
 Tool = Callable[[str], Path]
 
@@ -21,17 +19,7 @@ Tool = Callable[[str], Path]
 @pytest.fixture(scope="session")
 def tool() -> Tool:
     """Path of a tool of `.ci/tool`; skips the test if it is not installed."""
-
-    def find(name: str) -> Path:
-        found = subprocess.run(
-            [ROOT / ".ci" / "tool", name],
-            env=os.environ | {"ONLY_INSTALLED": "1"}, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        if found.returncode:
-            pytest.skip(found.stderr.strip())
-        return Path(found.stdout.strip())
-
-    return find
+    return installed
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,11 @@ from typing import Any
 
 import yaml
 
+from effuse.config.access import Access
+from effuse.config.flags import parse
+from effuse.router.config import RouterConfig
+from effuse.worker.config import DecodeConfig, PrefillConfig
+
 K8S = Path(__file__).parent.parent.parent / "k8s"
 Document = dict[str, Any]
 Documents = dict[tuple[str, str], Document]  # by kind and name
@@ -35,6 +40,24 @@ def deployments(name: str, *components: str) -> dict[str, Document]:
     """Its Deployments by their names."""
     found = overlay(name, *components).items()
     return {name: document for (kind, name), document in found if kind == "Deployment"}
+
+
+def role_of(container: Document) -> str:
+    """The role of a container, by its image."""
+    name = re.fullmatch(r"localhost/effuse-(\w+):[\d.]+", container["image"])
+    assert name is not None
+    return name[1]
+
+
+def config_of(container: Document, files: Path) -> Access:
+    """The configuration that a container's flags give; mounted files are found below `files`."""
+    kinds: dict[str, type[Access]] = {
+        "router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig
+    }  # fmt: skip
+    words = [re.sub(r"\$\(\w+\)", "pod-7", one) for one in container["args"]]
+    for mount in container["volumeMounts"]:
+        words = [one.replace(f"={mount['mountPath']}", f"={files}") for one in words]
+    return parse(kinds[role_of(container)], words, prog="container", about="")
 
 
 def _build(directory: Path, found: Documents) -> None:

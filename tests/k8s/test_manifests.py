@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from k8s.composed import K8S, Document, deployments, overlay, overlays
+from k8s.composed import K8S, Document, config_of, deployments, overlay, overlays, role_of
 
 from effuse.cli.commands import value_of
-from effuse.config.access import Access
-from effuse.config.flags import parse
 from effuse.router.config import RouterConfig
-from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from effuse.worker.config import WorkerConfig
 
 ROLES = ("redis", "router", "prefill", "decode")
 GPU_OVERLAYS = ("gpu-1p1d", "gpu-tp2-1p1d", "gpu-nvlink-1p1d")
@@ -81,7 +79,7 @@ def test_the_base_takes_every_file() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_image_has_a_dockerfile_that_runs_without_root(role: str) -> None:
-    text = (K8S / f"Dockerfile.{_role(_container(role))}").read_text()
+    text = (K8S / f"Dockerfile.{role_of(_container(role))}").read_text()
     assert "USER 10001:10001" in text
 
 
@@ -106,7 +104,7 @@ def test_an_overlays_name_is_its_topology(name: str) -> None:
     counts = {"prefill": 0, "decode": 0}
     for deployment in deployments(name).values():
         for container in _pod_of(deployment)["containers"]:
-            if (role := _role(container)) in counts:
+            if (role := role_of(container)) in counts:
                 counts[role] += deployment["spec"]["replicas"]
     assert counts == {"prefill": int(wanted[1]), "decode": int(wanted[2])}
 
@@ -118,7 +116,7 @@ def test_pods_outlive_the_drain_of_what_is_in_them(name: str) -> None:
     for pod in _pods(name):
         for container in pod["containers"]:
             config = {"router": RouterConfig, "prefill": WorkerConfig, "decode": WorkerConfig}.get(
-                role := _role(container)
+                role := role_of(container)
             )
             if config is not None:
                 told = value_of(container["args"], "--drain-s")
@@ -140,12 +138,6 @@ def _pod_of(deployment: Document) -> Document:
     return pod
 
 
-def _role(container: Document) -> str:
-    name = re.fullmatch(r"localhost/effuse-(\w+):[\d.]+", container["image"])
-    assert name is not None
-    return name[1]
-
-
 def _pods(name: str, *components: str) -> list[Document]:
     return [_pod_of(deployment) for deployment in deployments(name, *components).values()]
 
@@ -156,7 +148,7 @@ def _workers(name: str) -> list[tuple[Document, Document, Document]]:
         (deployment, _pod_of(deployment), container)
         for deployment in deployments(name).values()
         for container in _pod_of(deployment)["containers"]
-        if _role(container) in ("prefill", "decode")
+        if role_of(container) in ("prefill", "decode")
     ]
 
 
@@ -226,17 +218,6 @@ def _selected(selector: Document) -> set[str]:
     return set(expression["values"])
 
 
-def _config(container: Document, files: Path) -> Access:
-    """The arguments of a container's process; its mounts are below `files`."""
-    kinds: dict[str, type[Access]] = {
-        "router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig
-    }  # fmt: skip
-    words = [re.sub(r"\$\(\w+\)", "pod-7", one) for one in container["args"]]
-    for mount in container["volumeMounts"]:
-        words = [one.replace(f"={mount['mountPath']}", f"={files}") for one in words]
-    return parse(kinds[_role(container)], words, prog="container", about="")
-
-
 @pytest.mark.parametrize(
     ("name", "components"),
     [*((name, ()) for name in overlays()), ("1p1d", ("tls", "monitoring", "redis-password"))],
@@ -250,7 +231,7 @@ def test_every_process_takes_its_flags(
     for file in ("tls.crt", "tls.key", "ca.crt", "credentials"):
         (tmp_path / file).touch()
     containers = [one for pod in _pods(name, *components) for one in pod["containers"]]
-    configs = [_config(one, tmp_path) for one in containers if _role(one) != "redis"]
+    configs = [config_of(one, tmp_path) for one in containers if role_of(one) != "redis"]
     assert len(configs) == 3
     assert {one.host for one in configs} == {"0.0.0.0"}
 
@@ -261,9 +242,9 @@ def test_with_tls_nothing_is_called_in_plain_text_but_health(tmp_path: Path) -> 
     allowed = {}
     for pod in _pods("tls-1p1d"):
         (container,) = pod["containers"]
-        if (role := _role(container)) == "redis":
+        if (role := role_of(container)) == "redis":
             continue
-        config = _config(container, tmp_path)
+        config = config_of(container, tmp_path)
         assert config.fleet_cert is not None
         assert config.metrics_host == "127.0.0.1"
         allowed[role] = config.allow_plaintext
@@ -280,7 +261,7 @@ def test_with_tls_nothing_is_called_in_plain_text_but_health(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", GPU_OVERLAYS)
 def test_both_roles_get_a_gpu_and_room_for_a_model(name: str) -> None:
     workers = _workers(name)
-    assert {_role(container) for _, _, container in workers} == {"prefill", "decode"}
+    assert {role_of(container) for _, _, container in workers} == {"prefill", "decode"}
     for _, pod, container in workers:
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
         assert limits["nvidia.com/gpu"] >= 1
@@ -307,7 +288,7 @@ def test_the_model_is_read_only_for_all_who_need_it(name: str) -> None:
     for pod in _pods(name):
         for container in pod["containers"]:
             if "model" in _mounts(container):
-                readers.add(_role(container))
+                readers.add(role_of(container))
                 assert "--model=/model" in container["args"]
                 assert _mounts(container)["model"]["mountPath"] == "/model"
                 assert _mounts(container)["model"]["readOnly"] is True
@@ -389,9 +370,9 @@ def test_nvlinks_pod_is_as_restricted_as_the_bases() -> None:
 
 
 def test_nvlinks_workers_are_told_what_those_of_gpu_pods_are() -> None:
-    apart = {_role(one): one for _, _, one in _workers("gpu-1p1d")}
+    apart = {role_of(one): one for _, _, one in _workers("gpu-1p1d")}
     for _, _, container in _workers("gpu-nvlink-1p1d"):
-        other = apart[_role(container)]
+        other = apart[role_of(container)]
         assert container["resources"] == other["resources"]
         assert container["startupProbe"].keys() == other["startupProbe"].keys()
         own = ("--port=", "--worker-id=")

@@ -1,0 +1,155 @@
+{{/* The name before -router and the like. */}}
+{{- define "effuse.name" -}}
+{{- $release := .Release.Name -}}
+{{- $own := ternary $release (printf "%s-effuse" $release) (contains "effuse" $release) -}}
+{{- .Values.fullnameOverride | default $own | trunc 48 | trimSuffix "-" -}}
+{{- end }}
+
+{{/* Refuses values of which one needs another one. */}}
+{{- define "effuse.check" -}}
+{{- $values := .Values -}}
+{{- if not (regexMatch "^[a-z]" (include "effuse.name" .)) -}}
+{{- fail "fullnameOverride: expected a name that begins with a letter, because Services have no other" -}}
+{{- end -}}
+{{- if and $values.model.create (not $values.model.claim) -}}
+{{- fail "model.claim: expected a name for the claim, because model.create is set" -}}
+{{- end -}}
+{{- if and $values.tls.clientCertificates (not $values.tls.enabled) -}}
+{{- fail "tls.clientCertificates: expected tls.enabled with it" -}}
+{{- end -}}
+{{- if and $values.redis.caSecret (not (hasPrefix "rediss://" $values.redis.url)) -}}
+{{- fail "redis.caSecret: expected a redis.url that begins with rediss://" -}}
+{{- end -}}
+{{- end }}
+
+{{- define "effuse.labels" -}}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: effuse
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* Labels of every pod of the release. */}}
+{{- define "effuse.fleet" -}}
+app.kubernetes.io/part-of: effuse
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* From here on the context is a dict of `root`, `role` and, for pods, `own`: the settings of the role. */}}
+{{- define "effuse.selector" -}}
+app.kubernetes.io/name: {{ .role }}
+{{ include "effuse.fleet" .root }}
+{{- end }}
+
+{{/* Roles of the release, as a JSON list. */}}
+{{- define "effuse.roles" -}}
+{{- $fleet := list "router" "prefill" "decode" -}}
+{{- ternary $fleet (prepend $fleet "redis") (not (empty .Values.redis.url)) | toJson -}}
+{{- end }}
+
+{{/* Values of a role; those of a worker lie over those of `workers`. */}}
+{{- define "effuse.own" -}}
+{{- $own := index .root.Values .role -}}
+{{- if has .role (list "prefill" "decode") -}}
+{{- $own = mergeOverwrite (deepCopy .root.Values.workers) (deepCopy $own) -}}
+{{- end -}}
+{{- toYaml $own -}}
+{{- end }}
+
+{{- define "effuse.redisUrl" -}}
+{{- .Values.redis.url | default (printf "redis://%s-redis:6379/0" (include "effuse.name" .)) -}}
+{{- end }}
+
+{{- define "effuse.serviceAccount" -}}
+{{- $made := ternary (include "effuse.name" .) "" .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default $made -}}
+{{- end }}
+
+{{/* Everything that a pod mounts: volumes with the path of each. */}}
+{{- define "effuse.mounts" -}}
+{{- $values := .root.Values -}}
+{{- $secrets := dict -}}
+{{- if and (eq .role "redis") $values.redis.credentialsSecret -}}
+{{- $_ := set $secrets "redis-users" (list $values.redis.credentialsSecret "users.acl") -}}
+{{- else if ne .role "redis" -}}
+{{- $_ := set $secrets "redis-credentials" (list $values.redis.credentialsSecret "credentials") -}}
+{{- $_ := set $secrets "redis-ca" (list $values.redis.caSecret "ca.crt") -}}
+{{- $_ := set $secrets "fleet-secret" (list $values.fleetSecret "secret") -}}
+{{- if eq .role "router" -}}
+{{- $_ := set $secrets "keys" (list $values.router.keysSecret "keys") -}}
+{{- end -}}
+{{- if $values.tls.enabled -}}
+{{- $_ := set $secrets "fleet-tls" (list $values.tls.fleetSecret) -}}
+{{- if eq .role "router" -}}
+{{- $_ := set $secrets "router-tls" (list $values.tls.routerSecret) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+- name: tmp
+  mountPath: /tmp
+  volume:
+    emptyDir:
+      sizeLimit: {{ get (dict "redis" "64Mi" "router" "256Mi") .role | default "1Gi" }}
+{{- if .own.shmSize }}
+- name: shm
+  mountPath: /dev/shm
+  volume:
+    emptyDir:
+      medium: Memory
+      sizeLimit: {{ .own.shmSize }}
+{{- end }}
+{{- range $name, $secret := $secrets }}
+{{- if first $secret }}
+- name: {{ $name }}
+  mountPath: /{{ $name }}
+  readOnly: true
+  volume:
+    secret:
+      secretName: {{ first $secret }}
+      defaultMode: 0440
+      {{- with rest $secret }}
+      items:
+        - key: {{ first . }}
+          path: {{ first . }}
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- if and (ne .role "redis") $values.model.claim }}
+- name: model
+  mountPath: /model
+  readOnly: true
+  volume:
+    persistentVolumeClaim:
+      claimName: {{ $values.model.claim }}
+      readOnly: true
+{{- end }}
+{{- if .own.config }}
+- name: config
+  mountPath: /config
+  readOnly: true
+  volume:
+    configMap:
+      name: {{ include "effuse.name" .root }}-{{ .role }}
+{{- end }}
+{{- end }}
+
+{{/* A policy for the pods of some `roles`, up to its rules. */}}
+{{- define "effuse.policy" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "effuse.name" .root }}-{{ .name }}
+  labels:
+    {{- include "effuse.labels" .root | nindent 4 }}
+spec:
+  policyTypes: [Ingress]
+  podSelector:
+    matchLabels:
+      {{- include "effuse.fleet" .root | nindent 6 }}
+    matchExpressions:
+      - key: app.kubernetes.io/name
+        operator: In
+        values: {{ .roles | toJson }}
+  ingress:
+{{- end }}

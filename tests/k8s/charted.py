@@ -1,0 +1,151 @@
+"""The objects of the chart, and in which form they are compared with those of kustomize."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from installed import installed
+from k8s.composed import K8S, Document, config_of, role_of
+
+CHART = K8S / "chart"
+OLDEST = "1.30"  # Kubernetes that the chart is for
+INSTANCE, NAME, PART = (f"app.kubernetes.io/{one}" for one in ("instance", "name", "part-of"))
+Values = Mapping[str, Any]
+SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+ALL: Values = {
+    "image": {"repository": "registry.example/effuse", "tag": "7", "pullSecrets": ["registry"]},
+    "serviceAccount": {"create": True, "annotations": {"a": "b"}},
+    "fleet": "night",
+    "fleetSecret": "night-secret",
+    "connector": "zmq",
+    "model": {"claim": "weights", "create": True, "storageClass": "fast", "servedName": "Org/M-1"},
+    "workers": {
+        "gpus": 1,
+        "startupTimeoutS": 1000,
+        "drainS": 300,
+        "config": "max-num-seqs = 7\ndrain-s = 9\n",
+        "tolerations": [{"key": "mine", "operator": "Exists"}],
+        "topologySpreadConstraints": [SPREAD],
+        "nodeSelector": {"disk": "fast"},
+        "runtimeClassName": "nvidia",
+    },
+    "decode": {
+        "config": "max-window = 3",
+        "env": [{"name": "A", "value": "b"}],
+        "volumes": [{"name": "cache", "emptyDir": {}}],
+        "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    },
+    "router": {
+        "drainS": 200,
+        "keysSecret": "clients",
+        "extraArgs": ["--max-queue=4"],
+        "affinity": {"podAntiAffinity": {}},
+        "podLabels": {"team": "one"},
+        "service": {"type": "LoadBalancer", "annotations": {"c": "d"}},
+    },
+    "redis": {"url": "rediss://cache.example:6379/0", "caSecret": "ca", "credentialsSecret": "db"},
+    "tls": {"enabled": True, "clientCertificates": True},
+    "metrics": {"enabled": True, "port": 9999},
+}  # fmt: skip
+"""Nearly every value, each other than by default."""
+
+
+def helm(*words: str, values: Values | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs helm with these values; it may fail."""
+    return subprocess.run(
+        [installed("helm"), *words, "--values", "-"], input=json.dumps(values or {}),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def charted(values: Values | None = None, *words: str, release: str = "effuse") -> list[Document]:
+    """The objects of a release with these values. Flags of helm may follow."""
+    done = helm("template", release, str(CHART), *words, values=values)
+    assert not done.returncode, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def kustomized(directory: Path) -> list[Document]:
+    """What kustomize makes of a folder."""
+    done = subprocess.run(
+        [installed("kubectl"), "kustomize", directory],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def pods(documents: Sequence[Document]) -> dict[str, tuple[Document, Document]]:
+    """Each Deployment and its pod, by role."""
+    found = {}
+    for one in documents:
+        if one["kind"] == "Deployment":
+            pod = one["spec"]["template"]["spec"]
+            found[role_of(pod["containers"][0])] = (one, pod)
+    return found
+
+
+def selectors(value: Any) -> Iterator[Document]:
+    """Every selector of pods of the release in an object, as labels with expressions."""
+    if isinstance(value, list):
+        for one in value:
+            yield from selectors(one)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            if key in ("selector", "podSelector"):
+                yield (
+                    one
+                    if {"matchLabels", "matchExpressions"} & one.keys()
+                    else {"matchLabels": one}
+                )
+            else:
+                yield from selectors(one)
+
+
+def canonical(documents: Sequence[Document], files: Path) -> dict[tuple[str, str], Any]:
+    """The objects by kind and name, such that only differences that mean something are left.
+
+    Left out are labels of objects, the prefix of the release, the label of the instance, the order
+    of entries with names, and the order and the defaults of flags: configurations are compared.
+    `files` holds what pods mount.
+    """
+    found = {}
+    for one in documents:
+        metadata = {key: value for key, value in one["metadata"].items() if key != "labels"}
+        name = metadata["name"] = metadata["name"].removeprefix("effuse-")
+        if one["kind"] == "Deployment":
+            (container,) = one["spec"]["template"]["spec"]["containers"]
+            if role_of(container) != "redis":
+                config = asdict(config_of(container, files))
+                config["redis_url"] = config["redis_url"].replace("//effuse-", "//")
+                one = _with_arguments(one, config)
+        if one["kind"] == "Service":
+            one = one | {"spec": {"type": "ClusterIP"} | one["spec"]}
+        found[one["kind"], name] = _plain(one | {"metadata": metadata})
+    return found
+
+
+def _with_arguments(deployment: Document, arguments: Document) -> Document:
+    copy: Document = json.loads(json.dumps(deployment))
+    copy["spec"]["template"]["spec"]["containers"][0]["args"] = arguments
+    return copy
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = {key: _plain(one) for key, one in value.items() if key != INSTANCE}
+        for expression in value.pop("matchExpressions", ()):
+            if expression["operator"] == "In":
+                value.setdefault("matchLabels", {})[expression["key"]] = expression["values"]
+        if NAME in value and not isinstance(value[NAME], list):
+            value[NAME] = [value[NAME]]
+        return value
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        named = {one["name"]: _plain(one) for one in value if "name" in one}
+        return named if len(named) == len(value) else [_plain(one) for one in value]
+    return value

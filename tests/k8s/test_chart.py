@@ -1,0 +1,194 @@
+"""The Helm chart: the same fleet as kustomize's, and bad values refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from installed import installed
+from k8s.charted import (
+    ALL,
+    CHART,
+    NAME,
+    OLDEST,
+    Values,
+    canonical,
+    charted,
+    helm,
+    kustomized,
+)
+from k8s.composed import K8S, Document, overlays
+
+pytestmark = pytest.mark.chart
+
+GPU_VALUES = ("--values", str(CHART / "gpu.yaml"))
+SAME: dict[str, tuple[Values, tuple[str, ...]]] = {
+    "1p1d": ({}, ()),
+    "2p3d": ({"prefill": {"replicas": 2}, "decode": {"replicas": 3}}, ()),
+    "gpu-1p1d": ({"model": {"create": True}}, GPU_VALUES),
+    "gpu-tp2-1p1d": ({"model": {"create": True}, "decode": {"gpus": 2}}, GPU_VALUES),
+    "monitored-1p1d": ({"metrics": {"enabled": True}}, ()),
+    "password-1p1d": ({"redis": {"credentialsSecret": "effuse-redis"}}, ()),
+    "tls-1p1d": ({"tls": {"enabled": True}}, ()),
+}
+"""Values that give what an overlay gives."""
+Change = Callable[[Document], object]
+
+
+def test_without_values_it_is_the_base(files: Path) -> None:
+    assert canonical(charted(), files) == canonical(kustomized(K8S / "base"), files)
+
+
+@pytest.mark.parametrize("overlay", SAME)
+def test_values_give_what_an_overlay_gives(overlay: str, files: Path) -> None:
+    values, words = SAME[overlay]
+    expected = canonical(kustomized(K8S / "overlays" / overlay), files)
+    assert canonical(charted(values, *words), files) == expected
+
+
+def test_each_overlay_has_its_values() -> None:
+    """All but the overlay with both workers in one pod, which the chart leaves out."""
+    assert set(overlays()) == {*SAME, "gpu-nvlink-1p1d"}
+
+
+def _container(document: Document) -> Document:
+    found: Document = document["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def _policy(document: Document) -> Document:
+    found: Document = document["spec"]["ingress"][0]["from"][0]["podSelector"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("Deployment", "router", lambda one: _container(one)["args"].append("--max-queue=7")),
+        ("Deployment", "decode", lambda one: _container(one)["args"].remove("--connector=nixl")),
+        ("Deployment", "redis", lambda one: _container(one)["args"].append("--appendonly")),
+        ("Deployment", "prefill", lambda one: _container(one).pop("readinessProbe")),
+        ("Deployment", "router", lambda one: _container(one)["ports"].pop()),
+        ("Deployment", "redis", lambda one: _container(one)["securityContext"].popitem()),
+        ("Deployment", "decode", lambda one: _container(one)["env"].pop()),
+        ("Service", "router", lambda one: one["spec"]["ports"].pop()),
+        ("Service", "routers", lambda one: one["spec"]["selector"].update({NAME: "decode"})),
+        ("NetworkPolicy", "workers", lambda one: _policy(one)["matchExpressions"].pop()),
+        ("NetworkPolicy", "redis", lambda one: _policy(one).pop("matchLabels")),
+        ("PodDisruptionBudget", "decode", lambda one: one["spec"].update(maxUnavailable=2)),
+    ],
+)
+def test_a_difference_is_seen(kind: str, name: str, change: Change, files: Path) -> None:
+    documents = kustomized(K8S / "base")
+    before = canonical(copy.deepcopy(documents), files)
+    (changed,) = [
+        one for one in documents if (one["kind"], one["metadata"]["name"]) == (kind, name)
+    ]
+    change(changed)
+    assert canonical(documents, files) != before
+
+
+@pytest.mark.parametrize("values", [*(values for values, _ in SAME.values()), ALL])
+def test_helm_and_kubernetes_accept_it(values: Values, tmp_path: Path) -> None:
+    words = GPU_VALUES if "create" in values.get("model", {}) else ()
+    linted = helm("lint", "--strict", str(CHART), *words, values=values)
+    assert not linted.returncode, linted.stdout + linted.stderr
+    made = tmp_path / "made.yaml"
+    made.write_text(yaml.safe_dump_all(charted(values, *words, "--kube-version", OLDEST)))
+    validate = installed("kubernetes-validate") / "bin" / "kubernetes-validate"
+    flags = ("--strict", "--quiet", "--kubernetes-version", OLDEST)
+    done = subprocess.run(
+        [validate, *flags, made], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert not done.returncode, done.stdout + done.stderr
+
+
+def test_an_older_kubernetes_is_refused() -> None:
+    done = helm("template", "effuse", str(CHART), "--kube-version", "1.29")
+    assert done.returncode
+    assert ">=1.30" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"prefill": {"replicas": -1}}, "/prefill/replicas"),
+        ({"decode": {"replicas": "two"}}, "/decode/replicas"),
+        ({"workers": {"replicas": 2}}, "/workers/replicas"),
+        ({"prefill": {"gpus": 0.5}}, "/prefill/gpus"),
+        ({"prefill": {"replica": 1}}, "'replica'"),
+        ({"router": {"gpus": 1}}, "/router/gpus"),
+        ({"redis": {"replicas": 2}}, "/redis/replicas"),
+        ({"conector": "zmq"}, "'conector'"),
+        ({"connector": "tcp"}, "/connector"),
+        ({"fleet": "two words"}, "/fleet"),
+        ({"image": {"tag": 1.0}}, "/image/tag"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+        ({"image": {"pullSecrets": [""]}}, "/image/pullSecrets/0"),
+        ({"redis": {"url": "http://cache:6379"}}, "/redis/url"),
+        ({"redis": {"url": "redis://user:word@cache:6379/0"}}, "/redis/url"),
+        ({"redis": {"url": "redis://cache:6379/0?password=word"}}, "/redis/url"),
+        ({"redis": {"caSecret": "ca"}}, "redis.caSecret"),
+        ({"redis": {"url": "redis://cache", "caSecret": "ca"}}, "redis.caSecret"),
+        ({"tls": {"clientCertificates": True}}, "tls.clientCertificates"),
+        ({"tls": {"fleetSecret": ""}}, "/tls/fleetSecret"),
+        ({"model": {"create": True}}, "model.claim"),
+        ({"model": {"servedName": "two words"}}, "/model/servedName"),
+        ({"model": {"size": "large"}}, "/model/size"),
+        ({"metrics": {"port": 80}}, "/metrics/port"),
+        ({"router": {"service": {"type": "Ingress"}}}, "/router/service/type"),
+        ({"router": {"extraArgs": ["--port=1"]}}, "/router/extraArgs/0"),
+        ({"workers": {"extraArgs": ["--drain-s", "900"]}}, "/workers/extraArgs/0"),
+        ({"decode": {"extraArgs": ["max-num-seqs=1"]}}, "/decode/extraArgs/0"),
+        ({"decode": {"podAnnotations": {"a": True}}}, "/decode/podAnnotations/a"),
+        ({"router": {"podLabels": {NAME: "mine"}}}, f"/router/podLabels/{NAME.replace('/', '~1')}"),
+        ({"decode": {"resources": {"limit": {}}}}, "'limit'"),
+        ({"workers": {"drainS": "30s"}}, "/workers/drainS"),
+        ({"networkPolicy": False}, "/networkPolicy"),
+        ({"fullnameOverride": "7b"}, "/fullnameOverride"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(values: Values, named: str) -> None:
+    done = helm("template", "effuse", str(CHART), values=values)
+    assert done.returncode
+    assert named in done.stderr
+
+
+def test_a_release_whose_services_would_have_no_valid_names_is_refused() -> None:
+    done = helm("template", "7b", str(CHART))
+    assert "fullnameOverride" in done.stderr
+    assert charted({"fullnameOverride": "seven"}, release="7b")
+
+
+def _named(part: Document, definitions: Document) -> dict[str, Any]:
+    """What a part of the schema has for each key; False, if it refuses the key."""
+    named: dict[str, Any] = {}
+    for one in part.get("allOf", ()):
+        for key, value in _named(definitions[Path(one["$ref"]).name], definitions).items():
+            named[key] = value and named.get(key, True)
+    own: dict[str, Any] = part.get("properties", {})
+    return named | own
+
+
+def test_every_value_is_in_the_schema_and_documented() -> None:
+    """A value that only the schema has is one that no operator finds."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(values) | {"global"} == set(schema["properties"])
+    for name, part in schema["properties"].items():
+        if named := _named(part, schema["definitions"]):
+            assert set(values[name]) == {key for key, value in named.items() if value}, name
+
+
+def test_the_charts_version_is_the_packages() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    package = tomllib.loads((K8S.parent / "pyproject.toml").read_text())["project"]
+    assert chart["version"] == chart["appVersion"] == package["version"]
+    assert chart["kubeVersion"] == f">={OLDEST}.0-0"

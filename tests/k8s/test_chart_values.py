@@ -1,0 +1,178 @@
+"""Each value of the chart has its effect."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from k8s.charted import (
+    ALL,
+    CHART,
+    INSTANCE,
+    NAME,
+    PART,
+    SPREAD,
+    Values,
+    charted,
+    helm,
+    pods,
+    selectors,
+)
+from k8s.composed import Document, config_of
+
+from effuse.worker.config import DecodeConfig
+
+pytestmark = pytest.mark.chart
+
+
+def _all_pods(values: Values = ALL) -> dict[str, tuple[Document, Document]]:
+    """Deployment and pod of each role, with the default images' names."""
+    return pods(charted(dict(values) | {"image": {}}))
+
+
+def test_every_process_takes_its_flags_and_files(files: Path) -> None:
+    found = _all_pods()
+    assert set(found) == {"router", "prefill", "decode"}
+    configs: dict[str, Any] = {}
+    for role, (_, pod) in found.items():
+        (container,) = pod["containers"]
+        own = [one for one in charted(ALL) if one["kind"] == "ConfigMap"]
+        for one in own:
+            if one["metadata"]["name"] == f"effuse-{role}":
+                (files / "effuse.toml").write_text(one["data"]["effuse.toml"])
+        configs[role] = config_of(container, files)
+        volumes = {one["name"] for one in pod["volumes"]}
+        assert volumes == {one["name"] for one in container["volumeMounts"]}
+    assert configs["prefill"].max_num_seqs == 7
+    assert configs["prefill"].drain_s == 300  # the value, and not the file's: a probe relies on it
+    decode = configs["decode"]
+    assert isinstance(decode, DecodeConfig)
+    assert (decode.max_window, decode.max_num_seqs) == (3, 64)  # its file instead of the common one
+    for config in configs.values():
+        assert (config.fleet, config.redis_url) == ("night", "rediss://cache.example:6379/0")
+        assert config.fleet_secret and config.fleet_cert and config.redis_credentials
+        assert (config.metrics_port, config.model) == (9999, files)
+    router = configs["router"]
+    assert (router.max_queue, router.http_port) == (4, 8000)
+    assert router.keys and router.tls_client_ca and router.redis_ca
+    for worker in (configs["prefill"], decode):
+        assert (worker.connector, worker.device) == ("zmq", "cuda")
+        assert worker.served_model_name == "Org/M-1"
+
+
+def test_a_pod_outlives_its_drain_and_waits_for_its_model(files: Path) -> None:
+    (files / "effuse.toml").touch()
+    for role, (deployment, pod) in _all_pods().items():
+        (container,) = pod["containers"]
+        config: Any = config_of(container, files)
+        stop_s = 5 if role == "router" else 0
+        assert pod["terminationGracePeriodSeconds"] > stop_s + config.longest_end_s
+        if role != "router":
+            probe = container["startupProbe"]
+            probed_s = probe["periodSeconds"] * probe["failureThreshold"]
+            waited_s = deployment["spec"]["progressDeadlineSeconds"]
+            assert config.startup_timeout_s < probed_s < waited_s
+
+
+def test_pods_are_placed_as_asked() -> None:
+    found = _all_pods()
+    _, worker = found["decode"]
+    assert worker["runtimeClassName"] == "nvidia"
+    assert worker["nodeSelector"] == {"disk": "fast"}
+    assert [one["key"] for one in worker["tolerations"]] == ["nvidia.com/gpu", "mine"]
+    labels = {NAME: "decode", PART: "effuse", INSTANCE: "effuse"}
+    assert worker["topologySpreadConstraints"] == [
+        SPREAD | {"labelSelector": {"matchLabels": labels}}
+    ]
+    assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {"name": "A", "value": "b"} in worker["containers"][0]["env"]
+    deployment, router = found["router"]
+    assert router["affinity"] == {"podAntiAffinity": {}}
+    assert deployment["spec"]["template"]["metadata"]["labels"]["team"] == "one"
+    assert not {"tolerations", "nodeSelector"} & set(router)
+    assert router["serviceAccountName"] == "effuse"
+
+
+def test_an_image_is_of_its_registry() -> None:
+    for one in charted(ALL):
+        if one["kind"] == "Deployment":
+            pod, role = one["spec"]["template"]["spec"], one["metadata"]["labels"][NAME]
+            assert pod["containers"][0]["image"] == f"registry.example/effuse-{role}:7"
+            assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def test_no_redis_is_installed_beside_ones_own() -> None:
+    assert "redis" in {one["metadata"]["name"].rpartition("-")[2] for one in charted()}
+    assert "redis" not in {one["metadata"]["name"].rpartition("-")[2] for one in charted(ALL)}
+
+
+def test_without_http_nothing_names_its_port() -> None:
+    text = yaml.safe_dump_all(charted({"router": {"http": {"enabled": False}}}))
+    assert not re.search(r"8000|\bhttp\b", text)
+
+
+@pytest.mark.parametrize("switch", ["networkPolicy", "podDisruptionBudget"])
+def test_policies_and_budgets_can_be_left_out(switch: str) -> None:
+    kind = switch[0].upper() + switch[1:]
+    assert kind in {one["kind"] for one in charted()}
+    assert kind not in {one["kind"] for one in charted({switch: {"enabled": False}})}
+
+
+def test_a_scaler_owns_the_number_that_it_scales() -> None:
+    for scaled, expected in (
+        ("decode", {"redis", "router", "prefill"}),
+        ("workers", {"redis", "router"}),
+        ("router", {"redis", "prefill", "decode"}),
+    ):
+        found = _all_pods({scaled: {"autoscaling": {"enabled": True}}})
+        assert {role for role, (one, _) in found.items() if "replicas" in one["spec"]} == expected
+
+
+def test_a_changed_file_restarts_its_pods() -> None:
+    annotations = [
+        pods(charted({"router": {"config": text}}))["router"][0]["spec"]["template"]["metadata"]
+        for text in ("max-queue = 1", "max-queue = 2")
+    ]
+    assert annotations[0] != annotations[1]
+
+
+def test_two_releases_in_a_namespace_have_nothing_in_common() -> None:
+    values: Values = {"metrics": {"enabled": True}, "serviceAccount": {"create": True}}
+    installed_twice = {name: charted(values, release=name) for name in ("effuse", "blue")}
+    names = {
+        release: {(one["kind"], one["metadata"]["name"]) for one in documents}
+        for release, documents in installed_twice.items()
+    }
+    assert not names["effuse"] & names["blue"]
+    for release, documents in installed_twice.items():
+        found = [one for one in selectors(documents) if "prometheus" not in str(one)]
+        assert len(found) > 12
+        for one in found:
+            assert one["matchLabels"][INSTANCE] == release
+        for deployment, pod in pods(documents).values():
+            assert deployment["spec"]["template"]["metadata"]["labels"][INSTANCE] == release
+            prefix = "effuse" if release == "effuse" else "blue-effuse"
+            flags = {
+                one for one in pod["containers"][0]["args"] if "redis-url" in one or "fleet" in one
+            }
+            assert flags <= {f"--redis-url=redis://{prefix}-redis:6379/0", f"--fleet={prefix}"}
+
+
+def test_the_notes_name_what_was_installed(tmp_path: Path) -> None:
+    """Helm renders notes only with a cluster, so a copy of the chart has them in a ConfigMap."""
+    chart = tmp_path / "effuse"
+    shutil.copytree(CHART, chart)
+    templates = chart / "templates"
+    notes = f'{{{{ define "notes" }}}}{(templates / "NOTES.txt").read_text()}{{{{ end }}}}'
+    shown = 'kind: Notes\ntext: {{ include "notes" . | quote }}\n'
+    (templates / "notes.yaml").write_text(notes + shown)
+    done = helm("template", "blue", str(chart), "--namespace", "night", values=ALL)
+    (found,) = [one for one in yaml.safe_load_all(done.stdout) if one and one["kind"] == "Notes"]
+    text = found["text"]
+    assert "--namespace night port-forward service/blue-effuse-router 50051 8000" in text
+    assert "the fleet night serves weights" in text
+    assert "--token-file" in text and "https://localhost:8000" in text
