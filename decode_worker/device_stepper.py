@@ -25,7 +25,7 @@ from effuse.decode_worker.device_buckets import (
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.kernels.step_slots import Column, SlotLayout, Status
 from effuse.models.progress import ProgressLog
-from effuse.worker.rank_messages import Command, Grow, Join, Launch, Leave, Slots
+from effuse.worker.rank_messages import Command, GrowSlot, JoinSlot, LaunchStep, LeaveSlot, Slots
 
 _ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records that may be in use at a time
@@ -117,7 +117,7 @@ class DeviceStepper:
     @torch.inference_mode()
     def join(self, slot: int, row: Integers, boundary: Tensor | None = None) -> None:
         """Puts a request into a free slot; `row` is made by `slot_row`."""
-        self._followers.send(Join(slot, row.tobytes(), boundary is not None))
+        self._followers.send(JoinSlot(slot, row.tobytes(), boundary is not None))
         self._put(self._step.buffers.table.rows[slot], row)
         if boundary is not None:
             self._step.buffers.boundary[slot].copy_(boundary, non_blocking=True)
@@ -127,14 +127,14 @@ class DeviceStepper:
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
         """Removes a request; records of earlier launched steps are stale."""
-        self._followers.send(Leave(slot))
+        self._followers.send(LeaveSlot(slot))
         self._step.buffers.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
         self._forecast.leave(slot)
 
     @torch.inference_mode()
     def grow(self, slot: int, first: int, pages: Integers, storable: int) -> None:
         """Appends pages after the `first` ones of a slot, which then cover `storable` tokens."""
-        self._followers.send(Grow(slot, first, pages.tobytes(), storable))
+        self._followers.send(GrowSlot(slot, first, pages.tobytes(), storable))
         table = self._step.buffers.table
         self._put(table.pages[slot, first : first + len(pages)], pages)
         table.storable[slot].fill_(storable)
@@ -144,7 +144,7 @@ class DeviceStepper:
         """Enqueues the next step; never waits for the device."""
         need = self._forecast.need()
         rows, candidates, context = self._buckets(need)
-        self._followers.send(Launch(rows, candidates, context))
+        self._followers.send(LaunchStep(rows, candidates, context))
         try:
             self._run(rows, candidates, context)
         except Exception as error:
@@ -164,15 +164,15 @@ class DeviceStepper:
     def obey(self, command: Slots) -> None:
         """Does what the leader of the group has done; no record of it is read here."""
         match command:
-            case Join(slot=slot, row=row, has_boundary=has_boundary):
+            case JoinSlot(slot=slot, row=row, has_boundary=has_boundary):
                 self.join(slot, _integers(row))
                 if has_boundary:
                     self._share_boundary(slot)
-            case Leave(slot=slot):
+            case LeaveSlot(slot=slot):
                 self.leave(slot)
-            case Grow(slot=slot, first=first, pages=pages, storable=storable):
+            case GrowSlot(slot=slot, first=first, pages=pages, storable=storable):
                 self.grow(slot, first, _integers(pages), storable)
-            case Launch(rows=rows, candidates=candidates, context=context):
+            case LaunchStep(rows=rows, candidates=candidates, context=context):
                 self._run(rows, candidates, context)
 
     def _share_boundary(self, slot: int) -> None:

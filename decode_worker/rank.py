@@ -2,12 +2,12 @@
 
 from effuse.decode_worker.build import limits_of, make_stepper
 from effuse.decode_worker.device_stepper import DeviceStepper
-from effuse.worker.assembly import Part
+from effuse.worker.assembly import RankPart
 from effuse.worker.config import DecodeConfig
 from effuse.worker.rank_process import main
 
 
-def _steps(config: DecodeConfig, part: Part) -> DeviceStepper:
+def _steps(config: DecodeConfig, part: RankPart) -> DeviceStepper:
     limits = limits_of(config, part.memory, part.model, part.max_model_len)
     return make_stepper(part.model, part.memory.layer_views(), limits)
 

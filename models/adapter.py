@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effuse.models.checkpoint import Cut, Shape, TensorFiles, open_tensors
+from effuse.models.checkpoint import TensorCut, Shape, TensorFiles, open_tensors
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Adapter:
     modules: frozenset[str]
     files: TensorFiles
 
-    def delta(self, module: str, cut: Cut | None = None) -> Tensor | None:
+    def delta(self, module: str, cut: TensorCut | None = None) -> Tensor | None:
         """Change of a module's weight [out, in], or of a cut of it, in fp32; None if there is no
         change."""
         if module not in self.modules:

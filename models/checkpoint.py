@@ -42,7 +42,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorCut:
     """Ranges of a tensor's rows (`dim` 0) or columns (`dim` 1), to be read one after the other."""
 
     dim: int
@@ -245,7 +245,7 @@ class TensorFiles:
             for name, (_, file) in self.locations.items()
         )
 
-    def take(self, name: str, cut: Cut | None = None) -> Tensor:
+    def take(self, name: str, cut: TensorCut | None = None) -> Tensor:
         """Read one tensor, or a cut of it, on the device that the files were opened for, in its
         stored dtype."""
         self.check_dtype(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -84,4 +84,13 @@ class Forward(Protocol):
 
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
         """One forward; results in the order of the parts."""
+        ...
+
+
+class PromptForward(Forward, Protocol):
+    """A forward whose stored layers can be followed."""
+
+    def progress(self) -> Callable[[], int | None]:
+        """A function that any thread may call: how many groups of layers the next forward has
+        stored."""
         ...

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.experts import NO_EXPERT, Routes
-from effuse.models.checkpoint import Cut, LayerNames, ModelNames, Shape, module_names
+from effuse.models.checkpoint import TensorCut, LayerNames, ModelNames, Shape, module_names
 from effuse.models.config import ModelConfig
 
 
@@ -78,7 +78,7 @@ ALONE: Final = Alone()
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ModelShard:
     """One rank's part of a model. Ranges are of the whole model's numbers.
 
     KV heads that are fewer than ranks are replicated: several ranks hold the same one.
@@ -98,7 +98,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where a process stands in the group that serves a model together."""
 
     rank: int = 0
@@ -106,21 +106,23 @@ class Place:
     expert_parallel: bool = False
     group: Group = ALONE
 
-    def shard(self, config: ModelConfig) -> Shard:
+    def shard(self, config: ModelConfig) -> ModelShard:
         """Its part of a model. Raises ValueError naming what does not divide."""
         return shard_of(config, self.rank, self.size, expert_parallel=self.expert_parallel)
 
 
-ALL: Final = Place()
+ALL: Final = RankPlace()
 """The place of a process that serves a model by itself."""
 
 
-def whole(config: ModelConfig) -> Shard:
+def whole(config: ModelConfig) -> ModelShard:
     """The shard of a group of one."""
     return shard_of(config, 0, 1)
 
 
-def shard_of(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool = False) -> Shard:
+def shard_of(
+    config: ModelConfig, rank: int, size: int, *, expert_parallel: bool = False
+) -> ModelShard:
     """The part of `rank` in a group of `size`. Raises ValueError naming what does not divide."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not in a group of {size}")
@@ -128,7 +130,7 @@ def shard_of(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool
     experts = None
     if config.experts is not None and expert_parallel:
         experts = _part(config.experts.routing.num_experts, rank, size)
-    return Shard(
+    return ModelShard(
         rank,
         size,
         heads=_part(config.num_heads, rank, size),
@@ -178,11 +180,11 @@ def _kv_heads(count: int, rank: int, size: int) -> range:
     return range(only, only + 1)
 
 
-def cuts_of(config: ModelConfig, shard: Shard) -> Mapping[str, Cut]:
+def cuts_of(config: ModelConfig, shard: ModelShard) -> Mapping[str, TensorCut]:
     """By tensor name which rows or columns of it the rank reads; others it reads whole."""
     if shard.is_whole:
         return {}
-    names, rows = module_names(config), Cut(0, (shard.vocabulary,))
+    names, rows = module_names(config), TensorCut(0, (shard.vocabulary,))
     cuts = {f"{names.embedding}.weight": rows, f"{names.head}.weight": rows}
     for number, layer in enumerate(names.layers):
         cuts |= _attention_cuts(config, shard, layer)
@@ -194,28 +196,30 @@ def cuts_of(config: ModelConfig, shard: Shard) -> Mapping[str, Cut]:
     return cuts
 
 
-def _attention_cuts(config: ModelConfig, shard: Shard, layer: LayerNames) -> dict[str, Cut]:
+def _attention_cuts(
+    config: ModelConfig, shard: ModelShard, layer: LayerNames
+) -> dict[str, TensorCut]:
     q, kv = _rows(shard.heads, config.head_dim), _rows(shard.kv_heads, config.head_dim)
     by_name: tuple[tuple[range, ...], ...] = ((q,), (kv,), (kv,))
     if len(layer.qkv) == 1:
         k_begin = config.num_heads * config.head_dim
         v_begin = k_begin + config.num_kv_heads * config.head_dim
         by_name = ((q, _moved(kv, k_begin), _moved(kv, v_begin)),)
-    cuts = {f"{layer.attn_out}.weight": Cut(1, (q,))}
+    cuts = {f"{layer.attn_out}.weight": TensorCut(1, (q,))}
     for name, ranges in zip(layer.qkv, by_name, strict=True):
-        cuts |= {f"{name}.{kind}": Cut(0, ranges) for kind in ("weight", "bias")}
+        cuts |= {f"{name}.{kind}": TensorCut(0, ranges) for kind in ("weight", "bias")}
     return cuts
 
 
-def _mlp_cuts(layer: LayerNames, inner: range) -> dict[str, Cut]:
-    cuts: dict[str, Cut] = {}
+def _mlp_cuts(layer: LayerNames, inner: range) -> dict[str, TensorCut]:
+    cuts: dict[str, TensorCut] = {}
     for mlp in layer.mlps:
-        cuts |= {f"{name}.weight": Cut(0, (inner,)) for name in (mlp.gate, mlp.up)}
-        cuts[f"{mlp.down}.weight"] = Cut(1, (inner,))
+        cuts |= {f"{name}.weight": TensorCut(0, (inner,)) for name in (mlp.gate, mlp.up)}
+        cuts[f"{mlp.down}.weight"] = TensorCut(1, (inner,))
     return cuts
 
 
-def held_names(config: ModelConfig, shard: Shard) -> ModelNames:
+def held_names(config: ModelConfig, shard: ModelShard) -> ModelNames:
     """The modules of which the rank holds a part: of experts that are spread only its own, and
     shared ones."""
     names = module_names(config)
@@ -232,7 +236,10 @@ def held_names(config: ModelConfig, shard: Shard) -> ModelNames:
 
 
 def held_shapes(
-    config: ModelConfig, shard: Shard, shapes: Mapping[str, Shape], cuts: Mapping[str, Cut]
+    config: ModelConfig,
+    shard: ModelShard,
+    shapes: Mapping[str, Shape],
+    cuts: Mapping[str, TensorCut],
 ) -> dict[str, Shape]:
     """Shapes of what the rank holds of tensors of `shapes`."""
     own = {mlp.gate for layer in held_names(config, shard).layers for mlp in layer.mlps}
@@ -258,7 +265,7 @@ def _moved(rows: range, by: int) -> range:
     return range(rows.start + by, rows.stop + by)
 
 
-def own_routes(routes: Routes, num_routed: int, shard: Shard) -> Routes:
+def own_routes(routes: Routes, num_routed: int, shard: ModelShard) -> Routes:
     """Routes [T, K] by the numbers of the experts that the rank holds; NO_EXPERT for others.
 
     Every rank has the shared experts, and each row's are computed by one of the ranks, in turn.
@@ -283,7 +290,7 @@ def vocabulary_sizes(config: ModelConfig, size: int) -> list[int]:
     return [len(_part(config.vocab_size, rank, size)) for rank in range(size)]
 
 
-def whole_rows(own: Tensor, config: ModelConfig, shard: Shard, group: Group) -> Tensor:
+def whole_rows(own: Tensor, config: ModelConfig, shard: ModelShard, group: Group) -> Tensor:
     """Logits [S, V] of this rank's share of rows; own: [R, its vocabulary], of all rows.
 
     Rank n gets rows n * S to n * S + S, with S = R / N rounded up; a row beyond the last one is the
@@ -296,7 +303,7 @@ def whole_rows(own: Tensor, config: ModelConfig, shard: Shard, group: Group) -> 
     return torch.cat([part[:, :width] for part, width in zip(dealt, widths, strict=True)], dim=1)
 
 
-def own_rows(count: int, shard: Shard, device: torch.device) -> Tensor:
+def own_rows(count: int, shard: ModelShard, device: torch.device) -> Tensor:
     """Numbers [S] of this rank's share of `count` rows, see `whole_rows`."""
     return _shares(count, shard.size, device)[shard.rank]
 
@@ -306,7 +313,7 @@ def _shares(count: int, size: int, device: torch.device) -> Tensor:
     return torch.arange(size * share, device=device).clamp_(max=count - 1).view(size, share)
 
 
-def embed(token_ids: Tensor, rows: Tensor, shard: Shard, group: Group) -> Tensor:
+def embed(token_ids: Tensor, rows: Tensor, shard: ModelShard, group: Group) -> Tensor:
     """Embeddings [T, H] of token_ids [T], of which this rank holds `rows` [its vocabulary, H]."""
     if shard.is_whole:
         return torch.nn.functional.embedding(token_ids, rows)

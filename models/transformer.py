@@ -26,7 +26,7 @@ from effuse.models.config import ModelConfig
 from effuse.models.shard import (
     ALONE,
     Group,
-    Shard,
+    ModelShard,
     embed,
     own_routes,
     own_rows,
@@ -105,7 +105,7 @@ class Transformer:
         config: ModelConfig,
         weights: ModelWeights,
         attend: Attend = block_attention,
-        shard: Shard | None = None,
+        shard: ModelShard | None = None,
         group: Group = ALONE,
     ) -> None:
         self.config = config

@@ -21,7 +21,7 @@ from torch import Tensor
 from effuse.kernels.attention import block_attention
 from effuse.models.adapter import Adapter, open_adapter
 from effuse.models.checkpoint import (
-    Cut,
+    TensorCut,
     LayerNames,
     ModelNames,
     Shape,
@@ -38,7 +38,7 @@ from effuse.models.checkpoint import (
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError
 from effuse.models.progress import ProgressLog
-from effuse.models.shard import ALL, Place, cuts_of, held_names, held_shapes
+from effuse.models.shard import ALL, RankPlace, cuts_of, held_names, held_shapes
 from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,7 +53,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     block_size: int | None = None,
     attend: Attend = block_attention,
-    place: Place = ALL,
+    place: RankPlace = ALL,
 ) -> Transformer:
     """Load a published checkpoint directory; `block_size` overrides the configuration's.
 
@@ -143,7 +143,7 @@ class _Loader:
     dtype: torch.dtype
     device: torch.device
     progress: ProgressLog
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TensorCut]
 
     def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
         embedding = self.matrix(names.embedding)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from effuse.kvtransfer.connector import Pending
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState
 from effuse.kvtransfer.sender import HandoffSender
-from effuse.models.part import Forward, Part
+from effuse.models.part import Part, PromptForward
 from effuse.prefill_worker.prompts import Prompt
 from effuse.worker.engine_process import ForwardGuard
 
@@ -27,14 +26,6 @@ IsOver = Callable[[], bool]
 Mark = Callable[[], IsOver]  # marks all work queued so far; the result tests whether that has ended
 
 _MOST_RUNNING = 2  # forwards that were launched and have not ended
-
-
-class PromptForward(Forward, Protocol):
-    """The part of the model runner that this file uses."""
-
-    def progress(self) -> Pending[int]:
-        """Returns, in any thread, how many groups of layers the next forward has stored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner
-from effuse.models.shard import Place
+from effuse.models.shard import RankPlace
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model
 
@@ -30,10 +30,10 @@ class PagedModel:
         block_size: int,
         attend: Attend = block_attention,
         adapter: Path | None = None,
-        place: Place | None = None,
+        place: RankPlace | None = None,
     ) -> None:
         self.model: Transformer = load_model(
-            path, block_size=block_size, attend=attend, adapter=adapter, place=place or Place()
+            path, block_size=block_size, attend=attend, adapter=adapter, place=place or RankPlace()
         )
         self.page_size, self.block_size = page_size, block_size
         config = self.model.config

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from effuse.models.shard import Place
+from effuse.models.shard import RankPlace
 
 T = TypeVar("T")
 _PATIENCE_S = 60.0
@@ -58,7 +58,9 @@ class ThreadGroup:
         return parts
 
 
-def run_ranks(size: int, work: Callable[[Place], T], *, expert_parallel: bool = False) -> list[T]:
+def run_ranks(
+    size: int, work: Callable[[RankPlace], T], *, expert_parallel: bool = False
+) -> list[T]:
     """Runs `work` once for each rank, all at once; results by rank. Raises what a rank raises."""
     slots: list[Tensor | None] = [None] * size
     barrier = threading.Barrier(size)
@@ -66,7 +68,7 @@ def run_ranks(size: int, work: Callable[[Place], T], *, expert_parallel: bool = 
     def one(rank: int) -> T:
         try:
             group = ThreadGroup(rank, slots, barrier)
-            return work(Place(rank, size, expert_parallel, group))
+            return work(RankPlace(rank, size, expert_parallel, group))
         except BaseException:
             barrier.abort()
             raise

@@ -36,14 +36,14 @@ from effuse.models.defaults import read_defaults
 from effuse.models.group import join_group
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
-from effuse.models.shard import Place, shard_of
+from effuse.models.shard import RankPlace, shard_of
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
 from effuse.protos.gate import FleetSecret
 from effuse.worker.config import PrefillConfig, WorkerConfig
 from effuse.worker.connectors import choose_connector, why_no_nixl
-from effuse.worker.group_parts import GroupMemory, GroupRunner, PromptForward
+from effuse.worker.group_parts import GroupConnector, GroupMemory, GroupRunner
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open, meeting_path
 from effuse.worker.ranks import Ranks, end_process, note_only, start_ranks
@@ -62,7 +62,7 @@ _CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by pa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankPart:
     """What each rank of an engine has: its share of the model and of each page."""
 
     model: Transformer
@@ -82,7 +82,7 @@ class Assembly:
     model: Transformer
     memory: PageMemory
     pool: PagePool
-    runner: PromptForward
+    runner: forwards.PromptForward
     queued: QueuedLayers | None
     fingerprint: Fingerprint
     connect: Callable[[], Connector]
@@ -112,7 +112,7 @@ def assemble(
     )
     config = replace(config, connector=connector)
     directory = model_directory(config)
-    ranks, place = None, Place()
+    ranks, place = None, RankPlace()
     if config.tensor_parallel_size > 1:
         shard_of(
             ModelConfig.from_dir(directory, block_size=config.block_size),
@@ -139,7 +139,7 @@ def assemble(
         runner=part.runner if ranks is None else GroupRunner(part.runner, ranks),
         queued=part.queued,
         fingerprint=agreed,
-        connect=partial(connect, config, part, incarnation, agreed, role),
+        connect=partial(_connect_all, config, part, incarnation, agreed, role, ranks),
         max_model_len=part.max_model_len,
         ready=Ready(
             model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
@@ -152,15 +152,15 @@ def assemble(
     )
 
 
-def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> Place:
+def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
     """Meets the other ranks of the engine. Raises ValueError if they do not come."""
     size = config.tensor_parallel_size
     group = join_group(rank, size, device, meeting_path(home), _JOIN_S)
-    return Place(rank, size, config.expert_parallel, group)
+    return RankPlace(rank, size, config.expert_parallel, group)
 
 
 def load_shard(
-    config: WorkerConfig, device: torch.device, place: Place, pulse: Pulse
+    config: WorkerConfig, device: torch.device, place: RankPlace, pulse: Pulse
 ) -> Transformer:
     """The model, or the rank's share of it. Raises ValueError."""
     _announce_compiling(config, device, pulse)
@@ -173,7 +173,7 @@ def make_part(
     pulse: Pulse,
     model: Transformer,
     ranks: Ranks | None = None,
-) -> Part:
+) -> RankPart:
     """Pages and a runner for a model, and a first forward; all ranks call it together.
 
     Only a leader has `ranks`. Raises ValueError for a config that leaves no room for pages.
@@ -193,7 +193,7 @@ def make_part(
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
     warm_up(runner, model.config.max_position_embeddings, model.config.block_size)
-    return Part(
+    return RankPart(
         model=model, memory=memory, runner=runner, queued=queued, max_model_len=max_model_len
     )
 
@@ -268,7 +268,9 @@ def _queued_layers(device: torch.device, role: Role, pulse: Pulse) -> QueuedLaye
     return QueuedLayers(place_on_cuda, pulse.mark)
 
 
-def _load(config: WorkerConfig, directory: Path, device: torch.device, place: Place) -> Transformer:
+def _load(
+    config: WorkerConfig, directory: Path, device: torch.device, place: RankPlace
+) -> Transformer:
     on_cpu = device.type == "cpu"
     name = "float32" if config.dtype == "auto" and on_cpu else config.dtype
     return load_model(
@@ -435,7 +437,7 @@ def _model_info(
 
 
 def connect(
-    config: WorkerConfig, part: Part, incarnation: str, agreed: Fingerprint, role: Role
+    config: WorkerConfig, part: RankPart, incarnation: str, agreed: Fingerprint, role: Role
 ) -> Connector:
     """Starts the connector of a rank's pages. Raises ValueError if it cannot be opened."""
     _check_reservable(part.memory.layout, part.max_model_len)
@@ -443,6 +445,19 @@ def connect(
     connector = ThreadConnector(transport, part.memory, incarnation, agreed)
     connector.start()
     return connector
+
+
+def _connect_all(
+    config: WorkerConfig,
+    part: RankPart,
+    incarnation: str,
+    agreed: Fingerprint,
+    role: Role,
+    ranks: Ranks | None,
+) -> Connector:
+    """The connector of all ranks, of which the others have opened theirs."""
+    own = connect(config, part, incarnation, agreed, role)
+    return own if ranks is None else GroupConnector(own, ranks)
 
 
 def _check_reservable(layout: KVLayout, max_model_len: int) -> None:

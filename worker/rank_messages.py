@@ -26,7 +26,7 @@ Stage = Literal["present", "loaded", "open"]
 # From the leader.
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class RunParts(msgspec.Struct, frozen=True, tag=True):
     """One forward over parts. A boundary vector is rank 0's, which shares it in the forward."""
 
     number: int
@@ -67,7 +67,7 @@ class Fence(msgspec.Struct, frozen=True, tag=True):
     has_drained: bool
 
 
-class Push(msgspec.Struct, frozen=True, tag=True):
+class PushPages(msgspec.Struct, frozen=True, tag=True):
     """`Connector.push_pages`; layers are final as forward `number` stores them, or all are."""
 
     reservation: Reservation
@@ -76,7 +76,7 @@ class Push(msgspec.Struct, frozen=True, tag=True):
     number: int | None
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class FinishPush(msgspec.Struct, frozen=True, tag=True):
     """`Connector.finish`."""
 
     reservation: Reservation
@@ -100,7 +100,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     leader."""
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
+class JoinSlot(msgspec.Struct, frozen=True, tag=True):
     """`DeviceStepper.join`; row: [width] int32. A boundary vector is rank 0's, which shares it."""
 
     slot: int
@@ -108,13 +108,13 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     has_boundary: bool
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+class LeaveSlot(msgspec.Struct, frozen=True, tag=True):
     """`DeviceStepper.leave`."""
 
     slot: int
 
 
-class Grow(msgspec.Struct, frozen=True, tag=True):
+class GrowSlot(msgspec.Struct, frozen=True, tag=True):
     """`DeviceStepper.grow`; pages: [N] int32."""
 
     slot: int
@@ -123,7 +123,7 @@ class Grow(msgspec.Struct, frozen=True, tag=True):
     storable: int
 
 
-class Launch(msgspec.Struct, frozen=True, tag=True):
+class LaunchStep(msgspec.Struct, frozen=True, tag=True):
     """A step in the buckets that the leader has chosen."""
 
     rows: int
@@ -141,9 +141,9 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
     """Ends the rank's process."""
 
 
-Transfer = Expect | Forget | Fence | Push | Finish | Cancel | ForgetLife
-Slots = Join | Leave | Grow | Launch
-Command = Run | CopyPage | ZeroTail | Transfer | Slots | Prepare | Open | Quit
+Transfer = Expect | Forget | Fence | PushPages | FinishPush | Cancel | ForgetLife
+Slots = JoinSlot | LeaveSlot | GrowSlot | LaunchStep
+Command = RunParts | CopyPage | ZeroTail | Transfer | Slots | Prepare | Open | Quit
 
 # To the leader.
 
@@ -155,7 +155,7 @@ class Reached(msgspec.Struct, frozen=True, tag=True):
     shard: Shard | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RankRefused(msgspec.Struct, frozen=True, tag=True):
     """The rank cannot start, because of its config or its device."""
 
     message: str
@@ -180,7 +180,7 @@ class Readdressed(msgspec.Struct, frozen=True, tag=True):
     shard: Shard
 
 
-FromRank = Reached | Refused | Taken | Moved | Readdressed
+FromRank = Reached | RankRefused | Taken | Moved | Readdressed
 
 
 class RankOrders(msgspec.Struct, frozen=True, kw_only=True):

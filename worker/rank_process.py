@@ -22,7 +22,7 @@ from effuse.kvtransfer.connector import Connector, Pending
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.messages import Shard
 from effuse.telemetry import logs, output
-from effuse.worker.assembly import Part, connect, device_of, join, load_shard, make_part
+from effuse.worker.assembly import RankPart, connect, device_of, join, load_shard, make_part
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_process import die_with, read_config
 from effuse.worker.rank_messages import (
@@ -34,24 +34,24 @@ from effuse.worker.rank_messages import (
     Digests,
     Expect,
     Fence,
-    Finish,
+    FinishPush,
     Forget,
     ForgetLife,
     FromRank,
-    Grow,
-    Join,
-    Launch,
-    Leave,
+    GrowSlot,
+    JoinSlot,
+    LaunchStep,
+    LeaveSlot,
     Moved,
     Open,
     Prepare,
-    Push,
+    PushPages,
     Quit,
     RankOrders,
+    RankRefused,
     Reached,
     Readdressed,
-    Refused,
-    Run,
+    RunParts,
     Slots,
     Taken,
     Transfer,
@@ -74,7 +74,7 @@ class Steps(Protocol):
         ...
 
 
-MakeSteps = Callable[[Any, Part], Steps]
+MakeSteps = Callable[[Any, RankPart], Steps]
 """From the rank's config and part."""
 
 
@@ -129,7 +129,7 @@ class Rank:
     def __init__(
         self,
         leader: Leader,
-        part: Part,
+        part: RankPart,
         open_connector: Opener,
         make_steps: Callable[[], Steps] | None,
     ) -> None:
@@ -179,7 +179,7 @@ class Rank:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Run(number=number, parts=parts):
+            case RunParts(number=number, parts=parts):
                 self._next = number + 1
                 self._part.runner.run(parts)
                 for old in [at for at in self._progress if at <= number - _MOST_FORWARDS]:
@@ -188,7 +188,7 @@ class Rank:
                 self._part.memory.copy_page(source, target)
             case ZeroTail(page_id=page_id, num_used=num_used):
                 self._part.memory.zero_tail(page_id, num_used)
-            case Join() | Leave() | Grow() | Launch():
+            case JoinSlot() | LeaveSlot() | GrowSlot() | LaunchStep():
                 assert self._steps is not None, "they are prepared before a step"
                 self._steps.obey(command)
             case Prepare():
@@ -206,9 +206,9 @@ class Rank:
 
     def _transfer(self, connector: Connector, command: Transfer) -> None:
         match command:
-            case Push(reservation=reservation, source_pages=pages, first=first, number=number):
+            case PushPages(reservation=reservation, source_pages=pages, first=first, number=number):
                 connector.push_pages(reservation, pages, first, self._progress_of(number))
-            case Finish(reservation=reservation, boundary=boundary):
+            case FinishPush(reservation=reservation, boundary=boundary):
                 connector.finish(reservation, lambda: boundary)
             case Expect(reservation=reservation, writer=writer):
                 connector.expect(reservation, writer)
@@ -251,7 +251,7 @@ def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -
     try:
         rank = _start(orders, config, leader, make_steps)
     except ValueError as error:
-        leader.answer(Refused(f"rank {orders.rank}: {error}"))
+        leader.answer(RankRefused(f"rank {orders.rank}: {error}"))
         status = 2
     else:
         gc.collect()

@@ -39,9 +39,9 @@ from effuse.worker.rank_messages import (
     Moved,
     Quit,
     RankOrders,
+    RankRefused,
     Reached,
     Readdressed,
-    Refused,
     Stage,
     Taken,
     answers_path,
@@ -84,7 +84,7 @@ class Ranks:
         """`on_broken` is called by the watching thread, once, with the reason."""
         self.size = size
         self.home = home
-        self.shards: dict[int, Shard | None] = {}  # of connectors, by rank
+        self._shards: dict[int, Shard | None] = {}  # of connectors, by rank
         self.group: Group = ALONE  # once it is joined
         self.event_signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_broken = on_broken
@@ -177,8 +177,15 @@ class Ranks:
         self._break(f"the leader's part of a forward failed: {error}")
         raise GroupBroken(self._failure) from error
 
+    def shards(self) -> tuple[Shard, ...]:
+        """How peers reach the pool of each rank, in their order; their connectors are open."""
+        found = [self._shards[rank] for rank in sorted(self._shards)]
+        return tuple(shard for shard in found if shard is not None)
+
     def events(self) -> Sequence[tuple[int, ConnectorEvent]]:
         """Events of the ranks' connectors since the last call, each with its rank."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.event_signal)
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self) -> None:
@@ -238,13 +245,13 @@ class Ranks:
                 self._events.append((rank, event))
                 os.eventfd_write(self.event_signal, 1)
             case Readdressed(shard=shard):
-                self.shards[rank] = shard
+                self._shards[rank] = shard
             case Reached(stage=stage, shard=shard):
-                self.shards[rank] = shard
+                self._shards[rank] = shard
                 with self._changed:
                     self._stages[rank].append(stage)
                     self._changed.notify_all()
-            case Refused(message=message):
+            case RankRefused(message=message):
                 with self._changed:
                     self._refusal = message
                     self._changed.notify_all()

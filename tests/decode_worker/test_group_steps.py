@@ -17,12 +17,12 @@ from effuse.decode_worker.build import make_stepper
 from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.executor import Executor, HostExecutor
 from effuse.models.runner import ModelRunner
-from effuse.models.shard import Place
+from effuse.models.shard import RankPlace
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker.group_parts import GroupRunner
 from effuse.worker.messages import StartDecode
-from effuse.worker.rank_messages import COMMANDS, ENCODER, Command, CopyPage, Quit, Run
+from effuse.worker.rank_messages import COMMANDS, ENCODER, Command, CopyPage, Quit, RunParts
 from effuse.worker.ranks import Ranks
 
 SIZES = TinySizes(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -70,7 +70,7 @@ def follow(model: Transformer, queue: Queue[bytes]) -> None:
     rig = DeviceRig(model, num_pages=64)
     while not isinstance(command := COMMANDS.decode(queue.get(timeout=60)), Quit):
         match command:
-            case Run(parts=parts):
+            case RunParts(parts=parts):
                 rig.forward.run(parts)
             case CopyPage(source=source, target=target):
                 rig.memory.copy_page(source, target)
@@ -102,7 +102,7 @@ def test_ranks_take_the_same_steps(
     queues: list[Queue[bytes]] = [Queue() for _ in range(size - 1)]
     followers = Followers(queues)
 
-    def work(place: Place) -> list[list[int]]:
+    def work(place: RankPlace) -> list[list[int]]:
         model = load_model(directory, place=place)
         if place.rank:
             follow(model, queues[place.rank - 1])
@@ -115,4 +115,4 @@ def test_ranks_take_the_same_steps(
     torch.set_num_threads(1)
     assert run_ranks(size, work)[0] == expected
     kinds = {type(command).__name__ for command in followers.sent}
-    assert {"Run", "Join", "Launch", "Leave"} <= kinds
+    assert {"RunParts", "JoinSlot", "LaunchStep", "LeaveSlot"} <= kinds

@@ -51,7 +51,8 @@ def test_experts_of_a_group_give_the_same_tokens_in_fp32(
     path = write_expert_checkpoint(tmp_path, "llada2_moe", 5, head_dim=32)
     params = effuse.Params(max_tokens=24, ignore_eos=True)
     tokens = []
-    for options in ({}, {"tensor_parallel_size": 2, "expert_parallel": expert_parallel}):
+    group: dict[str, Any] = {"tensor_parallel_size": 2, "expert_parallel": expert_parallel}
+    for options in ({}, group):
         with effuse.LLM(path, dtype="float32", **OPTIONS, **options) as llm:
             answers = llm.generate(["abcd", "abcd" * 9], params)
         tokens.append([answer.token_ids for answer in answers])

@@ -16,7 +16,7 @@ from thread_group import run_ranks
 from torch import Tensor
 
 from effuse.models.config import ModelConfig
-from effuse.models.shard import Place, shard_of
+from effuse.models.shard import RankPlace, shard_of
 from effuse.models.weights import load_model
 
 TOLERANCE = 2e-5  # of the largest logit
@@ -24,7 +24,9 @@ IDS = [(7 * at + 3) % 250 for at in range(13)]
 FEW_KV_HEADS = TinySizes(num_heads=8, num_kv_heads=2, head_dim=4)
 
 
-def outcome(path: Path, place: Place, adapter: Path | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def outcome(
+    path: Path, place: RankPlace, adapter: Path | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(logits [T, V], K [T, heads, D], V) of one sequence that is stored whole."""
     model = PagedModel(path, page_size=4, block_size=4, adapter=adapter, place=place)
     pages = model.pages(len(IDS))
@@ -35,7 +37,7 @@ def outcome(path: Path, place: Place, adapter: Path | None = None) -> tuple[Tens
 def check(
     path: Path, size: int, *, expert_parallel: bool = False, adapter: Path | None = None
 ) -> None:
-    logits, k, v = outcome(path, Place(), adapter)
+    logits, k, v = outcome(path, RankPlace(), adapter)
     config, most = ModelConfig.from_dir(path), TOLERANCE * float(logits.abs().max())
     of_ranks = run_ranks(
         size, lambda place: outcome(path, place, adapter), expert_parallel=expert_parallel
@@ -86,7 +88,7 @@ def test_a_rank_reads_no_more_than_its_part(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path, "sdar", sizes=FEW_KV_HEADS)
     sizes = []
     for size in (1, 2):
-        weights = load_model(path, place=Place(0, size)).weights
+        weights = load_model(path, place=RankPlace(0, size)).weights
         layer = weights.layers[0]
         held = [weights.embedding, layer.qkv, layer.attn_out, layer.gate_up, layer.down]
         sizes.append(sum(tensor.numel() for tensor in held))

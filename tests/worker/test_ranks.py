@@ -17,7 +17,7 @@ from expert_checkpoints import write_expert_checkpoint
 from slowness import patient
 
 import effuse
-from effuse.worker.rank_messages import COMMANDS, ENCODER, Command, CopyPage, Run
+from effuse.worker.rank_messages import COMMANDS, ENCODER, Command, CopyPage, RunParts
 from effuse.worker.ranks import GroupBroken, Ranks
 
 QUESTIONS = ["ab", "the second prompt, which is longer", "c" * 40]
@@ -95,9 +95,9 @@ class Tampering:
 
     def send(self, data: bytes, flags: int) -> None:
         command: Command = COMMANDS.decode(data)
-        if not self.num_changed and isinstance(command, Run):
+        if not self.num_changed and isinstance(command, RunParts):
             self.num_changed += 1
-            data = ENCODER.encode(Run(command.number + 1, command.parts))
+            data = ENCODER.encode(RunParts(command.number + 1, command.parts))
         self._socket.send(data, flags)
 
     def close(self, linger: int) -> None:
