@@ -28,8 +28,8 @@ from effuse.models.families import Family, family_of
 from effuse.models.preflight import check_checkpoint
 from effuse.offline.llm import LLM
 from effuse.router.tokenizer import Tokenizer
-from effuse.worker.assembly import CPU_THREADS
 from effuse.worker.config import DecodeConfig, Device, Dtype
+from effuse.worker.rank_part import CPU_THREADS
 
 TOO_LONG = "INVALID_ARGUMENT: the prompt does not fit the model"
 

@@ -2,8 +2,8 @@
 
 from effuse.decode_worker.build import limits_of, make_stepper
 from effuse.decode_worker.device_stepper import DeviceStepper
-from effuse.worker.assembly import RankPart
 from effuse.worker.config import DecodeConfig
+from effuse.worker.rank_part import RankPart
 from effuse.worker.rank_process import main
 
 

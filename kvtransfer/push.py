@@ -64,7 +64,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PushPart:
     """The KV heads that this rank sends to one receiving rank: those that both hold."""
 
     shard: Shard
@@ -76,7 +76,7 @@ class Push:
     """One part of an outgoing transfer."""
 
     reservation: Reservation
-    part: Part
+    part: PushPart
     peer: Peer
     origin: Origin
     known_at: float  # when the reservation was known
@@ -240,7 +240,7 @@ def _check_shard(shard: Shard, layout: KVLayout) -> None:
         )
 
 
-def parts_of(reservation: Reservation, layout: KVLayout) -> list[Part]:
+def parts_of(reservation: Reservation, layout: KVLayout) -> list[PushPart]:
     """The parts that the rank of this layout sends; perhaps none.
 
     Sending ranks that hold the same heads share the receiving ranks among them. So exactly one
@@ -254,5 +254,5 @@ def parts_of(reservation: Reservation, layout: KVLayout) -> list[Part]:
         first = max(shard.heads.first, layout.heads.start)
         heads = range(first, min(shard.heads.end, layout.heads.stop))
         if heads and copy % layout.copies == own_copy:
-            parts.append(Part(shard, heads))
+            parts.append(PushPart(shard, heads))
     return parts

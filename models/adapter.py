@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effuse.models.checkpoint import TensorCut, Shape, TensorFiles, open_tensors
+from effuse.models.checkpoint import Shape, TensorCut, TensorFiles, open_tensors
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.experts import NO_EXPERT, Routes
-from effuse.models.checkpoint import TensorCut, LayerNames, ModelNames, Shape, module_names
+from effuse.models.checkpoint import LayerNames, ModelNames, Shape, TensorCut, module_names
 from effuse.models.config import ModelConfig
 
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from effuse.kernels.attention import block_attention
 from effuse.models.adapter import Adapter, open_adapter
 from effuse.models.checkpoint import (
-    TensorCut,
     LayerNames,
     ModelNames,
     Shape,
+    TensorCut,
     TensorFiles,
     check_index,
     check_tensors,

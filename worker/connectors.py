@@ -1,4 +1,4 @@
-"""Chooses the connector of an engine's pages for `--connector auto`.
+"""Chooses the connector of an engine's pages for `--connector auto`, and opens it.
 
 Workers choose by the same rule, each for itself. Their records name the choice, and a link between
 two different ones carries no prompt.
@@ -11,6 +11,15 @@ import logging
 from collections.abc import Callable
 from typing import Literal
 
+from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.layout import Fingerprint, KVLayout
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import MAX_PAGE_BYTES, MAX_PAGES
+from effuse.kvtransfer.thread import ThreadConnector
+from effuse.kvtransfer.transport import Transport
+from effuse.kvtransfer.zmq_sockets import CurveKeys
+from effuse.placement.records import Role
+from effuse.protos.gate import FleetSecret
 from effuse.worker.config import WorkerConfig
 
 LOG = logging.getLogger(__name__)
@@ -56,3 +65,60 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def connect(
+    config: WorkerConfig,
+    memory: PageMemory,
+    max_model_len: int,
+    incarnation: str,
+    agreed: Fingerprint,
+    role: Role,
+) -> Connector:
+    """Starts the connector of a rank's pages. Raises ValueError if it cannot be opened."""
+    _check_reservable(memory.layout, max_model_len)
+    transport = _transport(config, memory, incarnation, role)
+    connector = ThreadConnector(transport, memory, incarnation, agreed)
+    connector.start()
+    return connector
+
+
+def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
+    """Raises ValueError if a reservation could not name a page, or all pages of a prompt."""
+    size, page_bytes = layout.page_size, layout.page_bytes
+    if page_bytes > MAX_PAGE_BYTES:
+        most = MAX_PAGE_BYTES * size // page_bytes
+        raise ValueError(
+            f"--page-size: expected at most {most}, because the limit is {MAX_PAGE_BYTES} bytes a "
+            f"page and a page of {size} tokens takes {page_bytes}"
+        )
+    if layout.pages_for(max_model_len) > MAX_PAGES:
+        raise ValueError(
+            f"--page-size: expected at least {-(-max_model_len // MAX_PAGES)}, because a handoff "
+            f"has at most {MAX_PAGES} pages and a prompt may have {max_model_len} tokens, got "
+            f"{size}; a lower --max-model-len also helps"
+        )
+
+
+def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:
+    """Imports only the chosen one, because NIXL needs a library that ZMQ does not."""
+    if config.connector == "nixl":
+        from effuse.kvtransfer.nixl_transport import NixlTransport
+
+        return NixlTransport(memory, incarnation, role=role, host=config.host)
+    from effuse.kvtransfer.zmq_transport import ZmqTransport
+
+    return ZmqTransport(
+        memory,
+        host=config.host,
+        advertised_host=config.connector_host or config.reachable_host(),
+        keys=_curve_keys(config),
+    )
+
+
+def _curve_keys(config: WorkerConfig) -> CurveKeys | None:
+    if not config.encrypt_pages:
+        return None
+    if config.fleet_secret is None:
+        raise ValueError("--encrypt-pages: expected --fleet-secret with it")
+    return CurveKeys.of(FleetSecret.read(config.fleet_secret).derive("pages"))

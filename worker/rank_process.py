@@ -22,8 +22,8 @@ from effuse.kvtransfer.connector import Connector, Pending
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.messages import Shard
 from effuse.telemetry import logs, output
-from effuse.worker.assembly import RankPart, connect, device_of, join, load_shard, make_part
 from effuse.worker.config import WorkerConfig
+from effuse.worker.connectors import connect
 from effuse.worker.engine_process import die_with, read_config
 from effuse.worker.rank_messages import (
     COMMANDS,
@@ -59,6 +59,7 @@ from effuse.worker.rank_messages import (
     answers_path,
     commands_path,
 )
+from effuse.worker.rank_part import RankPart, device_of, join, load_shard, make_part
 from effuse.worker.watchdog import Pulse
 
 _MOST_FORWARDS: Final = 8  # of which it is known how far they are; two may be running
@@ -278,7 +279,9 @@ def _start(
     part = make_part(config, orders.role, pulse, model)
 
     def open_connector(fingerprint: Fingerprint) -> Connector:
-        return connect(config, part, orders.incarnation, fingerprint, orders.role)
+        return connect(
+            config, part.memory, part.max_model_len, orders.incarnation, fingerprint, orders.role
+        )
 
     steps = None if make_steps is None else partial(make_steps, config, part)
     rank = Rank(leader, part, open_connector, steps)

@@ -14,10 +14,11 @@ from decoding.engines import layout_of, load_tiny
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
-from effuse.worker import assembly
-from effuse.worker.assembly import assemble, warm_up
+from effuse.worker import rank_part
+from effuse.worker.assembly import assemble
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Heartbeat
+from effuse.worker.rank_part import warm_up
 from effuse.worker.watchdog import Pulse
 
 
@@ -54,7 +55,7 @@ def test_every_layer_of_a_forward_is_a_sign_of_life(tmp_path: Path, role: Role) 
 def test_layers_that_a_decode_worker_waits_for_are_signs_as_they_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "_announce_compiling", lambda *_: None)  # for the whole process
+    monkeypatch.setattr(rank_part, "_announce_compiling", lambda *_: None)  # for the whole process
     sizes = TinySizes(hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32)
     path = write_tiny_checkpoint(tmp_path, "sdar", sizes=sizes)
     told: list[Heartbeat] = []

@@ -14,10 +14,10 @@ import torch
 
 from effuse.placement.records import Load
 from effuse.telemetry import output
-from effuse.worker.assembly import _announce_compiling
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Heartbeat, Phase
 from effuse.worker.metrics import WorkerMetrics, WorkerReadings
+from effuse.worker.rank_part import _announce_compiling
 from effuse.worker.watchdog import (
     Limits,
     Progress,

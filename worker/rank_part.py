@@ -1,0 +1,292 @@
+"""What each rank of an engine has: its share of the model, its pages and a runner over them.
+
+Runs only in an engine's processes; the front never imports it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from effuse.config.decoding import Sampling
+from effuse.kernels.attention import block_attention
+from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
+from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import MAX_POOL_PAGES
+from effuse.models.group import join_group
+from effuse.models.part import Forward, Part
+from effuse.models.prompt_graphs import PromptGraphs
+from effuse.models.runner import ModelRunner
+from effuse.models.shard import RankPlace
+from effuse.models.transformer import Attend, Transformer
+from effuse.models.weights import load_model, select_dtype
+from effuse.placement.records import Role
+from effuse.worker.config import PrefillConfig, WorkerConfig
+from effuse.worker.description import model_directory
+from effuse.worker.group_parts import GroupMemory
+from effuse.worker.rank_messages import meeting_path
+from effuse.worker.ranks import Ranks
+from effuse.worker.watchdog import Pulse
+
+CPU_THREADS = 1
+"""Threads of an engine on a CPU. With two, several engines on one machine wait for each other at
+the end of every operator, and are many times slower.
+"""
+
+_JOIN_S = 60.0  # for processes that all wait to meet
+_CPU_POOL_BYTES = 256 << 20  # if the config does not set it; touched page by page at first use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What each rank of an engine has: its share of the model and of each page."""
+
+    model: Transformer
+    memory: PageMemory
+    runner: ModelRunner
+    queued: QueuedLayers | None
+    max_model_len: int
+
+
+def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
+    """Meets the other ranks of the engine. Raises ValueError if they do not come."""
+    size = config.tensor_parallel_size
+    group = join_group(rank, size, device, meeting_path(home), _JOIN_S)
+    return RankPlace(rank, size, config.expert_parallel, group)
+
+
+def load_shard(
+    config: WorkerConfig, device: torch.device, place: RankPlace, pulse: Pulse
+) -> Transformer:
+    """The model, or the rank's share of it. Raises ValueError."""
+    _announce_compiling(config, device, pulse)
+    return _load(config, model_directory(config), device, place)
+
+
+def make_part(
+    config: WorkerConfig,
+    role: Role,
+    pulse: Pulse,
+    model: Transformer,
+    ranks: Ranks | None = None,
+) -> RankPart:
+    """Pages and a runner for a model, and a first forward; all ranks call it together.
+
+    Only a leader has `ranks`. Raises ValueError for a config that leaves no room for pages.
+    """
+    max_model_len = _max_model_len(config, model)
+    layout, device = _layout(config, model), model.device
+    num_pages = _num_pages(config, model, layout, max_model_len)
+    memory = (
+        PageMemory(layout, num_pages, device)
+        if ranks is None
+        else GroupMemory(layout, num_pages, device, ranks)
+    )
+    # Only a worker that pushes needs to know which layers are stored.
+    marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role == "prefill" else None
+    most_cached = max_model_len if caches_prefixes(config, model) else 0
+    graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
+    queued = _queued_layers(device, role, pulse)
+    runner = _runner(model, memory, graphs, marks, pulse, queued)
+    warm_up(runner, model.config.max_position_embeddings, model.config.block_size)
+    return RankPart(
+        model=model, memory=memory, runner=runner, queued=queued, max_model_len=max_model_len
+    )
+
+
+def warm_up(runner: Forward, most: int, num_rows: int) -> None:
+    """Runs a forward of `num_rows` rows, nearly all of which want a candidate; writes to page 0.
+
+    A sequence has at most `most` of them, the model's positions: tables end there.
+    """
+    parts = []
+    for begin in range(0, num_rows, most):
+        length = min(most, num_rows - begin)
+        wanted = range(1, length)  # position 0 has no row before it, which shifting models need
+        part = Part(
+            token_ids=[0] * length,
+            start=0,
+            pages=[0],
+            num_stored=int(begin == 0),
+            block_origin=0,
+            candidates=wanted,
+            denoise_counts=[0] * len(wanted),
+            sampling=Sampling(temperature=1.0, top_p=0.9, top_k=8),
+        )
+        parts.append(part)
+    runner.run(parts)
+
+
+def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
+    """Device of a rank: the CPU, or the visible GPU of its number. Raises ValueError if fewer GPUs
+    are visible than there are ranks.
+
+    Every rank sees all GPUs of its worker, which is the form in which NCCL is used most.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device is available here")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(CPU_THREADS)
+        return torch.device("cpu")
+    size, count = config.tensor_parallel_size, torch.cuda.device_count()
+    if count < size:
+        raise ValueError(f"--tensor-parallel-size {size}: this worker sees {count} GPUs")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:
+    """A kernel is compiled at its first launch with a new kind of arguments, at any time."""
+    if device.type != "cuda" or not pulse.is_watched:  # hooks are global to the process
+        return
+    from triton import knobs  # a CPU needs none
+
+    knobs.runtime.jit_cache_hook = lambda **_: pulse.begin("compiling")
+    knobs.runtime.jit_post_compile_hook = lambda **_: pulse.end()
+    if config.attention == "flex":
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(lambda _: pulse.begin("compiling"))
+        callback_handler.register_end_callback(lambda _: pulse.end())
+
+
+def _queued_layers(device: torch.device, role: Role, pulse: Pulse) -> QueuedLayers | None:
+    """How a decode worker's own forwards show progress: it waits for those of a canvas but not for
+    those of a prompt. A prefill worker follows the forwards whose pages it pushes.
+    """
+    if device.type != "cuda" or role != "decode" or not pulse.is_watched:
+        return None
+    return QueuedLayers(place_on_cuda, pulse.mark)
+
+
+def _load(
+    config: WorkerConfig, directory: Path, device: torch.device, place: RankPlace
+) -> Transformer:
+    on_cpu = device.type == "cpu"
+    name = "float32" if config.dtype == "auto" and on_cpu else config.dtype
+    return load_model(
+        directory,
+        adapter=config.adapter,
+        device=device,
+        dtype=select_dtype(name, directory),
+        block_size=config.block_size,
+        attend=_attend(config),
+        place=place,
+    )
+
+
+def _attend(config: WorkerConfig) -> Attend:
+    """Imports FlexAttention only for its use, because it loads all of torch's compiler."""
+    if config.attention == "flex":
+        from effuse.kernels.attention_flex import FlexAttention
+
+        return FlexAttention()
+    return block_attention
+
+
+def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
+    most = model.config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > most:
+        raise ValueError(
+            f"--max-model-len: expected at most the model's {most} positions, "
+            f"got {config.max_model_len}"
+        )
+    return config.max_model_len or most
+
+
+def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
+    return KVLayout(
+        kind=config.kv_layout,
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        page_size=config.page_size,
+        dtype=str(model.dtype).removeprefix("torch."),
+        most_groups=MOST_GROUPS[config.connector],
+        rank=model.shard.rank,
+        degree=model.shard.size,
+    )
+
+
+def _num_pages(
+    config: WorkerConfig, model: Transformer, layout: KVLayout, max_model_len: int
+) -> int:
+    """Pages from the config, or as many as fit: at least one whole request."""
+    if config.num_pages is not None:
+        return config.num_pages
+    least = layout.pages_for(max_model_len)
+    if model.device.type == "cpu":
+        return max(least, _CPU_POOL_BYTES // layout.page_bytes)
+    return model.group.least(_device_pages(config, model, layout))
+
+
+def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) -> int:
+    """Pages in the device memory that the largest forward leaves of the configured share."""
+    probe = PageMemory(layout, 1, model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    most = model.config.max_position_embeddings
+    warm_up(_runner(model, probe), most, config.max_num_batched_tokens)
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    share = int(total * config.gpu_memory_utilization)
+    room = share - torch.cuda.max_memory_allocated(model.device)
+    if room < layout.page_bytes:
+        raise ValueError(
+            f"--gpu-memory-utilization: {share} of {total} bytes leave no room for KV pages next "
+            f"to the weights and a forward pass of {config.max_num_batched_tokens} tokens"
+        )
+    torch.cuda.empty_cache()
+    return min(room // layout.page_bytes, MAX_POOL_PAGES)
+
+
+def caches_prefixes(config: WorkerConfig, model: Transformer) -> bool:
+    """Whether prompts may begin with cached tokens."""
+    is_on = isinstance(config, PrefillConfig) and config.enable_prefix_caching
+    return is_on and model.config.prompt_attention == "causal_blocks"
+
+
+def _prompt_graphs(
+    config: WorkerConfig,
+    model: Transformer,
+    memory: PageMemory,
+    marks: LayerMarks | None,
+    pulse: Pulse,
+    max_context: int,
+) -> PromptGraphs | None:
+    """Graphs captured before serving; None if they are not used."""
+    if model.device.type != "cuda" or not config.runs_graphs:
+        return None
+    graphs = PromptGraphs(
+        model,
+        memory.layer_views(),
+        page_size=memory.layout.page_size,
+        block_size=model.config.block_size,
+        uses_graphs=True,
+        marks=marks,
+        max_context=max_context,
+    )
+    with pulse.during("capturing"):
+        graphs.prepare()
+    return graphs
+
+
+def _runner(
+    model: Transformer,
+    memory: PageMemory,
+    graphs: PromptGraphs | None = None,
+    marks: LayerMarks | None = None,
+    pulse: Pulse | None = None,
+    queued: QueuedLayers | None = None,
+) -> ModelRunner:
+    """Layers are signs of life at their launch, or at their end if they are queued."""
+    at_launch = None if pulse is None else pulse.mark
+    return ModelRunner(
+        model,
+        memory.layer_views(),
+        page_size=memory.layout.page_size,
+        block_size=model.config.block_size,
+        graphs=graphs,
+        marks=marks,
+        on_layer=at_launch if queued is None else queued.add,
+        wait=None if queued is None else queued.wait,
+    )
