@@ -191,7 +191,9 @@ def explain(error: EffuseError | grpc.aio.AioRpcError, target: str) -> str:
     call = error.__cause__ if isinstance(error, EffuseError) else error
     found = error if isinstance(error, EffuseError) else from_rpc_error(error, target)
     code, told = found.code, str(found)
-    if isinstance(call, grpc.RpcError) and told.endswith(f" broke off with {call.code().name}"):
+    if isinstance(call, grpc.RpcError) and told.endswith(
+        f" closed the call with {call.code().name}"
+    ):
         code, told = call.code(), _lost(call.code(), call.details() or "no details", target)
     hint = " (--token-file or EFFUSE_TOKEN)" if code is grpc.StatusCode.UNAUTHENTICATED else ""
     return f"{code.name}: {told}{hint}"

@@ -38,7 +38,7 @@ def check(repo: Path, rivals: Rivals) -> None:
     """Raises BenchError if the checkout has no loop for this checkpoint."""
     module = _MODULES.get(rivals.config.architecture)
     if module is None:
-        known = " and ".join(_MODULES)
+        known = " or ".join(_MODULES)
         raise BenchError(
             f"--d2f-repo: expected a model of {known}, got {rivals.config.architecture}"
         )

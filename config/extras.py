@@ -44,7 +44,7 @@ def lacking(module: str | None, extra: Extra | None = None) -> str | None:
     if own is None:
         return None
     found = extra or own
-    return f"{root} is needed: run pip install '.[{found}]' in a checkout of effuse"
+    return f"{root} is needed: in a checkout of effuse, run pip install '.[{found}]'"
 
 
 @contextmanager

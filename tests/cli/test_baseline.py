@@ -90,7 +90,7 @@ def test_the_base_model_is_answered_by_its_familys_own_loop(
     algorithm = {"sdar": "block_diffusion"}.get(architecture, architecture)
     rivals = check(directory, None, ["abc"], Params(max_tokens=8), 1)
     assert rivals.family.algorithm == algorithm
-    assert f"base model: {algorithm}, as in" in rivals.described()
+    assert f"base model: {algorithm}, after" in rivals.described()
     run = measured(base_model, rivals)
     with LLM(
         directory, device="cpu", dtype="float32", default_algorithm=rivals.family.algorithm

@@ -81,7 +81,7 @@ def test_a_knob_that_the_baselines_lack_is_refused(
     assert parse(flags).baseline
     with pytest.raises(SystemExit):
         parse([*flags, "--temperature", "0.5", "--stop-token-id", "3"])
-    assert "got --stop-token-id, --temperature too" in capsys.readouterr().err
+    assert "got also --stop-token-id, --temperature" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_one_line(

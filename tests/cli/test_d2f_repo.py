@@ -175,5 +175,5 @@ def test_what_is_no_checkout_is_refused_before_anything_runs(tmp_path: Path, ada
     repo = write_checkout(tmp_path / "repo", "llada")
     with pytest.raises(BenchError, match="expected --adapter"):
         check(repo, rivals_of(tmp_path / "b", "llada", None))
-    with pytest.raises(BenchError, match="it knows dream and llada, not sdar"):
+    with pytest.raises(BenchError, match="expected a model of dream or llada, got sdar"):
         check(repo, rivals_of(tmp_path / "c", "sdar", adapter))

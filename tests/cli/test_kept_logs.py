@@ -48,7 +48,7 @@ def test_the_last_fleet_is_found_or_one_by_name(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([]) == 1
-    assert "no logs of a fleet in" in capsys.readouterr().err
+    assert "has no logs of a fleet" in capsys.readouterr().err
     first = _fleet(home, "first", 1.0, router="old\n")
     second = _fleet(home, "second", 2.0, router="new\n", decode_0="a\nb\nc\n")
     assert (latest(home, None), latest(home, "first"), latest(home, "none")) == (

@@ -144,7 +144,7 @@ def test_the_extra_of_workers_is_named_if_it_is_not_installed(
     done = _run_without(lacking, _COMMAND, name)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    form = rf"effuse {name}: \w+ is needed: run pip install '\.\[worker\]' in a checkout of effuse"
+    form = rf"effuse {name}: \w+ is needed: in a checkout of effuse, run pip install '\.\[worker\]'"
     assert re.fullmatch(form, line)
     assert not list(tmp_path.iterdir())
 
@@ -183,7 +183,7 @@ def test_an_llm_without_torch_names_the_extra() -> None:
     done = _run_without("worker", "import effuse; effuse.LLM()")
     line = done.stderr.splitlines()[-1]
     assert line.endswith(
-        "effuse.LLM: torch is needed: run pip install '.[worker]' in a checkout of effuse"
+        "effuse.LLM: torch is needed: in a checkout of effuse, run pip install '.[worker]'"
     )
     assert "During handling" not in done.stderr
 

@@ -161,7 +161,7 @@ def test_an_address_that_lacks_something_is_refused(agent: Any, missing: str) ->
 def test_metadata_of_another_agent_is_refused_and_forgotten(agent: Any) -> None:
     held = to(1)
     address = msgspec.structs.replace(address_of(held), agent_metadata=b"decode-9")
-    with pytest.raises(HandoffRefused, match="of agent decode-9, not decode-1"):
+    with pytest.raises(HandoffRefused, match="of agent decode-1, got that of decode-9"):
         find(NixlPeers(agent, SMALL), with_shard(held, address=address))
     assert agent.removed == ["decode-9"]
 

@@ -165,7 +165,7 @@ def test_computing_may_take_its_time_but_the_reservation_may_not(desk: Desk) -> 
     desk.time += 0.1
     missed, ended = desk.sender.poll()
     assert isinstance(missed, PushFailed) and missed.cause is Cause.UNRESERVED
-    assert "no reservation came within 4 s" in missed.message
+    assert "no reservation arrived within 4 s" in missed.message
     assert ended == Ended("transfer-1")
 
 

@@ -280,6 +280,8 @@ def test_a_thread_that_cannot_open_says_so_at_the_start(monkeypatch: pytest.Monk
 
     broken = Counting()
     monkeypatch.setattr(broken.transport, "open", refuse)
-    with pytest.raises(ValueError, match="sleepy connector of life-1 cannot open: address in use"):
+    with pytest.raises(
+        ValueError, match="sleepy connector of life-1 could not open: address in use"
+    ):
         broken.start()
     broken.close()
