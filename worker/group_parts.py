@@ -121,10 +121,11 @@ class GroupConnector:
         return (*self._own.describe(), *self._ranks.shards())
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer on every rank from now on."""
+        """Accepts this transfer on every rank from now on: a writer may begin once this returns."""
         self._events.begin(reservation.transfer_id)
         self._ranks.send(Expect(reservation, writer))
         self._own.expect(reservation, writer)
+        self._ranks.confirm()
 
     def forget(self, transfer_id: str) -> None:
         """Refuses this transfer from now on."""

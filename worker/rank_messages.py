@@ -206,6 +206,11 @@ class Digests:
         """Digest of all that was added, this included."""
         self.count += 1
         self._all.update(data)
+        return self.value
+
+    @property
+    def value(self) -> int:
+        """Digest of all that was added."""
         return int(self._all.intdigest())
 
 

@@ -94,13 +94,17 @@ class Leader:
         self._answers.send_multipart([self._rank, ENCODER.encode(message)], zmq.NOBLOCK)
 
     def read(self) -> Command | None:
-        """The next command, if one has come. It is confirmed before it is run."""
+        """The next command, if one has come; `confirm` follows."""
         if not self._commands.poll(0):
             return None
         data = self._commands.recv(zmq.NOBLOCK)
-        self.answer(Taken(self._digests.count + 1, self._digests.add(data)))
+        self._digests.add(data)
         command: Command = COMMANDS.decode(data)
         return command
+
+    def confirm(self) -> None:
+        """Confirms all commands that were read."""
+        self.answer(Taken(self._digests.count, self._digests.value))
 
     def wait(self, others: Sequence[int]) -> None:
         """Returns once a command has come, or one of these descriptors is readable."""
@@ -133,8 +137,12 @@ class Rank:
         part: RankPart,
         open_connector: Opener,
         make_steps: Callable[[], Steps] | None,
+        *,
+        pushes: bool,
     ) -> None:
+        """`pushes`: it is a prefill worker's, whose forwards are followed."""
         self._leader = leader
+        self._pushes = pushes
         self._part = part
         self._open = open_connector
         self._make_steps = make_steps
@@ -166,9 +174,17 @@ class Rank:
             self._obey(self._inbox.popleft())
 
     def _look(self) -> None:
-        """Takes in commands, and sends what became of transfers."""
+        """Takes in commands, and sends what became of transfers.
+
+        A transfer is expected before that is confirmed: the leader then sends the reservation, and
+        its writer may begin while a forward runs here.
+        """
         while (command := self._leader.read()) is not None:
-            self._inbox.append(command)
+            if isinstance(command, Expect):
+                self._obey(command)
+            else:
+                self._inbox.append(command)
+            self._leader.confirm()
         if self._connector is None:
             return
         for event in self._connector.poll():
@@ -181,6 +197,7 @@ class Rank:
     def _obey(self, command: Command) -> None:
         match command:
             case RunParts(number=number, parts=parts):
+                self._note_progress(number)
                 self._next = number + 1
                 self._part.runner.run(parts)
                 for old in [at for at in self._progress if at <= number - _MOST_FORWARDS]:
@@ -228,8 +245,13 @@ class Rank:
         if number is None:
             return None
         if number == self._next:
-            self._progress.setdefault(number, self._part.runner.progress())
+            self._note_progress(number)
         return self._progress.get(number)
+
+    def _note_progress(self, number: int) -> None:
+        """Follows a prefill worker's forward, also if its pages are pushed only later."""
+        if self._pushes and number not in self._progress:
+            self._progress[number] = self._part.runner.progress()
 
 
 class RankPulse(Pulse):
@@ -284,6 +306,6 @@ def _start(
         )
 
     steps = None if make_steps is None else partial(make_steps, config, part)
-    rank = Rank(leader, part, open_connector, steps)
+    rank = Rank(leader, part, open_connector, steps, pushes=orders.role == "prefill")
     pulse.meanwhile = rank.between_layers
     return rank
