@@ -350,6 +350,13 @@ async def serve(
             await closing
 
 
+def is_task_cancelled() -> bool:
+    """Whether the current task is cancelled. grpc.aio raises CancelledError also in a task that is
+    not, if its call is cancelled or its channel is closed."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def write_ready_file(path: Path, address: str, **facts: str) -> None:
     """Writes {"address": "host:port", "pid": ...} and other facts to `path`, atomically, for
     processes that wait for this one.

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
@@ -28,14 +29,17 @@ from effuse.protos.errors import (
     InvalidRequest,
     Unavailable,
 )
-from effuse.router.attempt import Attempt, AttemptListener, Unfinished
-from effuse.router.failures import REFUSALS, Failure, FailureKind
+from effuse.router.admission import Admission
+from effuse.router.attempt import Attempt, AttemptListener, AttemptParts, Unfinished
+from effuse.router.client import finished_of, progress_labels, progress_text, state_text
+from effuse.router.failures import REFUSALS, Failure, FailureKind, RetryBudget
 from effuse.router.fleet import EMPTY_S, AttemptShare
-from effuse.router.known_requests import AnyRequest
+from effuse.router.known_requests import KnownRequests
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
-from effuse.router.request import Request
+from effuse.router.prefixes import SentPrefixes
+from effuse.router.request import AnyRequest, Request
 from effuse.router.request_states import Event
-from effuse.router.router import RETRY_AFTER_S, Router
+from effuse.router.seats import RETRY_AFTER_S, Seats
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -57,53 +61,66 @@ TOGETHER_S: Final = 0.1
 host or a driver, and who went on at once might go on in one whose death is not known yet."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerParts(AttemptParts):
+    """The parts of a router that an answer uses."""
+
+    admission: Admission
+    seats: Seats
+    prefixes: SentPrefixes
+    budget: RetryBudget
+    requests: KnownRequests
+    recovery_s: float  # longest that a request waits for a worker that goes on with it
+    max_losses: int  # that a request may have in a row
+
+
 class AnswerRun:
     """Run once, for a request for one answer or for one of its answers."""
 
-    def __init__(self, router: Router, request: Request, told: AttemptListener) -> None:
-        self._router = router
+    def __init__(self, parts: AnswerParts, request: Request, told: AttemptListener) -> None:
+        self._parts = parts
         self._request = request
         self._told = told
 
     async def run(self) -> pb.GenerateStreamResponse:
         """Attempts, one after the other, to its end, which is returned and yet to be told; raises
         `EffuseError` or `ClientGone`."""
-        request, router = self._request, self._router
+        request, parts = self._request, self._parts
         while True:
             try:
                 placement = await self._choose_workers()
                 if own := self._own_workers(placement):
-                    with router.metrics.waiting("alone"):
-                        await router.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
-                with self._counted(placement) as share, router.traces.span("attempt"):
+                    with parts.metrics.waiting("alone"):
+                        await parts.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
+                with self._counted(placement) as share, parts.traces.span("attempt"):
                     reason = await self._begin_attempt(placement, share).run()
             except Unfinished as unfinished:
                 failure = unfinished.failure
             else:
-                request.apply_event(Event.FINISHED, router.now())
-                router.clear_poison(request)
-                return request.finished(reason, router.now())
+                request.answer.apply_event(Event.FINISHED, parts.now())
+                parts.poison.note_answer(request)
+                return finished_of(request, reason, parts.now())
             finally:
-                if router.fleet.num_alone:
-                    router.fleet.release_workers(request.holder)
+                if parts.fleet.num_alone:
+                    parts.fleet.release_workers(request.holder)
             await self._prepare_retry(failure)
 
     def _counted(self, placement: Placement) -> AbstractContextManager[AttemptShare]:
         request = self._request
-        num_prompt = len(request.prompt_token_ids)
-        return self._router.fleet.counted(placement, num_prompt, request.max_tokens)
+        num_prompt = len(request.prompt.token_ids)
+        return self._parts.fleet.counted(placement, num_prompt, request.prompt.max_tokens)
 
     # Before an attempt.
 
     async def _choose_workers(self) -> Placement:
         """Waits as long as a worker may yet take the request; raises `Unavailable` and, where
         engines turn out to die of it, `Poisonous`."""
-        request, router = self._request, self._router
-        fleet = router.fleet
+        request, parts = self._request, self._parts
+        fleet = parts.fleet
         while True:
-            router.check_poison(request)
+            parts.poison.check(request)
             need = self._need()
-            request.alone = need.alone
+            request.attempts.alone = need.alone
             if need.alone:
                 fleet.keep_workers(request.holder, need)
             elif fleet.num_alone:
@@ -115,78 +132,79 @@ class AnswerRun:
             if prospect is Prospect.NONE:
                 raise self._unavailable(fleet.what_is_missing(need))
             if prospect is Prospect.WORKER:
-                request.setbacks.begin_stall(router.stalled_since(request))
+                request.attempts.setbacks.begin_stall(parts.seats.stalled_since(request))
                 self._check_stall(need)
             reason = "alone" if need.alone else prospect.value
-            with router.metrics.waiting(reason), self._lacking(prospect):
+            with parts.metrics.waiting(reason), self._lacking(prospect):
                 await fleet.wait_for_change(self._look_again_s())
 
     def _lacking(self, prospect: Prospect) -> AbstractContextManager[None]:
         """Has other routers leave it a seat, where it waits for one."""
         if prospect is not Prospect.SEAT:
             return nullcontext()
-        return self._router.admission.without_seat(self._request.asked.model.name)
+        return self._parts.admission.without_seat(self._request.asked.model.name)
 
     def _own_workers(self, placement: Placement) -> Sequence[WorkerRecord]:
         """Those of its workers that it has alone."""
-        workers, alone = (placement.decode, placement.prefill), self._request.alone
+        workers, alone = (placement.decode, placement.prefill), self._request.attempts.alone
         return [one for one in workers if one is not None and one.role in alone]
 
     def _roles_alone(self) -> Collection[Role]:
         """In which workers the next attempt runs alone. It does not wait long for them if its
         engines may have ended from outside."""
-        request, router = self._request, self._router
-        alone = router.roles_alone(request)
+        request, parts = self._request, self._parts
+        alone = parts.poison.roles_alone(request)
         if not alone:
             return ()
-        if request.alone_since is None:
-            request.alone_since = router.now()
+        if request.attempts.alone_since is None:
+            request.attempts.alone_since = parts.now()
         return () if self._alone_left_s() <= 0 else alone
 
     def _alone_left_s(self) -> float:
         """Seconds for which it still waits for workers of its own."""
-        request, router = self._request, self._router
-        if request.alone_since is None or not router.verdicts.may_share(request.digest):
+        request, parts = self._request, self._parts
+        since = request.attempts.alone_since
+        if since is None or not parts.poison.verdicts.may_share(request.digest):
             return math.inf
-        return request.alone_since + ALONE_S - router.now()
+        return since + ALONE_S - parts.now()
 
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
         request = self._request
         alone = self._roles_alone()
-        need = self._router.fleet.need(
+        need = self._parts.fleet.need(
             request.asked.model.name,
-            request.setbacks.avoided(self._router.now()),
-            request.fingerprint if request.token_ids else None,
+            request.attempts.setbacks.avoided(self._parts.now()),
+            request.answer.fingerprint if request.answer.token_ids else None,
             holder=request.holder if alone else None,
             alone=alone,
             on_decode_only=request.asked.settings.is_canvas,
-            cached=self._router.prefixes.cached(request.prefix_keys),
+            cached=self._parts.prefixes.cached(request.prompt.prefix_keys),
         )
-        if not request.group or request.num_attempts:
+        if not request.attempts.group or request.attempts.count:
             return need
         num_answers = 1 if request.index else request.asked.num_answers
-        return replace(need, beside=request.beside, num_answers=num_answers)
+        return replace(need, beside=request.attempts.beside, num_answers=num_answers)
 
     def _look_again_s(self) -> float:
         """Seconds until a choice, or what is said of it, may come out otherwise although nothing
         has happened."""
-        router, setbacks, now = self._router, self._request.setbacks, self._router.now()
+        parts, setbacks, now = self._parts, self._request.attempts.setbacks, self._parts.now()
         due = [
             LOOK_S,
             self._alone_left_s(),
             setbacks.next_change_s(now),
-            router.fleet.standing.next_change_s(),
+            parts.fleet.standing.next_change_s(),
         ]
         if setbacks.stalled_at is not None:
-            due.append(router.config.recovery_s - setbacks.stalled_s(now))
+            due.append(parts.recovery_s - setbacks.stalled_s(now))
         return min(one for one in due if one is not None and one > 0) + 0.001
 
     def _check_stall(self, need: AttemptNeeds) -> None:
         """Raises `Unavailable` if no worker has gone on with the request for too long."""
-        stalled_s = self._request.setbacks.stalled_s(self._router.now())
-        if stalled_s > self._router.config.recovery_s:
-            missing = self._router.fleet.what_is_missing(need)
+        stalled_s = self._request.attempts.setbacks.stalled_s(self._parts.now())
+        if stalled_s > self._parts.recovery_s:
+            missing = self._parts.fleet.what_is_missing(need)
             raise self._unavailable(
                 f"no worker could continue it within {stalled_s:.3g} s: {missing}"
             )
@@ -195,9 +213,9 @@ class AnswerRun:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
         if placement.prefill is not None:
-            self._router.prefixes.note(request.prefix_keys, placement.prefill.life)
-        request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
-        attempt = Attempt(self._router, request, placement, self._told, share)
+            self._parts.prefixes.note(request.prompt.prefix_keys, placement.prefill.life)
+        request.begin_attempt(prefill, placement.decode.worker_id, self._parts.now())
+        attempt = Attempt(self._parts, request, placement, self._told, share)
         self._told.begin_attempt(placement, attempt.transfer_id)
         return attempt
 
@@ -206,47 +224,47 @@ class AnswerRun:
     async def _prepare_retry(self, failure: Failure) -> None:
         """Makes room for another attempt, when the budget has one; raises what the client is
         told."""
-        request, router, error = self._request, self._router, failure.error
-        request.end_attempt(error)
-        request.alone_since = None
+        request, parts, error = self._request, self._parts, failure.error
+        attempts, setbacks = request.attempts, request.attempts.setbacks
+        request.costs.end_attempt()
+        attempts.alone_since = None
         LOG.warning(
             "request %s, attempt %d on %s: %s; so far: %s",
-            *(request.name, request.num_attempts, failure.worker.worker_id, error.message),
-            request.tell_story(),
+            *(request.name, attempts.count, failure.worker.worker_id, error.message),
+            request.answer.tell_story(),
         )
-        router.fleet.standing.note(failure)
-        router.metrics.count_failure(failure)
+        parts.fleet.standing.note(failure)
+        parts.metrics.count_failure(failure)
         self._raise_if_final(failure)
-        request.apply_event(Event.LOST, router.now(), error.message[:80])
-        request.setbacks.add(failure, router.now())
-        router.note_death(request, failure)
+        request.answer.apply_event(Event.LOST, parts.now(), error.message[:80])
+        setbacks.add(failure, parts.now())
+        parts.poison.note_death(request, failure)
         # Next time its pages come first.
-        request.is_patient = request.is_patient or failure.outcome is FailureKind.LATE
-        if request.setbacks.losses_in_a_row > router.config.max_losses:
-            text = f"the request lost {request.setbacks.losses_in_a_row} workers in a row"
+        attempts.is_patient = attempts.is_patient or failure.outcome is FailureKind.LATE
+        if setbacks.losses_in_a_row > parts.max_losses:
+            text = f"the request lost {setbacks.losses_in_a_row} workers in a row"
             raise self._unavailable(text, retryable=False) from error
         if isinstance(error, EngineLost):
             await asyncio.sleep(TOGETHER_S)
-        if failure.outcome not in REFUSALS:
-            router.num_retries += 1
-            if delay_s := router.retry_budget.take(router.now()):
-                await self._wait_for_budget(delay_s)
+        if failure.outcome not in REFUSALS and (delay_s := parts.budget.take(parts.now())):
+            await self._wait_for_budget(delay_s)
 
     async def _wait_for_budget(self, delay_s: float) -> None:
         """Who gives up meanwhile takes nothing, or all that fail would wait behind the gone."""
-        with self._router.metrics.waiting("budget"):
+        with self._parts.metrics.waiting("budget"):
             try:
                 await asyncio.sleep(delay_s)
             except asyncio.CancelledError:
-                self._router.retry_budget.give_back()
+                self._parts.budget.give_back()
                 raise
 
     def _raise_if_final(self, failure: Failure) -> None:
         """Raises what the client is told where no other attempt can do better."""
         error = failure.error
         if asyncio.get_running_loop().time() >= self._request.deadline:
-            raise time_is_over(self._router, self._request) from error
-        if isinstance(error, InvalidRequest) and self._request.token_ids:
+            is_cut_off = self._parts.requests.is_cut_off
+            raise time_is_over(self._request, is_cut_off=is_cut_off) from error
+        if isinstance(error, InvalidRequest) and self._request.answer.token_ids:
             # The caller's request was good; it is our resumption that the worker does not take.
             text = f"the answer could not be resumed: {error.message}"
             raise self._unavailable(text) from error
@@ -261,23 +279,25 @@ class AnswerRun:
         """UNAVAILABLE, with how far the request got and what it met with."""
         request = self._request
         return Unavailable(
-            _sentences(why, request.tell_progress()),
+            _sentences(why, progress_text(request)),
             retryable=retryable,
             retry_after_s=RETRY_AFTER_S if retryable else None,
-            labels=request.labels(),
+            labels=progress_labels(request),
         )
 
 
-def time_is_over(router: Router, request: AnyRequest) -> EffuseError:
-    """What is told where a request's own time has run out, or that of its router."""
+def time_is_over(request: AnyRequest, *, is_cut_off: bool) -> EffuseError:
+    """The error of a request whose own time has run out, or that of its router (`is_cut_off`)."""
     if request.is_ended_by_id:
-        return EndedById("the request was cancelled by its id", labels=request.labels())
-    if router.requests.is_cut_off:
+        return EndedById("the request was cancelled by its id", labels=progress_labels(request))
+    if is_cut_off:
         why = "this router ended before the answer was complete; send the request again"
-        text = _sentences(why, request.tell_progress())
-        return Draining(text, retry_after_s=RETRY_AFTER_S, labels=request.labels())
-    why = f"not answered within {request.limit_s:.3g} s; the request was {request.tell_state()}"
-    return DeadlineExceeded(_sentences(why, request.tell_progress()), labels=request.labels())
+        text = _sentences(why, progress_text(request))
+        return Draining(text, retry_after_s=RETRY_AFTER_S, labels=progress_labels(request))
+    why = f"not answered within {request.limit_s:.3g} s; the request was {state_text(request)}"
+    return DeadlineExceeded(
+        _sentences(why, progress_text(request)), labels=progress_labels(request)
+    )
 
 
 def _sentences(*texts: str) -> str:

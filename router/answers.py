@@ -11,17 +11,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable
-from itertools import chain
 
 from msgspec.structs import replace
 
-from effuse.router.answer import AnswerRun
+from effuse.router.answer import AnswerParts, AnswerRun
 from effuse.router.attempt import AttemptListener
 from effuse.router.detokenizer import AnswerText
 from effuse.router.policy import Placement, WorkerLife
-from effuse.router.request import Request
+from effuse.router.request import AnswerState, Attempts, Costs, Request
 from effuse.router.request_states import State
-from effuse.router.router import Router
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 
@@ -32,18 +30,18 @@ class SideBySide:
 
     def __init__(
         self,
-        router: Router,
+        parts: AnswerParts,
         request: Request,
         client: AttemptListener,
         on_end: Callable[[Request], None],
     ) -> None:
-        self._router = router
+        self._parts = parts
         self._client = client
         self._on_end = on_end
         self._writing = asyncio.Lock()  # a call takes one message at a time
         self._is_reserved = asyncio.Event()
         self._place: WorkerLife | None = None  # where the prompt's KV comes to
-        asked, tokenizer = request.asked, router.tokenizer
+        asked, tokenizer = request.asked, parts.tokenizer
         texts = (
             AnswerText(tokenizer, asked.stops, asked.min_tokens) for _ in range(asked.num_answers)
         )
@@ -65,14 +63,14 @@ class SideBySide:
         return next(last for task in running if (last := task.result()) is not None)
 
     async def _follow(self, one: Request) -> pb.GenerateStreamResponse | None:
-        if one.group:
+        if one.attempts.group:
             await self._is_reserved.wait()  # the request's deadline ends it
-            one.beside = self._place
+            one.attempts.beside = self._place
         return await self._run(one, _Follower(self))
 
     async def _run(self, one: Request, told: AttemptListener) -> pb.GenerateStreamResponse | None:
         """The last event of all, where this answer is the last one to end."""
-        ended = await AnswerRun(self._router, one, told).run()
+        ended = await AnswerRun(self._parts, one, told).run()
         self._on_end(one)
         self._num_left -= 1
         self._forget_place()
@@ -86,7 +84,7 @@ class SideBySide:
         where a prefill worker hands it over anew."""
         if not any(_is_at(one, self._place) for one in self._answers):
             for one in self._answers:
-                one.beside = None
+                one.attempts.beside = None
 
     # What the first answer tells, and in part the others.
 
@@ -123,8 +121,8 @@ class _Follower:
 
 
 def _is_at(one: Request, place: WorkerLife | None) -> bool:
-    is_placed = one.state in (State.STARTING, State.PREFILLING, State.DECODING)
-    return place is not None and is_placed and one.decode_worker == place[0]
+    is_placed = one.answer.state in (State.STARTING, State.PREFILLING, State.DECODING)
+    return place is not None and is_placed and one.attempts.decode_worker == place[0]
 
 
 def split(request: Request, texts: Iterable[AnswerText], group: str) -> tuple[Request, ...]:
@@ -134,17 +132,14 @@ def split(request: Request, texts: Iterable[AnswerText], group: str) -> tuple[Re
         Request(
             id=request.id,
             asked=_asked_of(request.asked, index),
-            text=text,
             arrived=request.arrived,
             limit_s=request.limit_s,
             deadline=request.deadline,
+            answer=AnswerState(text=text),
             tenant=request.tenant,
-            group=group,
-            attempt_numbers=request.attempt_numbers,
-            prompt_token_ids=request.prompt_token_ids,
-            prefix_keys=request.prefix_keys,
-            max_tokens=request.max_tokens,
-            queue_s=request.queue_s,
+            prompt=request.prompt,
+            attempts=Attempts(numbers=request.attempts.numbers, group=group),
+            costs=Costs(queue_s=request.costs.queue_s),
         )
         for index, text in enumerate(texts)
     )
@@ -156,17 +151,11 @@ def add_up(request: Request) -> None:
     """Has a request take over what its answers came to, where there are several."""
     if not request.answers:
         return
-    first, answers = request.answers[0], request.answers
-    request.prefill_worker, request.decode_worker = first.prefill_worker, first.decode_worker
-    request.connector, request.prefilled = first.connector, first.prefilled
-    request.num_attempts = sum(one.num_attempts for one in answers)
-    request.commit_times = sorted(chain(*(one.commit_times[:1] for one in answers)))
-    request.handoff_s = sum(one.handoff_s for one in answers)
-    request.kv_bytes = sum(one.kv_bytes for one in answers)
-    request.kv_pages = sum(one.kv_pages for one in answers)
-    request.cached_tokens = sum(one.cached_tokens for one in answers)
-    request.forwards = sum(one.earlier_forwards + one.forwards for one in answers)
-    request.preemptions = sum(one.preemptions for one in answers)
+    first = request.answers[0].attempts
+    attempts = request.attempts
+    attempts.prefill_worker, attempts.decode_worker = first.prefill_worker, first.decode_worker
+    attempts.count = sum(one.attempts.count for one in request.answers)
+    request.costs = Costs.sum_of([one.costs for one in request.answers], request.costs.queue_s)
 
 
 def _asked_of(asked: Asked, index: int) -> Asked:

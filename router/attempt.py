@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from msgspec.structs import asdict
@@ -20,15 +21,19 @@ from msgspec.structs import asdict
 from effuse.config.decoding import Sampling
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Refused
-from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
-from effuse.router.client import Recipient
+from effuse.router.calls import AttemptFailed, Cleanup, DecodeCall, PrefillCall, read_message
+from effuse.router.client import Recipient, commit_of
 from effuse.router.detokenizer import draft_text
 from effuse.router.failures import Failure, FailureKind, judge
-from effuse.router.fleet import AttemptShare
+from effuse.router.fleet import AttemptShare, RoutedFleet
+from effuse.router.metrics import RouterMetrics
+from effuse.router.monitor import Monitor
+from effuse.router.poison import PoisonGuard
 from effuse.router.policy import Placement
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State
-from effuse.router.router import Router
+from effuse.router.tokenizer import Tokenizer
+from effuse.telemetry.traces import Traces
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 
@@ -55,25 +60,39 @@ class AttemptListener(Recipient, Protocol):
         """The decode worker of the attempt holds pages for the prompt."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptParts:
+    """The parts of a router that an attempt uses. `now` is a monotonic clock in seconds."""
+
+    fleet: RoutedFleet
+    cleanup: Cleanup
+    tokenizer: Tokenizer
+    monitor: Monitor
+    metrics: RouterMetrics
+    traces: Traces
+    poison: PoisonGuard
+    now: Callable[[], float]
+
+
 class Attempt:
     """Run once. The request has begun its attempt on `placement` already."""
 
     def __init__(
         self,
-        router: Router,
+        parts: AttemptParts,
         request: Request,
         placement: Placement,
         told: AttemptListener,
         share: AttemptShare,
     ) -> None:
-        self._router = router
+        self._parts = parts
         self._request = request
         self._placement = placement
         self._told = told
         self._share = share
         self.transfer_id = secrets.token_hex(16)
         self._id = worker_pb2.AttemptId(
-            request_id=request.id, attempt=request.attempt, transfer_id=self.transfer_id
+            request_id=request.id, attempt=request.attempts.number, transfer_id=self.transfer_id
         )
         self._peer = f"decode worker {placement.decode.worker_id}"
         self._prefill: PrefillCall | None = None
@@ -88,10 +107,10 @@ class Attempt:
         with self._judging():
             for worker in self._workers():
                 try:
-                    await self._router.fleet.peer(worker.address).channel.prove()
+                    await self._parts.fleet.peers.at(worker.address).channel.prove()
                 except PeerLost as error:
                     raise AttemptFailed(error, worker) from error
-            if prefill is not None and not request.is_patient:
+            if prefill is not None and not request.attempts.is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
                 await self._open_prefill(prefill).send_prompt(self._id, self._break_off)
             decode = self._decode = self._open_decode()
@@ -112,10 +131,10 @@ class Attempt:
                 if (last := self._end_without_word(error)) is not None:
                     await self._told.send(last)
                 self._end_calls()
-        if request.text.is_stopped:  # its workers know nothing of that
+        if request.answer.text.is_stopped:  # its workers know nothing of that
             self._end_calls_now()
         else:
-            self._router.cleanup.settle_calls([decode], self._readers(), self._end_calls)
+            self._parts.cleanup.settle_calls([decode], self._readers(), self._end_calls)
         assert self._reason is not None, "sent completely"
         return self._reason
 
@@ -146,13 +165,13 @@ class Attempt:
         yield self._placement.decode
 
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
-        stub = self._router.fleet.peer(worker.address).prefill
+        stub = self._parts.fleet.peers.at(worker.address).prefill
         self._prefill = PrefillCall(
-            stub.Prefill(timeout=self._time_left(), metadata=self._router.traces.carrier()),
+            stub.Prefill(timeout=self._time_left(), metadata=self._parts.traces.carrier()),
             worker,
             self._request,
-            ask=self._router.fleet.ask,
-            now=self._router.now,
+            ask=self._parts.fleet.peers.condition_of,
+            now=self._parts.now,
         )
         return self._prefill
 
@@ -161,16 +180,16 @@ class Attempt:
         message = worker_pb2.DecodeRequest(
             attempt=self._id,
             incarnation=placement.decode.incarnation,
-            prompt_token_ids=request.prompt_token_ids,
-            max_tokens=request.max_tokens,
+            prompt_token_ids=request.prompt.token_ids,
+            max_tokens=request.prompt.max_tokens,
             min_tokens=request.asked.min_tokens,
             stop_token_ids=request.asked.stop_token_ids,
             sampling=_sampling(request.asked.sampling),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
-            drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
+            drafts=request.asked.wants_drafts or self._parts.monitor.num_watchers > 0,
             num_logprobs=request.asked.num_logprobs,
-            resume=request.resumption(),
-            group=request.group,
+            resume=request.answer.resumption(),
+            group=request.attempts.group,
         )
         if placement.prefill is None:
             message.local.SetInParent()
@@ -180,8 +199,8 @@ class Attempt:
             message.remote.address = placement.prefill.address
             message.remote.engine_port = placement.prefill.engine_port
             message.remote.place = placement.prefill.place
-        stub = self._router.fleet.peer(placement.decode.address).decode
-        metadata = self._router.traces.carrier()
+        stub = self._parts.fleet.peers.at(placement.decode.address).decode
+        metadata = self._parts.traces.carrier()
         return stub.Decode(message, timeout=self._time_left(), metadata=metadata)
 
     def _time_left(self) -> float:
@@ -197,7 +216,7 @@ class Attempt:
         for event in (response, *response.then):
             if (news := self._take_event(event)) is not None:
                 yield news
-            if event.HasField("finished") or self._request.text.is_stopped:
+            if event.HasField("finished") or self._request.answer.text.is_stopped:
                 self._reason = self._finish_reason(is_stopped=event.finished.stopped)
                 return
 
@@ -207,44 +226,45 @@ class Attempt:
         if not self._request.is_complete:
             raise error
         failure = self._failure(error)
-        self._router.fleet.standing.note(failure)
-        self._router.metrics.count_failure(failure)
-        last = self._request.flush_text()  # in which a stop string may be found yet
-        self._reason = self._finish_reason(is_stopped=self._request.end_token_id is not None)
+        self._parts.fleet.standing.note(failure)
+        self._parts.metrics.count_failure(failure)
+        answer = self._request.answer
+        last = commit_of(self._request, answer.flush())  # in which a stop string may be found yet
+        self._reason = self._finish_reason(is_stopped=answer.end_token_id is not None)
         return last
 
     def _take_event(
         self, event: worker_pb2.DecodeResponse
     ) -> generation_pb2.GenerateStreamResponse | None:
         """What the client is told of it, if anything."""
-        request, now = self._request, self._router.now()
+        request, now = self._request, self._parts.now()
         match event.WhichOneof("event"):
             case "reservation":
                 self._take_reservation(event.reservation, now)
             case "verified":
                 self._take_verified(event.verified, now)
             case "commit":
-                request.fingerprint = self._placement.decode.fingerprint
-                before = len(request.token_ids)
+                request.answer.fingerprint = self._placement.decode.fingerprint
+                before = len(request.answer.token_ids)
                 news = request.add_commit(event.commit, now)
-                self._router.monitor.note_commit(request, before)
-                self._router.note_survival(request)
-                return news
+                self._parts.monitor.note_commit(request, before)
+                self._parts.poison.note_survival(request)
+                return commit_of(request, news)
             case "draft":
-                self._router.monitor.note_draft(request, event.draft)
+                self._parts.monitor.note_draft(request, event.draft)
                 if request.asked.wants_drafts:
                     return self._describe_draft(event.draft)
             case "finished":
-                return request.add_finished(event.finished)
+                return commit_of(request, request.add_finished(event.finished))
         return None
 
     def _take_reservation(self, reservation: worker_pb2.Reservation, now: float) -> None:
         decode = self._placement.decode
-        self._request.apply_event(Event.RESERVED, now)
+        self._request.answer.apply_event(Event.RESERVED, now)
         if reservation.incarnation != decode.incarnation or reservation.attempt != self._id:
             raise Refused(f"{decode.worker_id} answered for another life or attempt")
         if self._placement.prefill is not None:
-            self._request.connector = reservation.connector
+            self._request.costs.connector = reservation.connector
         self._told.note_reserved(self._placement)
 
     def _take_verified(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
@@ -252,7 +272,7 @@ class Attempt:
         self._share.end_prompt()
         writer, decode = self._placement.prefill, self._placement.decode
         if writer is not None:
-            self._router.fleet.standing.note_handoff((writer.life, decode.life))
+            self._parts.fleet.standing.note_handoff((writer.life, decode.life))
 
     def _describe_draft(
         self, draft: worker_pb2.DecodeDraft
@@ -262,7 +282,7 @@ class Attempt:
         masked = [bool(block.masks[at // 8] >> at % 8 & 1) for at in range(len(block.token_ids))]
         shown = generation_pb2.BlockDraft(
             token_offset=draft.token_offset,
-            text=draft_text(self._router.tokenizer, block.token_ids[skipped:], masked[skipped:]),
+            text=draft_text(self._parts.tokenizer, block.token_ids[skipped:], masked[skipped:]),
             num_masks=sum(masked),
         )
         return generation_pb2.GenerateStreamResponse(
@@ -271,7 +291,7 @@ class Attempt:
 
     def _finish_reason(self, *, is_stopped: bool) -> FinishReason:
         """is_stopped: whether a stop id ended the answer; a stop string may have."""
-        is_stopped = is_stopped or self._request.text.is_stopped
+        is_stopped = is_stopped or self._request.answer.text.is_stopped
         return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
 
     # Ending.
@@ -287,7 +307,7 @@ class Attempt:
             self._cancel_decode()
 
     def _cancel_decode(self) -> None:
-        if self._decode is not None and self._request.state is not State.DECODING:
+        if self._decode is not None and self._request.answer.state is not State.DECODING:
             self._is_broken_off = self._decode.cancel()
 
     def _failure(self, error: Exception) -> Failure:
@@ -301,13 +321,13 @@ class Attempt:
         return self._judge(AttemptFailed(error, decode))
 
     def _judge(self, failed: AttemptFailed) -> Failure:
-        is_handoff = self._request.state is State.PREFILLING
+        is_handoff = self._request.answer.state is State.PREFILLING
         return judge(failed.error, failed.worker, self._placement, is_handoff=is_handoff)
 
     def _end_calls_now(self) -> None:
         self._end_calls()
         if readers := self._readers():
-            self._router.cleanup.settle_calls([], readers)
+            self._parts.cleanup.settle_calls([], readers)
 
     def _readers(self) -> list[asyncio.Task[None]]:
         prefill = self._prefill
@@ -315,8 +335,8 @@ class Attempt:
 
     def _end_calls(self) -> None:
         """Nothing here waits: a request that is cancelled ends at once, its workers soon after."""
-        reason = f"the request is {self._request.state.value}"
-        cleanup, decode, prefill = self._router.cleanup, self._decode, self._prefill
+        reason = f"the request is {self._request.answer.state.value}"
+        cleanup, decode, prefill = self._parts.cleanup, self._decode, self._prefill
         if decode is not None and (not decode.done() or decode.cancelled()):
             decode.cancel()
             cleanup.send_abort(self._placement.decode, self._id, reason)

@@ -17,20 +17,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, EngineLost, PeerLost, Unreserved, from_rpc_error
+from effuse.protos.rpc import is_task_cancelled
+from effuse.router.peers import Peers
 from effuse.router.policy import Condition
 from effuse.router.request import Request
 from effuse.router.request_states import State
 from effuse.v1 import worker_pb2
-
-if TYPE_CHECKING:
-    from effuse.router.fleet import RoutedFleet
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -83,12 +82,6 @@ def ignore_ended_call() -> Iterator[None]:
             raise
 
 
-def is_task_cancelled() -> bool:
-    """Whether it is the current task that somebody cancels."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 class PrefillCall:
     """One Prefill call: the prompt goes out, then the reservation, until pages are pushed.
 
@@ -122,7 +115,7 @@ class PrefillCall:
         where that fails the attempt."""
         start = worker_pb2.PrefillStart(
             attempt=attempt,
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=self._request.prompt.token_ids,
             incarnation=self.worker.incarnation,
             cache_salt=self._request.tenant.name,
         )
@@ -145,7 +138,7 @@ class PrefillCall:
         try:
             await self._read_all()
         except EffuseError as error:
-            if self.is_pushed or self._request.state is State.DECODING:
+            if self.is_pushed or self._request.answer.state is State.DECODING:
                 LOG.info("after the pages arrived, %s failed: %s", self._peer, error.message)
                 return
             if self._is_unheard and await self._has_lost_its_status():
@@ -174,8 +167,8 @@ class PrefillCall:
             if not isinstance(response, worker_pb2.PrefillResponse):
                 break
             if response.HasField("computed"):
-                self._request.prefilled = self._now()
-                self._request.cached_tokens = response.computed.cached_tokens
+                self._request.costs.prefilled = self._now()
+                self._request.costs.cached_tokens = response.computed.cached_tokens
             self.is_pushed = self.is_pushed or response.HasField("pushed")
         if not self.is_pushed:
             raise PeerLost(f"{self._peer} ended its call before the pages were pushed")
@@ -191,8 +184,8 @@ class Ending(Protocol):
 class Cleanup:
     """One per router. Works within `async with cleanup.running()`."""
 
-    def __init__(self, fleet: RoutedFleet, settle_s: float = SETTLE_S) -> None:
-        self._fleet = fleet
+    def __init__(self, peers: Peers, settle_s: float = SETTLE_S) -> None:
+        self._peers = peers
         self._settle_s = settle_s
         self._aborts: asyncio.TaskGroup | None = None
         self._all_settled = asyncio.Event()
@@ -265,7 +258,7 @@ class Cleanup:
             self._all_settled.set()
 
     async def _abort(self, worker: WorkerRecord, request: worker_pb2.AbortRequest) -> None:
-        peer = self._fleet.peer(worker.address)
+        peer = self._peers.at(worker.address)
         try:
             async with asyncio.timeout(ABORT_S):
                 await peer.channel.prove()  # it may be gone, and another process have its port

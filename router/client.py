@@ -1,4 +1,5 @@
-"""The two ways in which an answer reaches a client: at once at its end, or as it grows."""
+"""Messages for clients about a request, and the two ways in which an answer reaches a client: at
+once at its end, or as it grows."""
 
 from __future__ import annotations
 
@@ -8,14 +9,143 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 import grpc.aio
+from google.protobuf.duration_pb2 import Duration
 
 from effuse.protos.errors import Cancelled, EffuseError
+from effuse.router.request import AnyRequest, EarlyRequest, Piece, Request
+from effuse.router.request_states import State
 from effuse.v1 import generation_pb2 as pb
 
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
-Told = TypeVar("Told")
+Event = TypeVar("Event")
+_PUBLIC_STATES: Final = {
+    State.QUEUED: pb.REQUEST_STATE_QUEUED,
+    State.FINISHED: pb.REQUEST_STATE_FINISHED,
+    State.FAILED: pb.REQUEST_STATE_FAILED,
+    State.CANCELLED: pb.REQUEST_STATE_CANCELLED,
+}
+
+
+def echo_of(request: Request, text: str) -> pb.GenerateStreamResponse:
+    """The prompt, with this text, for a client that wants it back."""
+    ids = request.prompt.token_ids if request.asked.wants_token_ids else ()
+    echo = pb.PromptEcho(text=text, token_ids=ids)
+    return pb.GenerateStreamResponse(request_id=request.id, echo=echo)
+
+
+def commit_of(request: Request, piece: Piece) -> pb.GenerateStreamResponse | None:
+    """New final tokens and text; None if there are none."""
+    if not piece.token_ids and not piece.text:
+        return None
+    commit = pb.BlockCommit(
+        token_offset=piece.offset,
+        num_tokens=len(piece.token_ids),
+        text=piece.text,
+        token_ids=piece.token_ids if request.asked.wants_token_ids else (),
+        forward_passes=request.costs.all_forwards,
+        logprobs=piece.logprobs,
+    )
+    index = request.index
+    return pb.GenerateStreamResponse(request_id=request.id, answer_index=index, commit=commit)
+
+
+def finished_of(request: Request, reason: pb.FinishReason, now: float) -> pb.GenerateStreamResponse:
+    """The good end of an answer."""
+    finished = pb.Finished(
+        finish_reason=reason,
+        usage=usage_of(request),
+        stats=stats_of(request, now),
+        model=request.asked.model.name,
+        seed=request.asked.sampling.seed,
+    )
+    if request.answer.text.matched_stop is not None:
+        finished.stop_string = request.answer.text.matched_stop
+    elif request.answer.end_token_id is not None:
+        finished.end_token_id = request.answer.end_token_id
+    index = request.index
+    return pb.GenerateStreamResponse(request_id=request.id, answer_index=index, finished=finished)
+
+
+def usage_of(request: Request) -> pb.Usage:
+    """Token counts so far; only the first answer counts the prompt's."""
+    prompt_tokens = 0 if request.index else len(request.prompt.token_ids)
+    return pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=request.num_tokens)
+
+
+def stats_of(request: Request, now: float) -> pb.GenerationStats:
+    """The costs of a request that has ended."""
+    costs, attempts, arrived = request.costs, request.attempts, request.arrived
+    forwards = costs.all_forwards
+    first_block = costs.commit_times[0] if costs.commit_times else arrived
+    return pb.GenerationStats(
+        queue_duration=_duration(costs.queue_s),
+        prefill_duration=_duration(max(0.0, costs.prefilled - arrived)),
+        handoff_duration=_duration(costs.handoff_s),
+        time_to_first_block=_duration(max(0.0, first_block - arrived)),
+        total_duration=_duration(now - arrived),
+        forward_passes=forwards,
+        tokens_per_forward=request.num_tokens / forwards if forwards else 0.0,
+        kv_bytes=costs.kv_bytes,
+        kv_pages=costs.kv_pages,
+        connector=costs.connector,
+        prefill_worker=attempts.prefill_worker,
+        decode_worker=attempts.decode_worker,
+        preemptions=costs.preemptions,
+        cached_prompt_tokens=costs.cached_tokens,
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
+    return Duration(seconds=whole, nanos=nanos)
+
+
+def describe(request: AnyRequest) -> pb.GetRequestResponse:
+    """Where a request is, or how it ended."""
+    if isinstance(request, EarlyRequest):
+        return pb.GetRequestResponse(request_id=request.id, state=pb.REQUEST_STATE_QUEUED)
+    state = _PUBLIC_STATES.get(request.answer.state, pb.REQUEST_STATE_RUNNING)
+    if request.answers and not request.answer.is_ended:
+        state = pb.REQUEST_STATE_RUNNING
+    first = request.parts[0].attempts
+    return pb.GetRequestResponse(
+        request_id=request.id,
+        state=state,
+        attempt=first.count,
+        prefill_worker=first.prefill_worker,
+        decode_worker=first.decode_worker,
+        status=request.status,
+    )
+
+
+def state_text(request: AnyRequest) -> str:
+    """Where a request is, for the text of an error."""
+    if isinstance(request, EarlyRequest):
+        return State.QUEUED.value
+    return "being answered" if request.answers else request.answer.state.value
+
+
+def progress_text(request: AnyRequest) -> str:
+    """How far a request got and which setbacks it had, for an error; empty before it was tried."""
+    if isinstance(request, EarlyRequest):
+        return "no worker has announced a model"
+    if request.answers:
+        complete = sum(one.answer.state is State.FINISHED for one in request.answers)
+        return f"{complete} of {len(request.answers)} answers were complete"
+    if not request.attempts.count:
+        return ""
+    written, most = len(request.answer.token_ids), request.prompt.max_tokens
+    setbacks = request.attempts.setbacks.tell()
+    return "; ".join(filter(None, (f"{written} of {most} tokens were written", setbacks)))
+
+
+def progress_labels(request: AnyRequest) -> dict[str, str]:
+    """The same for programs."""
+    if isinstance(request, EarlyRequest):
+        return {}
+    return {"tokens": str(request.num_written), **request.attempts.setbacks.labels()}
 
 
 def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
@@ -35,12 +165,12 @@ def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
         if commit.num_tokens or commit.text:
             events.append(pb.GenerateStreamResponse(commit=commit))
             events[-1].MergeFrom(about)
-        events.append(pb.GenerateStreamResponse(finished=_finished_of(one)))
+        events.append(pb.GenerateStreamResponse(finished=_end_of(one)))
         events[-1].MergeFrom(about)
     return events
 
 
-def _finished_of(answer: pb.GenerateResponse) -> pb.Finished:
+def _end_of(answer: pb.GenerateResponse) -> pb.Finished:
     finished = pb.Finished(
         finish_reason=answer.finish_reason,
         usage=answer.usage,
@@ -119,17 +249,17 @@ class WholeAnswer:
         _copy_stop(finished, said)
 
 
-class AnswerStream(Generic[Told]):
+class AnswerStream(Generic[Event]):
     """Writes each event to a streaming call; a slow client slows its own request only."""
 
     def __init__(
-        self, context: grpc.aio.ServicerContext[Any, Told], *, stalled_s: float = STALLED_S
+        self, context: grpc.aio.ServicerContext[Any, Event], *, stalled_s: float = STALLED_S
     ) -> None:
         self._context = context
         self._stalled_s = stalled_s
         self._writing: asyncio.Future[None] | None = None
 
-    async def send(self, event: Told) -> None:
+    async def send(self, event: Event) -> None:
         """Writes one event; raises `ClientGone` where it is not taken in `stalled_s` seconds."""
         write = cast(Awaitable[None], self._context.write(event))
         writing = self._writing = asyncio.ensure_future(write)

@@ -201,6 +201,7 @@ class RetryBudget:
         self._most = most
         self._left = most
         self._at = now
+        self.num_taken = 0  # ever
 
     def left(self, now: float) -> float:
         """Attempts that need not wait; below 0 as many wait."""
@@ -212,6 +213,7 @@ class RetryBudget:
 
     def take(self, now: float) -> float:
         """Takes an attempt out; returns the seconds until it may begin."""
+        self.num_taken += 1
         self._left, self._at = self.left(now) - 1.0, now
         return max(0.0, -self._left / RETRIES_PER_S)
 

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-import grpc.aio
-
 from effuse.placement.records import Role, RoutedLoad, WorkerRecord
-from effuse.protos.channels import OPEN, FleetAccess, FleetChannel
-from effuse.protos.errors import PeerLost
-from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
-from effuse.router.calls import is_task_cancelled
 from effuse.router.failures import Standing
+from effuse.router.peers import Peers
 from effuse.router.policy import (
     IDLE,
     AttemptNeeds,
@@ -40,10 +33,9 @@ from effuse.router.policy import (
     prospect,
     what_is_missing,
 )
-from effuse.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from effuse.v1 import worker_pb2_grpc
+    pass
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -67,20 +59,9 @@ class View(Protocol):
         """Live workers, draining ones included."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerChannel:
-    """A channel to one address, with the stubs that calls need."""
-
-    channel: FleetChannel
-    prefill: worker_pb2_grpc.PrefillServiceAsyncStub
-    decode: worker_pb2_grpc.DecodeServiceAsyncStub
-    worker: worker_pb2_grpc.WorkerServiceAsyncStub
-
-
 class RoutedFleet:
     """One per router, used from its event loop. `now` is a monotonic clock in seconds; `seats`:
-    how many requests we may have on a decode worker, all that it takes where there is none;
-    `access`: how workers know us, and we know them; `longest_call_s`: of our calls to them."""
+    how many requests we may have on a decode worker, by default all that it takes."""
 
     def __init__(
         self,
@@ -89,22 +70,15 @@ class RoutedFleet:
         now: Callable[[], float],
         *,
         seats: Callable[[WorkerRecord], int] | None = None,
-        access: FleetAccess = OPEN,
-        longest_call_s: float = 3600.0,
+        peers: Peers | None = None,
     ) -> None:
-        self._now = now
         self._seats = seats
-        self._access = access
-        self._longest_call_s = longest_call_s
-        self._certificates = access.look()  # which of them channels have
-        # Those that calls may still run on, and since when no other ones do.
-        self._old_channels: deque[tuple[float, list[FleetChannel]]] = deque()
+        self.peers = Peers(now) if peers is None else peers
         self._view = view
         self.mode: Final[PrefillMode] = mode  # who prefills
         self.standing = Standing(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
-        self._peers: dict[str, WorkerChannel] = {}
         self._addresses: dict[WorkerLife, str] = {}
         self._seen: set[tuple[WorkerLife, Condition]] = set()
         self._changed = asyncio.Event()
@@ -205,7 +179,7 @@ class RoutedFleet:
         with suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 while not all(  # noqa: ASYNC110  # no worker tells by itself
-                    await asyncio.gather(*map(self._is_empty, records))
+                    await asyncio.gather(*map(self.peers.is_empty, records))
                 ):
                     await asyncio.sleep(EMPTY_LOOK_S)
 
@@ -263,53 +237,11 @@ class RoutedFleet:
     async def ask_absent(self) -> None:
         """Asks each worker that is out how it is. One that is ready takes part again."""
         absent = self.standing.absent
-        told = await asyncio.gather(*(self.ask(record) for record in absent))
+        told = await asyncio.gather(*map(self.peers.condition_of, absent))
         for record, condition in zip(absent, told, strict=True):
             if self.standing.hear(record.life, condition):
                 LOG.info("%s is ready again", record.worker_id)
                 self.announce_change()
-
-    async def ask(self, record: WorkerRecord) -> Condition | None:
-        """What a worker says of itself, `STARTING` where the engine of `record` is not there any
-        more; None where it does not answer."""
-        load = await self._load_of(record)
-        if load is None or load.worker.worker_id != record.worker_id:
-            return None  # another one has its address now
-        if load.draining:
-            return Condition.DRAINING
-        if load.worker.incarnation != record.incarnation:
-            return Condition.STARTING
-        return Condition.READY
-
-    async def _is_empty(self, record: WorkerRecord) -> bool:
-        """Whether nothing is in it; one that does not answer is not waited for."""
-        load = await self._load_of(record)
-        return load is None or load.running + load.waiting == 0
-
-    async def _load_of(self, record: WorkerRecord) -> worker_pb2.GetLoadResponse | None:
-        """What its front says; None where it does not answer."""
-        peer = self.peer(record.address)
-        try:
-            await peer.channel.prove()
-            return await peer.worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, PeerLost):  # its channel is closed
-            return None
-        except asyncio.CancelledError:
-            if is_task_cancelled():
-                raise
-            return None
-
-    # Channels, and what is kept of each worker.
-
-    def peer(self, address: str) -> WorkerChannel:
-        """The channel to a worker; one for all of its requests."""
-        peer = self._peers.get(address)
-        if peer is None:
-            channel = self._access.connect(address)
-            peer = self._peers[address] = WorkerChannel(
-                channel, prefill_stub(channel), decode_stub(channel), worker_stub(channel)
-            )
-        return peer
 
     async def forget_gone(self) -> None:
         """Drops what is kept of workers that are neither alive, nor in use, nor may come back."""
@@ -322,32 +254,7 @@ class RoutedFleet:
                 addresses.add(self._addresses[life])
             elif life not in lives:
                 del self._in_flight[life], self._addresses[life]
-        gone = [self._peers.pop(address) for address in self._peers.keys() - addresses]
-        for peer in gone:  # whoever needs one meanwhile gets another
-            await peer.channel.close(0)
-        if (newest := self._access.look()) != self._certificates:
-            self._certificates = newest
-            self._renew_channels()
-        await self._close_old()
-
-    def _renew_channels(self) -> None:
-        """New calls show new certificates; those that run end over the channels that they have."""
-        self._old_channels.append((self._now(), [one.channel for one in self._peers.values()]))
-        self._peers.clear()
-
-    async def _close_old(self) -> None:
-        """Closes those over which no call runs any more, and beyond `MOST_OLD` others, too."""
-        over = self._now() - self._longest_call_s
-        while (old := self._old_channels) and (old[0][0] < over or len(old) > MOST_OLD):
-            for channel in old.popleft()[1]:
-                await channel.close(0)
-
-    async def close(self) -> None:
-        """Closes every channel."""
-        self._renew_channels()
-        while self._old_channels:
-            for channel in self._old_channels.popleft()[1]:
-                await channel.close(0)
+        await self.peers.keep(addresses)
 
     def _candidate(self, record: WorkerRecord, suspects: Collection[WorkerLife]) -> Candidate:
         life = record.life

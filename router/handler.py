@@ -1,161 +1,129 @@
-"""GenerationService, and one request from top to bottom: checked, let in, answered, and ended.
+"""GenerationService, and one request from top to bottom: accepted, let in, answered, and ended.
 
-Whatever happens, the request's end is decided and counted here, in one place. Not here: how an
-answer comes about and what is done where workers fail (`answer.py`), several answers to one request
-(`answers.py`).
+Every protocol's requests come through `Serving`. The end of each is decided and counted here, in
+one place. Not here: the checks (`entrance.py`), how an answer comes about and the reaction to
+failures of workers (`answer.py`), several answers to one request (`answers.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
 import grpc.aio
 
-from effuse.protos.errors import (
-    REQUEST_ID_KEY,
-    Cancelled,
-    DeadlineExceeded,
-    EffuseError,
-    EndedById,
-    Unavailable,
-)
+from effuse.client.answer import Stats
+from effuse.protos.errors import Cancelled, DeadlineExceeded, EffuseError, EndedById
 from effuse.router.admission import HeldSlots, SlotNeed
-from effuse.router.answer import AnswerRun, time_is_over
+from effuse.router.answer import AnswerParts, AnswerRun, time_is_over
 from effuse.router.answers import SideBySide, add_up
-from effuse.router.client import AnswerStream, ClientGone, Recipient, WholeAnswer, events_of
-from effuse.router.detokenizer import AnswerText
-from effuse.router.findings import REQUEST_ID, Findings, check_request_id
-from effuse.router.known_requests import EarlyRequest
+from effuse.router.client import (
+    AnswerStream,
+    ClientGone,
+    Recipient,
+    WholeAnswer,
+    echo_of,
+    events_of,
+    stats_of,
+    usage_of,
+)
+from effuse.router.entrance import CallContext, Entrance
+from effuse.router.findings import Findings, check_request_id
+from effuse.router.known_requests import KnownRequests
 from effuse.router.prefixes import keys_of
 from effuse.router.prompt import encode_prompt
-from effuse.router.request import Request
+from effuse.router.request import Prompt, Request
 from effuse.router.request_states import Event
-from effuse.router.router import RETRY_AFTER_S, Router
-from effuse.router.shared_request import SharedRequest, digest_of_asked
+from effuse.router.shared_request import SharedRequest, Sharing
 from effuse.router.tenants import QuotaShare
 from effuse.router.validation import fit
+from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
 
 LOG: Final = logging.getLogger(__name__)
-REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
-"""Metadata of a call that gRPC's own retries send again; who does so himself can set it, too."""
 
 ON_THE_WAY_S: Final = 0.02
-"""What a cancellation may take from a client's deadline to here, and still be told from others."""
+"""How long a cancellation may take from a client's deadline to here, and still count as that."""
+
+Read = Callable[[], pb.GenerateRequest]
 
 
-class CallContext(Protocol):
-    """The facts of a call that do not depend on its protocol. gRPC's contexts have them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Serves the requests of a router, whichever protocol they came by."""
 
-    def time_remaining(self) -> float | None:
-        """Seconds until the client's deadline; None if it has none."""
+    entrance: Entrance
+    parts: AnswerParts
+    sharing: Sharing
 
-    def invocation_metadata(self) -> Any:
-        """Names and values that came beside the request, or None."""
+    def span(self, context: CallContext) -> AbstractContextManager[object]:
+        """A request's own span, within that of its client if there is one."""
+        return self.parts.traces.span("generate", context.invocation_metadata() or ())
 
-    def set_trailing_metadata(self, metadata: Any) -> None:
-        """Takes names and values that go beside the answer."""
+    async def answer(self, read: Read, context: CallContext) -> pb.GenerateResponse:
+        """The whole answer, or all answers, to the message that `read` returns; raises
+        `EffuseError`."""
+        with self.span(context):
+            accepted = await self._accept(read, context, is_stream=False)
+            return await self.answer_accepted(accepted)
 
+    async def answer_accepted(self, request: Request) -> pb.GenerateResponse:
+        """The same of a request that is accepted."""
+        answer = WholeAnswer()
+        answer.take(await self.serve(request, answer))
+        return answer.response(request.id)
 
-@contextmanager
-def counting_refusals(router: Router) -> Iterator[None]:
-    """For all that is said against a request before anything is held for it."""
-    try:
-        yield
-    except EffuseError as error:
-        router.metrics.count_refusal(router.tenant().name, error.code.name)
-        raise
+    async def stream(
+        self,
+        read: Read,
+        context: CallContext,
+        stream: AnswerStream[Any],
+        client_of: Callable[[Request], Recipient],
+        *,
+        is_stream: bool = True,
+    ) -> None:
+        """Sends the answer, or several, as they grow. `client_of` makes the recipient, which writes
+        to `stream`. Raises `EffuseError`."""
+        with self.span(context):
+            accepted = await self._accept(read, context, is_stream=is_stream)
+            client = client_of(accepted)
+            async with stream.ending():
+                await client.send(await self.serve(accepted, client))
 
+    async def _accept(self, read: Read, context: CallContext, *, is_stream: bool) -> Request:
+        with self.entrance.counting_refusals():
+            message = read()
+        return await self.entrance.accept(message, context, is_stream=is_stream)
 
-async def accept(
-    router: Router,
-    message: pb.GenerateRequest,
-    context: CallContext,
-    *,
-    is_stream: bool,
-) -> Request:
-    """The request that a client means; raises `EffuseError` with all that can be said against it
-    before anything is held for it. Waits in the queue until a worker has announced a model."""
-    arrived, began = router.now(), asyncio.get_running_loop().time()
-    with counting_refusals(router):
-        request_id = _request_id(message)
-        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
-        time_left = context.time_remaining()
-        limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
-        tenant = router.tenant()
-        router.quotas.check(tenant)
-        if router.catalogue.is_empty:
-            await _wait_for_models(
-                router, EarlyRequest(id=request_id, tenant=tenant, limit_s=limit_s)
-            )
-        if not router.admission.knows_seats:
-            router.count_seats()
-        model = message.model or router.admission.only_model
-        router.admission.check(SlotNeed(model=model, tenant=tenant.name))
-        asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
-        router.requests.check_id(request_id)
-        asked = router.resolve(message, is_stream=is_stream, seed=secrets.randbits(64))
-        router.quotas.check(tenant, asked.num_answers)
-        left_s = began + limit_s - asyncio.get_running_loop().time()
-        router.admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
-    router.retry_budget.add_requests(asked.num_answers, router.now())
-    return Request(
-        id=request_id,
-        asked=asked,
-        text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens),
-        arrived=arrived,
-        limit_s=limit_s,
-        deadline=began + limit_s,
-        tenant=tenant,
-        asked_digest=asked_digest,
-        is_repeated=bool(asked_digest) and _is_repeated(context),
-    )
+    async def serve(self, request: Request, client: Recipient) -> pb.GenerateStreamResponse:
+        """Sends the client all events of the answer, or answers, except the last one, which is
+        returned; raises `EffuseError`. In every case the request ends here and is counted."""
+        return await _Handler(self, request, client).serve()
 
 
-async def _wait_for_models(router: Router, request: EarlyRequest) -> None:
-    """Returns once a worker has announced a model. Raises `Overloaded` where the queue is full,
-    `Unavailable` after `recovery_s`, and what ends any request that waits."""
-    ends = router.now() + router.config.recovery_s
-    try:
-        with router.admission.early(), router.requests.running(request):
-            async with asyncio.timeout(request.limit_s) as limit:
-                with router.requests.limited_by(request, limit):
-                    while router.catalogue.is_empty:
-                        if (left_s := ends - router.now()) <= 0:
-                            text = f"no worker could begin within {router.config.recovery_s:.3g} s"
-                            why = f"{text}: no worker has announced a model"
-                            raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
-                        await router.fleet.wait_for_change(left_s)
-    except TimeoutError as error:
-        raise time_is_over(router, request) from error
-
-
-class Handler:
+class _Handler:
     """Serves one accepted request, once."""
 
-    def __init__(self, router: Router, request: Request, client: Recipient) -> None:
-        self._router = router
+    def __init__(self, serving: Serving, request: Request, client: Recipient) -> None:
+        self._parts = serving.parts
+        self._quotas = serving.entrance.quotas
         self._request = request
-        self._shared = SharedRequest(router, request, client)
+        self._shared = SharedRequest(serving.sharing, request, client)
 
     async def serve(self) -> pb.GenerateStreamResponse:
-        """Tells the client the answer, or answers, but for the last event, which is returned;
-        raises `EffuseError`. Whatever happens, the request ends here and is counted."""
-        router, request = self._router, self._request
-        quota = router.quotas.running(request.tenant, request.asked.num_answers)
-        with router.requests.running(request), quota as share, self._ending(share):
+        parts, request = self._parts, self._request
+        quota = self._quotas.running(request.tenant, request.asked.num_answers)
+        with parts.requests.running(request), quota as share, self._ending(share):
             async with asyncio.timeout_at(request.deadline) as limit:
-                with router.requests.limited_by(request, limit):
+                with parts.requests.limited_by(request, limit):
                     if (kept := await self._shared.claim()) is not None:
                         return await self._repeat(kept)
-                    async with router.admission.slot(self._need()) as slots:
+                    async with parts.admission.slot(self._need()) as slots:
                         await self._encode_prompt()
                         last = await self._answers(slots, share).run()
                         self._note_good_end(last)
@@ -167,132 +135,151 @@ class Handler:
         return SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
 
     def _answers(self, slots: HeldSlots, share: QuotaShare) -> AnswerRun | SideBySide:
-        router, request = self._router, self._request
+        request = self._request
         if request.asked.num_answers == 1:
-            return AnswerRun(router, request, self._shared)
+            return AnswerRun(self._parts, request, self._shared)
 
         def end_answer(one: Request) -> None:
-            slots.end_answer(one.begun)
+            slots.end_answer(one.costs.begun)
             share.end_answers(1)
 
-        return SideBySide(router, request, self._shared, end_answer)
+        return SideBySide(self._parts, request, self._shared, end_answer)
 
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.GenerateStreamResponse:
-        """Tells the client an answer that is kept from before, but for its last event."""
-        router, request = self._router, self._request
+        """Sends the client all events of a kept answer except the last one."""
+        request = self._request
         request.kept_prompt_tokens = kept.usage.prompt_tokens
         *events, last = events_of(kept)
         for event in events:
             await self._shared.send(event)
-        request.apply_event(Event.FINISHED, router.now(), "an answer that was kept")
-        request.status, request.was_kept = "OK", True
-        router.note_end(request, "OK", kept.stats)
+        request.answer.apply_event(Event.FINISHED, self._parts.now(), "an answer that was kept")
+        request.status = "OK"
+        self._note_end("OK", kept.stats)
         self._annotate(last)
         return last
 
     async def _encode_prompt(self) -> None:
-        request = self._request
+        request, parts = self._request, self._parts
         asked = request.asked
-        request.queue_s = self._router.now() - request.arrived
-        self._router.traces.record("queue", request.queue_s)
-        token_ids = await encode_prompt(asked, self._router.tokenizer)
-        request.prompt_token_ids = token_ids
-        request.max_tokens = fit(len(token_ids), asked)
-        if asked.model.prompt_attention == "causal_blocks":
-            request.prefix_keys = keys_of(token_ids, request.tenant.name)
+        request.costs.queue_s = parts.now() - request.arrived
+        parts.traces.record("queue", request.costs.queue_s)
+        token_ids = await encode_prompt(asked, parts.tokenizer)
+        is_reusable = asked.model.prompt_attention == "causal_blocks"
+        prefix_keys = keys_of(token_ids, request.tenant.name) if is_reusable else ()
+        request.prompt = Prompt(token_ids, fit(len(token_ids), asked), prefix_keys)
         if asked.wants_echo:
-            text = await self._router.tokenizer.text_of(token_ids)
-            await self._shared.send(request.echo(text))
+            text = await parts.tokenizer.text_of(token_ids)
+            await self._shared.send(echo_of(request, text))
 
     # The end.
 
     def _note_good_end(self, last: pb.GenerateStreamResponse) -> None:
-        """Counts the request once its last event is on its way; the trace hears now."""
-        request, router, stats = self._request, self._router, last.finished.stats
+        """Counts the request once its last event is on its way, and annotates its span now."""
+        request, stats = self._request, last.finished.stats
         if request.answers:
             add_up(request)
-            request.apply_event(Event.FINISHED, router.now(), f"{len(request.answers)} answers")
-            stats = request.stats(router.now())
+            now, note = self._parts.now(), f"{len(request.answers)} answers"
+            request.answer.apply_event(Event.FINISHED, now, note)
+            stats = stats_of(request, now)
         request.status = "OK"
         self._shared.end(last)
-        asyncio.get_running_loop().call_soon(router.note_end, request, "OK", stats)
+        asyncio.get_running_loop().call_soon(self._note_end, "OK", stats)
         self._annotate(last)
 
     def _annotate(self, last: pb.GenerateStreamResponse) -> None:
-        """Tells the trace how it ended."""
+        """Adds to the request's span how it ended."""
         request = self._request
-        usage = request.usage() if request.answers else last.finished.usage
-        self._router.traces.annotate(
+        usage = usage_of(request) if request.answers else last.finished.usage
+        self._parts.traces.annotate(
             {
                 "gen_ai.request.model": last.finished.model,
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": usage.completion_tokens,
                 "effuse.request_id": request.id,
-                "effuse.attempts": request.num_attempts,
+                "effuse.attempts": request.attempts.count,
             }
         )
 
     @contextmanager
     def _ending(self, share: QuotaShare) -> Iterator[None]:
-        """Counts the end, whatever it is; a bad one is told as it is meant. `share` hears of
-        tokens."""
-        router, request = self._router, self._request
+        """Counts the end, whichever it is, and the tokens for `share`; maps a bad one to the error
+        for the client."""
+        request = self._request
         try:
             yield
         except TimeoutError as error:
-            raise self._end_badly(time_is_over(router, request)) from error
+            is_cut_off = self._parts.requests.is_cut_off
+            raise self._end_badly(time_is_over(request, is_cut_off=is_cut_off)) from error
         except EffuseError as error:
             raise self._end_badly(error) from error.__cause__
         except (ClientGone, asyncio.CancelledError) as error:
-            gone = self._end_badly(why_gone(router.now() - request.arrived, request.limit_s))
+            elapsed_s = self._parts.now() - request.arrived
+            gone = self._end_badly(why_gone(elapsed_s, request.limit_s))
             if isinstance(error, ClientGone):
                 raise gone from error
             raise
         finally:
-            if not request.is_ended:  # an exception of ours is on its way to the border
+            if not request.answer.is_ended:  # an exception of ours is on its way to the border
                 self._record_end(Event.FAILED, "INTERNAL")
             self._shared.end(None)
-            share.spend(len(request.prompt_token_ids) + request.num_written)
+            share.spend(len(request.prompt.token_ids) + request.num_written)
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
-        """A bad end that is told."""
         by_caller = isinstance(error, Cancelled | DeadlineExceeded | EndedById)
         self._record_end(Event.CANCELLED if by_caller else Event.FAILED, error.code.name)
         return error
 
     def _record_end(self, event: Event, status: str) -> None:
-        request, now = self._request, self._router.now()
+        request, now = self._request, self._parts.now()
         add_up(request)
-        if not request.is_ended:
-            request.apply_event(event, now, status)
+        if not request.answer.is_ended:
+            request.answer.apply_event(event, now, status)
             request.status = status
-        self._router.note_end(request, status, request.stats(now))
+        self._note_end(status, stats_of(request, now))
+
+    def _note_end(self, status: str, stats: pb.GenerationStats) -> None:
+        """Counts a request that ended, and logs one line about it."""
+        request, cost = self._request, Stats.of(stats)
+        self._parts.metrics.count_end(request, status, cost)
+        figures = {"request_id": request.id, "status": status, **_figures(request, cost)}
+        if status != "OK":
+            figures["story"] = request.answer.tell_story()
+        LOG.info("a request ended", extra=logs.figures(figures))
+
+
+def _figures(request: Request, stats: Stats) -> dict[str, str | int | float]:
+    """The figures of a request that ended, for its line in the log."""
+    return {
+        "model": request.asked.model.name,
+        "prompt_tokens": len(request.prompt.token_ids),
+        "answers": request.asked.num_answers,
+        "tokens": request.num_tokens,
+        "queue_s": stats.queue_s,
+        "prefill_s": stats.prefill_s,
+        "handoff_s": stats.handoff_s,
+        "first_block_s": stats.first_block_s,
+        "total_s": stats.total_s,
+        "forward_passes": stats.forward_passes,
+        "preemptions": stats.preemptions,
+        "prefill_worker": request.attempts.prefill_worker,
+        "decode_worker": request.attempts.decode_worker,
+        "attempts": request.attempts.count,
+    }
 
 
 def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:
-    """A client breaks off at its deadline too, and before ours: gRPC rounds what it tells us up by
-    as much as 1 %, and the way here takes time."""
+    """The error of a request whose client broke off. A client does so at its deadline too, and
+    before ours: gRPC rounds the deadline up by as much as 1 %, and the way here takes time."""
     if elapsed_s >= 0.99 * limit_s - ON_THE_WAY_S:
         return DeadlineExceeded(f"the client's deadline of {limit_s:.3g} s passed")
     return Cancelled("the client cancelled")
 
 
-def _is_repeated(context: CallContext) -> bool:
-    return any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ())
-
-
-def _request_id(message: pb.GenerateRequest) -> str:
-    """The client's, or one of ours where there is none, or one that `validate` refuses."""
-    if message.request_id and REQUEST_ID.fullmatch(message.request_id):
-        return message.request_id
-    return f"req-{secrets.token_hex(12)}"
-
-
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """GenerationService."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
 
     async def Generate(
         self,
@@ -300,11 +287,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> pb.GenerateResponse:
         """The whole answer, or all answers, at the end."""
-        answer = WholeAnswer()
-        with request_span(self._router, context):
-            accepted = await accept(self._router, request, context, is_stream=False)
-            answer.take(await Handler(self._router, accepted, answer).serve())
-        return answer.response(accepted.id)
+        return await self._serving.answer(lambda: request, context)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
@@ -315,23 +298,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        with request_span(self._router, context):
-            accepted = await accept(self._router, request.request, context, is_stream=True)
-            stream = AnswerStream(context)
-            async with stream.ending():
-                await stream.send(await Handler(self._router, accepted, stream).serve())
+        stream = AnswerStream(context)
+        await self._serving.stream(lambda: request.request, context, stream, lambda _: stream)
 
     async def CancelRequest(
         self,
         request: pb.CancelRequestRequest,
         context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
     ) -> pb.CancelRequestResponse:
-        """Ends a request that runs here; of others says where they are."""
-        findings, requests = Findings(), self._router.requests
-        check_request_id(request.request_id, findings)
-        findings.raise_any()
-        name = request.request_id
-        tenant = self._router.tenant().name
+        """Ends a request that runs here; of others returns where they are."""
+        requests, name, tenant = self._look_up(request.request_id)
         if requests.cancel(name, tenant):
             return pb.CancelRequestResponse(request_id=name, was_running=True)
         found = await requests.look_up(name, tenant)
@@ -343,15 +319,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.GetRequestRequest, pb.GetRequestResponse],
     ) -> pb.GetRequestResponse:
         """Where a request is, or how it ended, with its answer while that is kept; of other routers
-        what Redis knows."""
+        as far as Redis knows."""
+        requests, name, tenant = self._look_up(request.request_id)
+        return await requests.look_up(name, tenant)  # of no other tenant
+
+    def _look_up(self, request_id: str) -> tuple[KnownRequests, str, str]:
+        """The known requests, a checked id, and the tenant of the call."""
         findings = Findings()
-        check_request_id(request.request_id, findings)
+        check_request_id(request_id, findings)
         findings.raise_any()
-        tenant = self._router.tenant().name  # nobody reads another's answer
-        return await self._router.requests.look_up(request.request_id, tenant)
-
-
-def request_span(router: Router, context: CallContext) -> AbstractContextManager[object]:
-    """A request's own span, within that of its client if there is one; whichever service it came
-    by."""
-    return router.traces.span("generate", context.invocation_metadata() or ())
+        serving = self._serving
+        return serving.parts.requests, request_id, serving.entrance.tenant().name

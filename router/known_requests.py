@@ -19,9 +19,8 @@ from google.protobuf.message import DecodeError
 from effuse.placement.records import MalformedRecord, PlacementRecord, decode_placement
 from effuse.placement.store import StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
-from effuse.router.request import Request
-from effuse.router.request_states import State
-from effuse.router.tenants import Tenant
+from effuse.router.client import describe
+from effuse.router.request import AnyRequest, Request
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -34,35 +33,6 @@ _STORED_STATES: Final = {
     "failed": pb.REQUEST_STATE_FAILED,
     "cancelled": pb.REQUEST_STATE_CANCELLED,
 }
-
-
-@dataclass(slots=True, kw_only=True)
-class EarlyRequest:
-    """A request that came before any worker had announced a model, so that it cannot be checked."""
-
-    id: str
-    tenant: Tenant
-    limit_s: float  # longest that it may take
-    is_ended_by_id: bool = False
-
-    def describe(self) -> pb.GetRequestResponse:
-        """As that of `Request`."""
-        return pb.GetRequestResponse(request_id=self.id, state=pb.REQUEST_STATE_QUEUED)
-
-    def tell_state(self) -> str:
-        """As that of `Request`."""
-        return State.QUEUED.value
-
-    def tell_progress(self) -> str:
-        """As that of `Request`."""
-        return "no worker has announced a model"
-
-    def labels(self) -> dict[str, str]:
-        """As those of `Request`."""
-        return {}
-
-
-AnyRequest = Request | EarlyRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +87,10 @@ class KnownRequests:
         """Those of them that were checked, oldest first."""
         return [one for one in self._running.values() if isinstance(one, Request)]
 
+    def age_s(self, request: Request) -> float:
+        """Seconds since a request came."""
+        return self._now() - request.arrived
+
     def check_id(self, request_id: str) -> None:
         """Raises `AlreadyRunning` where a request has this id."""
         if request_id in self._running:
@@ -169,7 +143,7 @@ class KnownRequests:
         """A tenant's request that runs here or ended a short while ago."""
         request = self._running.get(request_id)
         if request is not None:
-            return request.describe() if request.tenant.name == tenant else None
+            return describe(request) if request.tenant.name == tenant else None
         self._forget_old()
         held = self._ended.get(request_id)
         return None if held is None or held.tenant != tenant else held.described
@@ -236,7 +210,7 @@ class KnownRequests:
         self._ended.pop(request.id, None)
         until = self._now() + REMEMBERED_S
         self._ended[request.id] = EndedRequest(
-            until, request.tenant.name, request.describe(), request.asked_digest
+            until, request.tenant.name, describe(request), request.asked_digest
         )
         self._forget_old()
 

@@ -7,6 +7,7 @@ Behind it everything is as for other clients. Not here: what its messages mean
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from importlib.metadata import version
 
 import grpc.aio
@@ -14,9 +15,10 @@ import grpc.aio
 from effuse.compat import kserve_pb2 as kserve
 from effuse.compat import kserve_pb2_grpc
 from effuse.protos.errors import Bug, Cancelled, EffuseError
-from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
+from effuse.router.catalogue import Catalogue
+from effuse.router.client import AnswerStream, ClientGone
 from effuse.router.findings import Findings, check_model_name
-from effuse.router.handler import Handler, accept, counting_refusals, request_span
+from effuse.router.handler import Serving
 from effuse.router.kserve_requests import (
     answer_of,
     check_version,
@@ -24,37 +26,39 @@ from effuse.router.kserve_requests import (
     piece_of,
     request_of,
 )
-from effuse.router.router import Router
+from effuse.router.request import Request
+from effuse.router.seats import Seats
 from effuse.v1 import generation_pb2 as pb
 
 InferStream = AnswerStream[kserve.ModelStreamInferResponse]
 
 
 class TextStream:
-    """Tells the text of answers as it grows, in KServe's terms."""
+    """Sends the text of answers as it grows, in KServe's terms."""
 
     def __init__(
-        self, asked: kserve.ModelInferRequest, model_name: str, stream: InferStream
+        self, asked: kserve.ModelInferRequest, request: Request, stream: InferStream
     ) -> None:
         self._asked = asked
-        self._model_name = model_name
+        self._model_name = request.asked.model.name
         self._stream = stream
+        self._num_left = request.asked.num_answers
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Tells new text, or that an answer has ended; raises `ClientGone`."""
+        """Sends new text, or the end of an answer; raises `ClientGone`."""
+        self._num_left -= event.HasField("finished")
         if event.commit.text or event.HasField("finished"):
-            await self._stream.send(piece_of(self._asked, event, self._model_name))
-
-    def end(self, last: pb.GenerateStreamResponse) -> kserve.ModelStreamInferResponse:
-        """The last piece, which has no text."""
-        return piece_of(self._asked, last, self._model_name, is_last=True)
+            is_last = not self._num_left
+            await self._stream.send(piece_of(self._asked, event, self._model_name, is_last=is_last))
 
 
 class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """GRPCInferenceService."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, serving: Serving, seats: Seats, catalogue: Catalogue) -> None:
+        self._serving = serving
+        self._seats = seats
+        self._catalogue = catalogue
 
     async def ServerLive(
         self,
@@ -70,7 +74,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         context: grpc.aio.ServicerContext[kserve.ServerReadyRequest, kserve.ServerReadyResponse],
     ) -> kserve.ServerReadyResponse:
         """As gRPC's own health says it of this service."""
-        return kserve.ServerReadyResponse(ready=self._router.can_serve())
+        return kserve.ServerReadyResponse(ready=self._seats.can_serve())
 
     async def ModelReady(
         self,
@@ -80,7 +84,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         """Whether a request for the model could be placed; a model that nobody knows is not ready
         either."""
         _check_model(request.name, request.version)
-        return kserve.ModelReadyResponse(ready=self._router.can_serve(request.name))
+        return kserve.ModelReadyResponse(ready=self._seats.can_serve(request.name))
 
     async def ServerMetadata(
         self,
@@ -101,7 +105,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> kserve.ModelMetadataResponse:
         """A model's tensors; raises `NotFound` and `Unavailable`."""
         _check_model(request.name, request.version)
-        return describe_tensors(self._router.catalogue.find(request.name).name)
+        return describe_tensors(self._catalogue.find(request.name).name)
 
     async def ModelInfer(
         self,
@@ -109,13 +113,8 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         context: grpc.aio.ServicerContext[kserve.ModelInferRequest, kserve.ModelInferResponse],
     ) -> kserve.ModelInferResponse:
         """The whole answer, or all answers, at the end."""
-        answer = WholeAnswer()
-        with request_span(self._router, context):
-            with counting_refusals(self._router):
-                asked = request_of(request)
-            accepted = await accept(self._router, asked, context, is_stream=False)
-            answer.take(await Handler(self._router, accepted, answer).serve())
-        return answer_of(request, answer.response(accepted.id))
+        answer = await self._serving.answer(lambda: request_of(request), context)
+        return answer_of(request, answer)
 
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
         self,
@@ -130,15 +129,10 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         async for request in request_iterator:
             stream = InferStream(context)
             try:
-                with request_span(self._router, context):
-                    with counting_refusals(self._router):
-                        asked = request_of(request)
-                    accepted = await accept(self._router, asked, context, is_stream=True)
-                    told = TextStream(request, accepted.asked.model.name, stream)
-                    async with stream.ending():
-                        await stream.send(
-                            told.end(await Handler(self._router, accepted, told).serve())
-                        )
+                await self._serving.stream(
+                    partial(request_of, request), context, stream,
+                    partial(TextStream, request, stream=stream),
+                )  # fmt: skip
             except (Bug, Cancelled):
                 raise
             except EffuseError as error:

@@ -93,9 +93,9 @@ class RouterMetrics(ProcessMetrics):
         self.requests.labels(model, status).inc()
         if tenant := request.tenant.name:
             self.tenants.labels(tenant, status).inc()
-            num_tokens = len(request.prompt_token_ids) + request.num_written
+            num_tokens = len(request.prompt.token_ids) + request.num_written
             self.tenant_tokens.labels(tenant).inc(num_tokens)
-        if request.was_kept:
+        if status == "OK" and request.kept_prompt_tokens is not None:
             self.repeated.inc()
         elif status == "OK":
             self._count_answer(request, stats)
@@ -108,13 +108,13 @@ class RouterMetrics(ProcessMetrics):
 
     def _count_answer(self, request: Request, stats: Stats) -> None:
         model = request.asked.model.name
-        self.prompt_tokens.labels(model).inc(len(request.prompt_token_ids))
+        self.prompt_tokens.labels(model).inc(len(request.prompt.token_ids))
         self.generation_tokens.labels(model).inc(request.num_tokens)
         self.queue_time.labels(model).observe(stats.queue_s)
         self.first_block.labels(model).observe(stats.first_block_s)
         between = self.inter_block.labels(model)
         for one in request.parts:
-            for seconds in one.block_gaps():
+            for seconds in one.costs.block_gaps():
                 between.observe(seconds)
         if stats.forward_passes:
             self.tokens_per_forward.labels(model).observe(stats.tokens_per_forward)

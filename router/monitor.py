@@ -12,18 +12,18 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from effuse.protos.errors import InvalidRequest, Overloaded, Unavailable
+from effuse.router.admission import Admission
+from effuse.router.known_requests import KnownRequests
 from effuse.router.request import Request
+from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import monitor_pb2 as pb
 from effuse.v1 import monitor_pb2_grpc, worker_pb2
-
-if TYPE_CHECKING:
-    from effuse.router.router import Router
 
 MOST_WATCHERS: Final = 16
 MOST_SHOWN: Final = 100
@@ -64,11 +64,11 @@ class Monitor:
 
     def note_commit(self, request: Request, before: int) -> None:
         """A request has more final tokens than `before`, and 0 are before its first block."""
-        tokens = len(request.token_ids) - before
+        tokens = len(request.answer.token_ids) - before
         self.num_tokens += tokens
         if tokens and not before:
             self.num_first_blocks += 1
-            self.first_block_s += request.commit_times[0] - request.arrived
+            self.first_block_s += request.costs.commit_times[0] - request.arrived
 
     def note_draft(self, request: Request, draft: worker_pb2.DecodeDraft) -> None:
         """A block in flight is so now."""
@@ -82,9 +82,9 @@ class Monitor:
 
     def blocks(self, request: Request) -> list[pb.RunningBlock]:
         """Its blocks in flight, as far as they are known: those of the last commit, and drafts."""
-        size, first = request.asked.model.block_size, len(request.token_ids)
-        offsets = accumulate([size] * len(request.frontier), initial=first)
-        known = dict(zip(offsets, request.frontier, strict=False))
+        size, first = request.asked.model.block_size, len(request.answer.token_ids)
+        offsets = accumulate([size] * len(request.answer.frontier), initial=first)
+        known = dict(zip(offsets, request.answer.frontier, strict=False))
         for offset, block in self._drafts.get(request.name, {}).items():
             earlier = known.get(offset)
             if offset + size > first and (
@@ -100,15 +100,27 @@ class Monitor:
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     """MonitorService."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(
+        self,
+        monitor: Monitor,
+        router_id: str,
+        requests: KnownRequests,
+        admission: Admission,
+        shows_texts_by: Tokenizer | None,
+    ) -> None:
+        """shows_texts_by: the tokenizer, if watchers may see ids, prompts and texts of requests."""
+        self._monitor = monitor
+        self._router_id = router_id
+        self._requests = requests
+        self._admission = admission
+        self._tokenizer = shows_texts_by
 
     async def WatchRequests(  # type: ignore[override]  # the stub knows only generators
         self, request: pb.WatchRequestsRequest, context: StreamContext
     ) -> None:
         """What runs, every so often; ends with the router. Its life is its caller's."""
         interval_s = _interval(request.interval)
-        monitor = self._router.monitor
+        monitor = self._monitor
         over = monitor.is_over
         with monitor.watching():
             while not over.is_set():
@@ -122,43 +134,40 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
                         await over.wait()
 
     def _snapshot(self) -> pb.WatchRequestsResponse:
-        router = self._router
-        requests = [one for request in router.requests.running_now() for one in request.parts]
-        router.monitor.keep_drafts_of(requests)
+        requests = [one for request in self._requests.running_now() for one in request.parts]
+        self._monitor.keep_drafts_of(requests)
         return pb.WatchRequestsResponse(
-            router=router.id,
-            num_running=router.admission.num_running,
-            num_waiting=router.admission.num_waiting,
+            router=self._router_id,
+            num_running=self._admission.num_running,
+            num_waiting=self._admission.num_waiting,
             requests=[self._describe(request) for request in requests[:MOST_SHOWN]],
-            num_tokens=router.monitor.num_tokens,
-            num_first_blocks=router.monitor.num_first_blocks,
-            first_block_seconds=router.monitor.first_block_s,
+            num_tokens=self._monitor.num_tokens,
+            num_first_blocks=self._monitor.num_first_blocks,
+            first_block_seconds=self._monitor.first_block_s,
         )
 
     def _describe(self, request: Request) -> pb.RunningRequest:
-        router, asked, which = self._router, request.asked, request.name[len(request.id) :]
-        told = pb.RunningRequest(
+        asked, answer, which = request.asked, request.answer, request.name[len(request.id) :]
+        found = pb.RunningRequest(
             name=hashlib.sha256(request.id.encode()).hexdigest()[:12] + which,
             model=asked.model.name,
-            state=request.state.value,
-            prefill_worker=request.prefill_worker,
-            decode_worker=request.decode_worker,
-            attempt=request.num_attempts,
-            age=timedelta(seconds=router.now() - request.arrived),
-            prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.max_tokens,
-            num_tokens=len(request.token_ids),
+            state=answer.state.value,
+            prefill_worker=request.attempts.prefill_worker,
+            decode_worker=request.attempts.decode_worker,
+            attempt=request.attempts.count,
+            age=timedelta(seconds=self._requests.age_s(request)),
+            prompt_tokens=len(request.prompt.token_ids),
+            max_tokens=request.prompt.max_tokens,
+            num_tokens=len(answer.token_ids),
             block_size=asked.model.block_size,
-            blocks=router.monitor.blocks(request),
+            blocks=self._monitor.blocks(request),
         )
-        if router.config.show_requests:
-            told.name = request.name
-            told.prompt = (asked.prompt or "")[:MOST_CHARACTERS]
-            tail = [
-                one for one in request.token_ids[-MOST_TOKENS:] if router.tokenizer.is_text(one)
-            ]
-            told.text = router.tokenizer.decode(tail)[-MOST_CHARACTERS:]
-        return told
+        if (tokenizer := self._tokenizer) is not None:
+            found.name = request.name
+            found.prompt = (asked.prompt or "")[:MOST_CHARACTERS]
+            tail = [one for one in answer.token_ids[-MOST_TOKENS:] if tokenizer.is_text(one)]
+            found.text = tokenizer.decode(tail)[-MOST_CHARACTERS:]
+        return found
 
 
 def _interval(asked: Duration) -> float:

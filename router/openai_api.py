@@ -24,14 +24,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
-from effuse.router.client import STALLED_S, ClientGone, WholeAnswer
+from effuse.router.catalogue import Catalogue
+from effuse.router.client import STALLED_S, ClientGone
+from effuse.router.entrance import REPEATED_KEY, Entrance
 from effuse.router.findings import shown
-from effuse.router.handler import REPEATED_KEY, Handler, accept, counting_refusals, request_span
+from effuse.router.handler import Serving
 from effuse.router.openai_answers import Rendering, error_body, status_of
 from effuse.router.openai_requests import Endpoint, Json, Wanted, parse_body, request_of
 from effuse.router.prompt import Texts
 from effuse.router.request import Request
-from effuse.router.router import Router
+from effuse.router.seats import Seats
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
@@ -134,8 +136,8 @@ Behaviour = Callable[[HttpCall], Awaitable[None]]
 class _Border:
     """One route. Whatever its behaviour raises becomes a response here, and is counted."""
 
-    def __init__(self, router: Router, path: str, behaviour: Behaviour) -> None:
-        self._router = router
+    def __init__(self, entrance: Entrance, path: str, behaviour: Behaviour) -> None:
+        self._entrance = entrance
         self._path = path
         self._behaviour = behaviour
 
@@ -143,8 +145,8 @@ class _Border:
         """Serves one call, in ASGI's form."""
         call, status = HttpCall(scope, receive, send), 200
         try:
-            if self._path != HEALTH and self._router.keys is not None:
-                self._router.keys.admit(dict(call.request.headers))
+            if self._path != HEALTH and self._entrance.keys is not None:
+                self._entrance.keys.admit(dict(call.request.headers))
             await self._behaviour(call)
         except HTTPException as error:
             status = error.status_code
@@ -153,7 +155,7 @@ class _Border:
             told = _told(error, self._path)
             status = int(status_of(told))
             await _send_error(call, told)
-        self._router.metrics.http.labels(self._path, str(status)).inc()
+        self._entrance.metrics.http.labels(self._path, str(status)).inc()
 
 
 class ChunkStream:
@@ -174,9 +176,12 @@ class ChunkStream:
 class OpenAiApi:
     """The application. One per router."""
 
-    def __init__(self, router: Router, texts: Texts) -> None:
-        self._router = router
+    def __init__(self, serving: Serving, seats: Seats, catalogue: Catalogue, texts: Texts) -> None:
+        self._serving = serving
+        self._seats = seats
+        self._catalogue = catalogue
         self._texts = texts
+        self._most_bytes = serving.entrance.config.max_message_bytes
         routes: Mapping[tuple[str, str], Behaviour] = {
             ("POST", "/v1/chat/completions"): lambda call: self._generate(call, "chat"),
             ("POST", "/v1/completions"): lambda call: self._generate(call, "completion"),
@@ -187,7 +192,7 @@ class OpenAiApi:
         }
         self.app = Starlette(
             routes=[
-                Route(path, _Border(router, path, behaviour), methods=[method])
+                Route(path, _Border(serving.entrance, path, behaviour), methods=[method])
                 for (method, path), behaviour in routes.items()
             ],
             exception_handlers={HTTPException: _http_error},
@@ -195,16 +200,16 @@ class OpenAiApi:
         self.app.router.redirect_slashes = False
 
     async def _generate(self, call: HttpCall, endpoint: Endpoint) -> None:
-        router = self._router
-        with request_span(router, call):
-            with counting_refusals(router):
-                wanted = request_of(await call.body(router.config.max_message_bytes), endpoint)
+        entrance = self._serving.entrance
+        with self._serving.span(call):
+            with entrance.counting_refusals():
+                wanted = request_of(await call.body(self._most_bytes), endpoint)
             await _unless_gone(call, self._answer(call, wanted))
 
     async def _answer(self, call: HttpCall, wanted: Wanted) -> None:
         """Waits until the requests are accepted, and sends the answers."""
         accepted = [
-            await accept(self._router, message, call, is_stream=wanted.is_stream)
+            await self._serving.entrance.accept(message, call, is_stream=wanted.is_stream)
             for message in wanted.requests
         ]
         rendering = Rendering(
@@ -217,12 +222,7 @@ class OpenAiApi:
     async def _whole(
         self, call: HttpCall, accepted: Sequence[Request], rendering: Rendering
     ) -> None:
-        async def one(request: Request) -> pb.GenerateResponse:
-            answer = WholeAnswer()
-            answer.take(await Handler(self._router, request, answer).serve())
-            return answer.response(request.id)
-
-        answers = await _side_by_side([one(request) for request in accepted])
+        answers = await _side_by_side(list(map(self._serving.answer_accepted, accepted)))
         await call.respond(_json(rendering.whole(answers)))
 
     async def _stream(
@@ -230,7 +230,7 @@ class OpenAiApi:
     ) -> None:
         async def one(prompt: int, request: Request) -> None:
             stream = ChunkStream(call, rendering, prompt)
-            await stream.send(await Handler(self._router, request, stream).serve())
+            await stream.send(await self._serving.serve(request, stream))
 
         await _side_by_side([one(at, request) for at, request in enumerate(accepted)])
         last = rendering.last_chunk()
@@ -238,10 +238,10 @@ class OpenAiApi:
         await call.write(usage + b"data: [DONE]\n\n", is_last=True)
 
     def _text_of(self, token: int) -> str:
-        return self._router.tokenizer.decode([token])
+        return self._serving.parts.tokenizer.decode([token])
 
     async def _tokenize(self, call: HttpCall) -> None:
-        body = await call.body(self._router.config.max_message_bytes)
+        body = await call.body(self._most_bytes)
         endpoint: Endpoint = "chat" if "messages" in body else "completion"
         (asked, *more) = request_of(body, endpoint).requests
         if more or asked.HasField("prompt_token_ids"):
@@ -262,15 +262,15 @@ class OpenAiApi:
         await call.respond(_json(told))
 
     async def _models(self, call: HttpCall) -> None:
-        models = [self._describe(name) for name in sorted(self._router.catalogue.live())]
+        models = [self._describe(name) for name in sorted(self._catalogue.live())]
         await call.respond(_json({"object": "list", "data": models}))
 
     async def _model(self, call: HttpCall) -> None:
-        model = self._router.catalogue.find(call.request.path_params["name"])
+        model = self._catalogue.find(call.request.path_params["name"])
         await call.respond(_json(self._describe(model.name)))
 
     def _describe(self, name: str) -> Json:
-        model = self._router.catalogue.find(name)
+        model = self._catalogue.find(name)
         return {
             "id": model.name,
             "object": "model",
@@ -280,7 +280,7 @@ class OpenAiApi:
         }
 
     async def _health(self, call: HttpCall) -> None:
-        can_serve = self._router.can_serve()
+        can_serve = self._seats.can_serve()
         status = "ok" if can_serve else "no live worker can accept a request"
         await call.respond(_json({"status": status}, status=200 if can_serve else 503))
 

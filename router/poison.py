@@ -5,25 +5,31 @@ them a request runs alone; if that engine dies too, it was the cause, of the ear
 and whoever was beside it is cleared. Who survives alone is cleared, too. An engine that was killed
 or hung counts half while that happens to others that the request is not in: then it comes from
 outside. Where it happens to its own alone, it may use up their memory. A request is known by what
-it asks of an engine, since a client may send it again under another id. Pure, with the clock handed
-in. Not here: keeping workers free (`fleet.py`), telling other routers (`router.py`).
+it asks of an engine, since a client may send it again under another id. The verdicts are pure, with
+the clock handed in; `PoisonGuard` acts on them. Not here: keeping workers free (`fleet.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeVar
 
-import msgspec
-
 from effuse.placement.records import Role
+from effuse.placement.store import Store, StoreUnavailable
+from effuse.protos.errors import EngineLost, Poisonous
+from effuse.router.client import progress_labels, progress_text
+from effuse.router.failures import Failure
+from effuse.router.fleet import RoutedFleet
+from effuse.router.metrics import RouterMetrics
 from effuse.router.policy import WorkerLife
-from effuse.router.validation import Asked
+from effuse.router.request import Request
 
+LOG: Final = logging.getLogger(__name__)
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -101,16 +107,6 @@ def _weights(deaths: Sequence[EngineDeath], outside_counts: float) -> list[float
         found.append(0.0 if is_over else outside_counts if death.may_be_outside else 1.0)
         furthest = max(furthest, death.num_tokens)
     return found[::-1]
-
-
-def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) -> str:
-    """What a request asks of an engine, as 32 hexadecimal digits: equal for equal requests."""
-    model, stops = asked.model.name, asked.stop_token_ids
-    # A seed that was drawn says nothing of what is asked, nor does which answer to it this is.
-    sampling = msgspec.structs.replace(asked.seeded(0).sampling, answer_index=0)
-    extent = (asked.min_tokens, max_tokens, asked.num_logprobs)
-    told = (model, prompt_token_ids, extent, stops, sampling, asked.settings)
-    return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +221,77 @@ def _put(kept: OrderedDict[Key, Value], key: Key, value: Value) -> None:
     kept.move_to_end(key)
     if len(kept) > MOST_KEPT:
         kept.popitem(last=False)
+
+
+class PoisonGuard:
+    """Holds engine deaths against requests, and refuses those that engines die of."""
+
+    def __init__(
+        self, verdicts: Verdicts, fleet: RoutedFleet, metrics: RouterMetrics, store: Store
+    ) -> None:
+        self.verdicts = verdicts
+        self._fleet = fleet
+        self._metrics = metrics
+        self._store = store
+
+    def check(self, request: Request) -> None:
+        """Raises `Poisonous` if engines died of this request, under any id."""
+        if self.verdicts.is_empty:
+            return
+        left_s = math.ceil(self.verdicts.refused_s(request.digest))
+        if not left_s:
+            return
+        self._metrics.poison.inc()
+        why = (
+            "engines died every time this request ran in them, the last one while it ran only this "
+            f"request; such requests are refused for another {left_s} s"
+        )
+        text = "; ".join(filter(None, (why, progress_text(request))))
+        labels = {**progress_labels(request), "refused_for_s": str(left_s)}
+        raise Poisonous(text, labels=labels)
+
+    def roles_alone(self, request: Request) -> Collection[Role]:
+        """The roles in which a request runs without others; none for most."""
+        return () if self.verdicts.is_empty else self.verdicts.roles_alone(request.digest)
+
+    def note_death(self, request: Request, failure: Failure) -> None:
+        """Holds it against a request if an engine died that it ran in, and not from outside."""
+        if not isinstance(failure.error, EngineLost):
+            return
+        worker = failure.worker
+        if failure.error.is_outside:
+            self.verdicts.note_outside(worker.life)
+            return
+        death = EngineDeath(
+            worker.life,
+            worker.role,
+            num_tokens=len(request.answer.token_ids),
+            was_alone=worker.role in request.attempts.alone,
+            may_be_outside=failure.error.may_be_outside,
+        )
+        treatment = self.verdicts.add_death(request.digest, death)
+        if treatment is not Treatment.SHARED:
+            name, digest = request.name, request.digest
+            LOG.warning("engines die under request %s: %s is %s", name, digest, treatment.value)
+
+    def note_survival(self, request: Request) -> None:
+        """The request has written tokens: others may join one that ran without them."""
+        attempts, num_tokens = request.attempts, len(request.answer.token_ids)
+        if attempts.alone and self.verdicts.add_survival(request.digest, num_tokens):
+            LOG.info("request %s (%s) is cleared", request.name, request.digest)
+            attempts.alone = ()
+            self._fleet.release_workers(request.holder)
+
+    def note_answer(self, request: Request) -> None:
+        """The request has been answered: engines died of something else."""
+        if not self.verdicts.is_empty:
+            self.verdicts.clear(request.digest)
+
+    async def share(self) -> None:
+        """Exchanges refusals with other routers, if Redis answers."""
+        try:
+            shared = await self._store.share_refusals(self.verdicts.refused(), MOST_KEPT)
+        except StoreUnavailable as error:
+            LOG.debug("the list of refused requests is not shared: %s", error)
+        else:
+            self.verdicts.learn(shared)

@@ -25,6 +25,7 @@ from effuse.compat import (
 )
 from effuse.config.access import host_and_port
 from effuse.placement.access import RedisAccess
+from effuse.placement.records import RouterRecord
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
@@ -62,6 +63,7 @@ SERVICES: Final = (GENERATION, MODELS, MONITOR, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 WARM_S: Final = 30.0  # longest that a start waits for the first warm link of a worker
+FLUSH_S: Final = 1.0
 SHARE_S: Final = 1.0
 METRICS_S: Final = 1.0
 KNOW_S: Final = 10.0
@@ -105,7 +107,7 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             beside.create_task(_share_refusals(router)),
         ]
         await _know_fleet(router)
-        await router.tell_others()  # before the first claim
+        await exchange_seats(router)  # before the first claim
         loops.append(beside.create_task(_tell_others(router)))
         with contextlib.ExitStack() as stack:
             if not _serve_metrics(router, stack):
@@ -121,11 +123,11 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
                     on_drain=router.drain, closes_first=True,
                 )  # fmt: skip
                 await serving  # it has a deadline of its own
-        await router.flush_placements()
+        await router.placements.flush(FLUSH_S)
         for loop in loops:
             loop.cancel()
         await router.others.release()  # not before: the lease would be taken again
-    await router.fleet.close()
+    await router.fleet.peers.close()
     router.tokenizer.close()
 
 
@@ -152,7 +154,7 @@ async def _start(router: Router) -> RpcServer:
         limits, shares_port=config.share_port, tls=_tls(config), doorkeeper=router.keys
     )
     _add_services(router, server.server)
-    router.port = await server.start(host_and_port(config.host, config.port), SERVICES)
+    router.ports.grpc = await server.start(host_and_port(config.host, config.port), SERVICES)
     server.set_serving(MONITOR, True)
     for role in ROLES:
         server.set_serving(role, False)
@@ -168,7 +170,7 @@ async def _start(router: Router) -> RpcServer:
         await server.stop(0.0)
         raise
     LOG.info("listening on %s", _address(router))
-    router.ready.set()
+    router.ports.ready.set()
     return server
 
 
@@ -177,15 +179,16 @@ def _listen_http(router: Router) -> HttpServer | None:
     config = router.config
     if config.http_port is None:
         return None
-    server = HttpServer(OpenAiApi(router, _texts_of(router)).app, _tls_files(config))
-    router.http_port = server.listen(config.host, config.http_port, shares_port=config.share_port)
+    api = OpenAiApi(router.serving, router.seats, router.catalogue, _texts_of(router))
+    server = HttpServer(api.app, _tls_files(config))
+    router.ports.http = server.listen(config.host, config.http_port, shares_port=config.share_port)
     LOG.info("OpenAI's API is on %s", _http_url(router))
     return server
 
 
 def _http_url(router: Router) -> str:
     scheme = "http" if router.config.tls_cert is None else "https"
-    return f"{scheme}://{host_and_port(router.config.host, router.http_port)}/v1"
+    return f"{scheme}://{host_and_port(router.config.host, router.ports.http)}/v1"
 
 
 async def _serve_http(server: HttpServer | None, stop: asyncio.Event, drain_s: float) -> None:
@@ -212,9 +215,9 @@ def _ready_facts(router: Router, counts: tuple[int, int] = (0, 0)) -> dict[str, 
     prefill, decode = live_workers(router.fleet.candidates())
     facts = {"prefill": str(counts[0]), "decode": str(counts[1])}
     facts["workers"] = ",".join(one.worker_id for one in (*prefill, *decode))
-    if router.metrics_port:
-        facts["metrics"] = host_and_port(router.config.metrics_host, router.metrics_port)
-    if router.http_port:
+    if router.ports.metrics:
+        facts["metrics"] = host_and_port(router.config.metrics_host, router.ports.metrics)
+    if router.ports.http:
         facts["http"] = _http_url(router)
     return facts
 
@@ -226,15 +229,24 @@ def _add_services(router: Router, server: grpc.aio.Server) -> None:
         _texts_of(router),
         chat_template=router.tokenizer.chat_template_origin,
     )
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
+    serving, seats, catalogue = router.serving, router.seats, router.catalogue
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
-    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(router), server)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
-    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
+    watch = MonitorServicer(
+        router.monitor, router.id, router.requests, router.admission,
+        router.tokenizer if router.config.show_requests else None,
+    )  # fmt: skip
+    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(watch, server)
+    engine = VllmEngineServicer(
+        serving, seats, catalogue, router.admission, router.fleet, router.config.model
+    )
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
+    inference = InferenceServicer(serving, seats, catalogue)
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
 
 
 def _texts_of(router: Router) -> Texts:
-    return Texts(router.tokenizer, router.resolve, router.catalogue.find)
+    return Texts(router.tokenizer, router.serving.entrance.resolve, router.catalogue.find)
 
 
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
@@ -245,12 +257,12 @@ def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
         return True
     try:
         served = router.metrics.served(config.metrics_host, config.metrics_port)
-        router.metrics_port = stack.enter_context(served)
+        router.ports.metrics = stack.enter_context(served)
     except OSError:
         if not config.share_port:
             raise
         return False
-    LOG.info("metrics are on %s:%d", config.metrics_host, router.metrics_port)
+    LOG.info("metrics are on %s:%d", config.metrics_host, router.ports.metrics)
     return True
 
 
@@ -269,10 +281,10 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
     told = dict[str, str]()
     ready = ReadyWorkers(time.monotonic)
     while True:
-        router.count_seats()
+        router.seats.count()
         router.fleet.look()
         ready.look(router.fleet.candidates())
-        router.give_up_waiting()
+        router.seats.give_up_waiting()
         told = _tell_workers(router, told, ready.counts)
         router.metrics.show_workers(router.fleet.candidates())
         _tell_health(router, server)
@@ -317,7 +329,7 @@ class ReadyWorkers:
 
 
 def _address(router: Router) -> str:
-    return host_and_port(router.config.host, router.port)
+    return host_and_port(router.config.host, router.ports.grpc)
 
 
 async def _ask_absent(router: Router) -> None:
@@ -331,14 +343,31 @@ async def _ask_absent(router: Router) -> None:
 async def _tell_others(router: Router) -> None:
     """Keeps our account of seats in step with other routers, until cancelled."""
     while True:
-        await router.tell_others()
+        await exchange_seats(router)
         await asyncio.sleep(router.others.pause_s)
+
+
+async def exchange_seats(router: Router) -> None:
+    """Announces to the other routers how many requests run and wait here, and reads the same of
+    them. Both decide how many may run here."""
+    port = router.ports.grpc or router.config.port
+    address = host_and_port(router.config.host, port) if port else ""  # not known yet
+    admission = router.admission
+    running, waiting = admission.running_by_model(), admission.lacking_by_model()
+    own = RouterRecord(
+        router_id=router.id, address=address, waiting=sum(waiting.values()),
+        waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
+        loads=router.fleet.loads(),
+    )  # fmt: skip
+    await router.others.exchange(own)
+    if router.seats.count():
+        router.fleet.announce_change()
 
 
 async def _share_refusals(router: Router) -> None:
     """Keeps what is refused in step with other routers, until cancelled."""
     while True:
-        await router.share_refusals()
+        await router.poison.share()
         await asyncio.sleep(SHARE_S)
 
 
@@ -346,7 +375,7 @@ def _tell_health(router: Router, server: RpcServer) -> None:
     """Tells gRPC health, by service and by role, whether the router can do its work now. Liveness
     is the empty name, and always serving."""
     prefill, decode = live_workers(router.fleet.candidates())
-    can_serve = router.can_serve()
+    can_serve = router.seats.can_serve()
     for name, serving in (
         (GENERATION, can_serve),
         (MODELS, bool(router.catalogue.live())),

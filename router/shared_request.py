@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -26,13 +27,13 @@ from effuse.placement.records import (
     WorkerRecord,
     decode_placement,
 )
-from effuse.placement.store import Claim, StoreFull, StoreUnavailable
+from effuse.placement.store import Claim, Store, StoreFull, StoreUnavailable
+from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, Unavailable
 from effuse.router.client import Recipient, WholeAnswer
 from effuse.router.policy import Placement
 from effuse.router.request import Request
 from effuse.router.request_states import State
-from effuse.router.router import Router
 from effuse.router.tenants import Tenant
 from effuse.v1 import generation_pb2 as pb
 
@@ -47,11 +48,22 @@ _STATES: Final[dict[State, PlacementState]] = {
 }
 
 
-class SharedRequest:
-    """One per request that is served. `client` is told the answer through it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How a router shares requests with the others."""
 
-    def __init__(self, router: Router, request: Request, client: Recipient) -> None:
-        self._router = router
+    router_id: str
+    store: Store
+    placements: PlacementWriter
+    address_of: Callable[[str], str]  # of another router; empty if it is not known
+    keep_answers_s: float  # 0 keeps none
+
+
+class SharedRequest:
+    """One per request that is served. It passes the answer on to `client`."""
+
+    def __init__(self, sharing: Sharing, request: Request, client: Recipient) -> None:
+        self._sharing = sharing
         self._request = request
         self._client = client
         self._record: PlacementRecord | None = None  # of the claim, then of the last attempt
@@ -70,7 +82,7 @@ class SharedRequest:
         request = self._request
         if not request.asked_digest:
             return None
-        unwritten = self._router.placements.unwritten_answer(request.id, request.asked_digest)
+        unwritten = self._sharing.placements.unwritten_answer(request.id, request.asked_digest)
         if unwritten is not None:
             return pb.GenerateResponse.FromString(unwritten)
         record, last_s = self._first_record(), -1.0
@@ -78,8 +90,8 @@ class SharedRequest:
             # Redis may hold it from now on, whatever becomes of the call.
             self._record, self._is_claimed = record, True
             try:
-                claim = await self._router.store.claim(
-                    record, request.asked_digest, self._router.placements.times.running_s
+                claim = await self._sharing.store.claim(
+                    record, request.asked_digest, self._sharing.placements.times.running_s
                 )
             except StoreUnavailable as error:
                 is_full = isinstance(error, StoreFull)
@@ -107,7 +119,7 @@ class SharedRequest:
         """The answer that a full Redis has, which takes no claim and can be read all the same."""
         request = self._request
         with contextlib.suppress(StoreUnavailable):
-            return self._read(await self._router.store.answer(request.id, request.asked_digest))
+            return self._read(await self._sharing.store.answer(request.id, request.asked_digest))
         return None
 
     def _read(self, response: bytes | None) -> pb.GenerateResponse | None:
@@ -134,7 +146,7 @@ class SharedRequest:
             router_id = decode_placement(value).router_id
         except MalformedRecord:
             router_id = "unknown"
-        address = self._router.others.address_of(router_id)
+        address = self._sharing.address_of(router_id)
         return AlreadyRunning(
             f"the request {self._request.id!r} is running at {router_id} ({address or 'unknown'})",
             labels={"router": router_id, "address": address},
@@ -147,11 +159,11 @@ class SharedRequest:
         prefill = placement.prefill
         self._record = msgspec.structs.replace(
             self._first_record(),
-            attempt=self._request.parts[0].num_attempts,
+            attempt=self._request.parts[0].attempts.count,
             transfer_id=transfer_id,
             decode=_placed_on(placement.decode),
             prefill=None if prefill is None else _placed_on(prefill),
-            prompt_tokens=len(self._request.prompt_token_ids),
+            prompt_tokens=len(self._request.prompt.token_ids),
         )
         self._write(self._record)
 
@@ -173,7 +185,7 @@ class SharedRequest:
         request = self._request
         record = msgspec.structs.replace(
             self._record,
-            state=_STATES.get(request.state, "failed"),
+            state=_STATES.get(request.answer.state, "failed"),
             num_tokens=request.num_tokens,
         )
         self._record = None
@@ -186,14 +198,14 @@ class SharedRequest:
 
     @property
     def _is_kept(self) -> bool:
-        return bool(self._request.asked_digest and self._router.config.keep_answers_s)
+        return bool(self._request.asked_digest and self._sharing.keep_answers_s)
 
     def _first_record(self) -> PlacementRecord:
         return PlacementRecord(
             request_id=self._request.id,
             attempt=0,
             transfer_id="",
-            router_id=self._router.id,
+            router_id=self._sharing.router_id,
             state="running",
             model=self._request.asked.model.name,
             seed=self._request.asked.sampling.seed,
@@ -205,9 +217,9 @@ class SharedRequest:
         """In the order of calls, once the request has gone on its way."""
 
         def put() -> None:
-            placements = self._router.placements
+            placements = self._sharing.placements
             if answer is not None:
-                digest, keep_s = self._request.asked_digest, self._router.config.keep_answers_s
+                digest, keep_s = self._request.asked_digest, self._sharing.keep_answers_s
                 placements.keep(record.request_id, digest, answer.SerializeToString(), keep_s)
             placements.put(record, is_claimed=self._is_claimed)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import time
 import zipfile
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -22,10 +23,13 @@ import grpc.aio
 from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
 from effuse.protos.errors import NotFound
+from effuse.router.admission import Admission
+from effuse.router.catalogue import Catalogue
 from effuse.router.client import AnswerStream, WholeAnswer
-from effuse.router.handler import Handler, accept, counting_refusals, request_span
+from effuse.router.fleet import RoutedFleet
+from effuse.router.handler import Serving
 from effuse.router.request import Request
-from effuse.router.router import Router
+from effuse.router.seats import Seats
 from effuse.router.tokenizer import bundled_directory
 from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
 from effuse.v1 import generation_pb2 as pb
@@ -38,7 +42,7 @@ PIECE_BYTES: Final = 1 << 20
 
 
 class EngineAnswer:
-    """Tells an answer in vLLM's terms: chunks where they are asked for, and last the end."""
+    """Sends an answer in vLLM's terms: chunks if they are asked for, and last the end."""
 
     def __init__(
         self, request: Request, stream: AnswerStream[engine.GenerateResponse], *, is_stream: bool
@@ -49,32 +53,38 @@ class EngineAnswer:
         self._whole = WholeAnswer()
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Tells new tokens, and the end of an answer that others outlive; raises `ClientGone`. Text
-        is the gateway's own matter."""
-        if event.HasField("finished"):
-            await self._stream.send(self.end(event))
-            return
+        """Sends new tokens, or the end of an answer; raises `ClientGone`. Text is the gateway's own
+        matter."""
         self._whole.take(event)
-        if self._is_stream and event.commit.token_ids:
-            await self._stream.send(chunk_of(event, self._prompt_tokens))
-
-    def end(self, ended: pb.GenerateStreamResponse) -> engine.GenerateResponse:
-        """The last message of an answer."""
-        self._whole.take(ended)
-        answer = self._whole.one(ended.answer_index)
-        return complete_of(answer, ended.answer_index, self._prompt_tokens)
-
-    @property
-    def _prompt_tokens(self) -> int:
-        return len(self._request.prompt_token_ids) or self._request.kept_prompt_tokens
+        request = self._request
+        prompt_tokens = len(request.prompt.token_ids) or request.kept_prompt_tokens or 0
+        if event.HasField("finished"):
+            answer = self._whole.one(event.answer_index)
+            await self._stream.send(complete_of(answer, event.answer_index, prompt_tokens))
+        elif self._is_stream and event.commit.token_ids:
+            await self._stream.send(chunk_of(event, prompt_tokens))
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """VllmEngine."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._began = router.now()
+    def __init__(
+        self,
+        serving: Serving,
+        seats: Seats,
+        catalogue: Catalogue,
+        admission: Admission,
+        fleet: RoutedFleet,
+        directory: Path | None,
+    ) -> None:
+        """directory: that of the tokenizer, None for the bundled one."""
+        self._serving = serving
+        self._seats = seats
+        self._catalogue = catalogue
+        self._admission = admission
+        self._fleet = fleet
+        self._directory = directory or bundled_directory()
+        self._began = time.monotonic()
         self._archive: bytes | None = None
 
     async def Generate(  # type: ignore[override]  # the stub knows only generators
@@ -83,14 +93,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: grpc.aio.ServicerContext[engine.GenerateRequest, engine.GenerateResponse],
     ) -> None:
         """The answer as it grows, or at its end."""
-        with request_span(self._router, context):
-            with counting_refusals(self._router):
-                asked = request_of(request, self._router.tokenizer.chat_end_ids)
-            accepted = await accept(self._router, asked, context, is_stream=request.stream)
-            stream = AnswerStream(context)
-            answer = EngineAnswer(accepted, stream, is_stream=request.stream)
-            async with stream.ending():
-                await stream.send(answer.end(await Handler(self._router, accepted, answer).serve()))
+        stream = AnswerStream[engine.GenerateResponse](context)
+        await self._serving.stream(
+            lambda: request_of(request, self._serving.parts.tokenizer.chat_end_ids),
+            context,
+            stream,
+            lambda accepted: EngineAnswer(accepted, stream, is_stream=request.stream),
+            is_stream=request.stream,
+        )
 
     async def Abort(
         self,
@@ -98,9 +108,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: grpc.aio.ServicerContext[engine.AbortRequest, engine.AbortResponse],
     ) -> engine.AbortResponse:
         """Ends what runs here of these requests, as far as they are the caller's own."""
-        tenant = self._router.tenant().name
+        tenant = self._serving.entrance.tenant().name
         for request_id in request.request_ids:
-            self._router.requests.cancel(request_id, tenant)
+            self._serving.parts.requests.cancel(request_id, tenant)
         return engine.AbortResponse()
 
     async def HealthCheck(
@@ -110,8 +120,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> engine.HealthCheckResponse:
         """As gRPC's own health says it of this service; raises `Unavailable` as long as no model is
         known, so that a gateway asks again before it asks for one."""
-        self._router.catalogue.find(None)
-        healthy = self._router.can_serve()
+        self._catalogue.find(None)
+        healthy = self._seats.can_serve()
         why = "" if healthy else "no live worker can accept a request"
         return engine.HealthCheckResponse(healthy=healthy, message=why)
 
@@ -121,7 +131,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: grpc.aio.ServicerContext[engine.GetModelInfoRequest, engine.GetModelInfoResponse],
     ) -> engine.GetModelInfoResponse:
         """The one model of the fleet; raises `Unavailable`, and `InvalidRequest` if it has more."""
-        return describe_model(self._router.catalogue.find(None))
+        return describe_model(self._catalogue.find(None))
 
     async def GetServerInfo(
         self,
@@ -132,11 +142,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> engine.GetServerInfoResponse:
         """This router, as one engine."""
         return engine.GetServerInfoResponse(
-            active_requests=self._router.requests.num_running,
-            uptime_seconds=self._router.now() - self._began,
+            active_requests=self._serving.parts.requests.num_running,
+            uptime_seconds=time.monotonic() - self._began,
             server_type="effuse",
             data_parallel_size=1,
-            max_num_seqs=self._router.admission.max_running,
+            max_num_seqs=self._admission.max_running,
         )
 
     async def GetLoads(
@@ -145,8 +155,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: grpc.aio.ServicerContext[engine.GetLoadsRequest, engine.GetLoadsResponse],
     ) -> engine.GetLoadsResponse:
         """Requests of this router, pages of the fleet's decode workers."""
-        admission = self._router.admission
-        records = self._router.fleet.records()
+        admission = self._admission
+        records = self._fleet.records()
         decode = [record for record in records if record.role == "decode"]
         most = sum(one.capacity.total_pages * one.capacity.page_size for one in decode)
         free = sum(one.load.free_pages * one.capacity.page_size for one in decode)
@@ -171,8 +181,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[engine.GetTokenizerChunk]:
         """The tokenizer's files, zipped once. Raises `NotFound` where they are gone."""
         if self._archive is None:
-            directory = self._router.config.model or bundled_directory()
-            self._archive = await asyncio.to_thread(archive, directory)
+            self._archive = await asyncio.to_thread(archive, self._directory)
         whole = self._archive
         for at in range(0, len(whole), PIECE_BYTES):
             is_last = at + PIECE_BYTES >= len(whole)

@@ -178,7 +178,9 @@ def test_a_chat_keeps_its_history(
     answer = "the answer is three"
 
     async def body(fleet: FakeFleet) -> None:
-        await generate.run(parse(["--chat", "hi", "--target", f"127.0.0.1:{fleet.router.port}"]))
+        await generate.run(
+            parse(["--chat", "hi", "--target", f"127.0.0.1:{fleet.router.ports.grpc}"])
+        )
         first, second = fleet.prefill[0].prompts
         assert first == [PROMPT, *ids_of("hi"), ANSWER]
         assert second[: len(first)] == first
@@ -195,7 +197,7 @@ def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def body(fleet: FakeFleet) -> None:
-        job = parse(["--chat", "hi", "--target", f"127.0.0.1:{fleet.router.port}"])
+        job = parse(["--chat", "hi", "--target", f"127.0.0.1:{fleet.router.ports.grpc}"])
         monkeypatch.setattr(sys, "stdin", Terminal(b"x" * 500 + b"\nand\n"))
         monkeypatch.setattr("effuse.cli.generate.select.select", lambda *_: ([0], [], []))
         await generate.run(job)
@@ -215,7 +217,7 @@ def _generate(*words: str) -> None:
 
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].others = [ids_of("four"), ids_of("none")]
-        target = f"127.0.0.1:{fleet.router.port}"
+        target = f"127.0.0.1:{fleet.router.ports.grpc}"
         await generate.run(parse([*words, "--target", target]))
 
     router.fakes.run(body)

@@ -160,7 +160,7 @@ async def send(
                 at, gap_s = now, max(gap_s, now - at)
                 tokens += event.commit.token_ids
                 if isinstance(request := router.requests._running.get(name), Request):
-                    story = request.tell_story()
+                    story = request.answer.tell_story()
         except grpc.aio.AioRpcError as error:
             outcome.failures.append(f"{error.code().name}: {error.details()}")
             continue
@@ -196,7 +196,7 @@ async def carry_out(
             (directory := home / f"{number}").mkdir()
             one = fronts.running(make_role(), config, directory, limit_s=LIMIT_S)
             fleet.append(await stack.enter_async_context(one))
-        address = f"127.0.0.1:{router.port}"
+        address = f"127.0.0.1:{router.ports.grpc}"
         channel = await stack.enter_async_context(rpc.connect(address, keepalive=None))
         await eventually(lambda: len(router.view.workers()) == workers)
         is_over = asyncio.Event()

@@ -62,7 +62,7 @@ async def serving_router(redis_url: str) -> AsyncIterator[Router]:
         router = Router(config, Tokenizer(byte_tokenizer()), store)
         group.create_task(process.serve(router, stop))
         try:
-            await router.ready.wait()
+            await router.ports.ready.wait()
             yield router
         finally:
             stop.set()
@@ -134,7 +134,7 @@ async def carry_out(redis_url: str, home: Path, num_others: int, poison: int) ->
     async with (
         serving_router(redis_url) as router,
         workers(redis_url, home, 3.0 if poison == HANG else 60.0) as fleet,
-        rpc.connect(f"127.0.0.1:{router.port}", keepalive=None) as channel,
+        rpc.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None) as channel,
     ):
         await eventually(lambda: len(router.view.workers()) == NUM_DECODE)
         stub = generation_stub(channel)
@@ -158,9 +158,9 @@ async def _is_refused_by_another(redis_url: str, poison: int) -> None:
     """A router that has lost no engine."""
     async with (
         serving_router(redis_url) as router,
-        rpc.connect(f"127.0.0.1:{router.port}", keepalive=None) as channel,
+        rpc.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None) as channel,
     ):
-        await eventually(lambda: bool(router.verdicts.refused()))
+        await eventually(lambda: bool(router.poison.verdicts.refused()))
         assert type(await send_poison(generation_stub(channel), poison)) is Poisonous
 
 

@@ -12,7 +12,7 @@ from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord
 from effuse.router.chat_template import ChatTemplate
 from effuse.router.detokenizer import AnswerText
-from effuse.router.request import Request
+from effuse.router.request import AnswerState, Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
 from effuse.v1 import generation_pb2 as pb
@@ -99,14 +99,17 @@ def worker_record(
 
 def request_of(request_id: str = "r", **fields: object) -> Request:
     """A request that was accepted."""
+    state = {
+        name: fields.pop(name) for name in ("state", "token_ids", "frontier") if name in fields
+    }
     asked, tokenizer = _asked(), _tokenizer()
     return Request(
         id=request_id,
         asked=asked,
-        text=AnswerText(tokenizer, asked.stops),
         arrived=0.0,
         limit_s=60.0,
         deadline=60.0,
+        answer=AnswerState(text=AnswerText(tokenizer, asked.stops), **state),  # type: ignore[arg-type]
         **fields,  # type: ignore[arg-type]
     )
 

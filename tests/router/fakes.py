@@ -150,7 +150,7 @@ class FakeFleet:
         for worker in self.workers:
             await worker.idle.wait()
         await self.router.requests.idle.wait()
-        while not await self.router.flush_placements():
+        while not await self.router.placements.flush(1.0):
             pass  # it gives up after a second; the test's own deadline bounds this
 
     async def announce(self) -> None:
@@ -182,8 +182,8 @@ async def fake_fleet(
         group = await stack.enter_async_context(asyncio.TaskGroup())
         group.create_task(process.serve(router, stop))
         stack.callback(stop.set)
-        await router.ready.wait()
-        channel = rpc.connect(f"127.0.0.1:{router.port}", keepalive=None)
+        await router.ports.ready.wait()
+        channel = rpc.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None)
         await stack.enter_async_context(channel)
         yield FakeFleet(router, store, prefillers, decoders, channel, stop)
 

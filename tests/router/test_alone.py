@@ -305,7 +305,7 @@ def test_of_engines_that_die_together_a_request_is_in_one(monkeypatch: pytest.Mo
         assert {(await one).text for one in asked} == {TEXT}
         assert len(first.requests) == len(second.requests) == 1
         assert beside <= set(last.served)
-        assert fleet.router.verdicts.is_empty
+        assert fleet.router.poison.verdicts.is_empty
 
     def dies_after(end: asyncio.Event, worker: FakeDecode) -> Point:
         async def die() -> None:
@@ -391,7 +391,7 @@ def test_routers_tell_each_other_through_redis(monkeypatch: pytest.MonkeyPatch) 
         told = dict(fleet.store.refused)
         async with fake_fleet(0, 1, prefill="local") as other:
             other.store.refused = told
-            await until(lambda: bool(other.router.verdicts.refused()))
+            await until(lambda: bool(other.router.poison.verdicts.refused()))
             other.store.is_down = True
             await refused(other, "there")
             assert not other.decode[0].served

@@ -15,6 +15,9 @@ from router.fakes import FakeFleet, pass_time, run, until
 
 from effuse.protos import errors
 from effuse.router.answers import add_up, split
+from effuse.router.client import describe, progress_text, stats_of
+from effuse.router.process import exchange_seats
+from effuse.router.request import Costs
 from effuse.router.request_states import Event
 from effuse.v1 import generation_pb2 as pb
 
@@ -320,7 +323,7 @@ def test_answers_that_wait_for_seats_are_told_to_other_routers() -> None:
         router, go = fleet.router, asyncio.Event()
 
         async def told() -> tuple[int, dict[str, int] | None]:
-            await router.tell_others()
+            await exchange_seats(router)
             record = fleet.store.routers[router.id]
             return record.waiting, record.waiting_by_model
 
@@ -364,20 +367,21 @@ def test_what_a_request_counts_is_its_answers_that_have_not_ended() -> None:
 
 def test_the_costs_of_answers_add_up() -> None:
     whole = request_of("a")
-    first, second = split(whole, [whole.text, request_of().text], "g")
+    first, second = split(whole, [whole.answer.text, request_of().answer.text], "g")
     assert (first.name, second.name, second.index) == ("a", "a/1", 1)
     assert first.holder != second.holder, "each runs alone if it must"
     assert first.digest == second.digest == request_of("b").digest, "engines die of what is asked"
     assert [one.begin_attempt("p", "d", 0.0) for one in (first, second)] == [1, 2]
-    first.apply_event(Event.LOST, 0.0)
+    first.answer.apply_event(Event.LOST, 0.0)
     assert first.begin_attempt("p", "d", 0.0) == 3
-    first.kv_bytes, first.handoff_s, first.forwards, first.earlier_forwards = 64, 0.5, 3, 4
-    second.forwards, second.preemptions = 2, 1
-    first.commit_times, second.commit_times = [3.0, 4.0], [2.0]
+    first.costs = Costs(
+        kv_bytes=64, handoff_s=0.5, forwards=3, earlier_forwards=4, commit_times=[3.0, 4.0]
+    )
+    second.costs = Costs(forwards=2, preemptions=1, commit_times=[2.0])
     add_up(whole)
-    stats = whole.stats(5.0)
+    stats = stats_of(whole, 5.0)
     assert (stats.kv_bytes, stats.forward_passes, stats.preemptions) == (64, 9, 1)
     assert stats.time_to_first_block.ToSeconds() == 2
-    assert (whole.num_attempts, whole.describe().attempt) == (3, 2)
-    assert whole.tell_progress() == "0 of 2 answers were complete"
+    assert (whole.attempts.count, describe(whole).attempt) == (3, 2)
+    assert progress_text(whole) == "0 of 2 answers were complete"
     add_up(request_of())  # of one answer nothing is added

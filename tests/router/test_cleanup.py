@@ -17,6 +17,7 @@ from effuse.protos.errors import PeerLost
 from effuse.protos.gate import FleetSecret, ProofServicer
 from effuse.router.calls import Cleanup
 from effuse.router.fleet import RoutedFleet
+from effuse.router.peers import Peers
 from effuse.v1 import worker_pb2
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 
@@ -45,7 +46,7 @@ class NoWorkers:
 
 
 def cleanup_of(settle_s: float) -> Cleanup:
-    return Cleanup(RoutedFleet(NoWorkers(), "auto", lambda: 0.0), settle_s)
+    return Cleanup(Peers(lambda: 0.0), settle_s)
 
 
 def test_what_ends_by_itself_is_let_be() -> None:
@@ -101,20 +102,20 @@ def test_an_abort_tells_nothing_to_who_has_the_port_of_a_worker_that_is_gone() -
 
     async def main() -> None:
         worker, address = await serve(ours)
-        fleet = RoutedFleet(NoWorkers(), "auto", lambda: 0.0, access=FleetAccess(secret=ours))
-        channel = fleet.peer(address).channel
+        peers = Peers(lambda: 0.0, FleetAccess(secret=ours))
+        channel = peers.at(address).channel
         await channel.prove()
         await worker.server.stop(0)
         while channel.get_state() is grpc.ChannelConnectivity.READY:
             await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         stranger, _ = await serve(theirs, address)
-        cleanup, record = Cleanup(fleet), worker_record("d0", "decode", address=address)
+        cleanup, record = Cleanup(peers), worker_record("d0", "decode", address=address)
         async with cleanup.running():
             cleanup.send_abort(record, worker_pb2.AttemptId(transfer_id="t"), "why")
         assert stranger.aborted == []
         with pytest.raises(PeerLost, match="does not belong to the fleet"):
             await channel.prove()
-        await fleet.close()
+        await peers.close()
         await stranger.server.stop(0)
 
     asyncio.run(main())
@@ -124,10 +125,10 @@ def test_a_worker_whose_channel_is_closed_in_that_moment_ends_no_router() -> Non
     """As of one that is gone by the time that it has shown that it belongs to the fleet."""
 
     async def main() -> None:
-        fleet, worker = RoutedFleet(NoWorkers(), "auto", lambda: 0.0), worker_record("d", "decode")
-        cleanup = Cleanup(fleet)
-        await fleet.peer(worker.address).channel.close()
-        assert await fleet.ask(worker) is None
+        peers, worker = Peers(lambda: 0.0), worker_record("d", "decode")
+        cleanup = Cleanup(peers)
+        await peers.at(worker.address).channel.close()
+        assert await peers.condition_of(worker) is None
         async with cleanup.running():
             cleanup.send_abort(worker, worker_pb2.AttemptId(), "gone")
         assert cleanup.num_aborts == 1
@@ -143,11 +144,11 @@ def test_a_channel_that_is_being_closed_is_given_to_nobody(monkeypatch: pytest.M
     async def main() -> None:
         fleet, addresses = RoutedFleet(NoWorkers(), "auto", lambda: 0.0), ("a:1", "b:1")
         for address in addresses:
-            fleet.peer(address)
+            fleet.peers.at(address)
 
         async def close(channel: FleetChannel, grace: float | None = None) -> None:
             closed.add(channel)
-            taken.update(fleet.peer(address).channel for address in addresses)
+            taken.update(fleet.peers.at(address).channel for address in addresses)
 
         monkeypatch.setattr(FleetChannel, "close", close)
         await fleet.forget_gone()

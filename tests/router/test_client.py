@@ -84,7 +84,9 @@ def test_a_client_that_comes_back_late_reads_how_it_ended(
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].answer = fake_model.ids_of("x" * 8000)
         options = pb.StoppingParams(max_tokens=8000)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.router.port}", NARROW) as channel:
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{fleet.router.ports.grpc}", NARROW
+        ) as channel:
             asked = pb.GenerateRequest(request_id="r" * 128, prompt="how many?", stopping=options)
             request = pb.GenerateStreamRequest(request=asked)
             call = generation_stub(channel).GenerateStream(request)

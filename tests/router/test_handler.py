@@ -11,6 +11,7 @@ from router.fake_workers import holds
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
+from effuse.router.entrance import Entrance
 from effuse.router.tenants import Tenant
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
@@ -67,11 +68,11 @@ def test_an_answer_comes_through_both_workers() -> None:
     run(body)
 
 
-def test_a_prefill_worker_learns_whose_prompt_it_is() -> None:
+def test_a_prefill_worker_learns_whose_prompt_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no tenant can detect others' prompts by the time of its own."""
 
     async def body(fleet: FakeFleet) -> None:
-        fleet.router.tenant = lambda: Tenant("acme")  # type: ignore[method-assign]
+        monkeypatch.setattr(Entrance, "tenant", lambda _: Tenant("acme"))
         await ask(fleet)
         assert fleet.prefill[0].salts == ["acme"]
 

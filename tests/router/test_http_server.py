@@ -30,7 +30,7 @@ def head(version: str = "1.1", length: int | None = len(BODY), more: str = "") -
 
 
 async def connect(fleet: FakeFleet) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", fleet.router.http_port)
+    return await asyncio.open_connection("127.0.0.1", fleet.router.ports.http)
 
 
 async def answer_to(fleet: FakeFleet, *sent: bytes, closes: bool = True) -> Answered:
@@ -250,7 +250,7 @@ def test_a_client_without_a_certificate_gets_no_answer(tmp_path: Path) -> None:
     context = ssl.create_default_context(cafile=str(authority.cert))
 
     async def answer(fleet: FakeFleet) -> bytes:
-        port = fleet.router.http_port
+        port = fleet.router.ports.http
         reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
         try:
             writer.write(HEALTH)

@@ -108,8 +108,8 @@ def test_a_draft_is_shown_until_a_commit_says_otherwise() -> None:
         async with watching(fleet) as looks:
             task, go = await held(fleet)
             running = fleet.router.requests.running_now()[0]
-            await until(lambda: len(running.token_ids) == 8)
-            block = running.frontier[0]
+            await until(lambda: len(running.answer.token_ids) == 8)
+            block = running.answer.frontier[0]
             newer = type(block)(token_ids=block.token_ids, masks=b"\x03", denoise_count=99)
             draft = worker_pb2.DecodeDraft(token_offset=8, block=newer)
             fleet.router.monitor.note_draft(running, draft)
@@ -122,7 +122,7 @@ def test_a_draft_is_shown_until_a_commit_says_otherwise() -> None:
             async for look in looks:
                 if not look.requests:
                     break
-            assert not fleet.router.monitor.blocks(running) or running.frontier
+            assert not fleet.router.monitor.blocks(running) or running.answer.frontier
 
     run(body, num_prefill=0)
 

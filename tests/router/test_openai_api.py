@@ -47,7 +47,7 @@ CLIENTS: list[openai.AsyncOpenAI] = []
 
 def client_of(fleet: FakeFleet, key: str = "none") -> openai.AsyncOpenAI:
     """OpenAI's client, which is closed at the test's end."""
-    url = f"http://127.0.0.1:{fleet.router.http_port}/v1"
+    url = f"http://127.0.0.1:{fleet.router.ports.http}/v1"
     client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=30)
     CLIENTS.append(client)
     return client
@@ -57,7 +57,7 @@ async def raw(
     fleet: FakeFleet, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     """One call on a connection of its own: status, headers and body."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.router.http_port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.router.ports.http)
     told = {"Host": "here", "Connection": "close", "Content-Length": str(len(body)), **headers}
     head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in told.items())
     writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
@@ -377,7 +377,7 @@ def test_certificates_are_taken_anew_when_they_change(tmp_path: Path) -> None:
     context = ssl.create_default_context(cafile=str(authority.cert))
 
     async def serial(fleet: FakeFleet) -> object:
-        port = fleet.router.http_port
+        port = fleet.router.ports.http
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         shown = writer.get_extra_info("peercert")["serialNumber"]
         writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
@@ -390,7 +390,7 @@ def test_certificates_are_taken_anew_when_they_change(tmp_path: Path) -> None:
         authority.sign("router", "localhost")
         while await serial(fleet) == before:  # noqa: ASYNC110  # bounded by the test's deadline
             await asyncio.sleep(0.05)
-        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.router.http_port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.router.ports.http)
         writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert await reader.read() == b""  # plain text gets no answer
         writer.close()

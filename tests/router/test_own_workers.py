@@ -30,7 +30,7 @@ def test_who_may_share_does_not_wait_long_for_a_worker_of_its_own(
         asking = asyncio.create_task(ask(fleet))
         await until(lambda: fleet.is_waiting("alone"))
         assert not second.requests
-        monkeypatch.setattr(router.verdicts, "may_share", lambda _: True)
+        monkeypatch.setattr(router.poison.verdicts, "may_share", lambda _: True)
         assert (await asking).text == TEXT
         assert len(second.requests) == 1
 

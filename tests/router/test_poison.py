@@ -18,10 +18,10 @@ from effuse.router.poison import (
     EngineDeath,
     Treatment,
     Verdicts,
-    digest_of,
     roles_alone,
     treatment,
 )
+from effuse.router.request import digest_of
 from effuse.router.validation import validate
 from effuse.v1 import generation_pb2 as pb
 

@@ -23,7 +23,7 @@ GOOD = [Event.PLACED, Event.RESERVED, Event.VERIFIED, Event.COMMITTED, Event.FIN
 
 def test_a_good_life() -> None:
     request = request_of()
-    states = [request.apply_event(event, float(at)) for at, event in enumerate(GOOD)]
+    states = [request.answer.apply_event(event, float(at)) for at, event in enumerate(GOOD)]
     assert states == [
         State.STARTING,
         State.PREFILLING,
@@ -31,20 +31,20 @@ def test_a_good_life() -> None:
         State.DECODING,
         State.FINISHED,
     ]
-    assert request.is_ended
+    assert request.answer.is_ended
 
 
 @pytest.mark.parametrize(("state", "event"), [*product(State, Event)])
 def test_every_pair_moves_by_the_table_or_is_refused(state: State, event: Event) -> None:
     request = request_of(state=state)
     if (state, event) in TRANSITIONS:
-        assert request.apply_event(event, 0.0) is TRANSITIONS[state, event]
+        assert request.answer.apply_event(event, 0.0) is TRANSITIONS[state, event]
     else:
         text = f"{state.value} does not accept the event {event.value}"
         with pytest.raises(IllegalRequestEvent, match=text):
-            request.apply_event(event, 0.0)
-        assert request.state is state
-        assert not request.story
+            request.answer.apply_event(event, 0.0)
+        assert request.answer.state is state
+        assert not request.answer.story
 
 
 @pytest.mark.parametrize("state", State)
@@ -59,10 +59,10 @@ def test_an_end_is_an_end_and_everything_else_can_fail_or_be_cancelled(state: St
 def test_a_lost_attempt_is_followed_by_another_with_a_higher_number() -> None:
     request = request_of()
     assert request.begin_attempt("p0", "d0", 0.0) == 1
-    request.apply_event(Event.LOST, 0.1, "p0 went away")
+    request.answer.apply_event(Event.LOST, 0.1, "p0 went away")
     assert request.begin_attempt("", "d0", 0.2) == 2
-    assert (request.prefill_worker, request.decode_worker) == ("", "d0")
-    assert request.tell_story() == (
+    assert (request.attempts.prefill_worker, request.attempts.decode_worker) == ("", "d0")
+    assert request.answer.tell_story() == (
         "placed (p0 -> d0) +0.000s, lost (p0 went away) +0.100s, placed (local -> d0) +0.200s"
     )
 
@@ -70,14 +70,14 @@ def test_a_lost_attempt_is_followed_by_another_with_a_higher_number() -> None:
 def test_the_story_is_bounded() -> None:
     request = request_of(state=State.DECODING)
     for at in range(1000):
-        request.apply_event(Event.COMMITTED, float(at))
-    assert len(request.story) == 64
-    assert request.story[-1].at_s == 999
+        request.answer.apply_event(Event.COMMITTED, float(at))
+    assert len(request.answer.story) == 64
+    assert request.answer.story[-1].at_s == 999
 
 
 def delivered(*token_ids: int) -> Request:
     request = request_of()
-    request.accept_tokens(0, token_ids)
+    request.answer.accept_tokens(0, token_ids)
     return request
 
 
@@ -94,8 +94,8 @@ def delivered(*token_ids: int) -> Request:
 )
 def test_what_is_new_is_added_once(offset: int, ids: list[int], new: list[int]) -> None:
     request = delivered(10, 20, 30)
-    assert request.accept_tokens(offset, ids) == new
-    assert request.token_ids == [10, 20, 30, *new]
+    assert request.answer.accept_tokens(offset, ids) == new
+    assert request.answer.token_ids == [10, 20, 30, *new]
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,18 @@ def test_what_is_new_is_added_once(offset: int, ids: list[int], new: list[int]) 
 def test_gaps_and_changes_break_the_stream(offset: int, ids: list[int], why: str) -> None:
     request = delivered(10, 20, 30)
     with pytest.raises(BrokenStream, match=why):
-        request.accept_tokens(offset, ids)
-    assert request.token_ids == [10, 20, 30]
+        request.answer.accept_tokens(offset, ids)
+    assert request.answer.token_ids == [10, 20, 30]
 
 
 def test_resume_carries_the_frontier_of_the_last_token_only() -> None:
     early, late = pb.BlockState(denoise_count=1), pb.BlockState(denoise_count=2)
     request = request_of()
-    assert request.resumption() is None
-    request.accept_tokens(0, [10, 20], [early])
-    request.accept_tokens(2, [30], [late])
-    request.accept_tokens(0, [10], [early])  # an old commit, sent again
-    resume = request.resumption()
+    assert request.answer.resumption() is None
+    request.answer.accept_tokens(0, [10, 20], [early])
+    request.answer.accept_tokens(2, [30], [late])
+    request.answer.accept_tokens(0, [10], [early])  # an old commit, sent again
+    resume = request.answer.resumption()
     assert resume is not None
     assert list(resume.committed_token_ids) == [10, 20, 30]
     assert list(resume.frontier) == [late]
@@ -129,4 +129,8 @@ def test_a_commit_that_is_refused_takes_nothing() -> None:
     strange = pb.DecodeCommit(token_ids=[104], logprobs=[generation_pb2.TokenLogprobs()])
     with pytest.raises(BrokenStream, match="1 log-probabilities instead of 0"):
         request.add_commit(strange, 0.0)
-    assert (request.token_ids, request.text.num_tokens, request.resumption()) == ([], 0, None)
+    assert (
+        request.answer.token_ids,
+        request.answer.text.num_tokens,
+        request.answer.resumption(),
+    ) == ([], 0, None)

@@ -13,6 +13,7 @@ from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.rpc import FLEET_KEEPALIVE, Keepalive
 from effuse.router.failures import Failure, FailureKind
 from effuse.router.fleet import RoutedFleet
+from effuse.router.peers import Peers
 from effuse.router.policy import InFlight, Pair, Placement, Prospect
 
 
@@ -160,11 +161,10 @@ def test_calls_go_on_over_the_channels_that_they_have_however_often_certificates
     async def go() -> None:
         nonlocal now
         access = Renewed()
-        fleet = RoutedFleet(
-            View(worker("d0")), "auto", lambda: now, access=access, longest_call_s=60.0
-        )
+        peers = Peers(lambda: now, access, longest_call_s=60.0)
+        fleet = RoutedFleet(View(worker("d0")), "auto", lambda: now, peers=peers)
         for _ in range(3):
-            fleet.peer(worker("d0").address)
+            fleet.peers.at(worker("d0").address)
             access.version += 1
             await fleet.forget_gone()
         assert (len(made), num_closed()) == (3, 0)
@@ -172,11 +172,11 @@ def test_calls_go_on_over_the_channels_that_they_have_however_often_certificates
         await fleet.forget_gone()
         assert num_closed() == 3, "no call can run over them any more"
         for _ in range(100):
-            fleet.peer(worker("d0").address)
+            fleet.peers.at(worker("d0").address)
             access.version += 1
             await fleet.forget_gone()
         assert len(made) - num_closed() < 10, "nor are there ever more of them"
-        await fleet.close()
+        await fleet.peers.close()
         assert num_closed() == len(made)
 
     asyncio.run(go())

@@ -148,11 +148,11 @@ def test_channels_of_workers_that_are_gone_are_closed() -> None:
     async def body(fleet: FakeFleet) -> None:
         await ask(fleet)
         victim = fleet.decode[0].record.address
-        peer = fleet.router.fleet.peer(victim)
+        peer = fleet.router.fleet.peers.at(victim)
         fleet.decode[0].record = msgspec.structs.replace(fleet.decode[0].record, state="released")
         await fleet.announce()
         await fleet.router.fleet.forget_gone()
-        assert fleet.router.fleet.peer(victim) is not peer
+        assert fleet.router.fleet.peers.at(victim) is not peer
 
     run(body)
 

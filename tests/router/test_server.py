@@ -316,7 +316,7 @@ def test_draining_finishes_what_runs_and_what_waits_and_takes_no_more() -> None:
         fleet.stop.set()
         # It closes its port beside the rest; grpcio may lose a call that comes in that moment.
         while True:
-            address = f"127.0.0.1:{fleet.router.port}"
+            address = f"127.0.0.1:{fleet.router.ports.grpc}"
             async with rpc.connect(address, keepalive=None) as fresh:
                 error = await failure(fresh.unary_unary(GENERATE, bytes, bytes)(b"", timeout=2))
             if isinstance(error, errors.Unavailable):
@@ -350,7 +350,7 @@ def test_metrics_are_served_as_prometheus_text() -> None:
         events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
         gaps = sum(event.HasField("commit") for event in events) - 1
         await failure(ask(fleet, prompt=""))
-        port = fleet.router.metrics_port
+        port = fleet.router.ports.metrics
         url = f"http://127.0.0.1:{port}/metrics"
 
         def scrape() -> str:

@@ -53,7 +53,7 @@ class Attempt:
         writer = None
         if prefill is not None:
             writer = Writer(prefill.worker_id, prefill.incarnation)
-            if not self._routed.request.is_patient:
+            if not self._routed.request.attempts.is_patient:
                 self._send_prompt(prefill)
         message = StartDecode(
             attempt=self.id,
@@ -122,7 +122,7 @@ class Attempt:
         self._routed.take(event)
         if isinstance(event, Reserved) and self._prefill is not None:
             self._pass_on(self._prefill, event)
-        if self._routed.request.is_ended:
+        if self._routed.request.answer.is_ended:
             self._is_over = True
             self._router.count(self._workers, -1)
 
@@ -138,13 +138,13 @@ class Attempt:
         self._calls[host].ask(arrive)
 
     def _fail(self, worker: WorkerRecord, lost: Lost) -> None:
-        is_after_handoff = self._routed.request.state is State.DECODING
+        is_after_handoff = self._routed.request.answer.state is State.DECODING
         if worker is self._prefill and (self._is_pushed or is_after_handoff):
             return  # the end of its call does not matter
         if not lost.is_retryable and not self._fleet.fabric.mishaps.are_any:
             raise Violation(f"{self.id} failed for good at {worker.worker_id}: {lost.text}")
         self.end()
-        self._routed.request.is_patient |= lost.is_unreserved
+        self._routed.request.attempts.is_patient |= lost.is_unreserved
         if not lost.is_unreserved:
             self._router.num_lost += 1
             self._router.avoid(worker.worker_id)

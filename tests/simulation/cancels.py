@@ -35,7 +35,7 @@ class Cancelled(Run):
         self.num_cancels += 1
         question = self.clock.draw.choice(waiting)
         requests = [one for router in self.clients.routers for one in router.requests]
-        self.met.update(one.request.state for one in requests if one.is_of(question))
+        self.met.update(one.request.answer.state for one in requests if one.is_of(question))
         for engine in self.fleet.engines.values():
             states = engine.transfers().items() if engine.is_alive else ()
             self.met.update(state for name, state in states if name.startswith(f"{question.id}-"))

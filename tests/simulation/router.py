@@ -28,10 +28,9 @@ from effuse.router.policy import (
     PrefillMode,
     place,
 )
-from effuse.router.request import Request
+from effuse.router.request import AnswerState, Request
 from effuse.router.request_states import Event
-from effuse.router.router import Router as RealRouter
-from effuse.router.shared_request import SharedRequest
+from effuse.router.shared_request import SharedRequest, Sharing
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1.worker_pb2 import BlockState as SentBlock
@@ -72,8 +71,13 @@ class Router:
         self.num_lost = 0  # attempts, without those whose pages came late
         self.store = ClaimStore(clients.claims, host)
         self.placements = PlacementWriter(cast(Store, self.store), now=self.clock)
-        self.others = SimpleNamespace(address_of=lambda router_id: "")
-        self.config = SimpleNamespace(keep_answers_s=300.0)
+        self.sharing = Sharing(
+            router_id=self.id,
+            store=cast(Store, self.store),
+            placements=self.placements,
+            address_of=lambda router_id: "",
+            keep_answers_s=300.0,
+        )
         self._clients = clients
         self._loop = asyncio.get_running_loop()
         self._tasks = [self._loop.create_task(self.placements.run())]
@@ -86,7 +90,7 @@ class Router:
     @property
     def is_done(self) -> bool:
         """Every request has ended."""
-        return all(routed.request.is_ended for routed in self.requests)
+        return all(routed.request.answer.is_ended for routed in self.requests)
 
     def serve(self, asker: Asker) -> None:
         """A client comes."""
@@ -108,7 +112,7 @@ class Router:
             if kept is not None:
                 self.requests.remove(routed)
                 self.tell(routed.asker, kept.model, list(kept.token_ids))
-            elif not routed.request.is_ended:
+            elif not routed.request.answer.is_ended:
                 seed = routed.request.asked.sampling.seed
                 self._clients.begin_run(routed.request.id, self, seed)
                 routed.place()
@@ -137,10 +141,10 @@ class Router:
         for task in self._tasks:
             task.cancel()
         for routed in self.requests:
-            if not routed.request.is_ended:
+            if not routed.request.answer.is_ended:
                 routed.break_off()
                 self.refuse(routed.asker)
-        self.requests = [routed for routed in self.requests if routed.request.is_ended]
+        self.requests = [routed for routed in self.requests if routed.request.answer.is_ended]
 
     def successor(self) -> Router:
         """The next life, which knows nothing."""
@@ -201,25 +205,25 @@ class Routed:
         self.request = Request(
             id=self.question.id,
             asked=Unseeded().seeded(router.clock.draw.getrandbits(64)),
-            text=cast(AnswerText, SimpleNamespace(num_tokens=0)),
             arrived=router.clock.now,
             limit_s=1e9,
             deadline=1e9,
+            answer=AnswerState(text=cast(AnswerText, SimpleNamespace(num_tokens=0))),
             asked_digest="what is asked",
             is_repeated=asker.num_tries > 1,
         )
-        self.shared = SharedRequest(cast(RealRouter, router), self.request, self)
+        self.shared = SharedRequest(router.sharing, self.request, self)
         self._router = router
         self._clock = router.clock
         self._attempt: Attempt | None = None
 
     def is_of(self, question: Question) -> bool:
         """Whether the question is asked here and not over."""
-        return self.question is question and not self.request.is_ended
+        return self.question is question and not self.request.answer.is_ended
 
     def place(self) -> None:
         """Begins an attempt, or waits for workers."""
-        if self.request.is_ended or not self._router.is_alive:
+        if self.request.answer.is_ended or not self._router.is_alive:
             return
         router, draw = self._router, self._clock.draw
         placement = router.choose("local" if draw.random() < 0.1 else "auto")
@@ -232,13 +236,15 @@ class Routed:
         )
         self._attempt = Attempt(router, self, number, prefill, decode)
         self.shared.begin_attempt(placement, self._attempt.id.transfer_id)
-        self._clock.note(f"{self.request.id} attempt {number}: {self.request.story[-1].note}")
+        self._clock.note(
+            f"{self.request.id} attempt {number}: {self.request.answer.story[-1].note}"
+        )
         self._attempt.start()
 
     def cancel(self) -> None:
         """The client wants no answer any more."""
-        if not self.request.is_ended:
-            self.request.apply_event(Event.CANCELLED, self._clock.now)
+        if not self.request.answer.is_ended:
+            self.request.answer.apply_event(Event.CANCELLED, self._clock.now)
             self.shared.end(None)
             if self._attempt is not None:
                 self._attempt.end()
@@ -254,7 +260,7 @@ class Routed:
     def lose(self, why: str) -> None:
         """An attempt has failed; another one follows."""
         self._clock.note(f"{self.request.id} lost an attempt: {why}")
-        self.request.apply_event(Event.LOST, self._clock.now, why[:40])
+        self.request.answer.apply_event(Event.LOST, self._clock.now, why[:40])
         self._clock.after(self._clock.draw.uniform(0.01, 0.2), self.place)
 
     def take(self, event: CoreEvent) -> None:
@@ -262,32 +268,32 @@ class Routed:
         request, now = self.request, self._clock.now
         match event:
             case Reserved():
-                request.apply_event(Event.RESERVED, now)
+                request.answer.apply_event(Event.RESERVED, now)
             case Verified():
-                request.apply_event(Event.VERIFIED, now)
+                request.answer.apply_event(Event.VERIFIED, now)
             case Committed():
-                request.apply_event(Event.COMMITTED, now)
-                if event.token_offset != len(request.token_ids):
-                    text = f"{request.id}: {len(request.token_ids)} tokens, then {event}"
+                request.answer.apply_event(Event.COMMITTED, now)
+                if event.token_offset != len(request.answer.token_ids):
+                    text = f"{request.id}: {len(request.answer.token_ids)} tokens, then {event}"
                     raise Violation(text)
                 frontier = cast(tuple[SentBlock, ...], event.frontier)
-                request.accept_tokens(event.token_offset, event.token_ids, frontier)
+                request.answer.accept_tokens(event.token_offset, event.token_ids, frontier)
                 commit = pb.BlockCommit(token_ids=event.token_ids)
                 _at_once(self.shared.send(pb.GenerateStreamResponse(commit=commit)))
             case Finished():
-                if request.token_ids != self.question.answer():
-                    raise Violation(f"{request.id} was answered with {request.token_ids}")
-                request.apply_event(Event.FINISHED, now)
+                if request.answer.token_ids != self.question.answer():
+                    raise Violation(f"{request.id} was answered with {request.answer.token_ids}")
+                request.answer.apply_event(Event.FINISHED, now)
                 last = pb.Finished(model=self._router.id)
                 self.shared.end(pb.GenerateStreamResponse(finished=last))
-                self._router.tell(self.asker, self._router.id, list(request.token_ids))
+                self._router.tell(self.asker, self._router.id, list(request.answer.token_ids))
 
     def resumption(self) -> Resume | None:
         """The place of another attempt."""
-        if not self.request.token_ids:
+        if not self.request.answer.token_ids:
             return None
-        frontier = cast(tuple[BlockState, ...], tuple(self.request.frontier))
-        return Resume(committed_token_ids=tuple(self.request.token_ids), frontier=frontier)
+        frontier = cast(tuple[BlockState, ...], tuple(self.request.answer.frontier))
+        return Resume(committed_token_ids=tuple(self.request.answer.token_ids), frontier=frontier)
 
 
 def _at_once(work: Awaitable[None]) -> None:

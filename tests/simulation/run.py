@@ -161,8 +161,8 @@ class Run:
                 raise Violation(f"{asker.question.id} was asked for and is never answered")
         for router in self.clients.routers:
             for routed in router.requests:
-                if not routed.request.is_ended:
-                    story = routed.request.tell_story()
+                if not routed.request.answer.is_ended:
+                    story = routed.request.answer.tell_story()
                     raise Violation(f"{routed.request.id} never ends: {story}")
         if keys := self.clients.running_keys():
             raise Violation(f"Redis still has {keys} as running")
