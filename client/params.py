@@ -11,13 +11,16 @@ from typing import (
     Literal,
     SupportsFloat,
     SupportsIndex,
-    TypeVar,
+    get_args,
 )
+
+from google.protobuf.message import Message
 
 from effuse.client.chat import Chat, check_whole
 from effuse.config.decoding import (
     ANSWERS,
     BIAS,
+    CHOICES,
     LOGPROBS,
     MOST_BIASES,
     MOST_STOP_IDS,
@@ -38,7 +41,6 @@ from effuse.config.decoding import (
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
-Value = TypeVar("Value")
 Priority = Literal["low", "normal", "high"]
 """Which requests go first in a router's queue."""
 Prompt = str | Chat | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -46,54 +48,17 @@ Prompt = str | Chat | Sequence[int] | Sequence[Mapping[str, Any]]
 Text = str | Chat | Sequence[Mapping[str, Any]]
 """A prompt to turn into ids."""
 
-ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
-    "d2f": pb.ALGORITHM_D2F,
-    "block_diffusion": pb.ALGORITHM_BLOCK_DIFFUSION,
-    "llada": pb.ALGORITHM_LLADA,
-    "dream": pb.ALGORITHM_DREAM,
-    "fast_dllm": pb.ALGORITHM_FAST_DLLM,
-    "fast_dllm_v2": pb.ALGORITHM_FAST_DLLM_V2,
+NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
+    setting: {
+        name: getattr(pb, setting.title()).Value(f"{setting}_{name}".upper()) for name in names
+    }
+    for setting, names in {**CHOICES, "priority": get_args(Priority)}.items()
 }
-PRIORITIES: Final[Mapping[Priority, pb.Priority]] = {
-    "low": pb.PRIORITY_LOW,
-    "normal": pb.PRIORITY_NORMAL,
-    "high": pb.PRIORITY_HIGH,
-}
-REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
-    "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
-    "low_confidence_static": pb.REMASKING_LOW_CONFIDENCE_STATIC,
-    "sequential": pb.REMASKING_SEQUENTIAL,
-    "entropy_bounded": pb.REMASKING_ENTROPY_BOUNDED,
-    "low_confidence": pb.REMASKING_LOW_CONFIDENCE,
-    "random": pb.REMASKING_RANDOM,
-}
-ALGS: Final[Mapping[Alg, pb.Alg]] = {
-    "origin": pb.ALG_ORIGIN,
-    "maskgit_plus": pb.ALG_MASKGIT_PLUS,
-    "topk_margin": pb.ALG_TOPK_MARGIN,
-    "entropy": pb.ALG_ENTROPY,
-}
-CACHES: Final[Mapping[Cache, pb.Cache]] = {
-    "none": pb.CACHE_NONE,
-    "prefix": pb.CACHE_PREFIX,
-    "dual": pb.CACHE_DUAL,
-}
-SCORES: Final[Mapping[Score, pb.Score]] = {
-    "confidence": pb.SCORE_CONFIDENCE,
-    "margin": pb.SCORE_MARGIN,
-    "neg_entropy": pb.SCORE_NEG_ENTROPY,
-}
-_NAMES: Final[Mapping[str, Mapping[Any, int]]] = {
-    "algorithm": ALGORITHMS,
-    "priority": PRIORITIES,
-    "remasking": REMASKINGS,
-    "alg": ALGS,
-    "cache": CACHES,
-    "score": SCORES,
-}
-_NUMBERS: Final[Mapping[str, Bounds]] = {
+"""Settings that are names, and the numbers of these on the wire."""
+NUMBERS: Final[Mapping[str, Bounds]] = {
     **SAMPLING, **STOPPING, **SETTINGS, "n": ANSWERS, "logprobs": LOGPROBS
 }  # fmt: skip
+"""Settings that are numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,11 +209,11 @@ def misfits(given: Mapping[str, object]) -> dict[str, str]:
 
 def _check_setting(name: str, value: Any) -> None:
     """Raises TypeError or ValueError."""
-    if name in _NUMBERS:
-        _check_number(name, value, _NUMBERS[name])
-    elif name in _NAMES:
-        if not isinstance(value, str) or value not in _NAMES[name]:
-            raise SettingError(name, f"one of {', '.join(_NAMES[name])}", repr(value))
+    if name in NUMBERS:
+        _check_number(name, value, NUMBERS[name])
+    elif name in NAMES:
+        if not isinstance(value, str) or value not in NAMES[name]:
+            raise SettingError(name, f"one of {', '.join(NAMES[name])}", repr(value))
     elif name == "stop":
         _check_stops(value)
     elif name == "stop_token_ids":
@@ -309,44 +274,27 @@ def _settings(params: Params) -> pb.GenerateRequest:
         n=params.n,
         model=params.model,
         parse_special_tokens=params.parse_special_tokens,
-        priority=_named(params.priority, PRIORITIES),
-        sampling=_sampling(params),
-        stopping=pb.StoppingParams(
-            max_tokens=params.max_tokens,
-            stop=(params.stop,) if isinstance(params.stop, str) else params.stop,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-            min_tokens=params.min_tokens,
-        ),
-        decoding=_decoding(params),
+        **_set_fields(("priority",), params),
+        sampling=pb.SamplingParams(**_set_fields(_fields_of(pb.SamplingParams), params)),
+        stopping=pb.StoppingParams(**_set_fields(_fields_of(pb.StoppingParams), params)),
+        decoding=pb.DecodingParams(**_set_fields(_fields_of(pb.DecodingParams), params)),
         output=pb.OutputOptions(logprobs=params.logprobs, echo=params.echo),
     )
 
 
-def _decoding(params: Params) -> pb.DecodingParams:
-    return pb.DecodingParams(
-        algorithm=_named(params.algorithm, ALGORITHMS),
-        window=params.window,
-        confidence_threshold=params.confidence_threshold,
-        block_add_threshold=params.block_add_threshold,
-        full_activation_threshold=params.full_activation_threshold,
-        score=_named(params.score, SCORES),
-        remasking=_named(params.remasking, REMASKINGS),
-        denoising_steps=params.denoising_steps,
-        entropy_bound=params.entropy_bound,
-        editing_threshold=params.editing_threshold,
-        max_post_steps=params.max_post_steps,
-        factor=params.factor,
-        block_length=params.block_length,
-        steps=params.steps,
-        cfg_scale=params.cfg_scale,
-        logits_eos_inf=params.logits_eos_inf,
-        confidence_eos_eot_inf=params.confidence_eos_eot_inf,
-        alg=_named(params.alg, ALGS),
-        eps=params.eps,
-        alg_temp=params.alg_temp,
-        cache=_named(params.cache, CACHES),
-    )
+def _set_fields(names: Iterable[str], params: Params) -> dict[str, Any]:
+    """These settings as fields of a message, with names as numbers; None is not set."""
+    given = {name: getattr(params, name) for name in names}
+    for name in NAMES.keys() & given.keys():
+        given[name] = None if given[name] is None else NAMES[name][given[name]]
+    if isinstance(stop := given.get("stop"), str):
+        given["stop"] = (stop,)
+    return given
+
+
+def _fields_of(message: type[Message]) -> Iterable[str]:
+    """The fields of a message of settings, which have the names of those of Params."""
+    return message.DESCRIPTOR.fields_by_name
 
 
 def make_tokenize_request(
@@ -364,21 +312,3 @@ def make_tokenize_request(
         chat=given.to_input() if isinstance(given, Chat) else None,
         parse_special_tokens=parse_special_tokens,
     )
-
-
-def _sampling(params: Params) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias,
-        seed=params.seed,
-    )
-
-
-def _named(name: str | None, known: Mapping[Any, Value]) -> Value | None:
-    return None if name is None else known[name]

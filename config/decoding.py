@@ -85,35 +85,19 @@ class Bounds:
 
 _INT32_MAX: Final = 2**31 - 1  # room in a decode worker's slots on a device
 
-TEMPERATURE: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for greedy")
-TOP_P: Final = Bounds(0.0, 1.0, above_low=True)
-TOP_K: Final = Bounds(0, _INT32_MAX, note="; 0 keeps all")
-LOGPROBS: Final = Bounds(0, 20)
-MIN_P: Final = Bounds(0.0, 1.0)
-PENALTY: Final = Bounds(-2.0, 2.0)
-REPETITION: Final = Bounds(0.1, 10.0)
 BIAS: Final = Bounds(-100.0, 100.0)
 MOST_BIASES: Final = 512
 MOST_STOPS: Final = 16
 STOP_BYTES: Final = Bounds(1, 256)
 MOST_STOP_IDS: Final = 64
-TOKEN_ID: Final = Bounds(0, 2**32 - 1)  # for one request; vocabularies are smaller
-SEED: Final = Bounds(0, 2**64 - 1)
-ANSWERS: Final = Bounds(1, 64)  # for one request; a router may have a lower limit
-ANSWER_INDEX: Final = Bounds(0, 63)
+TOKEN_ID: Final = Bounds(0, 2**32 - 1)  # of the wire; vocabularies have fewer
+LOGPROBS: Final = Bounds(0, 20)
+ANSWERS: Final = Bounds(1, 64)  # to one request; routers may take fewer
 MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
 MIN_TOKENS: Final = Bounds(0, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
-THRESHOLD: Final = Bounds(0.0, 1.0)
-DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
-ENTROPY: Final = Bounds(0.0, 1000.0)  # nats; a block of 64 without any knowledge has about 800
-BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
-STEPS: Final = Bounds(0, 65536, note="; 0 takes one for each token")
-CFG_SCALE: Final = Bounds(0.0, 100.0)
-EPS: Final = Bounds(0.0, 1.0)
-FACTOR: Final = Bounds(0.0, 1000.0, note="; 0 uses the threshold")
-POST_STEPS: Final = Bounds(0, 1024)
-ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no randomness")
+_SHARE: Final = Bounds(0.0, 1.0)
+_PENALTY: Final = Bounds(-2.0, 2.0)
 
 PART_LENGTH: Final = 8  # tokens of a block that Fast-dLLM v2 fills before the next ones
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
@@ -267,32 +251,32 @@ def _float32(number: float) -> float:
 
 
 SAMPLING: Final[Mapping[str, Bounds]] = {
-    "temperature": TEMPERATURE,
-    "top_p": TOP_P,
-    "top_k": TOP_K,
-    "seed": SEED,
-    "answer_index": ANSWER_INDEX,
-    "min_p": MIN_P,
-    "presence_penalty": PENALTY,
-    "frequency_penalty": PENALTY,
-    "repetition_penalty": REPETITION,
+    "temperature": Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for greedy"),
+    "top_p": Bounds(0.0, 1.0, above_low=True),
+    "top_k": Bounds(0, _INT32_MAX, note="; 0 keeps all"),
+    "seed": Bounds(0, 2**64 - 1),
+    "answer_index": Bounds(0, 63),
+    "min_p": _SHARE,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": Bounds(0.1, 10.0),
 }
 STOPPING: Final[Mapping[str, Bounds]] = {"max_tokens": MAX_TOKENS, "min_tokens": MIN_TOKENS}
 SETTINGS: Final[Mapping[str, Bounds]] = {
     "window": WINDOW,
-    "confidence_threshold": THRESHOLD,
-    "block_add_threshold": THRESHOLD,
-    "full_activation_threshold": THRESHOLD,
-    "denoising_steps": DENOISING_STEPS,
-    "entropy_bound": ENTROPY,
-    "editing_threshold": THRESHOLD,
-    "max_post_steps": POST_STEPS,
-    "factor": FACTOR,
-    "block_length": BLOCK_LENGTH,
-    "steps": STEPS,
-    "cfg_scale": CFG_SCALE,
-    "eps": EPS,
-    "alg_temp": ALG_TEMP,
+    "confidence_threshold": _SHARE,
+    "block_add_threshold": _SHARE,
+    "full_activation_threshold": _SHARE,
+    "denoising_steps": Bounds(1, _INT32_MAX),
+    "entropy_bound": Bounds(0.0, 1000.0),  # nats; a block of 64 that knows nothing has about 800
+    "editing_threshold": _SHARE,
+    "max_post_steps": Bounds(0, 1024),
+    "factor": Bounds(0.0, 1000.0, note="; 0 goes by the threshold"),
+    "block_length": Bounds(1, _INT32_MAX),
+    "steps": Bounds(0, 65536, note="; 0 takes one a token"),
+    "cfg_scale": Bounds(0.0, 100.0),
+    "eps": _SHARE,
+    "alg_temp": Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot"),
 }
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "algorithm": get_args(Algorithm),

@@ -15,10 +15,8 @@ import msgspec
 from effuse.config.decoding import (
     CANVAS_ALGORITHMS,
     MAX_TOKENS,
-    TEMPERATURE,
-    THRESHOLD,
-    TOP_K,
-    TOP_P,
+    SAMPLING,
+    SETTINGS,
     Algorithm,
     Bounds,
     DecodeSettings,
@@ -32,7 +30,7 @@ from effuse.models.end_ids import GENERATION_CONFIG, stated_end_ids
 from effuse.models.families import family_of
 
 _ALGORITHMS: Final[tuple[Algorithm, ...]] = get_args(Algorithm)
-_SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
+_SAMPLING: Final = {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")}
 
 
 def refuse_unserved(
@@ -116,7 +114,7 @@ def _settings(
             knobs["confidence_threshold"] = family.confidence_threshold
             knobs["block_length"] = settings.block_length
     sources |= dict.fromkeys(knobs, family.origin)
-    editing = _number(keys, "editing_threshold", THRESHOLD)  # effuse's own key
+    editing = _number(keys, "editing_threshold", SETTINGS["editing_threshold"])  # effuse's own key
     if own == "block_diffusion" and editing is not None:
         knobs["editing_threshold"] = editing
         sources["editing_threshold"] = GENERATION_CONFIG

@@ -7,13 +7,12 @@ for a worker and are not refused with NOT_FOUND.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final
 
 import grpc.aio
 
-from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
+from effuse.client.params import NAMES
 from effuse.config.decoding import DecodingDefaults
 from effuse.placement.records import Link, ModelInfo
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
@@ -25,14 +24,6 @@ from effuse.router.validation import KNOBS
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
-# Knobs that are names, and their numbers on the wire.
-_ENUMS: Final[Mapping[str, Mapping[Any, int]]] = {
-    "algorithm": ALGORITHMS,
-    "score": SCORES,
-    "remasking": REMASKINGS,
-    "alg": ALGS,
-    "cache": CACHES,
-}
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
     "decode": model_pb2.WORKER_ROLE_DECODE,
@@ -180,7 +171,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             vocab_size=model.vocab_size,
             mask_token_id=model.mask_token_id,
             eos_token_ids=model.eos_token_ids,
-            default_algorithm=ALGORITHMS[model.defaults.settings.algorithm],
+            default_algorithm=NAMES["algorithm"][model.defaults.settings.algorithm],
             decode_workers=len(decode),
             prefill_workers=len(prefill),
             defaults=defaults,
@@ -193,8 +184,8 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     settings, sampling = defaults.settings, defaults.sampling
     used = ("algorithm", *KNOBS[settings.algorithm])
     knobs: dict[str, Any] = {name: getattr(settings, name) for name in used}
-    for name in _ENUMS.keys() & knobs.keys():
-        knobs[name] = _ENUMS[name][knobs[name]]
+    for name in NAMES.keys() & knobs.keys():
+        knobs[name] = NAMES[name][knobs[name]]
     return model_pb2.ModelDefaults(
         sampling=generation_pb2.SamplingParams(
             temperature=sampling.temperature,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from effuse.client.chat import Chat
-from effuse.client.params import ALGORITHMS, ALGS, CACHES, PRIORITIES, REMASKINGS, SCORES, Priority
+from effuse.client.params import NAMES, Priority
 from effuse.config.decoding import (
     ANSWERS,
     BIAS,
@@ -38,25 +38,14 @@ from effuse.placement.records import ModelInfo
 from effuse.router.findings import Findings, check_input, check_request_id
 from effuse.v1 import generation_pb2 as pb
 
-PRIORITY_NAMES: Final = tuple(pb.Priority.keys())
-_PRIORITIES: Final = {number: name for name, number in PRIORITIES.items()}
-_ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
-_REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
-NAMED_KNOBS: Final[Mapping[str, Mapping[Any, str]]] = {
-    "algorithm": _ALGORITHMS,
-    "score": {number: name for name, number in SCORES.items()},
-    "remasking": _REMASKINGS,
-    "alg": {number: name for name, number in ALGS.items()},
-    "cache": {number: name for name, number in CACHES.items()},
+_BY_NUMBER: Final[Mapping[str, Mapping[int, Any]]] = {
+    setting: {number: name for name, number in numbers.items()}
+    for setting, numbers in NAMES.items()
 }
-"""Fields of DecodingParams that are names, by their numbers on the wire."""
 _WIRE_NAMES: Final[Mapping[str, Sequence[str]]] = {
-    "algorithm": tuple(pb.Algorithm.keys()),
-    "score": tuple(pb.Score.keys()),
-    "remasking": tuple(pb.Remasking.keys()),
-    "alg": tuple(pb.Alg.keys()),
-    "cache": tuple(pb.Cache.keys()),
+    setting: tuple(getattr(pb, setting.title()).keys()) for setting in NAMES
 }
+"""Names of settings on the wire, by their numbers."""
 
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
 KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
@@ -154,7 +143,7 @@ def validate(
     num_answers = request.n if request.HasField("n") else 1
     findings.number("n", num_answers, answers)
     findings.number("output.logprobs", request.output.logprobs, LOGPROBS)
-    findings.choice("priority", request.priority, PRIORITY_NAMES)
+    findings.choice("priority", request.priority, _WIRE_NAMES["priority"])
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
@@ -174,7 +163,7 @@ def validate(
         has_seed=request.sampling.HasField("seed"),
         num_answers=num_answers,
         settings=_resolve_settings(request.decoding, algorithm, model),
-        priority=_PRIORITIES.get(request.priority, "normal"),
+        priority=_BY_NUMBER["priority"].get(request.priority, "normal"),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
         num_logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
@@ -275,7 +264,7 @@ def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Fin
 def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Findings) -> Algorithm:
     """Checks the knobs and returns the algorithm they are for."""
     default = model.defaults.settings.algorithm
-    algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, default)
+    algorithm: Algorithm = _BY_NUMBER["algorithm"].get(decoding.algorithm, default)
     for knob, value in decoding.ListFields():
         name = f"decoding.{knob.name}"
         if (names := _WIRE_NAMES.get(knob.name)) is not None:
@@ -287,7 +276,7 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
         # A knob without effect is a mistake that would pass in silence.
         if knob.name != "algorithm" and knob.name not in KNOBS[algorithm]:
             findings.add(name, f"it unset with {algorithm}, which does not use it", "a value")
-    known, asked = ORDERS.get(algorithm), _REMASKINGS.get(decoding.remasking)
+    known, asked = ORDERS.get(algorithm), _BY_NUMBER["remasking"].get(decoding.remasking)
     if known and asked and asked not in known:
         form = f"one of {', '.join(known)} with {algorithm}"
         findings.add("decoding.remasking", form, asked)
@@ -330,7 +319,7 @@ def _by_blocks(model: ModelInfo) -> str:
     """Algorithms that any model takes, but for those of another model's tuning."""
     return " or ".join(
         algorithm
-        for algorithm in _ALGORITHMS.values()
+        for algorithm in NAMES["algorithm"]
         if algorithm not in CANVAS_ALGORITHMS
         and (algorithm != "fast_dllm_v2" or model.architecture == algorithm)
     )
@@ -352,8 +341,8 @@ def _resolve_settings(
     decoding: pb.DecodingParams, algorithm: Algorithm, model: ModelInfo
 ) -> DecodeSettings:
     given = _given(decoding)
-    for name in NAMED_KNOBS.keys() & given.keys():
-        given[name] = NAMED_KNOBS[name][given[name]]
+    for name in _BY_NUMBER.keys() & given.keys():
+        given[name] = _BY_NUMBER[name][given[name]]
     defaults = model.defaults.settings_of(algorithm, model.block_size)
     return msgspec.structs.replace(defaults, **given) if given else defaults
 

@@ -12,7 +12,7 @@ from router.fake_model import model_info
 import effuse
 from effuse.client.credentials import Credentials, read_target
 from effuse.client.options import Options
-from effuse.client.params import ALGORITHMS, make_request, make_tokenize_request
+from effuse.client.params import NAMES, make_request, make_tokenize_request
 from effuse.config.decoding import SAMPLING, SETTINGS, STOPPING
 from effuse.protos.errors import InvalidRequest
 from effuse.protos.tls import TlsFiles
@@ -139,7 +139,7 @@ def test_good_values_at_the_limits_are_taken_by_a_router() -> None:
 def said_against(request: pb.GenerateRequest, name: str) -> list[str]:
     algorithms = [one for one, knobs in KNOBS.items() if name in knobs]
     if algorithms:
-        request.decoding.algorithm = ALGORITHMS[algorithms[0]]
+        request.decoding.algorithm = NAMES["algorithm"][algorithms[0]]
     try:
         validate(request, model_info(), is_stream=False)
     except InvalidRequest as error:

@@ -11,7 +11,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
+from effuse.client.params import NAMES
 from effuse.config import decoding
 from effuse.config.decoding import (
     Alg,
@@ -110,11 +110,11 @@ def test_fields_have_the_names_of_the_wire() -> None:
 @pytest.mark.parametrize(
     ("kind", "numbers", "enum"),
     [
-        (Algorithm, ALGORITHMS, generation_pb2.Algorithm),
-        (Remasking, REMASKINGS, generation_pb2.Remasking),
-        (Score, SCORES, generation_pb2.Score),
-        (Alg, ALGS, generation_pb2.Alg),
-        (Cache, CACHES, generation_pb2.Cache),
+        (Algorithm, NAMES["algorithm"], generation_pb2.Algorithm),
+        (Remasking, NAMES["remasking"], generation_pb2.Remasking),
+        (Score, NAMES["score"], generation_pb2.Score),
+        (Alg, NAMES["alg"], generation_pb2.Alg),
+        (Cache, NAMES["cache"], generation_pb2.Cache),
     ],
 )
 def test_every_name_has_its_number_on_the_wire(
@@ -126,16 +126,19 @@ def test_every_name_has_its_number_on_the_wire(
     assert [enum.Name(number) for number in numbers.values()] == enum.keys()[1:]
 
 
+TEMPERATURE = decoding.SAMPLING["temperature"]
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("temperature", f"from {decoding.TEMPERATURE.low} to {decoding.TEMPERATURE.high:g}."),
+        ("temperature", f"from {TEMPERATURE.low} to {TEMPERATURE.high:g}."),
         ("max_tokens", f"Default: the model's, or {decoding.DEFAULT_MAX_TOKENS};"),
         ("window", f"{decoding.WINDOW.low} to {decoding.WINDOW.high}. Default {GOOD.window}."),
         ("confidence_threshold", "Default 0.9."),
         ("block_add_threshold", "Default 0.1."),
         ("full_activation_threshold", "Default 0.95."),
-        ("steps", f"At most {decoding.STEPS.high}. Default {GOOD.steps},"),
+        ("steps", f"At most {decoding.SETTINGS['steps'].high}. Default {GOOD.steps},"),
         ("cfg_scale", f"Default {GOOD.cfg_scale:g}."),
         ("eps", "Default 0.001."),
         ("alg_temp", f"Default {GOOD.alg_temp:g}."),

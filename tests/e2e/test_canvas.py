@@ -18,7 +18,7 @@ from e2e.processes import engine_of
 
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.client.client import Client
-from effuse.client.params import ALGORITHMS, Params, make_request
+from effuse.client.params import NAMES, Params, make_request
 from effuse.config.decoding import Alg
 from effuse.v1 import generation_pb2 as pb
 
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_the_published_loops(fleet: Fleet, served: Served) -
         )
         with Client(fleet.address) as told:
             (model,) = told.models()
-    assert model.defaults.decoding.algorithm == ALGORITHMS[architecture]
+    assert model.defaults.decoding.algorithm == NAMES["algorithm"][architecture]
     assert by_default.token_ids == named.token_ids and by_default.stats.prefill_worker == ""
     for run, answer in zip(runs, answers, strict=True):
         assert list(answer.token_ids) == run.tokens, run

@@ -13,7 +13,7 @@ from bad_input.requests import Change, decoding, sampling
 from router.fake_model import BLOCK_SIZE, model_info
 from router.test_validation import good
 
-from effuse.client.params import ALGORITHMS
+from effuse.client.params import NAMES
 from effuse.config.decoding import Algorithm, DecodingDefaults, plain_settings
 from effuse.protos.errors import InvalidRequest
 from effuse.router.catalogue import describe_defaults
@@ -146,6 +146,6 @@ def test_a_canvas_needs_decode_workers_that_may_prefill() -> None:
 @pytest.mark.parametrize("algorithm", get_args(Algorithm))
 def test_the_defaults_of_every_algorithm_are_told(algorithm: Algorithm) -> None:
     told = describe_defaults(DecodingDefaults(settings=plain_settings(algorithm, 32))).decoding
-    assert told.algorithm == ALGORITHMS[algorithm]
+    assert told.algorithm == NAMES["algorithm"][algorithm]
     assert {field.name for field, _ in told.ListFields()} <= {"algorithm", *KNOBS[algorithm]}
     assert len(told.ListFields()) > 1
