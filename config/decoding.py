@@ -90,9 +90,9 @@ MOST_BIASES: Final = 512
 MOST_STOPS: Final = 16
 STOP_BYTES: Final = Bounds(1, 256)
 MOST_STOP_IDS: Final = 64
-TOKEN_ID: Final = Bounds(0, 2**32 - 1)  # of the wire; vocabularies have fewer
+TOKEN_ID: Final = Bounds(0, 2**32 - 1)  # for one request; vocabularies are smaller
 LOGPROBS: Final = Bounds(0, 20)
-ANSWERS: Final = Bounds(1, 64)  # to one request; routers may take fewer
+ANSWERS: Final = Bounds(1, 64)  # for one request; a router may have a lower limit
 MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
 MIN_TOKENS: Final = Bounds(0, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
@@ -268,15 +268,15 @@ SETTINGS: Final[Mapping[str, Bounds]] = {
     "block_add_threshold": _SHARE,
     "full_activation_threshold": _SHARE,
     "denoising_steps": Bounds(1, _INT32_MAX),
-    "entropy_bound": Bounds(0.0, 1000.0),  # nats; a block of 64 that knows nothing has about 800
+    "entropy_bound": Bounds(0.0, 1000.0),  # nats; 64 unknown tokens have about 800
     "editing_threshold": _SHARE,
     "max_post_steps": Bounds(0, 1024),
-    "factor": Bounds(0.0, 1000.0, note="; 0 goes by the threshold"),
+    "factor": Bounds(0.0, 1000.0, note="; 0 uses the threshold"),
     "block_length": Bounds(1, _INT32_MAX),
-    "steps": Bounds(0, 65536, note="; 0 takes one a token"),
+    "steps": Bounds(0, 65536, note="; 0 takes one for each token"),
     "cfg_scale": Bounds(0.0, 100.0),
     "eps": _SHARE,
-    "alg_temp": Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot"),
+    "alg_temp": Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no randomness"),
 }
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "algorithm": get_args(Algorithm),
