@@ -26,7 +26,8 @@ from pathlib import Path
 import psutil
 
 from effuse.benchmarks.report import Figure, Report
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.client.client import Client
 from effuse.client.params import Params
 from effuse.worker.gpus import gpus_here

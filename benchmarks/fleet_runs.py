@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from effuse.benchmarks.fleet_figures import decoding, figures, links
 from effuse.benchmarks.fleet_load import Client, Pace, Shape, Steady, Taken, Window, client_of
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.models.config import ModelConfig
 
 PAGE_SIZE = 32

@@ -22,7 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.benchmarks.direct import CONFIDENCE_THRESHOLD, DEADLINE_S, DirectClient
 from effuse.benchmarks.report import Figure
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.cli.ports import free_port
 from effuse.v1 import generation_pb2, generation_pb2_grpc
 

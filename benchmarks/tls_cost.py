@@ -22,7 +22,8 @@ import grpc.aio
 from effuse.benchmarks.direct import CONFIDENCE_THRESHOLD
 from effuse.benchmarks.report import Figure
 from effuse.benchmarks.router_overhead import MAX_TOKENS, PROMPT
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.client.credentials import Credentials
 from effuse.protos.tls import TlsFiles
 from effuse.v1 import generation_pb2, generation_pb2_grpc

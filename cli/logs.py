@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Final, Self, TextIO
 
 from effuse.cli.arguments import command, directory, whole
-from effuse.cli.commands import new_name
-from effuse.cli.fleet import FleetConfig
+from effuse.cli.commands import FleetConfig, new_name
 from effuse.cli.process import LogFollower, last_lines, with_name
 
 KEPT: Final = 10

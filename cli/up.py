@@ -16,8 +16,8 @@ from typing import cast
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
-from effuse.cli.commands import LOOPBACK, http_flags, value_of
-from effuse.cli.fleet import SIZE_FLAG, Fleet, FleetConfig
+from effuse.cli.commands import LOOPBACK, SIZE_FLAG, FleetConfig, http_flags, value_of
+from effuse.cli.fleet import Fleet
 from effuse.cli.gpus import fleet_gpus, gpu_list
 from effuse.cli.greeting import asks_who_calls
 from effuse.cli.logs import keep_logs

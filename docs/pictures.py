@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 from xml.sax.saxutils import escape
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.cli.watch import Canvas, Style, apply
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.rowwise import WeightedParts, linear, swiglu, swiglu_ref
+from effuse.kernels.rowwise import linear, swiglu, swiglu_ref
+from effuse.kernels.values import WeightedParts
 
 NO_EXPERT: Final = -1
 """The pick of an expert that another rank holds: it gives zeros."""

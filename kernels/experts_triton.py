@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from effuse.kernels.experts_routes_triton import SortedPicks, launch_sort
-from effuse.kernels.rowwise import WeightedParts
+from effuse.kernels.values import WeightedParts
 
 PICKS_THAT_GROUP = 56
 """From this many picks for an expert on average, `grouped_mlp` is faster (H200, bf16)."""

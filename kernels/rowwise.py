@@ -5,36 +5,14 @@ Means are taken in fp32 whatever the dtype, in an order that does not depend on 
 is imported only for CUDA tensors, as in the other operators, because a CPU engine does not need it.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from effuse.kernels.values import WeightedParts
+
 # On the CPU fp32 products of 4 or more rows agree bitwise with each other; smaller ones do not.
 MIN_ROWS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedParts:
-    """Rows [T, H] that are sums of K parts each, not yet added up."""
-
-    parts: Tensor  # [N, H]
-    # [T, K] int32: the index of each part of each row; None: K after K, in order
-    places: Tensor | None
-    weights: Tensor  # [T, K] fp32
-
-    def total(self) -> Tensor:
-        """[T, H], summed in fp32 in the order of the parts and rounded to their dtype."""
-        (rows, count), device = self.weights.shape, self.parts.device
-        places = self.places
-        if places is None:
-            places = torch.arange(rows * count, device=device)
-        places = places.view(rows, count)
-        total = torch.zeros(rows, self.parts.shape[1], device=device)
-        for at in range(count):
-            total.add_(self.parts[places[:, at]].float() * self.weights[:, at, None])
-        return total.to(self.parts.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

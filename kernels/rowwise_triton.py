@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.rowwise import WeightedParts
+from effuse.kernels.values import WeightedParts
 
 ELEMENTS_PER_PROGRAM = 4096  # of normalisation
 TILE = 2048  # of the activation

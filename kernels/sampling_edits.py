@@ -6,29 +6,10 @@ changes are not read again. The decode worker decides which ids change, and by h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class LogitEdits:
-    """The changes of R rows. Rows may share entries; no id occurs twice in a row."""
-
-    begin: Tensor  # [R] int32, a row's first entry
-    end: Tensor  # [R] int32, after its last one
-    token: Tensor  # [E] int32
-    # [E] fp32, above 0: divides logits above 0 and multiplies others; 1 has no effect
-    penalty: Tensor
-    add: Tensor  # [E] fp32, added afterwards; -inf bars the id
-    gap: Tensor  # [R] fp32, how far below its largest logit a row keeps logits; inf keeps all
-
-    def of_rows(self, first: int, end: int) -> LogitEdits:
-        """The changes of the rows [first, end), as views."""
-        rows = slice(first, end)
-        begin, behind, gap = self.begin[rows], self.end[rows], self.gap[rows]
-        return replace(self, begin=begin, end=behind, gap=gap)
+from effuse.kernels.values import LogitEdits
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor:

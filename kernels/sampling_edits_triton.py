@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.sampling_edits import LogitEdits
+from effuse.kernels.values import LogitEdits
 
 CHUNK_OF_ENTRIES = 128
 MOST_CHUNK = 4096

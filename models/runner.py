@@ -17,9 +17,10 @@ from torch import Tensor
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.marks import LayerMarks
 from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
-from effuse.kernels.sampling_edits import LogitEdits, edit_logits
+from effuse.kernels.sampling_edits import edit_logits
 from effuse.kernels.sampling_llada import LladaDraw, sample_llada
 from effuse.kernels.sampling_logprobs import token_logprobs
+from effuse.kernels.values import LogitEdits
 from effuse.models.config import ModelConfig
 from effuse.models.packing import (
     PackedParts,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

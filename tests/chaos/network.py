@@ -33,8 +33,8 @@ from e2e.client import all_at_once, connect, load_of
 from e2e.tiny import TINY, tiny_checkpoint
 from slowness import patient
 
-from effuse.cli.commands import LOOPBACK
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import LOOPBACK, FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.protos.gate import FleetSecret
 from effuse.v1 import model_pb2, model_pb2_grpc
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 
+from effuse.cli.commands import FleetConfig
 from effuse.cli.demo import explain_errors, fleet_of, parse
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.router.tenants import Tenant, line_of
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 from checkpoints import write_tiny_checkpoint
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 
 # Ids that no GPU has: each worker finds none behind its own and computes on the CPU.
 FIRST, SECOND = "GPU-00000000-0000-0000-0000-000000000001", "MIG-2"

@@ -12,7 +12,8 @@ import pytest
 import redis
 import redis_server
 
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.ports import free_port
 from effuse.placement.access import RIGHTS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effuse.cli.fleet import FleetConfig
+from effuse.cli.commands import FleetConfig
 from effuse.cli.gpus import Assignment
 from effuse.cli.greeting import laid_out, metrics_text, model_text, workers_text
 from effuse.v1 import model_pb2 as pb

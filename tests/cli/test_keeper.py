@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.cli.keeper import Restarts, Rolling, watch_over
 from effuse.cli.process import Process, Spawner
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.fleet import FleetConfig
+from effuse.cli.commands import FleetConfig
 from effuse.cli.logs import KEPT, KeptLogs, keep_logs, latest, logs_home, main, show
 
 

@@ -12,7 +12,8 @@ import pytest
 from cli.browser import VARIABLE, Page, installed, opened
 from e2e.tiny import tiny_checkpoint
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.cli.page import PageSource, served
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc

@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 from slowness import patient
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.cli.status import as_json, as_text, main
 from effuse.v1 import model_pb2 as pb
 from effuse.v1.generation_pb2 import ALGORITHM_BLOCK_DIFFUSION, DecodingParams, SamplingParams

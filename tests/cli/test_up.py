@@ -16,13 +16,14 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 
 from effuse.cli.commands import (
+    FleetConfig,
     Surroundings,
     longest_end_s,
     longest_start_s,
     member_commands,
     value_of,
 )
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
+from effuse.cli.fleet import Fleet, FleetError, ProcessEnded
 from effuse.cli.greeting import workers_text
 from effuse.cli.process import Process
 from effuse.cli.run_up import UpView

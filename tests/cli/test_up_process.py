@@ -31,7 +31,8 @@ from checkpoints import write_tiny_checkpoint
 from eventually import eventually
 from slowness import patient
 
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.logs import main as logs
 from effuse.cli.ports import free_port
 

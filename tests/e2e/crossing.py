@@ -64,7 +64,8 @@ def crossed(connector: str) -> tuple[set[Path], set[Path]]:
     """Files that run while one request is answered, and while none is."""
     from e2e.tiny import tiny_checkpoint
 
-    from effuse.cli.fleet import Fleet, FleetConfig
+    from effuse.cli.commands import FleetConfig
+    from effuse.cli.fleet import Fleet
     from effuse.client.client import Client
     from effuse.client.params import Params
 

@@ -31,7 +31,8 @@ from e2e.processes import pids, standing_still
 from e2e.tiny import TINY, tiny_checkpoint
 from tokenizers import Tokenizer
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.protos.rpc import CALLER_KEEPALIVE, PUBLIC_LIMITS, server_options
 from effuse.router.tenants import Tenant, line_of
 from effuse.v1 import generation_pb2 as pb

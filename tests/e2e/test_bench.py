@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from effuse.cli import bench
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.problems.problem import check, problem
 
 

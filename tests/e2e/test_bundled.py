@@ -16,7 +16,8 @@ from oracle.forward import load_raw
 from tokenizers import Tokenizer
 
 import effuse.models
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.problems.problem import Problem, problem
 from effuse.v1 import generation_pb2 as pb
 

@@ -16,7 +16,8 @@ from decoding.published import Published, published_runs, write_published
 from e2e.client import all_at_once, connect
 from e2e.processes import engine_of
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.client.client import Client
 from effuse.client.params import NAMES, Params, make_request
 from effuse.config.decoding import Alg

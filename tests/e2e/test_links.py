@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from slowness import patient
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.placement.records import WorkerRecord, decode_worker
 from effuse.placement.store import Store
 from effuse.v1 import generation_pb2 as pb

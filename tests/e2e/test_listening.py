@@ -9,7 +9,8 @@ import pytest
 from e2e.processes import tree
 from e2e.tiny import tiny_checkpoint
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 
 OPEN = "0.0.0.0"
 EVERYWHERE = "::"  # gRPC's addresses for it: IPv6 and IPv4

@@ -19,7 +19,8 @@ from e2e.tiny import tiny_checkpoint
 
 import effuse
 from effuse.cli import generate, status
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.protos.channels import FLEET_NAME
 from effuse.protos.tls import TlsFiles
 from effuse.router.tenants import Tenant, line_of, make_token

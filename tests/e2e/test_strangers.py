@@ -16,7 +16,8 @@ from e2e.processes import tree
 from e2e.tiny import tiny_checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.placement.records import WorkerRecord, decode_worker
 from effuse.placement.store import Store
 from effuse.v1 import generation_pb2 as pb

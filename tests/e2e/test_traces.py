@@ -16,7 +16,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
 from router.test_kserve import asked as kserve_request
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.compat import kserve_pb2, kserve_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 from effuse.telemetry.traces import MOST_STATE, Traces
 from effuse.v1 import generation_pb2, generation_pb2_grpc

@@ -11,7 +11,8 @@ from pathlib import Path
 from checkpoints import MASK_TOKEN_ID, VOCAB_SIZE, Architecture, TinySizes, write_tiny_checkpoint
 from slowness import patient
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

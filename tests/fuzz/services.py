@@ -35,7 +35,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from router.fake_model import BLOCK_SIZE, MASK, MAX_MODEL_LEN, PAD, VOCAB_SIZE
 from router.fakes import FakeFleet, fake_fleet
 
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.compat import kserve_pb2, vllm_engine_pb2
 from effuse.v1 import generation_pb2, model_pb2, monitor_pb2, worker_pb2
 

@@ -28,7 +28,8 @@ from tokenizers import Tokenizer
 
 import effuse
 import effuse.models
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.problems.problem import problem
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1.model_pb2 import WORKER_ROLE_DECODE as DECODE

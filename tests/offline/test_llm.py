@@ -15,7 +15,8 @@ from checkpoints import Architecture
 from decoding.published import published_runs, write_published
 
 import effuse
-from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.client.answer import Logprob
 from effuse.models.config_keys import CheckpointError
 from effuse.problems.problem import problem

@@ -33,8 +33,7 @@ from effuse.kernels import (
 )
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.rowwise import WeightedParts
-from effuse.kernels.sampling_edits import LogitEdits
+from effuse.kernels.values import LogitEdits, WeightedParts
 from operators.device_code import DeviceCode, device_code
 from operators.pool import layer_of
 

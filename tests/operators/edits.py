@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling_edits import LogitEdits, edit_logits_ref
+from effuse.kernels.sampling_edits import edit_logits_ref
+from effuse.kernels.values import LogitEdits
 from operators.sampling import MASK
 
 Edit = Callable[[Tensor, LogitEdits, int], Tensor]

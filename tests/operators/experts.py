@@ -11,7 +11,7 @@ from torch import Tensor
 
 from effuse.kernels.experts import NO_EXPERT, Routes, expert_mlp_ref, route_ref
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.rowwise import WeightedParts
+from effuse.kernels.values import WeightedParts
 from operators.tolerance import assert_close
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from effuse.kernels import (
     step_rows_triton,
 )
 from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
-from effuse.kernels.sampling_edits import LogitEdits
 from effuse.kernels.sampling_philox import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
+from effuse.kernels.values import LogitEdits
 from operators import attention, digests, distinct, edits, experts, paths, rows, sampling
 from operators.paths import Operators, triton_kernels
 

@@ -16,9 +16,9 @@ from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.pages import is_distinct
-from effuse.kernels.rowwise import WeightedParts
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
+from effuse.kernels.values import WeightedParts
 
 Pair = tuple[Tensor, Tensor]
 

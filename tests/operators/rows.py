@@ -9,7 +9,8 @@ from torch import Tensor
 
 from effuse.kernels.pages import store_kv_ref
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_ref
-from effuse.kernels.rowwise import WeightedParts, rms_norm_ref, swiglu_ref
+from effuse.kernels.rowwise import rms_norm_ref, swiglu_ref
+from effuse.kernels.values import WeightedParts
 from operators.paths import Operators
 from operators.pool import layer_of
 from operators.tolerance import assert_close
