@@ -1,4 +1,4 @@
-"""`effuse-router`: settles what must be said before gRPC is imported, then runs `process.py`."""
+"""`effuse-router`: settles the options that gRPC reads at its import, then runs `process.py`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Who may run now, who waits, who is refused: a bounded queue in front of the fleet.
+"""Decides which requests run now, wait or are refused: a bounded queue in front of the fleet.
 
-Of each model as many requests run at once as live decode workers of it have seats, within a limit
-for all; one for several answers counts as often as it has answers. What is beyond that waits here,
-where it holds nothing and has its turn with any worker, and not in the queue of one of them; first
-come, first served, but for what a request's class adds to its waiting, and tenants by turns
-(`tenants.py`). Models wait for their own workers alone. A waiting request is bounded by its own
-deadline, and refused where that cannot be met (`HoldTimes`). A model without a live decode worker
-has no slots, so its requests wait here until one is live, or until the router gives up (`give_up`).
-Not here: where a request goes (`policy.py`).
-"""
+For each model as many answers run at once as its live decode workers have seats, within a limit for
+all models. A request for several answers counts as often as it has answers. Other requests wait
+here and hold nothing, so that any worker can take their turn. The first to come goes first,
+corrected by the class of each request, and tenants take turns (`tenants.py`). Requests wait only
+for workers of their own model. A request waits until its own deadline at most, and is refused if it
+cannot meet it (`HoldTimes`). A model without a live decode worker has no slots: its requests wait
+until one is live, or until the router gives up (`give_up`). Not here: the choice of a worker
+(`policy.py`)."""
 
 from __future__ import annotations
 
@@ -27,10 +26,11 @@ from effuse.router.tenants import FairQueue
 from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
-"""What a request that was refused for its deadline is told to wait at least."""
+"""The shortest time after which a request that was refused because of its deadline may come again.
+"""
 TURN_MARGIN: Final = 1.0
-"""The same at its turn. Where too little is left for more than every other answer, whoever is next
-makes more of the slot."""
+"""The same at its turn. If less time is left than nearly every second answer takes, the next
+request uses the slot better."""
 
 
 def count_seats(seats: Sequence[int], most: int) -> int:
@@ -40,19 +40,19 @@ def count_seats(seats: Sequence[int], most: int) -> int:
 
 
 AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
-"""By how much earlier a class counts as having come. So waiting makes up for any class, and whoever
-waits for the difference goes before all of its tenant that come then."""
+"""By how much earlier a class counts as having come. So waiting makes up for any class: a request
+that has waited for the difference goes before all later ones of its tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotNeed:
-    """What a request needs a slot for."""
+    """The slots that a request needs."""
 
-    model: str = ""  # whose workers it needs
+    model: str = ""  # the model of the workers
     place: float = 0.0  # the time of coming, or what counts as such; smaller ones go first
     tenant: str = ""
     size: int = 1  # tokens of an answer at most
-    num_answers: int = 1  # seats, of which it waits for the first alone
+    num_answers: int = 1  # seats; it waits only for the first one
     left_s: float = math.inf  # until its deadline
 
     @classmethod
@@ -83,7 +83,7 @@ class Turn:
 
 
 class ModelSlots:
-    """Those of one model's workers: how many there are, how many are held, and who waits."""
+    """The slots of one model's workers: their number, those in use, and the requests that wait."""
 
     def __init__(self, max_running: int) -> None:
         self.max_running = max_running
@@ -114,7 +114,7 @@ class HeldSlots:
         self._num_left = 0
 
     async def __aenter__(self) -> HeldSlots:
-        """Waits for them; raises as `Admission.slot` says."""
+        """Waits for them; raises like `Admission.slot`."""
         self._began = await self._admission.take_slot(self._need)
         self._num_left = self._need.num_answers
         return self
@@ -125,8 +125,8 @@ class HeldSlots:
             self.end_answer(self._began, is_answered=kind is None)
 
     def end_answer(self, began: float, *, is_answered: bool = True) -> None:
-        """Frees the slot of an answer that has ended. It had a seat since `began`, where it had to
-        wait for one after the request was admitted."""
+        """Frees the slot of an answer that has ended. It had a seat since `began`, if it waited for
+        one after the request was admitted."""
         self._num_left -= 1
         began = max(self._began, began)
         self._admission.end_answer(began, self._need, is_answered=is_answered)
@@ -157,7 +157,7 @@ class Admission:
         self._num_early = 0  # requests in the queue whose model is not known yet
         self._knows_seats = False
         self._served: Sequence[str] = ()  # models of the decode workers that were live last
-        self._seats_at_first = most_running  # of a model that nobody has asked for before
+        self._seats_at_first = most_running  # of a model that no request has named before
 
     @property
     def max_running(self) -> int:
@@ -221,7 +221,8 @@ class Admission:
 
     def fit_seats(self, seats: Mapping[str, Sequence[int]]) -> bool:
         """From now on as many requests run at once as live decode workers of each model have seats
-        for this router; what runs beyond it is left to end. Returns whether that is a change."""
+        for this router. Requests beyond that end by themselves. Returns whether that is a change.
+        """
         self._knows_seats, self._seats_at_first = bool(seats), 0
         self._served = tuple(seats) or self._served
         before = [one.max_running for one in self._models.values()]
@@ -265,15 +266,14 @@ class Admission:
         return began
 
     def end_answer(self, began: float, need: SlotNeed, *, is_answered: bool) -> None:
-        """Frees a slot, which an answer to this request has held since `began`, for who is next."""
+        """Frees a slot for the next request. An answer to this one has held it since `began`."""
         slots = self.slots_of(need.model)
         slots.holds.add(self._now() - began, need.size, is_answered=is_answered)
         self._count_running(slots, -1)
         self._admit_next()
 
     def check(self, need: SlotNeed = ANY) -> None:
-        """Raises where a request would be refused now; costs nothing. Its model may be one that
-        nobody has."""
+        """Raises if a request would be refused now; costs nothing. Its model may be unknown."""
         slots = self._models.get(need.model)
         if slots is None:
             slots = ModelSlots(self._seats_at_first)
@@ -294,8 +294,8 @@ class Admission:
         return max(slots.running - slots.max_running, self.num_running - self.most_running)
 
     def _check_turn(self, need: SlotNeed, left_s: float) -> Overloaded | None:
-        """What is told where a request whose turn has come has too little time left for it, or for
-        the answers that wait for seats."""
+        """The error of a request whose turn has come with too little time left for it, or for the
+        answers that wait for seats."""
         slots = self.slots_of(need.model)
         wait_s = slots.holds.wait_s(self._num_beyond(slots), slots.pace)
         late_s = slots.holds.hold_s(need.size, TURN_MARGIN) + wait_s - left_s

@@ -1,10 +1,10 @@
 """One answer to a request: attempts, one after the other, until it has ended.
 
-What fails goes down a ladder: another prefill worker; the decode worker for itself; another pair
-that resumes; waiting for a worker that may come back; UNAVAILABLE. Never a good end with missing
-text. Not here: one attempt (`attempt.py`), choosing workers (`policy.py`), what a failure means
-(`failures.py`), several answers to one request (`answers.py`).
-"""
+After a failure the next attempt takes another prefill worker, then lets the decode worker prefill,
+then resumes on another pair, then waits for a worker that may come back. The last step is
+UNAVAILABLE. An answer without part of its text never ends well. Not here: one attempt
+(`attempt.py`), the choice of workers (`policy.py`), the meaning of a failure (`failures.py`),
+several answers to one request (`answers.py`)."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ ALONE_S: Final = 2.0
 """How long a request waits for workers of its own, if its engines may have ended from outside."""
 
 TOGETHER_S: Final = 0.1
-"""How long a request whose engine died waits before its next attempt. Engines die together, of a
-host or a driver, and who went on at once might go on in one whose death is not known yet."""
+"""How long a request whose engine died waits before its next attempt. A host or a driver ends
+several engines together, and the next engine might be one whose death is not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class AnswerRun:
         self._told = told
 
     async def run(self) -> pb.GenerateStreamResponse:
-        """Attempts, one after the other, to its end, which is returned and yet to be told; raises
-        `EffuseError` or `ClientGone`."""
+        """Makes attempts, one after the other, and returns the last event, which is still to be
+        sent; raises `EffuseError` or `ClientGone`."""
         request, parts = self._request, self._parts
         while True:
             try:
@@ -139,13 +139,13 @@ class AnswerRun:
                 await fleet.wait_for_change(self._look_again_s())
 
     def _lacking(self, prospect: Prospect) -> AbstractContextManager[None]:
-        """Has other routers leave it a seat, where it waits for one."""
+        """Lets other routers leave it a seat, if it waits for one."""
         if prospect is not Prospect.SEAT:
             return nullcontext()
         return self._parts.admission.without_seat(self._request.asked.model.name)
 
     def _own_workers(self, placement: Placement) -> Sequence[WorkerRecord]:
-        """Those of its workers that it has alone."""
+        """The workers of the placement that run nothing else."""
         workers, alone = (placement.decode, placement.prefill), self._request.attempts.alone
         return [one for one in workers if one is not None and one.role in alone]
 
@@ -187,8 +187,8 @@ class AnswerRun:
         return replace(need, beside=request.attempts.beside, num_answers=num_answers)
 
     def _look_again_s(self) -> float:
-        """Seconds until a choice, or what is said of it, may come out otherwise although nothing
-        has happened."""
+        """Seconds until the choice, or an error about it, may be another one although nothing
+        happens."""
         parts, setbacks, now = self._parts, self._request.attempts.setbacks, self._parts.now()
         due = [
             LOOK_S,
@@ -222,8 +222,8 @@ class AnswerRun:
     # After an attempt.
 
     async def _prepare_retry(self, failure: Failure) -> None:
-        """Makes room for another attempt, when the budget has one; raises what the client is
-        told."""
+        """Prepares another attempt, once the budget has one; raises the error for the client if
+        none can follow."""
         request, parts, error = self._request, self._parts, failure.error
         attempts, setbacks = request.attempts, request.attempts.setbacks
         request.costs.end_attempt()
@@ -250,7 +250,8 @@ class AnswerRun:
             await self._wait_for_budget(delay_s)
 
     async def _wait_for_budget(self, delay_s: float) -> None:
-        """Who gives up meanwhile takes nothing, or all that fail would wait behind the gone."""
+        """A request that gives up meanwhile takes nothing. Otherwise all later failures would wait
+        behind requests that are gone."""
         with self._parts.metrics.waiting("budget"):
             try:
                 await asyncio.sleep(delay_s)
@@ -259,7 +260,7 @@ class AnswerRun:
                 raise
 
     def _raise_if_final(self, failure: Failure) -> None:
-        """Raises what the client is told where no other attempt can do better."""
+        """Raises the error for the client if no other attempt can do better."""
         error = failure.error
         if asyncio.get_running_loop().time() >= self._request.deadline:
             is_cut_off = self._parts.requests.is_cut_off
@@ -276,7 +277,7 @@ class AnswerRun:
             raise error
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
-        """UNAVAILABLE, with how far the request got and what it met with."""
+        """UNAVAILABLE, with the request's progress and setbacks."""
         request = self._request
         return Unavailable(
             _sentences(why, progress_text(request)),
@@ -305,5 +306,5 @@ def _sentences(*texts: str) -> str:
 
 
 def _is_ours(error: InvalidRequest) -> bool:
-    """Whether the router is at fault for what a worker refuses."""
+    """Whether the router caused the refusal of a worker."""
     return any(v.field.split(".")[0] in OUR_FIELDS for v in error.violations)

@@ -1,10 +1,9 @@
 """Several answers to one request, side by side: each by itself, their events in one stream.
 
-Each lives as a request of its own does: it is placed, lost, resumed and ended alone. The first one
-brings the prompt's KV to a decode worker; the others join it there as soon as pages are held for
-it. Where one of them fails for good, or the client goes, all are ended. Not here: one answer
-(`answer.py`), who shares what within a decode worker (`decode_worker/shared_prompts.py`).
-"""
+Each is placed, lost, resumed and ended like a request of its own. The first one brings the prompt's
+KV to a decode worker, and the others join it as soon as that worker holds pages for it. If one of
+them fails for good, or the client goes, all end. Not here: one answer (`answer.py`), the sharing
+within a decode worker (`decode_worker/shared_prompts.py`)."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from effuse.v1 import generation_pb2 as pb
 
 
 class SideBySide:
-    """All answers to one request, which is admitted and knows its prompt. Run once. `on_end` hears
-    of each that has come to its good end, as what it held is another one's from then on."""
+    """All answers to one request, which is admitted and knows its prompt. Run once. `on_end` is
+    called for each answer that ends well, because others may use its slot from then on."""
 
     def __init__(
         self,
@@ -51,8 +50,8 @@ class SideBySide:
         self._num_left = len(self._answers)
 
     async def run(self) -> pb.GenerateStreamResponse:
-        """Tells the client of all answers, but for the last event, which is returned; raises
-        `EffuseError` or `ClientGone`."""
+        """Sends the client all events except the last one, which is returned; raises `EffuseError`
+        or `ClientGone`."""
         first, *others = self._answers
         try:
             async with asyncio.TaskGroup() as group:
@@ -80,21 +79,21 @@ class SideBySide:
         return None
 
     def _forget_place(self) -> None:
-        """Where none of them is any more the prompt's KV is gone: who had no seat there yet goes
-        where a prefill worker hands it over anew."""
+        """Once none of them is there, the prompt's KV is gone. Answers without a seat then go to
+        any worker, with a new handoff."""
         if not any(_is_at(one, self._place) for one in self._answers):
             for one in self._answers:
                 one.attempts.beside = None
 
-    # What the first answer tells, and in part the others.
+    # Events of the first answer, and some of the others.
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Tells one event; raises `ClientGone`."""
+        """Sends one event; raises `ClientGone`."""
         async with self._writing:
             await self._client.send(event)
 
     def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
-        """Where the request is said to be is where its first answer is."""
+        """The request counts as being at the workers of its first answer."""
         self._client.begin_attempt(placement, transfer_id)
 
     def note_reserved(self, placement: Placement) -> None:
@@ -105,7 +104,7 @@ class SideBySide:
 
 
 class _Follower:
-    """What other answers than the first one tell: nothing of their attempts."""
+    """The listener of the other answers, whose attempts are not recorded."""
 
     def __init__(self, all_answers: SideBySide) -> None:
         self._all = all_answers
@@ -148,7 +147,7 @@ def split(request: Request, texts: Iterable[AnswerText], group: str) -> tuple[Re
 
 
 def add_up(request: Request) -> None:
-    """Has a request take over what its answers came to, where there are several."""
+    """Adds up the costs and attempts of a request's answers, if it has several."""
     if not request.answers:
         return
     first = request.answers[0].attempts

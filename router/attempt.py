@@ -1,11 +1,10 @@
-"""One attempt at a request: its calls opened, the prompt first, and relayed until one terminal.
+"""One attempt at a request: opens its calls, the prompt first, and passes events on until one ends
+it.
 
-Prefill computes from the first moment; decode answers with its reservation, which is passed on, and
+Prefill computes from the first moment. Decode answers with its reservation, which is passed on;
 only prefill's push waits for it. A patient attempt begins to prefill once pages are held. A worker
-that breaks the tables of `request.py` is as good as lost. Whichever way the attempt ends, its calls
-are ended here or handed to `calls.py`. Not here: what comes after a failed attempt
-(`handler.py`).
-"""
+that breaks the tables of `request_states.py` counts as lost. Every attempt ends its calls here or
+leaves them to `calls.py`. Not here: the reaction to a failed attempt (`answer.py`)."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 
 LAST_WORD_S: Final = 1.0
-"""What a decode worker that pages do not reach has to say that it is lost itself: its writer often
+"""How long a decode worker that receives no pages may take to report its own loss. Its writer often
 learns of that first, on busy cores by 0.4 s."""
 
 
 class Unfinished(Exception):
-    """The attempt failed; `failure` says what that means."""
+    """The attempt failed; `failure` is its judgement."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.error.message)
@@ -51,7 +50,7 @@ class Unfinished(Exception):
 
 
 class AttemptListener(Recipient, Protocol):
-    """Who is told of an answer, and of the attempts at it."""
+    """Receives the events of an answer, and news of the attempts at it."""
 
     def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
         """Another attempt begins on these workers."""
@@ -102,7 +101,8 @@ class Attempt:
         self._breaking_off: asyncio.TimerHandle | None = None
 
     async def run(self) -> FinishReason:
-        """Relays to the end and says why it ended; raises `Unfinished` or `ClientGone`."""
+        """Passes events on to the end and returns why it ended; raises `Unfinished` or
+        `ClientGone`."""
         prefill, request = self._placement.prefill, self._request
         with self._judging():
             for worker in self._workers():
@@ -140,7 +140,7 @@ class Attempt:
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
-        """Whatever fails ends the calls, and is told as what it means."""
+        """Ends the calls after any failure, and raises it as `Unfinished` with its meaning."""
         try:
             yield
         except AttemptFailed as failed:
@@ -158,8 +158,8 @@ class Attempt:
     # Opening.
 
     def _workers(self) -> Iterator[WorkerRecord]:
-        """Both have to show that they belong to the fleet before they are told anything: who is at
-        an address in Redis may be anybody."""
+        """Both must prove that they belong to the fleet before they get any message, because any
+        process may have an address from Redis."""
         if self._placement.prefill is not None:
             yield self._placement.prefill
         yield self._placement.decode
@@ -211,8 +211,7 @@ class Attempt:
     def _take(
         self, response: worker_pb2.DecodeResponse
     ) -> Iterator[generation_pb2.GenerateStreamResponse]:
-        """What the client is told of what decode says, event by event, to the last one that
-        counts."""
+        """The client's events of a message from decode, up to the last one that counts."""
         for event in (response, *response.then):
             if (news := self._take_event(event)) is not None:
                 yield news
@@ -221,8 +220,9 @@ class Attempt:
                 return
 
     def _end_without_word(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
-        """The end where the worker is lost after the last token, and before it has said so: there
-        is nothing left to resume. Gives what is still to be told; else raises the error."""
+        """The end of an answer whose worker is lost between the last token and its last event:
+        nothing is left to resume. Returns the rest of the text; raises the error for other answers.
+        """
         if not self._request.is_complete:
             raise error
         failure = self._failure(error)
@@ -236,7 +236,7 @@ class Attempt:
     def _take_event(
         self, event: worker_pb2.DecodeResponse
     ) -> generation_pb2.GenerateStreamResponse | None:
-        """What the client is told of it, if anything."""
+        """The client's event of a decode worker's event, if there is one."""
         request, now = self._request, self._parts.now()
         match event.WhichOneof("event"):
             case "reservation":
@@ -311,8 +311,8 @@ class Attempt:
             self._is_broken_off = self._decode.cancel()
 
     def _failure(self, error: Exception) -> Failure:
-        """What to act on: decode's own failure, as it decides where to go next, before
-        prefill's."""
+        """The failure to act on. Decode's own comes before prefill's, because it decides the next
+        place."""
         decode, prefill = self._placement.decode, self._prefill
         if self._is_broken_off and prefill is not None and prefill.failure is not None:
             return self._judge(prefill.failure)

@@ -1,15 +1,14 @@
-"""Calls to workers: what an attempt says on them, how their outcomes are told apart, and how what
-attempts leave behind is ended.
+"""Calls to workers: their messages, their outcomes, and the end of those that attempts leave
+behind.
 
-A call has its worker's error, its silence, or our own cancellation: grpcio raises CancelledError
-both where our task is cancelled and where the call is, and only the first may pass.
+A call ends with its worker's error, its silence, or our own cancellation. grpcio raises
+CancelledError if our task is cancelled and if the call is, and only the first may pass.
 
-An answer is given as soon as its last token is known; what its calls still say concerns nobody, but
-none of them may be left: all of it ends beside the requests. A worker also learns of an attempt's
-end from its broken call; it answers an abort only once nothing reads or writes KV memory any more.
-Here that answer is counted, not needed. Not here: when calls are opened and cancelled
-(`attempt.py`).
-"""
+An answer is given as soon as its last token is known. Later messages of its calls do not matter,
+but none of the calls may stay open: all of them end beside the requests. A worker also learns of an
+attempt's end from its broken call. It answers an abort only once nothing reads or writes KV memory
+any more; here that answer is counted and not needed. Not here: the moments at which calls are
+opened and cancelled (`attempt.py`)."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ DecodeCall = grpc.aio.UnaryStreamCall[worker_pb2.DecodeRequest, worker_pb2.Decod
 PrefillStream = grpc.aio.StreamStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 ABORT_S: Final = 5.0
 SETTLE_S: Final = 0.25
-"""What calls of an attempt that is over have to end by themselves."""
+"""How long calls of an attempt that is over may take to end by themselves."""
 
 
 class AttemptFailed(Exception):
@@ -85,8 +84,8 @@ def ignore_ended_call() -> Iterator[None]:
 class PrefillCall:
     """One Prefill call: the prompt goes out, then the reservation, until pages are pushed.
 
-    What it says counts only while the prompt's KV is on its way: once pages are pushed or verified,
-    how it ends concerns nobody. `failure` is set where it fails the attempt."""
+    Its messages count only while the prompt's KV is on its way: how it ends after that does not
+    matter. `failure` is set if it fails the attempt."""
 
     def __init__(
         self,
@@ -111,8 +110,8 @@ class PrefillCall:
     async def send_prompt(
         self, attempt: worker_pb2.AttemptId, on_failure: Callable[[], None]
     ) -> None:
-        """Sends the prompt, and listens from then on, to the end of the call; `on_failure` hears
-        where that fails the attempt."""
+        """Sends the prompt, and reads from then on, to the end of the call; calls `on_failure` if
+        that fails the attempt."""
         start = worker_pb2.PrefillStart(
             attempt=attempt,
             prompt_token_ids=self._request.prompt.token_ids,
@@ -152,7 +151,7 @@ class PrefillCall:
         return self.stream.done() and await self.stream.code() is grpc.StatusCode.INTERNAL
 
     async def _ask_why(self) -> EffuseError:
-        """What the worker's lost error must have said, by how the worker is now."""
+        """The error that the worker probably sent, inferred from its condition now."""
         told = f"{self._peer} ended its call before the reservation arrived"
         condition = await self._ask(self.worker)
         if condition is None:
@@ -209,7 +208,7 @@ class Cleanup:
                 self._aborts = None
 
     def send_abort(self, worker: WorkerRecord, attempt: worker_pb2.AttemptId, reason: str) -> None:
-        """Tells `worker` to end `attempt`, unless the router itself is at its very end."""
+        """Sends `worker` an abort of `attempt`, unless the router itself is at its very end."""
         if self._aborts is None:
             return
         self.num_aborts += 1
@@ -222,8 +221,8 @@ class Cleanup:
         readers: Sequence[asyncio.Task[None]],
         end_calls: Callable[[], None] | None = None,
     ) -> None:
-        """Takes over what an attempt leaves. `end_calls` makes every call of it end; it is called
-        where that has not happened in time."""
+        """Takes over the calls that an attempt leaves. `end_calls` ends every one of them; it is
+        called if they have not ended in time."""
         if self._aborts is None:
             _cut_off(readers, end_calls)
             return

@@ -1,9 +1,8 @@
-"""The models of the fleet: which there are, which one a request means, and ModelService with the
-workers that serve them.
+"""The models of the fleet, the one that a request names, and ModelService with the workers that
+serve them.
 
-Known from what workers announce. A model whose workers are gone stays known: requests for it wait
-for a worker and are not refused with NOT_FOUND.
-"""
+Workers announce their models. A model whose workers are gone stays known: requests for it wait for
+a worker and are not refused with NOT_FOUND."""
 
 from __future__ import annotations
 
@@ -180,7 +179,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
 
 def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
-    """What clients are told of the knobs that they may leave out."""
+    """The settings that clients may leave out, as they read them."""
     settings, sampling = defaults.settings, defaults.sampling
     used = ("algorithm", *KNOBS[settings.algorithm])
     knobs: dict[str, Any] = {name: getattr(settings, name) for name in used}
@@ -205,7 +204,7 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
 
 
 def describe_worker(candidate: Candidate) -> model_pb2.Worker:
-    """What clients are told of a worker."""
+    """A worker, as clients read it."""
     record, load = candidate.record, candidate.record.load
     return model_pb2.Worker(
         worker_id=record.worker_id,

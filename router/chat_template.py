@@ -1,10 +1,8 @@
-"""A checkpoint's chat template: found in its directory, and rendered as transformers renders it.
+"""A checkpoint's chat template: found in its directory, and rendered like transformers renders it.
 
 Templates are programs that a checkpoint brings, in Jinja. They run in Jinja's sandbox, where they
-reach nothing but what they are given and cannot change that, and within bounds of time and size.
-Not here: which of a client's words may become special tokens (`tokenizer.py`), encoding
-(`tokenizer.py`).
-"""
+cannot change their input or reach anything else, within bounds of time and size. Not here: the
+words of a client that may become special tokens, and encoding (`tokenizer.py`)."""
 
 from __future__ import annotations
 
@@ -36,11 +34,12 @@ VARIABLES: Final = tuple(
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 _TRACED: Final = "<template>"  # what Jinja calls the file of a template's code
-_Trace = Any  # a trace function returns one like itself, which types cannot say
+_Trace = Any  # a trace function returns one like itself, which types cannot express
 
 
 class ChatTemplateError(Exception):
-    """A template cannot be used, or does not take this chat; in its own words, where it has any."""
+    """A template cannot be used, or refuses this chat; the text is the template's own, if it has
+    any."""
 
 
 class ChatTemplate:
@@ -54,7 +53,7 @@ class ChatTemplate:
         origin: str = "",
     ) -> None:
         """sources: Jinja by name, "default" and perhaps "tool_use" among them. variables: texts of
-        special tokens, by what templates call them. limit_s: time of a processor that rendering may
+        special tokens, by their names in templates. limit_s: time of a processor that rendering may
         take. origin: the file that it was read from. Raises ChatTemplateError."""
         if "default" not in sources:
             raise ChatTemplateError(f"expected a chat template named default, got {[*sources]}")
@@ -66,11 +65,11 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
-        """A checkpoint directory's, or None where it has none. Raises ChatTemplateError."""
+        """A checkpoint directory's, or None if it has none. Raises ChatTemplateError."""
         try:
             config = _read_json(directory / "tokenizer_config.json")
             special = config
-            if "added_tokens_decoder" not in config:  # else that file is newer, and says all
+            if "added_tokens_decoder" not in config:  # otherwise that file is newer, and complete
                 special = config | _read_json(directory / "special_tokens_map.json")
             origin, sources = _sources_of(directory, config)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -262,7 +261,8 @@ def _open_last(message: dict[str, Any], tail: str) -> str:
 
 
 def escapes_of(character: str) -> tuple[str, str]:
-    """A character outside ASCII as a template may write it in a list, or in JSON of ASCII alone."""
+    """A character outside ASCII, written as templates may write it in a list, or in JSON with only
+    ASCII."""
     return ascii(character)[1:-1], json.dumps(character)[1:-1]
 
 

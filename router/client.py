@@ -149,7 +149,7 @@ def progress_labels(request: AnyRequest) -> dict[str, str]:
 
 
 def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
-    """What a stream says of a whole answer and of those beside it, the last event included."""
+    """The events of a stream for a whole answer and those beside it, the last event included."""
     events = []
     if answer.HasField("echo"):
         events.append(pb.GenerateStreamResponse(request_id=answer.request_id, echo=answer.echo))
@@ -193,25 +193,25 @@ def _copy_stop(
 
 
 class ClientGone(Exception):
-    """Nobody takes the answer any more."""
+    """No client takes the answer any more."""
 
 
 class Recipient(Protocol):
-    """Who is told of an answer as it grows."""
+    """Receives the events of an answer as it grows."""
 
     def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
-        """Tells one event; raises `ClientGone`."""
+        """Sends one event; raises `ClientGone`."""
 
 
 class WholeAnswer:
-    """Gathers an answer, or several, for a unary call, and for who asks again."""
+    """Gathers an answer, or several, for a unary call, and for a client that asks again."""
 
     def __init__(self) -> None:
         self._text: dict[int, list[str]] = {}
         self._said: dict[int, pb.GenerateResponse] = {}
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Keeps what is final."""
+        """Keeps the final parts."""
         self.take(event)
 
     def take(self, event: pb.GenerateStreamResponse) -> None:
@@ -260,11 +260,11 @@ class AnswerStream(Generic[Event]):
         self._writing: asyncio.Future[None] | None = None
 
     async def send(self, event: Event) -> None:
-        """Writes one event; raises `ClientGone` where it is not taken in `stalled_s` seconds."""
+        """Writes one event; raises `ClientGone` if it is not taken in `stalled_s` seconds."""
         write = cast(Awaitable[None], self._context.write(event))
         writing = self._writing = asyncio.ensure_future(write)
         writing.add_done_callback(_retrieve_error)
-        # Unlike a timeout this leaves the write alone: see `settle`.
+        # Unlike a timeout this does not end the write: see `settle`.
         await asyncio.wait({writing}, timeout=self._stalled_s)
         if not writing.done():
             raise ClientGone(f"the client has read nothing for {self._stalled_s:g} s")
@@ -275,7 +275,8 @@ class AnswerStream(Generic[Event]):
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
-        """For what is told here, to the last event: an error leaves once a status can be sent."""
+        """Surrounds all messages of a stream, to the last event: an error leaves once a status can
+        be sent."""
         try:
             yield
         except EffuseError:
@@ -296,6 +297,6 @@ class AnswerStream(Generic[Event]):
 
 
 def _retrieve_error(writing: asyncio.Future[None]) -> None:
-    """A write that fails after its request has ended concerns nobody."""
+    """Ignores a write that fails after its request has ended."""
     if not writing.cancelled():
         writing.exception()

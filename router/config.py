@@ -1,6 +1,6 @@
-"""What a router is told at its start: one frozen value, one flag per field.
+"""The settings of a router at its start: one frozen value, one flag per field.
 
-Values found at run time (the port taken, the models served) live where they are found.
+Values found at run time (the port taken, the models served) are kept by the parts that find them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from effuse.router.policy import PrefillMode
 from effuse.telemetry.logs import LogFormat, LogLevel
 
 END_S: Final = 5.0
-"""What a router takes at most to end after its drain: to tell clients and Redis, and abort."""
+"""Longest that a router takes to end after its drain: for last messages to clients and Redis, and
+aborts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
-"""Token ids of an answer to its text, piece by piece, cut exactly where a stop string ends it.
+"""Token ids of an answer to its text, piece by piece, cut exactly at the stop string that ends it.
 
-The pieces together are the decoding of the whole at once. Pure but for the tokenizer's own decoder.
-Not here: encoding (`tokenizer.py`), which tokens are new (`request.py`).
-"""
+The pieces together equal the text of all ids decoded at once. Pure except for the tokenizer's own
+decoder. Not here: encoding (`tokenizer.py`), which tokens are new (`request.py`)."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Follows one answer. What may still become another character is held back.
+    """Follows one answer. Ids that may still become another character are held back.
 
-    Decoders look at neighbours (bytes join to characters, some drop the first space), so each piece
+    Decoders look at neighbours (bytes join to characters, some drop the first space). So each piece
     is decoded with the ids of the piece before it, whose text is then taken off again."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -54,7 +53,7 @@ class Detokenizer:
         return self._complete_text(keep) if keep > num_bytes else ""
 
     def flush(self) -> str:
-        """The ids are over: returns what was held back, as it is."""
+        """The ids are over: returns the text that was held back, unchanged."""
         piece = self.held_back()
         self._window += self._open
         self._open = []
@@ -68,7 +67,7 @@ class Detokenizer:
         return self._decoder.decode(self._window + self._open)[self._shown :]
 
     def _complete_text(self, num_ids: int) -> str:
-        """Moves the first open ids into the window and returns what they complete."""
+        """Moves the first open ids into the window and returns the text that they complete."""
         self._window += self._open[:num_ids]
         del self._open[:num_ids]
         text = self._decoder.decode(self._window)
@@ -86,7 +85,7 @@ class Detokenizer:
     def _cut_window(self, text: str) -> None:
         """Drops the front of a window of bytes that are no characters, at a place where its text is
         that of both parts; bytes that follow change neither that nor what was shown."""
-        self._most_window = 2 * len(self._window)  # where there is no such place
+        self._most_window = 2 * len(self._window)  # if there is no such place
         last = len(self._window) - 2 * MOST_BYTES
         for cut in range(last, last - MOST_BYTES, -1):
             front = self._decoder.decode(self._window[:cut])
@@ -120,7 +119,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Takes the next piece; returns what is decided now to be part of the answer.
+        """Takes the next piece; returns the text that is certain to be part of the answer.
 
         After a match (`matched` is set) nothing more is part of it."""
         if self.matched is not None:
@@ -136,7 +135,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text is over: returns what was held back."""
+        """The text is over: returns the part that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -200,7 +199,7 @@ class AnswerText:
         return self._look_for_stops(text, self._matcher) + self._matcher.flush()
 
     def _look_for_stops(self, text: str, matcher: StopMatcher) -> str:
-        """Where no stop string may begin `text` is passed on as it is."""
+        """Passes on the characters in which no stop string may begin, and searches the rest."""
         free, rest = text[: self._num_free], text[self._num_free :]
         self._num_free -= len(free)
         return free + matcher.push(rest)

@@ -1,13 +1,13 @@
-"""What failed attempts mean: for the request, for the workers they failed at, and for the next one.
+"""The meaning of failed attempts for the request, for the workers they failed at, and for the next
+attempt.
 
-Some failures are no attempts at all: a worker was starting, draining or full. Others are losses, of
-which a request may have few in a row without a new block, and the router's traffic a share.
+Some failures are no attempts at all: a worker was starting, draining or full. Others are losses. A
+request may have few of them in a row without a new block, and all requests together a share.
 
-A worker that is out stays out until it says itself that it is ready (`hear`), or its life is
-over. A handoff that failed is held against the pair; a worker is suspect once two others failed to
-hand over with it. Pure, with the clock handed in. Not here: what is done about a failure
-(`answer.py`), asking workers (`fleet.py`), engines that die of a request (`poison.py`).
-"""
+A worker that is out stays out until it reports that it is ready (`hear`), or its life is over. A
+handoff that failed is held against the pair; a worker is suspect once two others failed to hand
+over with it. Pure, with the clock handed in. Not here: the reaction to a failure (`answer.py`),
+asking workers (`peers.py`), engines that die of a request (`poison.py`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FailureKind(Enum):
     LOST = "lost"  # the worker's engine or the worker has ended, or it cannot be reached
     HANDOFF = "no handoff"  # between the two of a pair
     FAILED = "failed"  # in any other way that another worker may not
-    FINAL = "final"  # nobody can do better
+    FINAL = "final"  # no attempt can do better
 
 
 REFUSALS: Final = frozenset({FailureKind.UNREADY, FailureKind.FULL, FailureKind.LATE})
@@ -81,16 +81,16 @@ _CONDITIONS: Final[Mapping[type[EffuseError], Condition]] = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failed attempt, as it is judged."""
+    """A failed attempt and its judgement."""
 
     outcome: FailureKind
     error: EffuseError
-    worker: WorkerRecord  # it said so, or was lost
-    pair: Pair | None = None  # where it is a handoff that failed
+    worker: WorkerRecord  # it reported the error, or was lost
+    pair: Pair | None = None  # if a handoff failed
 
     @property
     def condition(self) -> Condition:
-        """What the worker is as far as this tells, where it is out."""
+        """The worker's condition according to this failure, if it is out."""
         return _CONDITIONS.get(type(self.error), Condition.STARTING)
 
 
@@ -109,7 +109,7 @@ def judge(
 
 PAUSE_S: Final = 0.1
 MOST_PAUSE_S: Final = 5.0
-"""How long a request leaves a worker alone that failed it; doubled by each failure there."""
+"""How long a request avoids a worker that failed it; doubled by each failure there."""
 
 TOLD_LOSSES: Final = 8
 """Losses that an error's text names; the last ones."""
@@ -153,16 +153,16 @@ class Setbacks:
         return 0.0 if self.stalled_at is None else now - self.stalled_at
 
     def add_progress(self) -> None:
-        """There is a new block: what was met with before is no sign of what comes."""
+        """There is a new block: earlier setbacks are no sign of later ones."""
         self.losses_in_a_row = 0
         self.stalled_at = None
 
     def avoided(self, now: float) -> set[WorkerLife]:
-        """Workers that are left alone for now."""
+        """Workers that the request avoids for now."""
         return {life for life, until in self._avoided_until.items() if until > now}
 
     def next_change_s(self, now: float) -> float | None:
-        """Seconds until one of them is not any more; None where there is none."""
+        """Seconds until it no longer avoids one of them; None if it avoids none."""
         return min((at - now for at in self._avoided_until.values() if at > now), default=None)
 
     def labels(self) -> dict[str, str]:
@@ -170,7 +170,7 @@ class Setbacks:
         return {"losses": str(self.num_losses), "refusals": str(self.refusals.total())}
 
     def tell(self) -> str:
-        """Losses and refusals apart, in a few words; empty where there were none."""
+        """Losses and refusals, each in a few words; empty if there were none."""
         parts = []
         if self.num_losses:
             parts.append(f"{_count(self.num_losses, 'attempt')} lost ({'; '.join(self._losses)})")
@@ -227,7 +227,7 @@ SUSPICION_S: Final = 6.0
 engine that hangs may be silent."""
 
 FULL_S: Final = 0.5
-"""How long a worker that is full is left alone, where it does not say."""
+"""How long a worker that is full is avoided, if it names no time."""
 
 PAIR_S: Final = 0.5
 MOST_PAIR_S: Final = 30.0
@@ -240,7 +240,8 @@ _ANNOUNCED: Final[Mapping[str, Condition]] = {
     "ready": Condition.READY,
     "starting": Condition.STARTING,
 }
-"""What a worker that is not out is by its own record; else it takes no more requests."""
+"""The condition of a worker that is not out, by its own record; with other records it takes no more
+requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +271,7 @@ class Standing:
         self._full_until: dict[WorkerLife, float] = {}
         self._pairs: dict[Pair, BrokenPair] = {}
 
-    # What is told.
+    # Events.
 
     def note(self, failure: Failure) -> None:
         """Takes a failed attempt into account."""
@@ -299,8 +300,8 @@ class Standing:
         self._pairs.pop(pair, None)
 
     def hear(self, life: WorkerLife, condition: Condition | None) -> bool:
-        """What a worker that is out says of itself, None where it does not answer. Whether it is
-        back."""
+        """Takes the condition that a worker reports which is out, None if it does not answer.
+        Returns whether it is back."""
         absence = self._absent.get(life)
         if absence is None:
             return False
@@ -327,7 +328,7 @@ class Standing:
         self._full_until = {k: t for k, t in self._full_until.items() if t > now}
         self._pairs = {k: p for k, p in self._pairs.items() if lives.issuperset(k)}
 
-    # What is known.
+    # Knowledge.
 
     @property
     def absent(self) -> list[WorkerRecord]:
@@ -342,7 +343,7 @@ class Standing:
         return _ANNOUNCED.get(record.state, Condition.DRAINING)
 
     def is_full(self, life: WorkerLife) -> bool:
-        """Whether it said a moment ago that it takes no more."""
+        """Whether it reported a moment ago that it takes no more."""
         until = self._full_until.get(life)
         return until is not None and until > self._now()
 

@@ -1,10 +1,9 @@
-"""What is wrong with a request: its findings, the checks of names that several calls take, and of
-its input: whether text, a chat or ids have a form that can be encoded.
+"""The findings against a request, the checks of names that several calls share, and the check that
+a text, a chat or ids have a form that can be encoded.
 
-Each finding names the field, the accepted form and what was found. Pure, and before it costs
-anything. Not here: what only an input's encoding shows (`prompt.py`), the settings
-(`validation.py`).
-"""
+Each finding names the field, the accepted form and the value that was found. Pure, and before
+anything has a cost. Not here: faults that only the encoding of an input shows (`prompt.py`), the
+settings (`validation.py`)."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ NOT_ARGUMENTS: Final = frozenset({"messages", "add_generation_prompt"})
 
 @dataclass(slots=True)
 class Findings:
-    """What is wrong with one request so far."""
+    """The findings against one request so far."""
 
     violations: list[FieldViolation] = field(default_factory=list)
 
@@ -47,7 +46,7 @@ class Findings:
             raise InvalidRequest(self.violations)
 
     def number(self, name: str, value: float, bounds: Bounds, *, most: float | None = None) -> None:
-        """A number within `bounds`, whose upper end is `most` where that is given."""
+        """A number within `bounds`, whose upper end is `most` if that is given."""
         if value not in bounds or (most is not None and value > most):
             bounds = bounds if most is None else replace(bounds, high=most)
             self.add(name, bounds.form, f"{value:g}" if isinstance(value, float) else value)
@@ -60,8 +59,8 @@ class Findings:
     def token_ids(
         self, name: str, ids: Sequence[int], vocab_size: int, refused: Mapping[int, str]
     ) -> None:
-        """Ids of the vocabulary, but for `refused`, which says what those are; the first bad one
-        is named."""
+        """Ids of the vocabulary except those in `refused`, which maps ids to their kinds; the first
+        bad one is named."""
         if max(ids, default=0) >= vocab_size:
             at, bad = next((at, i) for at, i in enumerate(ids) if i >= vocab_size)
             self.add(f"{name}[{at}]", f"an id below the vocabulary size {vocab_size}", bad)
@@ -101,7 +100,7 @@ def check_input(
     findings: Findings,
 ) -> Chat | None:
     """Checks the input of `request`, and returns its chat, if it is one. `refused`: ids that no
-    prompt may hold, and what they are; `takes_chats`: whether the model has a chat template."""
+    prompt may hold, and their kinds; `takes_chats`: whether the model has a chat template."""
     chat = None
     match request.WhichOneof("input"):
         case None:
@@ -143,7 +142,7 @@ def _check_chat(sent: pb.ChatInput, model: ModelInfo, findings: Findings) -> Cha
         num_bytes = _size_of(getattr(sent, field_name))
         _check_bytes(f"chat.{field_name}", num_bytes, model, findings)
     if len(findings.violations) > num_before:
-        return None  # what is too long is not parsed
+        return None  # longer input is not parsed
     try:
         chat = Chat.from_input(sent)
     except SettingError as error:

@@ -1,8 +1,7 @@
-"""The router's own account of the fleet: what it has placed where, who is out, and channels.
+"""The router's own account of the fleet: its attempts on each worker, and the workers that are out.
 
-The view of who is alive is placement's; choosing is `policy.py`'s; calling is `attempt.py`'s; what
-failed calls have told is `failures.py`'s.
-"""
+The view of live workers is in `placement/fleet.py`, the choice in `policy.py`, channels in
+`peers.py`, and the lessons of failed calls in `failures.py`."""
 
 from __future__ import annotations
 
@@ -39,21 +38,14 @@ if TYPE_CHECKING:
 
 LOG: Final = logging.getLogger(__name__)
 
-ASK_S: Final = 1.0
-"""Longest that a worker may take to say how it is."""
-
 EMPTY_S: Final = 5.0
 EMPTY_LOOK_S: Final = 0.1
-"""How long a worker of our own is waited for to be empty, longer than a hang takes to be noticed,
-and how often it is asked."""
-
-MOST_OLD: Final = 4
-"""How often certificates may change before channels that still show older ones are closed, although
-a call may run over them."""
+"""How long a request waits until a worker of its own is empty, which is longer than a hang takes to
+be noticed, and how often it asks."""
 
 
 class View(Protocol):
-    """Who is alive; placement.fleet.FleetView is one."""
+    """The live workers; placement.fleet.FleetView is one."""
 
     def workers(self) -> Sequence[WorkerRecord]:
         """Live workers, draining ones included."""
@@ -75,7 +67,7 @@ class RoutedFleet:
         self._seats = seats
         self.peers = Peers(now) if peers is None else peers
         self._view = view
-        self.mode: Final[PrefillMode] = mode  # who prefills
+        self.mode: Final[PrefillMode] = mode  # the role that prefills
         self.standing = Standing(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
@@ -128,10 +120,10 @@ class RoutedFleet:
         return place(self.candidates(), need)
 
     def prospect(self, need: AttemptNeeds) -> Prospect:
-        """What an attempt can expect.
+        """The prospect of an attempt.
 
-        A change wakes all that wait, a thousand maybe, which find the same: until the loop turns,
-        or something changes, those with equal needs are told what the first one found."""
+        A change wakes all waiting requests, perhaps a thousand, which find the same. So requests
+        with equal needs get the first one's result until the loop turns, or something changes."""
         key = need.key
         if (known := self._waiting_for.get(key)) is not None:
             return known
@@ -174,8 +166,8 @@ class RoutedFleet:
             self.announce_change()
 
     async def until_empty(self, records: Sequence[WorkerRecord], most_s: float = EMPTY_S) -> None:
-        """Returns once these workers say that nothing is in them, or after `most_s` seconds. What
-        other routers gave them, or clients left behind, is known to them alone."""
+        """Returns once these workers report that they are empty, or after `most_s` seconds. Only
+        they know the requests of other routers, and those that clients left behind."""
         with suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 while not all(  # noqa: ASYNC110  # no worker tells by itself
@@ -187,7 +179,7 @@ class RoutedFleet:
     def counted(
         self, placement: Placement, prompt_len: int, max_tokens: int
     ) -> Iterator[AttemptShare]:
-        """Counts an attempt on its workers as long as it lasts; then somebody else may have its
+        """Counts an attempt on its workers as long as it lasts; then another request may have its
         seat. A prompt that is shared counts once."""
         decode, prefill = placement.decode, placement.prefill
         prompt_len = 0 if placement.shares_prompt else prompt_len

@@ -87,8 +87,8 @@ class Serving:
         *,
         is_stream: bool = True,
     ) -> None:
-        """Sends the answer, or several, as they grow. `client_of` makes the recipient, which writes
-        to `stream`. Raises `EffuseError`."""
+        """Sends the answer, or several, while they grow. `client_of` makes the recipient, which
+        writes to `stream`. Raises `EffuseError`."""
         with self.span(context):
             accepted = await self._accept(read, context, is_stream=is_stream)
             client = client_of(accepted)
@@ -306,7 +306,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: pb.CancelRequestRequest,
         context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
     ) -> pb.CancelRequestResponse:
-        """Ends a request that runs here; of others returns where they are."""
+        """Ends a request that runs here; of others returns the state and the router."""
         requests, name, tenant = self._look_up(request.request_id)
         if requests.cancel(name, tenant):
             return pb.CancelRequestResponse(request_id=name, was_running=True)

@@ -20,11 +20,11 @@ are refused for it, and nearly all that are let in are answered."""
 
 
 class HoldTimes:
-    """How long answers hold a slot, in seconds: mean and mean deviation, weighted as round-trip
-    times are (RFC 6298), and what size, the most tokens of an answer, they have on average.
+    """How long answers hold a slot, in seconds: mean and mean deviation, weighted like round-trip
+    times (RFC 6298), and their mean size, which is the most tokens of an answer.
 
-    What a fleet under too much load answers too late is work for nothing, and the more comes the
-    more of it there is. So a request whose deadline cannot be met behind those that wait is refused
+    An answer that comes too late is wasted work, and an overloaded fleet gives more of them the
+    more requests come. So a request that cannot meet its deadline behind those that wait is refused
     at once (load shedding)."""
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class HoldTimes:
 
     def add(self, held_s: float, size: int, *, is_answered: bool) -> None:
         """Counts an answer that has left its slot. One that was broken off would have held it for
-        longer, and says something only where it had it longer than most."""
+        longer, and counts only if it held it longer than the mean."""
         if not is_answered and held_s <= self._mean_s:
             return
         self._count += 1
-        gain = max(GAIN, 1 / self._count)  # the first ones count alike
+        gain = max(GAIN, 1 / self._count)  # the first ones have equal weights
         off_s = held_s - self._mean_s
         if self._count > 1:
             self._deviation_s += gain * (abs(off_s) - self._deviation_s)
@@ -63,6 +63,6 @@ class HoldTimes:
         return max(0, num) * self._mean_s / max(1, slots) if self.is_known else 0.0
 
     def late_s(self, left_s: float, size: int, num: int, slots: int) -> float:
-        """By how much a request that has `left_s` seconds would be late, whose last answer begins
-        once `num` busy slots have become free; 0 or less where it is in time."""
+        """By how much a request with `left_s` seconds would be late, if its last answer begins once
+        `num` busy slots have become free; 0 or less if it is in time."""
         return self.wait_s(num, slots) + self.hold_s(size, MARGIN) - left_s

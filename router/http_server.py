@@ -24,7 +24,7 @@ from effuse.protos.tls import Renewal, TlsFiles
 KEEP_ALIVE_S: Final = 75
 """Longer than the 60 s for which proxies keep a connection: the proxy closes it, and not both."""
 IDLE_S: Final = KEEP_ALIVE_S + 15.0
-"""Longest that a connection may take to send the head of a request, or to take what was sent."""
+"""Longest that a connection may take to send the head of a request, or to read a response."""
 LOOK_S: Final = 1.0
 """Between two looks at certificates and at idle connections."""
 BACKLOG: Final = 2048

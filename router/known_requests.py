@@ -1,8 +1,7 @@
 """Requests by their ids: those that run here, for a while those that ended, and other routers'.
 
-Refuses an id that is running. Of a request that ended only its description is kept; of other
-routers' requests there is what Redis knows, also where one has ended badly here before.
-"""
+Refuses an id that is running. Of a request that ended only its description is kept. Redis knows the
+requests of other routers, also those that ended badly here before."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ _STORED_STATES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is kept of a request that ended."""
+    """The description of a request that ended."""
 
     until: float
     tenant: str
@@ -125,13 +124,13 @@ class KnownRequests:
             del self._limits[request.id]
 
     def cut_off(self) -> None:
-        """Has the time of all that runs end now, and of what may come."""
+        """Ends the time of all requests now, and of those that may come."""
         self.is_cut_off = True
         for limit in self._limits.values():
             self._end(limit)
 
     def cancel(self, request_id: str, tenant: str = "") -> bool:
-        """Has the time of a tenant's request end now; False where none of this id runs here."""
+        """Ends the time of a tenant's request now; False if none of this id runs here."""
         limit = self._limits.get(request_id)
         if limit is None or self._running[request_id].tenant.name != tenant:
             return False
@@ -183,8 +182,8 @@ class KnownRequests:
     async def _add_answer(
         self, described: pb.GetRequestResponse, digest: str
     ) -> pb.GetRequestResponse:
-        """Adds the answer of a request that ended well, where it is kept: here until Redis has it,
-        then in Redis if that is there."""
+        """Adds the kept answer of a request that ended well: from here until Redis has it, then
+        from Redis."""
         if described.state != pb.REQUEST_STATE_FINISHED or not digest:
             return described
         found = pb.GetRequestResponse()

@@ -1,8 +1,7 @@
 """KServe's inference service (Open Inference Protocol v2), for clients that know tensors.
 
-Behind it everything is as for other clients. Not here: what its messages mean
-(`kserve_requests.py`).
-"""
+Requests are handled like those of other clients. Not here: the meaning of its messages
+(`kserve_requests.py`)."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         request: kserve.ServerLiveRequest,
         context: grpc.aio.ServicerContext[kserve.ServerLiveRequest, kserve.ServerLiveResponse],
     ) -> kserve.ServerLiveResponse:
-        """Whoever answers lives."""
+        """A process that answers is live."""
         return kserve.ServerLiveResponse(live=True)
 
     async def ServerReady(
@@ -73,7 +72,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         request: kserve.ServerReadyRequest,
         context: grpc.aio.ServicerContext[kserve.ServerReadyRequest, kserve.ServerReadyResponse],
     ) -> kserve.ServerReadyResponse:
-        """As gRPC's own health says it of this service."""
+        """The same as gRPC's own health of this service."""
         return kserve.ServerReadyResponse(ready=self._seats.can_serve())
 
     async def ModelReady(
@@ -81,8 +80,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         request: kserve.ModelReadyRequest,
         context: grpc.aio.ServicerContext[kserve.ModelReadyRequest, kserve.ModelReadyResponse],
     ) -> kserve.ModelReadyResponse:
-        """Whether a request for the model could be placed; a model that nobody knows is not ready
-        either."""
+        """Whether a request for the model could be placed; an unknown model is not ready either."""
         _check_model(request.name, request.version)
         return kserve.ModelReadyResponse(ready=self._seats.can_serve(request.name))
 
@@ -93,7 +91,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             kserve.ServerMetadataRequest, kserve.ServerMetadataResponse
         ],
     ) -> kserve.ServerMetadataResponse:
-        """Who answers."""
+        """The name and version of the server."""
         return kserve.ServerMetadataResponse(name="effuse", version=version("effuse"))
 
     async def ModelMetadata(
@@ -123,8 +121,8 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             kserve.ModelInferRequest, kserve.ModelStreamInferResponse
         ],
     ) -> None:
-        """Answers one request after the other, until the client has no more. One that fails is
-        told in the stream, as the protocol has it; a fault of ours ends the stream."""
+        """Answers one request after the other, until the client has no more. An error of a request
+        goes into the stream, according to the protocol; a fault of ours ends the stream."""
         # Waits for requests without a deadline by intent: the client's own ends it.
         async for request in request_iterator:
             stream = InferStream(context)

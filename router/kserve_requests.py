@@ -1,9 +1,8 @@
-"""Requests and answers of KServe's inference protocol, as effuse means them; functions of values.
+"""Requests and answers of KServe's inference protocol in effuse's terms; functions of values.
 
-A prompt is the one element of the tensor `text_input`, what can be set are parameters by the names
-of `effuse.Params`, and an answer is `text_output` with `finish_reason`, an element each where `n`
-asks for several. Tensors are raw where the request's are. Not here: the calls (`kserve.py`).
-"""
+A prompt is the one element of the tensor `text_input`, settings are parameters by the names of
+`effuse.Params`, and an answer is `text_output` with `finish_reason`, with one element for each of
+`n` answers. Tensors are raw if the request's are. Not here: the calls (`kserve.py`)."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ TEXT: Final = "text_output"
 REASON: Final = "finish_reason"
 INDEX: Final = "answer_index"
 FINAL: Final = "triton_final_response"
-_ASKS_FOR_FINAL: Final = "triton_enable_empty_final_response"  # the end is always told
+_ASKS_FOR_FINAL: Final = "triton_enable_empty_final_response"  # the end is always sent
 _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _OF_HTTP: Final = {"binary_data_size", "binary_data"}
-"""Of tensors, where they are bytes behind JSON. KServe's own client sets them for gRPC, too."""
+"""Of tensors that are bytes behind JSON. KServe's own client sets them for gRPC, too."""
 _IS_TEXT: Final = ("content_type", "str")  # of a tensor, by MLServer's codec
-# What the model is named by, what no parameter can hold, and what no tensor tells.
+# The model's name, settings that no parameter can hold, and results that no tensor holds.
 _ELSEWHERE: Final = {"model", "logit_bias", "stop_token_ids", "logprobs", "echo"}
 _SETTINGS: Final[Mapping[str, Any]] = {
     name: kind for name, kind in get_type_hints(Params).items() if name not in _ELSEWHERE
@@ -75,8 +74,8 @@ def piece_of(
     *,
     is_last: bool = False,
 ) -> kserve.ModelStreamInferResponse:
-    """A piece of an answer, or its end, in a stream. It says whether it is the last one of all, and
-    where several were asked for whose it is."""
+    """A piece of an answer, or its end, in a stream. It states whether it is the last one of all,
+    and if several answers were asked for, which one it belongs to."""
     ends = (event.finished,) if event.HasField("finished") else ()
     response = _response(asked, model_name, [event.commit.text], ends)
     response.parameters[FINAL].bool_param = is_last
@@ -107,7 +106,7 @@ def _response(
 
 
 def describe_tensors(name: str) -> kserve.ModelMetadataResponse:
-    """What a model takes and gives."""
+    """The inputs and outputs of a model."""
     tensor = kserve.ModelMetadataResponse.TensorMetadata
     return kserve.ModelMetadataResponse(
         name=name,
@@ -119,7 +118,7 @@ def describe_tensors(name: str) -> kserve.ModelMetadataResponse:
 
 
 def _prompt_of(asked: kserve.ModelInferRequest, findings: Findings) -> str:
-    """The text of the one input; empty where it is wrong, which is among the findings then."""
+    """The text of the one input; empty if it is wrong, which is among the findings then."""
     names = [tensor.name for tensor in asked.inputs]
     if names != [INPUT]:
         found = ", ".join(shown(name) for name in names[:4]) or "none"
@@ -181,7 +180,7 @@ def _settings_of(
 
 
 def _unpack(raw: bytes) -> bytes | None:
-    """The one element of a raw tensor of BYTES; None where there is not one."""
+    """The one element of a raw tensor of BYTES; None if there is not one."""
     if len(raw) < 4 or struct.unpack_from("<I", raw)[0] != len(raw) - 4:
         return None
     return raw[4:]

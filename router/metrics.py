@@ -1,7 +1,6 @@
-"""What a router counts. Gauges are read when scraped and cost requests nothing.
+"""The metrics of a router. Gauges are read when scraped and cost requests nothing.
 
-Not here: what workers report themselves.
-"""
+Not here: the metrics of workers."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics
 
 MODEL = "model_name"
 MOST_SERIES: Final = 4096
-"""Of workers, each by what it failed with."""
+"""Series of workers and the reasons of their failures."""
 
 
 class RouterMetrics(ProcessMetrics):
-    """One per router. What is of a request says of which model."""
+    """One per router. Metrics of requests have the model as a label."""
 
     def __init__(self) -> None:
         super().__init__(lambda: {"role": "router"})
@@ -143,6 +142,7 @@ class RouterMetrics(ProcessMetrics):
 
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
-        """A request waits: for a worker to come back, a seat, the retry budget, a worker alone."""
+        """A request waits: for a worker to come back, a seat, the retry budget, or a worker without
+        other requests."""
         with self.stalled.labels(reason).track_inprogress():
             yield

@@ -1,8 +1,7 @@
-"""What is at work now, for people who look: every request that has not ended, and its blocks.
+"""The requests that have not ended, and their blocks, for people who watch.
 
-Costs a request nothing while nobody watches; then decode workers are asked for drafts of those that
-begin. Not here: what is told of workers (`catalogue.py`).
-"""
+Without watchers it costs a request nothing. With watchers, decode workers are asked for drafts of
+new requests. Not here: the description of workers (`catalogue.py`)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ StreamContext = grpc.aio.ServicerContext[pb.WatchRequestsRequest, pb.WatchReques
 
 
 class Monitor:
-    """Who watches, and the drafts that came of it. One per router."""
+    """The number of watchers, and the drafts for them. One per router."""
 
     def __init__(self) -> None:
         self.num_watchers = 0
@@ -53,7 +52,7 @@ class Monitor:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Counts somebody who watches; raises `Overloaded` where there are enough."""
+        """Counts a watcher; raises `Overloaded` if there are enough."""
         if self.num_watchers >= MOST_WATCHERS:
             raise Overloaded(f"{MOST_WATCHERS} watch already", retry_after_s=1.0)
         self.num_watchers += 1
@@ -118,7 +117,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     async def WatchRequests(  # type: ignore[override]  # the stub knows only generators
         self, request: pb.WatchRequestsRequest, context: StreamContext
     ) -> None:
-        """What runs, every so often; ends with the router. Its life is its caller's."""
+        """The running requests, at an interval; ends with the router or by its caller."""
         interval_s = _interval(request.interval)
         monitor = self._monitor
         over = monitor.is_over

@@ -1,9 +1,9 @@
-"""The other routers of the fleet: who lives, what they have on workers, and which seats are ours.
+"""The other routers of the fleet: which are live, their requests on workers, and this router's
+seats.
 
-Each tells the others in Redis what it has in flight, several times a second, under a lease. Nobody
-waits for that: seats are counted by what was told last. Not here: what we have in flight
-(`fleet.py`), whose request ids are whose (`shared_request.py`).
-"""
+Each router writes its requests in flight to Redis several times a second, under a lease. No request
+waits for that: seats follow from the latest records. Not here: our requests in flight (`fleet.py`),
+the owners of request ids (`shared_request.py`)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from effuse.placement.store import StoreUnavailable
 LOG: Final = logging.getLogger(__name__)
 
 EXCHANGE_S: Final = 0.1
-"""How often routers tell each other: for so long two may both take a seat that was free."""
+"""How often routers exchange their records. For so long two may both take a seat that was free."""
 
 ALONE_S: Final = 0.5
-"""How often one that knows of no other looks for one, which has heard of it by then."""
+"""How often a router that knows of no other looks for one; the other has found it by then."""
 
 LEASE_S: Final = 3.0
-"""How long a router that is not heard counts as alive."""
+"""How long a silent router counts as alive."""
 
 
 class RouterStore(Protocol):
@@ -38,8 +38,8 @@ class RouterStore(Protocol):
 
 
 def fair_share(seats: int, contenders: int, rank: int) -> int:
-    """What the contender of this rank, from 0, may have of `seats` where all want more: together
-    they have them all. At least 1, as nobody may starve."""
+    """The seats for the contender of this rank, from 0, if all want more: together they have them
+    all. At least 1, so that none starves."""
     return max(1, seats // contenders + (rank < seats % contenders))
 
 
@@ -60,11 +60,11 @@ class OtherRouters:
         self._contenders: dict[str, Contenders] = {}  # by model
         self._taken: Counter[tuple[str, str]] = Counter()  # others' seats, by a worker's life
         self._is_current = True
-        self._faults: set[str] = set()  # of records that could not be read, as they were told
+        self._faults: set[str] = set()  # of records that could not be read, already logged
 
     @property
     def num_alive(self) -> int:
-        """Other routers, as far as they were heard."""
+        """Other live routers, by the latest records."""
         return len(self._others)
 
     @property
@@ -73,12 +73,12 @@ class OtherRouters:
         return EXCHANGE_S if self._others else ALONE_S
 
     def address_of(self, router_id: str) -> str:
-        """Where clients find another router; empty where it is not known."""
+        """The address of another router for clients; empty if it is not known."""
         record = self._others.get(router_id)
         return "" if record is None else record.address
 
     async def exchange(self, own: RouterRecord) -> None:
-        """Tells what we have, and hears of others; without Redis what was heard last stays."""
+        """Writes our record, and reads the others'; without Redis the latest ones stay."""
         try:
             told = await self._store.announce_router(own, LEASE_S)
         except StoreUnavailable as error:
@@ -103,18 +103,18 @@ class OtherRouters:
         self._add_up()
 
     async def release(self) -> None:
-        """Says that this router is gone: what it leaves may be taken over at once."""
+        """Ends this router's lease: other routers may take over its requests at once."""
         try:
             await self._store.release_router(self._id)
         except StoreUnavailable as error:
             LOG.warning("the router's lease was not released and will expire: %s", error)
 
     def seats(self, worker: WorkerRecord) -> int:
-        """How many requests we may have on a decode worker.
+        """The number of requests that we may have on a decode worker.
 
-        What others leave free, and no more than our share while one of them has requests that wait
-        for the worker's model. Where they cannot be heard it is our share, whatever they had last.
-        """
+        Those that others leave free, and no more than our share while one of them has requests that
+        wait for the worker's model. If their records cannot be read it is our share, whatever they
+        had last."""
         seats = worker.capacity.max_num_seqs
         if not self._is_current:
             return self._share(seats, self._others)
@@ -142,8 +142,8 @@ class OtherRouters:
 
 
 def _waiting_for(model: str, other: RouterRecord) -> int | None:
-    """Requests of another router that wait for a model's workers; None where it has none of it. One
-    that tells of no models may mean each."""
+    """Requests of another router that wait for a model's workers; None if it has none of it. A
+    router that names no models may mean each."""
     if other.waiting_by_model is not None:
         return other.waiting_by_model.get(model)
     return other.waiting if other.waiting or other.loads else None

@@ -1,7 +1,6 @@
-"""Channels of a router to its workers, and what workers answer about themselves.
+"""Channels of a router to its workers, and their answers about themselves.
 
-Not here: requests on workers (`calls.py`), the account of them (`fleet.py`).
-"""
+Not here: requests on workers (`calls.py`), the account of them (`fleet.py`)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Requests that engines die of: who runs beside others, who alone, who is refused.
+"""Requests that engines die of: they run beside others, then without others, then are refused.
 
-Engines take everything along that runs in them, so a death says little of one request. After two of
-them a request runs alone; if that engine dies too, it was the cause, of the earlier deaths as well,
-and whoever was beside it is cleared. Who survives alone is cleared, too. An engine that was killed
-or hung counts half while that happens to others that the request is not in: then it comes from
-outside. Where it happens to its own alone, it may use up their memory. A request is known by what
-it asks of an engine, since a client may send it again under another id. The verdicts are pure, with
-the clock handed in; `PoisonGuard` acts on them. Not here: keeping workers free (`fleet.py`).
-"""
+An engine ends with all requests in it, so one death is weak evidence. After two of them a request
+runs without others. If that engine dies too, the request was the cause, of the earlier deaths as
+well, and requests beside it are cleared. A request that survives without others is cleared, too. An
+engine that was killed or hung counts half while that happens to engines without the request: then
+the cause is outside. If it happens only to engines with it, the request may use up their memory. A
+digest of its question identifies a request, because a client may send it again under another id.
+The verdicts are pure, with the clock handed in; `PoisonGuard` acts on them. Not here: keeping
+workers free (`fleet.py`)."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class EngineDeath:
 
 
 def treatment(deaths: Sequence[EngineDeath], outside_counts: float = 1.0) -> Treatment:
-    """What a request has earned by engines that died under it, in that order, each one once; one
-    that was killed or hung counts `outside_counts`."""
+    """The treatment of a request after the deaths of engines that it ran in, in that order, each
+    one once; one that was killed or hung counts `outside_counts`."""
     total = alone = 0.0
     for death, weight in zip(deaths, _weights(deaths, outside_counts), strict=True):
         if total >= MOST_SHARED and death.was_alone:
@@ -124,7 +124,7 @@ class Verdicts:
         self._refused_until: OrderedDict[str, float] = OrderedDict()
         self._outside_until: OrderedDict[WorkerLife, float] = OrderedDict()  # remembered until
 
-    # What is known.
+    # Knowledge.
 
     @property
     def is_empty(self) -> bool:
@@ -142,7 +142,7 @@ class Verdicts:
         return may_share(deaths, self._outside_counts(deaths))
 
     def refused_s(self, digest: str) -> float:
-        """Seconds for which the request is still refused; 0 where it is not."""
+        """Seconds for which the request is still refused; 0 if it is not."""
         return max(0.0, self._refused_until.get(digest, 0.0) - self._now())
 
     def refused(self) -> dict[str, float]:
@@ -150,10 +150,10 @@ class Verdicts:
         now = self._now()
         return {digest: at - now for digest, at in self._refused_until.items() if at > now}
 
-    # What is told.
+    # Events.
 
     def add_death(self, digest: str, death: EngineDeath) -> Treatment:
-        """An engine died while the request ran in it; returns what follows."""
+        """An engine died while the request ran in it; returns the treatment from now on."""
         earlier = [one for one in self._deaths(digest) if one.life != death.life]
         deaths = (*earlier, death)
         _put(self._cases, digest, _Case(deaths, self._now() + HELD_S))

@@ -1,7 +1,7 @@
-"""Where an attempt goes: a decode worker first, then a prefill worker that fits it, or none.
+"""The place of an attempt: a decode worker first, then a prefill worker that fits it, or none.
 
-Pure: filter, score, pick over values. What is in flight and who takes part comes from `fleet.py`.
-"""
+Pure: filters, scores and picks among values. `fleet.py` has the requests in flight and the workers
+that take part."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Pair = tuple[WorkerLife, WorkerLife]
 """A prefill worker and a decode worker."""
 
 Fingerprint = tuple[tuple[str, str], ...]
-"""Weights, layout and rules of a worker, by name: where they are equal, answers are."""
+"""Weights, layout and rules of a worker, by name: if they are equal, answers are."""
 
 
 class InFlight(Struct, frozen=True):
-    """What this router has on a worker now; its load report tells of that only later."""
+    """The requests of this router on a worker now; its load report shows them only later."""
 
     requests: int = 0
     tokens: int = 0  # prompt tokens for a prefill worker, prompt and answer for a decode worker
@@ -43,7 +43,7 @@ IDLE: Final = InFlight()
 
 
 class Condition(Enum):
-    """Whether a worker takes part in choices, and if not, what keeps it from that."""
+    """Whether a worker takes part in choices, and if not, the reason."""
 
     READY = "ready"
     DRAINING = "draining"  # this life of it takes no more requests
@@ -53,9 +53,9 @@ class Condition(Enum):
 
 
 class Holder(NamedTuple):
-    """A request that workers are kept for, to run it alone."""
+    """A request for which workers are kept, so that it runs without others."""
 
-    digest: str  # of what it asks of an engine
+    digest: str  # of its question to an engine
     request_id: str
 
 
@@ -65,7 +65,7 @@ class Candidate(Struct, frozen=True):
     record: WorkerRecord
     in_flight: InFlight
     condition: Condition = Condition.READY
-    is_full: bool = False  # it said so a moment ago
+    is_full: bool = False  # it reported so a moment ago
     is_suspect: bool = False  # it failed a moment ago
     kept_for: Holder | None = None  # it is to run nothing else
     seats: int | None = None  # requests that we may have on it; None is all that it takes
@@ -82,7 +82,7 @@ class Candidate(Struct, frozen=True):
 
     @property
     def num_free_seats(self) -> int:
-        """How many more requests it can run at once; below 0 where it has too many."""
+        """How many more requests it can run at once; below 0 if it has too many."""
         return 0 if self.is_full else self.num_seats - self.in_flight.requests
 
     @property
@@ -129,7 +129,7 @@ class Placement(Struct, frozen=True):
 
 
 class Prospect(Enum):
-    """What a request can expect of the fleet."""
+    """The expectation of a request."""
 
     NOW = "now"  # workers can take it
     SEAT = "seat"  # they can once another request has ended
@@ -142,11 +142,11 @@ Fitting = dict[str, list[Candidate]]
 
 
 def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | None:
-    """Picks the least loaded pair with a free seat; None where there is none.
+    """Picks the least loaded pair with a free seat; None if there is none.
 
-    `auto` lets decode prefill where no prefill worker fits, or where none of those that do can hand
-    over to it, a few prompts at a time; `remote` never, `local` always. Whose prompt's KV is at a
-    worker goes there if it has a seat."""
+    `auto` lets decode prefill a few prompts at a time if no prefill worker fits, or none that fits
+    can hand over to it; `remote` never, `local` always. An answer whose prompt's KV is at a worker
+    goes there if it has a seat."""
     usable = [c for c in candidates if _is_usable(c, need)]
     if need.beside and (beside := [c for c in usable if c.life == need.beside and c.has_seat]):
         return Placement(beside[0].record, None, shares_prompt=True)
@@ -216,8 +216,8 @@ def _may_keep_one(candidates: Sequence[Candidate], need: AttemptNeeds, role: Rol
 
 
 def why_refused(candidates: Sequence[Candidate], model: str) -> str:
-    """Of the links that no prompt may take, the fastest: how fast it is, and how fast it should be,
-    or that its ends have two connectors. Empty where none is refused."""
+    """The fastest of the links that no prompt may take, with its rate and the least rate, or that
+    its ends have two connectors. Empty if none is refused."""
     links = _links(candidates, AttemptNeeds(model=model, mode="remote"))
     refused = [
         (writer, receiver)
@@ -328,7 +328,8 @@ def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
 
 
 def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:
-    """Whether nobody else has it, and, where the request runs alone, nobody else is still in it."""
+    """Whether no other request has it, and no other request is still in it if this one runs without
+    others."""
     if candidate.record.role not in need.alone:
         return candidate.kept_for is None
     return candidate.kept_for == need.holder and not candidate.in_flight.requests
@@ -342,7 +343,7 @@ def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
 
 
 def _may_decode(candidate: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
-    """Whether it has a seat, the weights, and someone to prefill: itself, where that is allowed."""
+    """Whether it has a seat, the weights, and a worker that prefills, perhaps itself."""
     if not candidate.has_seat or need.fingerprint not in (None, candidate.record.fingerprint):
         return False
     if need.mode == "local" or (need.mode == "auto" and candidate.may_prefill):
@@ -390,8 +391,8 @@ def _decode_score(
 
 
 def _prefill_score(candidate: Candidate, need: AttemptNeeds) -> tuple[bool, int, int, str]:
-    """Tokens queued there, by its own account or by ours, whichever is more, less those of the
-    prompt that it need not compute, where it keeps any."""
+    """Tokens queued there, the larger of its own count and ours, without those of the prompt that
+    it has in its cache."""
     load = candidate.record.load
     queued = max(candidate.in_flight.tokens, load.queued_tokens)
     if load.prefix_queries:

@@ -1,9 +1,9 @@
-"""Which prefill worker has computed which beginnings of prompts, as far as this router sent them.
+"""The prefill workers that have computed beginnings of prompts, as far as this router sent them.
 
-An estimate, by which a prompt goes where most of it may be known already: workers drop what they
-have not used for long, and other routers send prompts, too. What a worker really had is in the
-statistics of an answer. Pure. Not here: what a worker keeps (`prefill_worker/prefix_cache.py`).
-"""
+An estimate, so that a prompt goes to the worker that probably knows most of it. Workers drop
+beginnings that they have not used for long, and other routers send prompts, too. The statistics of
+an answer show the real number of tokens. Pure. Not here: the cache of a worker
+(`prefill_worker/prefix_cache.py`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SentPrefixes:
 
     def note(self, keys: Sequence[Key], life: WorkerLife) -> None:
         """A prompt of these keys goes to this worker."""
-        for key in reversed(keys):  # so that a beginning is remembered for longer than what follows
+        for key in reversed(keys):  # so that beginnings are remembered for longer
             lives = self._lives.get(key, ())
             self._lives[key] = lives if life in lives else (*lives, life)[-MOST_LIVES:]
             self._lives.move_to_end(key)

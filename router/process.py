@@ -70,7 +70,7 @@ KNOW_S: Final = 10.0
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs a router until a signal comes; SystemExit after one line of the log where it cannot."""
+    """Runs a router until a signal comes; SystemExit after one line of the log if it cannot."""
     config = parse(argv)
     logs.set_up("router", config.log_level, config.log_format)
     errors: list[str] = []
@@ -97,7 +97,7 @@ async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
 
 
 async def serve(router: Router, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set and what runs has ended or `drain_s` is over."""
+    """Serves until `stop` is set and all requests have ended or `drain_s` is over."""
     config = router.config
 
     async with asyncio.TaskGroup() as beside:
@@ -250,8 +250,8 @@ def _texts_of(router: Router) -> Texts:
 
 
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
-    """Serves metrics until the stack is left; False where another router that shares our port still
-    has that of the metrics. Raises OSError where it is taken otherwise."""
+    """Serves metrics until the stack is left; False if another router on our port still has that of
+    the metrics. Raises OSError if another process has it."""
     config = router.config
     if not config.metrics:
         return True
@@ -293,7 +293,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
 
 
 def _tell_workers(router: Router, told: dict[str, str], counts: tuple[int, int]) -> dict[str, str]:
-    """Writes the ready file anew if it says something else than `told`; returns what it says."""
+    """Writes the ready file again if its content differs from `told`; returns the content."""
     facts, path = _ready_facts(router, counts), router.config.ready_file
     if path is not None and facts != told:
         try:
@@ -304,10 +304,9 @@ def _tell_workers(router: Router, told: dict[str, str], counts: tuple[int, int])
 
 
 class ReadyWorkers:
-    """How many workers are ready, for whoever waits until a fleet is.
+    """The number of ready workers, for commands that wait for a fleet.
 
-    A worker without a warm link counts only after WARM_S: its links may never get warm.
-    """
+    A worker without a warm link counts only after WARM_S: its links may never get warm."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.counts = (0, 0)  # prefill and decode workers
@@ -365,14 +364,14 @@ async def exchange_seats(router: Router) -> None:
 
 
 async def _share_refusals(router: Router) -> None:
-    """Keeps what is refused in step with other routers, until cancelled."""
+    """Exchanges refused requests with other routers, until cancelled."""
     while True:
         await router.poison.share()
         await asyncio.sleep(SHARE_S)
 
 
 def _tell_health(router: Router, server: RpcServer) -> None:
-    """Tells gRPC health, by service and by role, whether the router can do its work now. Liveness
+    """Sets gRPC health, by service and by role, to whether the router can do its work now. Liveness
     is the empty name, and always serving."""
     prefill, decode = live_workers(router.fleet.candidates())
     can_serve = router.seats.can_serve()
@@ -389,7 +388,7 @@ def _tell_health(router: Router, server: RpcServer) -> None:
 
 
 def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
-    """What the errors of a group of groups say."""
+    """The texts of the errors in a group of groups."""
     texts: list[str] = []
     for error in group.exceptions:
         texts += _texts(error) if isinstance(error, BaseExceptionGroup) else [str(error)]

@@ -1,10 +1,9 @@
-"""A prompt as ids: a checked request's text, chat or ids; and text to ids and back for who asks for
-nothing else, as Generate reads prompts and writes answers.
+"""A prompt as ids: a checked request's text, chat or ids. Also text to ids and back for calls that
+want only that, in the same way as Generate.
 
-Says what is wrong with an input that only its encoding shows. Not here: its form
-(`validation.py`), whether it fits the model's context (`validation.fit`), the tokenizer itself
-(`tokenizer.py`), following an answer (`detokenizer.py`).
-"""
+Finds the faults of an input that only its encoding shows. Not here: its form (`validation.py`),
+whether it fits the model's context (`validation.fit`), the tokenizer itself (`tokenizer.py`),
+following an answer (`detokenizer.py`)."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def _texts(asked: Asked) -> Iterator[tuple[str, str]]:
 
 
 class Resolve(Protocol):
-    """`Router.resolve`: what a request asks for; raises `EffuseError`."""
+    """`Entrance.resolve`: a message as a checked request; raises `EffuseError`."""
 
     def __call__(self, message: generation_pb2.GenerateRequest, *, is_stream: bool) -> Asked: ...
 

@@ -1,10 +1,9 @@
-"""One request: what was asked, the answer so far, the attempts at it, and its costs.
+"""One request: the question, the answer so far, the attempts at it, and its costs.
 
 Pure: no I/O and no clock of its own. Events of workers move the answer on by the table of states
 (`request_states.py`). Tokens that were delivered are never changed, repeated or lost. A request for
 several answers has one `Request` for each of them. Not here: the messages for clients
-(`client.py`), the reaction to each event (`answer.py`, `attempt.py`).
-"""
+(`client.py`), the reaction to each event (`answer.py`, `attempt.py`)."""
 
 from __future__ import annotations
 
@@ -173,7 +172,7 @@ class Costs:
     handoff_s: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
-    cached_tokens: int = 0  # of the prompt, whose KV a prefill worker had
+    cached_tokens: int = 0  # tokens of the prompt whose KV a prefill worker had
     connector: str = ""
     earlier_forwards: int = 0  # of attempts that are over
     forwards: int = 0  # of the attempt that runs

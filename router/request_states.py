@@ -1,7 +1,6 @@
 """The states of a request, or of one of several answers to it: a table of states and events.
 
-Pure. Not here: what is known in each of them (`request.py`).
-"""
+Pure. Not here: the data of a request in each of them (`request.py`)."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What happens to a request."""
+    """An event in the life of a request."""
 
     PLACED = "placed"  # an attempt begins on chosen workers
     RESERVED = "reserved"

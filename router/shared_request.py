@@ -1,10 +1,9 @@
 """One request as the other routers know it: claimed before it runs, placed, ended with its answer.
 
-A client whose router died asks another one under the same id: that one gives the answer that is
-kept, or runs the request again, which gives the same answer, unless a live router still runs it.
-Only ids that clients choose are claimed, since nobody can ask again for others. Redis is waited for
-here alone, and a request that is asked for the first time goes on without it.
-"""
+A client whose router died asks another one under the same id. That router returns the answer that
+is kept, or runs the request again, which gives the same answer, unless a live router still runs it.
+Only ids that clients choose are claimed, because no client can repeat other ids. A request waits
+for Redis only here, and one that is asked for the first time goes on without it."""
 
 from __future__ import annotations
 
@@ -72,13 +71,13 @@ class SharedRequest:
         self._is_claimed = False
         self._said = WholeAnswer()
 
-    # Whose it is.
+    # Its owner.
 
     async def claim(self) -> pb.GenerateResponse | None:
         """Claims the id, or returns the answer that is kept under it.
 
-        Raises `AlreadyRunning` where another live router runs the request, and `Unavailable` where
-        it was asked before and nobody can tell what became of it."""
+        Raises `AlreadyRunning` if another live router runs the request, and `Unavailable` if it was
+        asked before and its fate cannot be looked up."""
         request = self._request
         if not request.asked_digest:
             return None
@@ -116,7 +115,7 @@ class SharedRequest:
         return self._settle(claim)
 
     async def _find_kept(self) -> pb.GenerateResponse | None:
-        """The answer that a full Redis has, which takes no claim and can be read all the same."""
+        """The answer in a full Redis, which refuses claims and can still be read."""
         request = self._request
         with contextlib.suppress(StoreUnavailable):
             return self._read(await self._sharing.store.answer(request.id, request.asked_digest))
@@ -133,7 +132,8 @@ class SharedRequest:
         if (kept := self._read(claim.response)) is not None:
             return kept
         if claim.earlier is not None:
-            # Who ran it before may have told of its answer: this one draws as that one did.
+            # The router that ran it before may have sent a part of its answer: this one draws the
+            # same.
             with contextlib.suppress(MalformedRecord):
                 seed = decode_placement(claim.earlier).seed
                 self._request.asked = self._request.asked.seeded(seed)
@@ -152,7 +152,7 @@ class SharedRequest:
             labels={"router": router_id, "address": address},
         )
 
-    # Where it is.
+    # Its place.
 
     def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
         """Another attempt begins on these workers; of several answers, one at the first."""
@@ -171,7 +171,7 @@ class SharedRequest:
         """A decode worker holds pages for the prompt, which other routers need not know."""
 
     def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
-        """Tells the client, and keeps what is final where others may be asked for it."""
+        """Sends an event to the client, and keeps final parts for other routers."""
         if self._is_kept:
             self._said.take(event)
         return self._client.send(event)
@@ -179,7 +179,7 @@ class SharedRequest:
     # Its end.
 
     def end(self, last: pb.GenerateStreamResponse | None) -> None:
-        """The request is over; `last` is what its client is told at a good end."""
+        """The request is over; `last` is the client's last event at a good end."""
         if self._record is None:
             return
         request = self._request
@@ -231,6 +231,6 @@ def _placed_on(record: WorkerRecord) -> PlacedOn:
 
 
 def digest_of_asked(message: pb.GenerateRequest, tenant: Tenant) -> str:
-    """Of a request as it was sent: the same where its tenant, and nobody else, sends it again."""
+    """A digest of a request as it was sent: the same only if its own tenant sends it again."""
     owner = tenant.name.encode() + b"\0"
     return hashlib.sha256(owner + message.SerializeToString(deterministic=True)).hexdigest()

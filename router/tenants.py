@@ -1,17 +1,16 @@
-"""Tenants of a router: who calls, what he may have, and whose turn it is.
+"""Tenants of a router: the owners of calls, their limits, and their turns.
 
 Keys are a file of hashes, read again when it changes. A line is `tenant sha256 [requests=N]
-[tokens_per_minute=N]`, as `effuse token` writes it; a tenant may have several, of which the first
-one with limits sets them. A hash of a token of 256 random bits cannot be guessed back, so the file
-opens nothing to who reads it.
+[tokens_per_minute=N]`, written by `effuse token`. A tenant may have several lines, and the first
+one with limits sets them. A hash of a token of 256 random bits cannot be guessed back, so a reader
+of the file gains no access.
 
-Tokens are counted once a request has ended, whatever it came to, so one that begins within the
+Tokens are counted once a request has ended, however it ended. So a request that begins within the
 limit is never cut off, and the next ones wait until the minute has made up for it. A request counts
 as often as it has answers that have not ended.
 
-Turns among tenants go by tokens, too. Not here: how long the queue may be, and who need not wait in
-it (`admission.py`).
-"""
+Turns among tenants go by tokens, too. Not here: how long the queue may be, and which requests need
+not wait in it (`admission.py`)."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who owns keys, and what it may have at once; None is no limit of its own."""
+    """An owner of keys, and its limits at any time; None is no limit of its own."""
 
     name: str
     max_requests: int | None = None  # queued or on workers
@@ -59,7 +58,7 @@ class Tenant:
 
 
 NOBODY: Final = Tenant("")
-"""Whoever asks a router that knows no keys."""
+"""The caller of a router that knows no keys."""
 
 
 def make_token() -> str:
@@ -104,7 +103,7 @@ class KeyRing:
     def __init__(self, path: Path) -> None:
         """Raises OSError where the file cannot be used."""
         self._path = path
-        self._trouble = ""  # with the file, as it was told
+        self._trouble = ""  # with the file, already logged
         self._stamp = self._look()
         try:
             self._tenants = parse_keys(path.read_text())
@@ -112,7 +111,7 @@ class KeyRing:
             raise OSError(f"--keys: {path}: {error}") from error
 
     def tenant(self, name: str) -> Tenant:
-        """What a tenant may have; of one that is gone from the file by now no limit is known."""
+        """The limits of a tenant; one that is gone from the file has none."""
         return next((one for one in self._tenants.values() if one.name == name), Tenant(name))
 
     def admit(self, shown: dict[str, str | bytes]) -> None:
@@ -126,7 +125,7 @@ class KeyRing:
         CALLER.set(tenant.name)
 
     def find(self, token: str) -> Tenant | None:
-        """Whose token it is. Takes as long for any that is none."""
+        """The owner of a token. Takes the same time for any unknown token."""
         if len(token) > LONGEST_TOKEN:
             return None
         self._renew()
@@ -172,7 +171,7 @@ class Account:
 
 
 class QuotaShare:
-    """What a request takes of its tenant's account."""
+    """The part of a tenant's account that a request uses."""
 
     def __init__(self, account: Account, num_answers: int) -> None:
         self._account = account
@@ -198,8 +197,8 @@ class Quotas:
         self._accounts: dict[str, Account] = {}
 
     def check(self, tenant: Tenant, num_answers: int = 1) -> None:
-        """Raises `Overloaded` where a tenant may not begin another request for so many answers now,
-        and `InvalidRequest` where it never may."""
+        """Raises `Overloaded` if a tenant may not begin another request for so many answers now,
+        and `InvalidRequest` if it never may."""
         most = tenant.max_requests
         if most is not None and num_answers > most:
             found = f"expected at most {most}, the limit of requests for this key, got"
@@ -270,12 +269,11 @@ class _Line(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """Items of tenants, each with what it costs in tokens, and counted as one or several.
+    """Items of tenants, each with a cost in tokens, and counted as one or several.
 
-    Each tenant in turn may spend `QUANTUM` tokens, and saves what is left of them while it waits,
-    so that all get the same share of tokens however many requests each has, and however long they
-    are. M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", 1996.
-    """
+    Each tenant in turn may spend `QUANTUM` tokens, and saves the rest of them while it waits. So
+    all get the same share of tokens, however many requests each has, and however long they are. M.
+    Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", 1996."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[Item]] = {}  # none is empty
@@ -296,13 +294,13 @@ class FairQueue(Generic[Item]):
         return 0 if line is None else line.length
 
     def count_beyond(self, most: int) -> int:
-        """What items count as beyond `most` of each tenant."""
+        """The count of items beyond `most` of each tenant."""
         return sum(max(0, line.length - most) for line in self._lines.values())
 
     def ahead_of(self, tenant: str, place: float, count: int = 1) -> int:
-        """What the items count as that would be taken out before another one, where all cost as
-        they count: those of its tenant with no larger place, and of each other tenant as many and
-        as many as the other one counts."""
+        """The count of the items that would be taken out before another one, if the cost of each is
+        its count: those of its tenant with no larger place, and of each other tenant as many as of
+        its own and the other one's count together."""
         line = self._lines.get(tenant)
         before = () if line is None else line.waiting
         own = sum(entry.count for entry in before if entry.place <= place)
@@ -326,7 +324,7 @@ class FairQueue(Generic[Item]):
         self._size += count
 
     def pop(self) -> Item:
-        """Takes out the item that is next. Raises IndexError where there is none."""
+        """Takes out the next item. Raises IndexError if there is none."""
         while True:
             tenant = self._turns[0]
             line = self._lines[tenant]
@@ -340,7 +338,7 @@ class FairQueue(Generic[Item]):
             self._turns.rotate(-1)
 
     def pop_last(self, tenant: str) -> Item:
-        """Takes out what stands last of a tenant's. Raises KeyError where it has nothing."""
+        """Takes out the last item of a tenant. Raises KeyError if it has none."""
         entry = self._lines[tenant].waiting.pop()
         self._forget(tenant, entry)
         return entry.item
@@ -357,7 +355,7 @@ class FairQueue(Generic[Item]):
         return False
 
     def _forget(self, tenant: str, gone: _Entry[Item]) -> None:
-        """An item has gone. Who has nothing to wait for saves nothing."""
+        """An item has gone. A tenant without items saves nothing."""
         self._size -= gone.count
         self._lines[tenant].length -= gone.count
         if not self._lines[tenant].waiting:

@@ -1,15 +1,14 @@
-"""Text and chats to ids, and ids to text, with the `tokenizers` library alone, off the event loop
-where it is long.
+"""Text and chats to ids, and ids to text, with only the `tokenizers` library, in threads if it is
+long.
 
-A model reads its special tokens as structure: where a message ends, who speaks. So they may come
-from the checkpoint's template alone, and those that a client spells stay text, unless it asks for
-them to be parsed. Before a template sees a client's strings, the first character of every special
-token that they spell is exchanged for a stand-in; what it renders is cut at the special tokens that
-are in it now, which are the template's; and in the text between them the characters come back.
-Lengths, white space and all else that a template looks at stay as they are. What `tokenizer.json`
-puts around a prompt is added. Not here: following an answer (`detokenizer.py`), the template's
-rendering (`chat_template.py`).
-"""
+Special tokens are structure to a model: the end of a message, the role of a speaker. So only the
+checkpoint's template may add them, and those that a client spells stay text, unless it asks for
+them to be parsed. Before a template gets a client's strings, the first character of every special
+token that they spell is exchanged for a stand-in. The rendered text is cut at its special tokens,
+which are the template's, and in the text between them the characters come back. Lengths, white
+space and everything else that a template looks at stay the same. The parts that `tokenizer.json`
+puts around a prompt are added. Not here: following an answer (`detokenizer.py`), the template's
+rendering (`chat_template.py`)."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ class SpecialTokens:
         self._longest = max(map(len, self._by_text), default=0)
 
     def cut(self, text: str) -> Iterator[str | SpecialToken]:
-        """The parts of `text`: special tokens, and the text between them where there is any."""
+        """The parts of `text`: special tokens, and the text between them if there is any."""
         end = 0
         for found in self._whole.finditer(text):
             token = self._by_text[found.group()]
@@ -84,7 +83,7 @@ class SpecialTokens:
 
     def disguise(self, strings: Sequence[str]) -> Disguise:
         """Stand-ins that none of `strings` holds: a client's, and the template's own text. Raises
-        ValueError where they hold all that could be one."""
+        ValueError if they hold all characters that could be one."""
         used = set().union(*strings)
         firsts = sorted({text[0] for text in self._by_text})
         free = (
@@ -99,7 +98,8 @@ class SpecialTokens:
         return Disguise(self._starts, dict(zip(firsts, marks, strict=False)), marks[-1])
 
     def _starts(self, text: str) -> set[int]:
-        """Where special tokens begin, and where one would if other text followed at the end."""
+        """The places where special tokens begin, and those at the end that further text could
+        complete."""
         starts = {found.start() for found in self._begin.finditer(text)}
         tail = range(max(0, len(text) - self._longest + 1), len(text))
         return starts.union(at for at in tail if text[at:] in self._beginnings)
@@ -128,7 +128,7 @@ class Disguise:
         return value
 
     def show(self, text: str) -> str:
-        """`text` with what was hidden in it."""
+        """`text` with the hidden characters put back."""
         for mark in self.stand_ins.values():
             for escape in escapes_of(mark):
                 text = text.replace(escape, mark)
@@ -203,7 +203,7 @@ class Tokenizer:
             for i, token in added
             if token.special
         )
-        # A model that has learned a chat's form ends its answers so, whatever its files say.
+        # A model that has learned a chat's form ends its answers so, whatever its files contain.
         self.chat_end_ids = self._find_chat_end()
         self._special = frozenset(i for i, token in added if token.special)
         bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -214,7 +214,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, *, threads: int = 2) -> Tokenizer:
-        """Reads `tokenizer.json` of a checkpoint directory, and its chat template where it has one
+        """Reads `tokenizer.json` of a checkpoint directory, and its chat template if it has one
         that can be used; raises `TokenizerError`."""
         backend = read_backend(directory)
         try:
@@ -231,12 +231,12 @@ class Tokenizer:
 
     @property
     def chat_template_origin(self) -> str | None:
-        """The file that the chat template was read from; None where there is none."""
+        """The file that the chat template was read from; None if there is none."""
         return None if self._chat_template is None else self._chat_template.origin
 
     async def encode(self, text: str, *, parses_special: bool = False) -> list[int]:
-        """The ids of a prompt. Special tokens that it spells are parsed where that is asked for;
-        else all come from `tokenizer.json`'s own template."""
+        """The ids of a prompt. Special tokens that it spells are parsed if that is asked for;
+        otherwise all come from `tokenizer.json`'s own template."""
         encode = self._encode_parsed if parses_special else self._encode
         if len(text) <= INLINE_BYTES:
             return encode(text)
@@ -245,11 +245,11 @@ class Tokenizer:
     async def encode_chat(
         self, chat: Chat, *, most_bytes: int, parses_special: bool = False
     ) -> list[int]:
-        """The ids of a chat, as its template renders it. Special tokens that the client's strings
-        spell are parsed where that is asked for; else all come from the template.
+        """The ids of a chat, rendered by its template. Special tokens that the client's strings
+        spell are parsed if that is asked for; otherwise all come from the template.
 
-        Raises ChatTemplateError where the template does not take the chat, or where it renders
-        more than `most_bytes` of UTF-8."""
+        Raises ChatTemplateError if the template refuses the chat, or renders more than `most_bytes`
+        of UTF-8."""
         encode = partial(self._encode_chat, chat, most_bytes, parses_special)
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
@@ -276,11 +276,11 @@ class Tokenizer:
         return text
 
     def close(self) -> None:
-        """Ends the threads; what they encode now is finished first."""
+        """Ends the threads after their current texts."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find_chat_end(self) -> frozenset[int]:
-        """The special token that the chat template writes behind an answer, where there is one."""
+        """The special token that the chat template writes behind an answer, if there is one."""
         mark, told = chr(PRIVATE[0]), ""
         chat = Chat(Chat().user("").assistant(mark).messages, add_generation_prompt=False)
         if self._chat_template is not None:
@@ -316,10 +316,9 @@ class Tokenizer:
         )
 
     def _encode_parts(self, parts: Iterable[str | SpecialToken]) -> list[int]:
-        """Each text by itself, as the library does where it parses special tokens: these end a
-        word, and no merge reaches over them. (A vocabulary of SentencePiece's that has a space put
-        before a prompt's first word gets it before each text's; no model that is served has one.)
-        """
+        """Each text by itself, like the library when it parses special tokens: these end a word,
+        and no merge reaches over them. (A vocabulary of SentencePiece's that puts a space before a
+        prompt's first word puts one before each text; no served model has one.)"""
         parts = list(parts)
         texts = [part for part in parts if isinstance(part, str)]
         encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))

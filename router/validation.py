@@ -1,9 +1,8 @@
-"""From a client's request to one in which every setting is resolved, or to all that is wrong.
+"""From a client's request to one in which every setting is resolved, or to all findings against it.
 
-Pure: the request and what is known of the model in, values out. Done before anything is reserved,
+Pure: the request and the model's description in, values out. Runs before anything is reserved, and
 before the prompt is tokenised. Not here: its input (`findings.py`), whether the model exists
-(`catalogue.py`), whether there is room (`admission.py`).
-"""
+(`catalogue.py`), whether there is room (`admission.py`)."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     chat: Chat | None
     prompt_token_ids: tuple[int, ...]
     parses_special: bool  # special tokens that text or chat spell
-    refused_ids: Mapping[int, str]  # that no client may put into a prompt, and what they are
+    refused_ids: Mapping[int, str]  # that no client may put into a prompt, and their kinds
     max_tokens: int | None  # None takes the model's, cut to the room that the prompt leaves
     min_tokens: int  # before which no stop id or stop string ends the answer
     stops: tuple[str, ...]
@@ -126,10 +125,10 @@ def validate(
     """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
 
     `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding.
-    `takes_chats`: whether there is a chat template for the model. `chat_end_ids`: what ends an
-    answer in it, beside the model's end-of-sequence ids.
-    `decode_prefills`: whether decode workers may compute prompts themselves. `answers`: how many
-    may be asked for. `seed`: a uint64, for a request that sets none."""
+    `takes_chats`: whether there is a chat template for the model. `chat_end_ids`: ids that end an
+    answer in it, beside the model's end-of-sequence ids. `decode_prefills`: whether decode workers
+    may compute prompts themselves. `answers`: how many a request may ask for. `seed`: a uint64, for
+    a request that sets none."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
@@ -295,7 +294,7 @@ def _check_algorithm(
     findings: Findings,
 ) -> None:
     """What an algorithm asks of model and fleet, above all that of a canvas."""
-    # LLaDA's loop, and Fast-dLLM's but for Dream, draw from all tokens.
+    # LLaDA's loop draws from all tokens, and so does Fast-dLLM's except for Dream.
     if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture != "dream"):
         for name in ("top_p", "top_k", "min_p"):
             if sampling.HasField(name):
@@ -316,7 +315,7 @@ def _check_algorithm(
 
 
 def _by_blocks(model: ModelInfo) -> str:
-    """Algorithms that any model takes, but for those of another model's tuning."""
+    """Algorithms that any model takes, except those that need a tuned model."""
     return " or ".join(
         algorithm
         for algorithm in NAMES["algorithm"]

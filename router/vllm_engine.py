@@ -1,9 +1,8 @@
 """vLLM's engine service, for gateways that serve HTTP on top of one (SMG, sglang's router).
 
-A gateway renders chats, encodes and decodes by the tokenizer that it gets here, and is told ids.
-Behind it everything is as for other clients: checks, queue, placement, recovery. Not here: what its
-messages mean (`vllm_requests.py`).
-"""
+A gateway renders chats, encodes and decodes with the tokenizer that it gets here, and receives ids.
+Requests are handled like those of other clients: checks, queue, placement, recovery. Not here: the
+meaning of its messages (`vllm_requests.py`)."""
 
 from __future__ import annotations
 
@@ -118,8 +117,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: engine.HealthCheckRequest,
         context: grpc.aio.ServicerContext[engine.HealthCheckRequest, engine.HealthCheckResponse],
     ) -> engine.HealthCheckResponse:
-        """As gRPC's own health says it of this service; raises `Unavailable` as long as no model is
-        known, so that a gateway asks again before it asks for one."""
+        """The same as gRPC's own health of this service; raises `Unavailable` as long as no model
+        is known, so that a gateway asks again before it asks for one."""
         self._catalogue.find(None)
         healthy = self._seats.can_serve()
         why = "" if healthy else "no live worker can accept a request"
@@ -140,7 +139,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             engine.GetServerInfoRequest, engine.GetServerInfoResponse
         ],
     ) -> engine.GetServerInfoResponse:
-        """This router, as one engine."""
+        """This router, described like one engine."""
         return engine.GetServerInfoResponse(
             active_requests=self._serving.parts.requests.num_running,
             uptime_seconds=time.monotonic() - self._began,
@@ -179,7 +178,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: engine.GetTokenizerRequest,
         context: grpc.aio.ServicerContext[engine.GetTokenizerRequest, engine.GetTokenizerChunk],
     ) -> AsyncIterator[engine.GetTokenizerChunk]:
-        """The tokenizer's files, zipped once. Raises `NotFound` where they are gone."""
+        """The tokenizer's files, zipped once. Raises `NotFound` if they are gone."""
         if self._archive is None:
             self._archive = await asyncio.to_thread(archive, self._directory)
         whole = self._archive
@@ -192,7 +191,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 def archive(directory: Path) -> bytes:
-    """The files of a checkpoint that its tokenizer needs, as a zip archive; equal files make equal
+    """The files of a checkpoint that its tokenizer needs, in a zip archive; equal files make equal
     bytes. Raises `NotFound`."""
     there = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not there:

@@ -1,8 +1,8 @@
-"""Requests and answers of vLLM's engine protocol, as effuse means them; functions of values.
+"""Requests and answers of vLLM's engine protocol in effuse's terms; functions of values.
 
-What a gateway cannot know is left to the model: algorithm, threshold, and what is neutral there
-(top_p 1, top_k 0), since a gateway sends these for what its own client left out. What effuse has
-not is refused, unless it has no effect. Not here: the calls (`vllm_engine.py`).
+The model chooses settings that a gateway cannot know: algorithm, threshold, and neutral values
+(top_p 1, top_k 0), because a gateway sends these for settings that its client left out. Settings
+that effuse lacks are refused, unless they have no effect. Not here: the calls (`vllm_engine.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _INPUTS: Final = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", 
 def request_of(
     asked: engine.GenerateRequest, chat_end_ids: Collection[int] = ()
 ) -> pb.GenerateRequest:
-    """The request that a gateway means; raises `InvalidRequest` with all that effuse does not do.
+    """The request of a gateway; raises `InvalidRequest` with all settings that effuse lacks.
 
     `chat_end_ids`: ids that end an answer in a chat. A gateway renders chats itself, and does not
-    say whether ids are one."""
+    mark ids that are one."""
     _check(asked)
     params = asked.sampling_params
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else chat_end_ids)}
@@ -82,7 +82,7 @@ def chunk_of(event: pb.GenerateStreamResponse, prompt_tokens: int) -> engine.Gen
 def complete_of(
     answer: pb.GenerateResponse, index: int, prompt_tokens: int
 ) -> engine.GenerateResponse:
-    """A whole answer as what ends it; each of several tells of the prompt's tokens here."""
+    """A whole answer in its last message; each of several counts the prompt's tokens here."""
     complete = engine.GenerateComplete(
         output_ids=answer.token_ids,
         finish_reason=_FINISH_REASONS[answer.finish_reason],
@@ -101,7 +101,7 @@ def complete_of(
 
 
 def _logprobs_of(said: pb.BlockCommit | pb.GenerateResponse) -> engine.OutputLogProbs | None:
-    """Those of its tokens; None where they were not asked for."""
+    """Log-probabilities of its tokens; None if they were not asked for."""
     if not said.logprobs:
         return None
     return engine.OutputLogProbs(
@@ -115,7 +115,7 @@ def _logprobs_of(said: pb.BlockCommit | pb.GenerateResponse) -> engine.OutputLog
 
 
 def describe_model(model: ModelInfo) -> engine.GetModelInfoResponse:
-    """What a gateway is told of a model."""
+    """A model, as a gateway reads it."""
     sampling = model.defaults.sampling
     defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     if sampling.top_k:
