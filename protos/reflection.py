@@ -9,12 +9,12 @@ descriptors.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
+from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 ALPHA: Final[str] = reflection.SERVICE_NAME
@@ -61,17 +61,9 @@ class SymbolPool:
         pool = self._v1 if name == _V1_FILE else self._pool
         return pool.FindFileByName(name)
 
-    def FindMessageTypeByName(self, name: str) -> Descriptor:
-        """Raises KeyError for an unknown message."""
-        return self._pool.FindMessageTypeByName(name)
-
-    def FindExtensionByNumber(self, message: Descriptor, number: int) -> FieldDescriptor:
-        """Raises KeyError if the message has no such extension."""
-        return self._pool.FindExtensionByNumber(message, number)
-
-    def FindAllExtensions(self, message: Descriptor) -> list[FieldDescriptor]:
-        """All known extensions of a message."""
-        return self._pool.FindAllExtensions(message)
+    def __getattr__(self, name: str) -> Any:
+        """Other searches are those of the default pool."""
+        return getattr(self._pool, name)
 
 
 def _version_1() -> descriptor_pool.DescriptorPool:

@@ -15,7 +15,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
@@ -26,6 +26,8 @@ from effuse.protos.interceptor import ErrorInterceptor
 from effuse.protos.reflection import add_reflection
 from effuse.protos.tls import ServerTls
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""The server's side of a call."""
 MIB: Final = 1 << 20
 LAST_S: Final = 5.0
 """Time for calls that still run at the end of a drain, so that their last messages arrive."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Final
 
-import grpc.aio
-
 from effuse.client.params import NAMES
 from effuse.config.decoding import DecodingDefaults
 from effuse.placement.records import Link, ModelInfo
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
+from effuse.protos.rpc import Context
 from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Candidate, Condition, live_workers
@@ -95,11 +94,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self._chat_template = chat_template  # the file that it was read from, if there is one
 
     async def ListModels(
-        self,
-        request: model_pb2.ListModelsRequest,
-        context: grpc.aio.ServicerContext[
-            model_pb2.ListModelsRequest, model_pb2.ListModelsResponse
-        ],
+        self, request: model_pb2.ListModelsRequest, context: Context
     ) -> model_pb2.ListModelsResponse:
         """Models in the order of their names; a page's token is the last name of the one before."""
         after = sorted(name for name in self._catalogue.live() if name > request.page_token)
@@ -111,9 +106,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         )
 
     async def GetModel(
-        self,
-        request: model_pb2.GetModelRequest,
-        context: grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse],
+        self, request: model_pb2.GetModelRequest, context: Context
     ) -> model_pb2.GetModelResponse:
         """One model by its name."""
         findings = Findings()
@@ -123,11 +116,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         return model_pb2.GetModelResponse(model=self._describe(model))
 
     async def ListWorkers(
-        self,
-        request: model_pb2.ListWorkersRequest,
-        context: grpc.aio.ServicerContext[
-            model_pb2.ListWorkersRequest, model_pb2.ListWorkersResponse
-        ],
+        self, request: model_pb2.ListWorkersRequest, context: Context
     ) -> model_pb2.ListWorkersResponse:
         """Live workers in the order of their ids; pages as of ListModels."""
         after = [c for c in self._fleet.candidates() if c.record.worker_id > request.page_token]
@@ -140,19 +129,13 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         )
 
     async def Tokenize(
-        self,
-        request: model_pb2.TokenizeRequest,
-        context: grpc.aio.ServicerContext[model_pb2.TokenizeRequest, model_pb2.TokenizeResponse],
+        self, request: model_pb2.TokenizeRequest, context: Context
     ) -> model_pb2.TokenizeResponse:
         """A prompt as ids."""
         return await self._texts.tokenize(request)
 
     async def Detokenize(
-        self,
-        request: model_pb2.DetokenizeRequest,
-        context: grpc.aio.ServicerContext[
-            model_pb2.DetokenizeRequest, model_pb2.DetokenizeResponse
-        ],
+        self, request: model_pb2.DetokenizeRequest, context: Context
     ) -> model_pb2.DetokenizeResponse:
         """Ids as text."""
         return await self._texts.detokenize(request)

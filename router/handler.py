@@ -14,10 +14,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import grpc.aio
-
 from effuse.client.answer import Stats
 from effuse.protos.errors import Cancelled, DeadlineExceeded, EffuseError, EndedById
+from effuse.protos.rpc import Context
 from effuse.router.admission import HeldSlots, SlotNeed
 from effuse.router.answer import AnswerParts, AnswerRun, time_is_over
 from effuse.router.answers import SideBySide, add_up
@@ -281,18 +280,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def Generate(
-        self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> pb.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """The whole answer, or all answers, at the end."""
         return await self._serving.answer(lambda: request, context)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
         request: pb.GenerateStreamRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
+        context: Context,
     ) -> None:
         """The answer as it grows, or several.
 
@@ -302,9 +297,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         await self._serving.stream(lambda: request.request, context, stream, lambda _: stream)
 
     async def CancelRequest(
-        self,
-        request: pb.CancelRequestRequest,
-        context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
+        self, request: pb.CancelRequestRequest, context: Context
     ) -> pb.CancelRequestResponse:
         """Ends a request that runs here; of others returns the state and the router."""
         requests, name, tenant = self._look_up(request.request_id)
@@ -314,9 +307,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
 
     async def GetRequest(
-        self,
-        request: pb.GetRequestRequest,
-        context: grpc.aio.ServicerContext[pb.GetRequestRequest, pb.GetRequestResponse],
+        self, request: pb.GetRequestRequest, context: Context
     ) -> pb.GetRequestResponse:
         """Where a request is, or how it ended, with its answer while that is kept; of other routers
         as far as Redis knows."""

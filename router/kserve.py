@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator
 from functools import partial
 from importlib.metadata import version
 
-import grpc.aio
-
 from effuse.compat import kserve_pb2 as kserve
 from effuse.compat import kserve_pb2_grpc
 from effuse.protos.errors import Bug, Cancelled, EffuseError
+from effuse.protos.rpc import Context
 from effuse.router.catalogue import Catalogue
 from effuse.router.client import AnswerStream, ClientGone
 from effuse.router.findings import Findings, check_model_name
@@ -60,55 +59,39 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._catalogue = catalogue
 
     async def ServerLive(
-        self,
-        request: kserve.ServerLiveRequest,
-        context: grpc.aio.ServicerContext[kserve.ServerLiveRequest, kserve.ServerLiveResponse],
+        self, request: kserve.ServerLiveRequest, context: Context
     ) -> kserve.ServerLiveResponse:
         """A process that answers is live."""
         return kserve.ServerLiveResponse(live=True)
 
     async def ServerReady(
-        self,
-        request: kserve.ServerReadyRequest,
-        context: grpc.aio.ServicerContext[kserve.ServerReadyRequest, kserve.ServerReadyResponse],
+        self, request: kserve.ServerReadyRequest, context: Context
     ) -> kserve.ServerReadyResponse:
         """The same as gRPC's own health of this service."""
         return kserve.ServerReadyResponse(ready=self._seats.can_serve())
 
     async def ModelReady(
-        self,
-        request: kserve.ModelReadyRequest,
-        context: grpc.aio.ServicerContext[kserve.ModelReadyRequest, kserve.ModelReadyResponse],
+        self, request: kserve.ModelReadyRequest, context: Context
     ) -> kserve.ModelReadyResponse:
         """Whether a request for the model could be placed; an unknown model is not ready either."""
         _check_model(request.name, request.version)
         return kserve.ModelReadyResponse(ready=self._seats.can_serve(request.name))
 
     async def ServerMetadata(
-        self,
-        request: kserve.ServerMetadataRequest,
-        context: grpc.aio.ServicerContext[
-            kserve.ServerMetadataRequest, kserve.ServerMetadataResponse
-        ],
+        self, request: kserve.ServerMetadataRequest, context: Context
     ) -> kserve.ServerMetadataResponse:
         """The name and version of the server."""
         return kserve.ServerMetadataResponse(name="effuse", version=version("effuse"))
 
     async def ModelMetadata(
-        self,
-        request: kserve.ModelMetadataRequest,
-        context: grpc.aio.ServicerContext[
-            kserve.ModelMetadataRequest, kserve.ModelMetadataResponse
-        ],
+        self, request: kserve.ModelMetadataRequest, context: Context
     ) -> kserve.ModelMetadataResponse:
         """A model's tensors; raises `NotFound` and `Unavailable`."""
         _check_model(request.name, request.version)
         return describe_tensors(self._catalogue.find(request.name).name)
 
     async def ModelInfer(
-        self,
-        request: kserve.ModelInferRequest,
-        context: grpc.aio.ServicerContext[kserve.ModelInferRequest, kserve.ModelInferResponse],
+        self, request: kserve.ModelInferRequest, context: Context
     ) -> kserve.ModelInferResponse:
         """The whole answer, or all answers, at the end."""
         answer = await self._serving.answer(lambda: request_of(request), context)
@@ -117,9 +100,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
         self,
         request_iterator: AsyncIterator[kserve.ModelInferRequest],
-        context: grpc.aio.ServicerContext[
-            kserve.ModelInferRequest, kserve.ModelStreamInferResponse
-        ],
+        context: Context,
     ) -> None:
         """Answers one request after the other, until the client has no more. An error of a request
         goes into the stream, according to the protocol; a fault of ours ends the stream."""

@@ -13,10 +13,10 @@ from datetime import timedelta
 from itertools import accumulate
 from typing import Final, cast
 
-import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from effuse.protos.errors import InvalidRequest, Overloaded, Unavailable
+from effuse.protos.rpc import Context
 from effuse.router.admission import Admission
 from effuse.router.known_requests import KnownRequests
 from effuse.router.request import Request
@@ -31,8 +31,6 @@ MOST_TOKENS: Final = 1000
 DEFAULT_INTERVAL_S: Final = 0.25
 STALLED_S: Final = 30.0
 """A watcher that takes nothing for so long is gone."""
-
-StreamContext = grpc.aio.ServicerContext[pb.WatchRequestsRequest, pb.WatchRequestsResponse]
 
 
 class Monitor:
@@ -115,7 +113,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         self._tokenizer = shows_texts_by
 
     async def WatchRequests(  # type: ignore[override]  # the stub knows only generators
-        self, request: pb.WatchRequestsRequest, context: StreamContext
+        self, request: pb.WatchRequestsRequest, context: Context
     ) -> None:
         """The running requests, at an interval; ends with the router or by its caller."""
         interval_s = _interval(request.interval)

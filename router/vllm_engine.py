@@ -17,11 +17,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-import grpc.aio
-
 from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
 from effuse.protos.errors import NotFound
+from effuse.protos.rpc import Context
 from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue
 from effuse.router.client import AnswerStream, WholeAnswer
@@ -89,7 +88,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(  # type: ignore[override]  # the stub knows only generators
         self,
         request: engine.GenerateRequest,
-        context: grpc.aio.ServicerContext[engine.GenerateRequest, engine.GenerateResponse],
+        context: Context,
     ) -> None:
         """The answer as it grows, or at its end."""
         stream = AnswerStream[engine.GenerateResponse](context)
@@ -101,11 +100,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             is_stream=request.stream,
         )
 
-    async def Abort(
-        self,
-        request: engine.AbortRequest,
-        context: grpc.aio.ServicerContext[engine.AbortRequest, engine.AbortResponse],
-    ) -> engine.AbortResponse:
+    async def Abort(self, request: engine.AbortRequest, context: Context) -> engine.AbortResponse:
         """Ends what runs here of these requests, as far as they are the caller's own."""
         tenant = self._serving.entrance.tenant().name
         for request_id in request.request_ids:
@@ -113,9 +108,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return engine.AbortResponse()
 
     async def HealthCheck(
-        self,
-        request: engine.HealthCheckRequest,
-        context: grpc.aio.ServicerContext[engine.HealthCheckRequest, engine.HealthCheckResponse],
+        self, request: engine.HealthCheckRequest, context: Context
     ) -> engine.HealthCheckResponse:
         """The same as gRPC's own health of this service; raises `Unavailable` as long as no model
         is known, so that a gateway asks again before it asks for one."""
@@ -125,19 +118,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return engine.HealthCheckResponse(healthy=healthy, message=why)
 
     async def GetModelInfo(
-        self,
-        request: engine.GetModelInfoRequest,
-        context: grpc.aio.ServicerContext[engine.GetModelInfoRequest, engine.GetModelInfoResponse],
+        self, request: engine.GetModelInfoRequest, context: Context
     ) -> engine.GetModelInfoResponse:
         """The one model of the fleet; raises `Unavailable`, and `InvalidRequest` if it has more."""
         return describe_model(self._catalogue.find(None))
 
     async def GetServerInfo(
-        self,
-        request: engine.GetServerInfoRequest,
-        context: grpc.aio.ServicerContext[
-            engine.GetServerInfoRequest, engine.GetServerInfoResponse
-        ],
+        self, request: engine.GetServerInfoRequest, context: Context
     ) -> engine.GetServerInfoResponse:
         """This router, described like one engine."""
         return engine.GetServerInfoResponse(
@@ -149,9 +136,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(
-        self,
-        request: engine.GetLoadsRequest,
-        context: grpc.aio.ServicerContext[engine.GetLoadsRequest, engine.GetLoadsResponse],
+        self, request: engine.GetLoadsRequest, context: Context
     ) -> engine.GetLoadsResponse:
         """Requests of this router, pages of the fleet's decode workers."""
         admission = self._admission
@@ -174,9 +159,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )  # fmt: skip
 
     async def GetTokenizer(
-        self,
-        request: engine.GetTokenizerRequest,
-        context: grpc.aio.ServicerContext[engine.GetTokenizerRequest, engine.GetTokenizerChunk],
+        self, request: engine.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[engine.GetTokenizerChunk]:
         """The tokenizer's files, zipped once. Raises `NotFound` if they are gone."""
         if self._archive is None:
