@@ -17,7 +17,7 @@ from effuse.router.answer import AnswerParts, AnswerRun
 from effuse.router.attempt import AttemptListener
 from effuse.router.detokenizer import AnswerText
 from effuse.router.policy import Placement, WorkerLife
-from effuse.router.request import AnswerState, Attempts, Costs, Request
+from effuse.router.request import AnswerAttempts, AnswerState, Costs, Request
 from effuse.router.request_states import State
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
@@ -137,7 +137,7 @@ def split(request: Request, texts: Iterable[AnswerText], group: str) -> tuple[Re
             answer=AnswerState(text=text),
             tenant=request.tenant,
             prompt=request.prompt,
-            attempts=Attempts(numbers=request.attempts.numbers, group=group),
+            attempts=AnswerAttempts(numbers=request.attempts.numbers, group=group),
             costs=Costs(queue_s=request.costs.queue_s),
         )
         for index, text in enumerate(texts)

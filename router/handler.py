@@ -35,7 +35,7 @@ from effuse.router.findings import Findings, check_request_id
 from effuse.router.known_requests import KnownRequests
 from effuse.router.prefixes import keys_of
 from effuse.router.prompt import encode_prompt
-from effuse.router.request import Prompt, Request
+from effuse.router.request import EncodedPrompt, Request
 from effuse.router.request_states import Event
 from effuse.router.shared_request import SharedRequest, Sharing
 from effuse.router.tenants import QuotaShare
@@ -165,7 +165,7 @@ class _Handler:
         token_ids = await encode_prompt(asked, parts.tokenizer)
         is_reusable = asked.model.prompt_attention == "causal_blocks"
         prefix_keys = keys_of(token_ids, request.tenant.name) if is_reusable else ()
-        request.prompt = Prompt(token_ids, fit(len(token_ids), asked), prefix_keys)
+        request.prompt = EncodedPrompt(token_ids, fit(len(token_ids), asked), prefix_keys)
         if asked.wants_echo:
             text = await parts.tokenizer.text_of(token_ids)
             await self._shared.send(echo_of(request, text))

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -104,11 +105,12 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
         loops = [
             beside.create_task(router.view.run()),
             beside.create_task(router.placements.run()),
-            beside.create_task(_share_refusals(router)),
+            beside.create_task(_repeat(router.poison.share, lambda: SHARE_S)),
         ]
         await _know_fleet(router)
         await exchange_seats(router)  # before the first claim
-        loops.append(beside.create_task(_tell_others(router)))
+        exchanges = _repeat(partial(exchange_seats, router), lambda: router.others.pause_s)
+        loops.append(beside.create_task(exchanges))
         with contextlib.ExitStack() as stack:
             if not _serve_metrics(router, stack):
                 loops.append(beside.create_task(_serve_metrics_later(router, stack)))
@@ -117,7 +119,9 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
                 server = await _start(router)
                 serving = beside.create_task(_serve_http(http, stop, config.drain_s + END_S))
                 loops.append(beside.create_task(_follow_fleet(router, server)))
-                loops.append(beside.create_task(_ask_absent(router)))
+                # Beside the rest, because workers that are out may be slow to answer.
+                asks = _repeat(router.fleet.ask_absent, lambda: FOLLOW_S)
+                loops.append(beside.create_task(asks))
                 await rpc.serve(
                     server, stop, drain_s=config.drain_s + END_S,
                     on_drain=router.drain, closes_first=True,
@@ -331,19 +335,11 @@ def _address(router: Router) -> str:
     return host_and_port(router.config.host, router.ports.grpc)
 
 
-async def _ask_absent(router: Router) -> None:
-    """Asks workers that are out how they are, until cancelled. Beside the rest: they may be slow to
-    answer."""
+async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], float]) -> None:
+    """Acts and pauses, until cancelled."""
     while True:
-        await router.fleet.ask_absent()
-        await asyncio.sleep(FOLLOW_S)
-
-
-async def _tell_others(router: Router) -> None:
-    """Keeps our account of seats in step with other routers, until cancelled."""
-    while True:
-        await exchange_seats(router)
-        await asyncio.sleep(router.others.pause_s)
+        await act()
+        await asyncio.sleep(pause_s())
 
 
 async def exchange_seats(router: Router) -> None:
@@ -361,13 +357,6 @@ async def exchange_seats(router: Router) -> None:
     await router.others.exchange(own)
     if router.seats.count():
         router.fleet.announce_change()
-
-
-async def _share_refusals(router: Router) -> None:
-    """Exchanges refused requests with other routers, until cancelled."""
-    while True:
-        await router.poison.share()
-        await asyncio.sleep(SHARE_S)
 
 
 def _tell_health(router: Router, server: RpcServer) -> None:

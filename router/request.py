@@ -49,7 +49,7 @@ class Moment(NamedTuple):
     note: str
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """The prompt as ids, known once its request is admitted."""
 
     token_ids: Sequence[int] = ()
@@ -57,7 +57,7 @@ class Prompt(NamedTuple):
     prefix_keys: tuple[bytes, ...] = ()  # of its beginnings; empty if no worker can reuse them
 
 
-NO_PROMPT: Final = Prompt()
+NO_PROMPT: Final = EncodedPrompt()
 
 
 class Piece(NamedTuple):
@@ -138,7 +138,7 @@ class AnswerState:
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempts:
+class AnswerAttempts:
     """The attempts at one answer. Workers are the ids that people read."""
 
     numbers: Iterator[int] = field(default_factory=lambda: count(1))  # common to all answers
@@ -227,8 +227,8 @@ class Request:
     is_ended_by_id: bool = False  # a call has asked for its end
     kept_prompt_tokens: int | None = None  # of the kept answer that its client got
     answers: Sequence[Request] = ()  # if there are several, and once it is admitted
-    prompt: Prompt = NO_PROMPT
-    attempts: Attempts = field(default_factory=Attempts)
+    prompt: EncodedPrompt = NO_PROMPT
+    attempts: AnswerAttempts = field(default_factory=AnswerAttempts)
     costs: Costs = field(default_factory=Costs)
     status: str = ""  # name of the gRPC status it ended with
     _digest: str = ""

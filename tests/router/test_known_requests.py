@@ -8,7 +8,7 @@ from router.fakes import FakeStore
 
 from effuse.protos.errors import AlreadyRunning
 from effuse.router.known_requests import MOST_REMEMBERED, REMEMBERED_S, KnownRequests
-from effuse.router.request import Attempts
+from effuse.router.request import AnswerAttempts
 from effuse.v1 import generation_pb2 as pb
 
 
@@ -20,7 +20,7 @@ def described(request_id: str, attempt: int = 0) -> pb.GetRequestResponse:
 
 def test_an_id_runs_once_and_may_be_used_again_afterwards() -> None:
     known = KnownRequests(FakeStore(), lambda: 0.0)
-    first, second = request_of("a"), request_of("a", attempts=Attempts(count=2))
+    first, second = request_of("a"), request_of("a", attempts=AnswerAttempts(count=2))
     with known.running(first):
         with pytest.raises(AlreadyRunning, match="'a' is already running"), known.running(second):
             pass
