@@ -62,9 +62,7 @@ class Rivals:
 
     @property
     def num_threads(self) -> int:
-        """Threads of each row. With more than an engine's, threads would compete with the fleet for
-        cores.
-        """
+        """Threads of each row; more than an engine's would compete with the fleet for cores."""
         return CPU_THREADS if self.device == "cpu" else torch.get_num_threads()
 
     @property
@@ -145,9 +143,7 @@ def _answer_and_free(
 def _answer(
     rivals: Rivals, adapter: Path | None, params: Params, algorithm: Algorithm, tally: Tally
 ) -> None:
-    """Answers all prompts with an engine of this process. Ctrl-C leaves complete answers in the
-    tally.
-    """
+    """All prompts by an engine of this process. Ctrl-C leaves complete answers in the tally."""
     taken = rivals.taken()
     longest = max((len(rivals.prompts[at]) for at in taken), default=1) + rivals.max_tokens
     # Only as much as needed, because the fleet may use the same GPU.

@@ -130,9 +130,7 @@ class Bench:
             swept.append(self.runs[-1])
 
     def _measure(self, name: str, way: Way, rate: float | None = None) -> None:
-        """Measures and keeps one row, even if it is interrupted; a complete one is graded and
-        printed.
-        """
+        """Measures and keeps one row, even if interrupted; a complete one is graded and printed."""
         progress = _progress()
         tally = Tally(_ticker(progress, name, len(self._job.items)))
         try:

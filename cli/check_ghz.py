@@ -67,9 +67,7 @@ class ReportError(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 0 if the report is good, 1 if it is not, and 2 if it is not a
-    report.
-    """
+    """Run the command: 0 if the report is good, 1 if it is not, 2 if it is not a report."""
     found = make_parser().parse_args(argv)
     percentiles = {at: getattr(found, f"p{at}") for at in PERCENTILES}
     limits = GhzLimits(

@@ -21,9 +21,7 @@ _SAMPLE = "Tom has 3 boxes.\n\tHe adds 12, doesn't he? \u00e9\u4e2d\U0001f600"
 
 
 _SAME: Final = {"DreamTokenizer": "Qwen2Tokenizer"}
-"""Classes in checkpoints' own code, with the classes of transformers that read their files in the
-same way.
-"""
+"""Classes in checkpoints' code, with transformers' classes that read the same files."""
 
 
 class ConversionError(Exception):

@@ -42,9 +42,7 @@ def read_items(path: Path) -> list[Item]:
 
 
 def fits(prompt_len: int, max_tokens: int | None, max_model_len: int) -> bool:
-    """Whether a router accepts a prompt with this many tokens: an explicit `max_tokens` must fit
-    completely.
-    """
+    """Whether a router accepts a prompt of this length: explicit `max_tokens` must fit."""
     return prompt_len > 0 and prompt_len + (max_tokens or 1) <= max_model_len
 
 

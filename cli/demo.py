@@ -78,9 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _fleet(console: Console, demo: Demo) -> Iterator[str]:
-    """The fleet for the problems: the named one, or one that lives as long as this. Raises
-    FleetError.
-    """
+    """The named fleet, or one that lives as long as this. Raises FleetError."""
     if demo.target is not None:
         yield demo.target
         return

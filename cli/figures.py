@@ -70,16 +70,12 @@ class Run:
 
     @property
     def latency_s(self) -> float:
-        """Duration of the run divided by its answers, as in D2F-vLLM's benchmark; NaN without
-        answers.
-        """
+        """Duration divided by answers, as in D2F-vLLM's benchmark; NaN without answers."""
         return self.total_s / len(self.samples) if self.samples else math.nan
 
     @property
     def accuracy(self) -> float:
-        """Right answers divided by all requests, including failed ones; NaN without answers, or if
-        one is not graded.
-        """
+        """Right answers divided by all requests; NaN without answers or grades."""
         graded = [one.is_right for one in self.samples if one.is_right is not None]
         is_whole = bool(graded) and len(graded) == len(self.samples)
         return sum(graded) / (len(graded) + self.failed) if is_whole else math.nan
@@ -161,9 +157,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed; NaN without
-    values.
-    """
+    """The smallest value that at least this share does not exceed; NaN without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -176,9 +176,7 @@ class Fleet:
         yield from self._bring(name)
 
     def _rename(self, name: str) -> None:
-        """Gives a worker its other id from its next start on, because two living workers need two
-        ids.
-        """
+        """Gives a worker its other id from its next start on: two living ones need two ids."""
         before, worker_id = self._id(name), name if self._id(name) != name else f"{name}.2"
         files = (self._home.ready_file(before), self._home.ready_file(worker_id))
         files[0].unlink(missing_ok=True)
@@ -266,9 +264,7 @@ class Fleet:
             )
 
     def _wait(self, deadline: float, done: Callable[[], bool], only: str | None = None) -> bool:
-        """Whether `done()` became true in time. Raises ProcessEnded if any process, or only those
-        of `only`, end.
-        """
+        """Whether `done()` became true in time. Raises ProcessEnded if any, or `only`, ends."""
         while not done():
             if dead := [one for one in self.dead() if only in (None, one.name)]:
                 raise ProcessEnded(dead[0].ending(), dead[0])

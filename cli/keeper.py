@@ -30,9 +30,7 @@ class Restarts:
         self._back_at: dict[str, float] = {}
 
     def ended(self, name: str, now: float) -> float | None:
-        """Records that a process has ended. Returns the seconds until its restart; None if one is
-        already planned.
-        """
+        """Records an end. Returns the seconds until the restart; None if already planned."""
         if name in self._due:
             return None
         if now - self._back_at.get(name, now) > _WELL_S:

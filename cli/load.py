@@ -83,9 +83,7 @@ class Tally:
 
 
 def arrival_times(rate: float, count: int, seed: int) -> Iterator[float]:
-    """Arrival times of `count` requests in seconds from the start, on average `rate` per second: a
-    Poisson process.
-    """
+    """Arrival times of `count` requests in seconds, `rate` per second: a Poisson process."""
     draw, at = random.Random(seed), 0.0
     for _ in range(count):
         at += draw.expovariate(rate)
@@ -134,9 +132,7 @@ async def _group(
 async def _send(
     stub: "GenerationServiceAsyncStub", traffic: Traffic, at: int, due: float
 ) -> Sample | str:
-    """Sends the prompt with this index, which was due at this time; records its times or its
-    failure.
-    """
+    """Sends the prompt with this index, due at this time; records times or failure."""
     commits: list[float] = []
 
     def note(event: Event) -> None:

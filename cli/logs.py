@@ -102,9 +102,7 @@ def _started(home: Path) -> list[Path]:
 
 
 class KeptLogs:
-    """A new directory for the logs of a fleet, in use until the context ends. Of ended fleets, the
-    last KEPT stay.
-    """
+    """A directory for a fleet's logs. Of ended fleets, the last KEPT stay."""
 
     def __init__(self, home: Path, fleet: str, now: float) -> None:
         """now: seconds since the epoch. Raises OSError if the directory cannot be made."""

@@ -145,9 +145,7 @@ class Spawner:
 def stop_all(
     processes: Sequence[Process], grace_s: float, is_hurried: Callable[[], bool] = lambda: False
 ) -> None:
-    """Ask all to end together, wait `grace_s` for them, then kill the rest; immediately if
-    `is_hurried`.
-    """
+    """Ask all to end, wait `grace_s`, then kill the rest; immediately if `is_hurried`."""
     for process in processes:
         process.send(signal.SIGTERM)
     deadline = time.monotonic() + grace_s

@@ -1,6 +1,4 @@
-"""Facts about a fleet before `effuse bench` measures it: model, settings, workers, and prompts that
-fit.
-"""
+"""Facts about a fleet before `effuse bench`: model, settings, workers, fitting prompts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

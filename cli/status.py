@@ -47,9 +47,7 @@ _HEADINGS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns 0 if a decode worker is ready, and 1 if none is or no router
-    answers.
-    """
+    """Run the command: 0 if a decode worker is ready, 1 if none is or no router answers."""
     asked = parse(argv)
     try:
         shown = asked.credentials

@@ -94,9 +94,7 @@ class Chat:
         return not self.continue_last if asked is None else asked
 
     def to_input(self) -> pb.ChatInput:
-        """The message for the wire. Raises ValueError for a template argument that JSON cannot
-        express.
-        """
+        """The message for the wire. Raises ValueError for arguments that JSON cannot express."""
         arguments = dict(self.template_arguments)
         return pb.ChatInput(
             messages=map(_sent, self.messages),

@@ -101,9 +101,7 @@ class Client:
         return Stream(RepeatedStream(begin, retries, Waiter(self._channel), self._target))
 
     def cancel(self, request_id: str) -> bool:
-        """Cancels the request with this id, from any client; False if it did not run there. Raises
-        EffuseError.
-        """
+        """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
         response = self._ask(self._generation.CancelRequest, request)
         return response.was_running
@@ -199,9 +197,7 @@ class Stream:
 
     @property
     def answer(self) -> Answer:
-        """The whole answer; reads the rest of the stream first. Raises the same errors as
-        iterating.
-        """
+        """The whole answer; reads the rest of the stream first. Raises like iterating."""
         if self._answer is None:
             for _ in self:
                 pass
@@ -230,9 +226,7 @@ class AsyncStream:
 
     @property
     async def answer(self) -> Answer:
-        """The whole answer; reads the rest of the stream first. Raises the same errors as
-        iterating.
-        """
+        """The whole answer; reads the rest of the stream first. Raises like iterating."""
         async for _ in self:
             pass
         if not self._answers:
@@ -288,9 +282,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> AsyncStream:
-        """The answer as a stream: iterate for its text, block by block. Begins at the first awaited
-        piece.
-        """
+        """The answer as a stream: iterate for its text. Begins at the first awaited piece."""
         request = _streamed(prompt, params, request_id)
         return AsyncStream(self._events(request, self._options.deadline_s(timeout_s)))
 
@@ -318,9 +310,7 @@ class AsyncClient:
             await wait(self._channel, pause_s)
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancels the request with this id, from any client; False if it did not run there. Raises
-        EffuseError.
-        """
+        """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
         response = await self._ask(self._generation.CancelRequest, request)
         return response.was_running

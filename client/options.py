@@ -72,9 +72,7 @@ class Options:
         ]
 
     def service_config(self, target: str | None = None) -> dict[str, object]:
-        """Keys of gRPC's service config. Calls to a name that may have several routers are spread
-        over all of them.
-        """
+        """Keys of gRPC's service config. Calls are spread over the routers of a name."""
         if target is not None:
             return {"loadBalancingConfig": [{"round_robin": {}}]} if is_name(target) else {}
         method: dict[str, object] = {"name": [{"service": name} for name in _SERVICES]}

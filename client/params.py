@@ -188,9 +188,7 @@ def ids_of(name: str, given: object, form: str = "a list of token ids") -> tuple
 
 
 def misfits(given: Mapping[str, object]) -> dict[str, str]:
-    """Settings of Params that every router refuses, by name, with the reason; None counts as not
-    set.
-    """
+    """Settings of Params that every router refuses, with the reason; None is not set."""
     found: dict[str, str] = {}
     for name, value in given.items():
         if value is None:

@@ -27,9 +27,7 @@ Remasking = Literal[
 Alg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 """Which masks Dream writes at a step: random ones, or the best ones by this score."""
 Cache = Literal["none", "prefix", "dual"]
-"""How much of a forward pass Fast-dLLM keeps: nothing, what precedes the block, or all but the
-block.
-"""
+"""Parts of a forward that Fast-dLLM keeps: none, those before the block, or all others."""
 Score = Literal["confidence", "margin", "neg_entropy"]
 """The score that ranks masks if none passes the threshold."""
 
@@ -190,9 +188,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranked_by(self) -> Score:
-        """The score of the masks: entropy_bounded adds up entropies, whatever the request's score
-        is.
-        """
+        """The score of the masks: entropy_bounded always adds up entropies."""
         return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
 
     @property

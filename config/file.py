@@ -72,9 +72,7 @@ def read_words(path: Path, flags: Mapping[str, argparse.Action]) -> list[str]:
 
 
 def _words(where: str, flag: argparse.Action, value: object) -> list[str]:
-    """One flag and its value. A list is written as its flag takes it: 0,1,.. or once for each
-    element.
-    """
+    """One flag and its value. A list is 0,1,.. or the flag once for each element."""
     name = flag.option_strings[0]
     if flag.nargs == 0:
         if not isinstance(value, bool):

@@ -45,9 +45,7 @@ class DeviceExecutor:
     runs_ahead = True
 
     def __init__(self, prompts: HostExecutor, stepper: DeviceStepper) -> None:
-        """`prompts` runs the forwards that the host feeds; a stepper has as many slots as requests
-        hold pages.
-        """
+        """`prompts` runs the host's forwards; there is a slot for each request with pages."""
         self.counters = prompts.counters
         self._prompts = prompts
         self._stepper = stepper

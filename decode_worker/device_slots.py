@@ -93,9 +93,7 @@ class Record:
 
 
 def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutcome:
-    """`denoise.apply_step` with the device's choice: `record` belongs to the step that `plan`
-    opened.
-    """
+    """`denoise.apply_step` with the device's choice: `record` is of the step of `plan`."""
     assert sequence.step_open
     sequence.step_open = False
     sequence.store(plan.num_stored)
@@ -114,9 +112,7 @@ def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutc
 
 
 def _take_over(sequence: Sequence, block: Block, record: Record) -> int:
-    """Writes the block's tokens that are in the record and masked in the sequence; returns their
-    number.
-    """
+    """Writes masked tokens of the block from the record; returns their number."""
     span = slice(block.start, block.end)
     shown = record.tokens[block.start - record.start : block.end - record.start]
     positions = ((shown >= 0) & sequence.masked[span]).nonzero()[0]

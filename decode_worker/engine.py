@@ -129,9 +129,7 @@ class DecodeEngine:
         )
 
     def audit(self) -> None:
-        """Checks that every page is free, or held for a request or a gone one. Raises
-        AuditError.
-        """
+        """Checks that every page is free, or held for some request. Raises AuditError."""
         held = [page for request in self._queues.by_transfer.values() for page in request.pages]
         self._pool.audit([*held, *self._rehearsal.pages(), *self._handoffs.quarantined()])
 
@@ -234,9 +232,7 @@ class DecodeEngine:
         return count > 0
 
     def _pages_to_begin(self, request: DecodeRequest) -> int:
-        """Free pages with which it can begin; whole pages of another request's prompt do not
-        count.
-        """
+        """Free pages with which it can begin, without whole ones of another's prompt."""
         count = request.pages_to_begin(self._limits)
         if self._prompts.source_of(request) is None:
             return count

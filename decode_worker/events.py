@@ -17,9 +17,7 @@ _CODES: dict[Cause, FailureCode] = {
 
 
 def handoff_failed(attempt: AttemptId, handoff: HandoffFailed) -> Failed:
-    """An attempt's pages will not arrive. Another one may succeed, but not with this writer's
-    model.
-    """
+    """An attempt's pages will not arrive. Another writer's may."""
     return Failed(
         attempt=attempt,
         code=_CODES.get(handoff.cause, "DATA_LOSS"),

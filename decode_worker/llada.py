@@ -42,9 +42,7 @@ def share(sequence: Sequence, settings: DecodeSettings, masks: IntArray) -> int:
 
 
 def _steps_of(index: int, num_blocks: int, size: int, steps: int) -> int:
-    """Steps of block `index`: an even split, at least one, at most one for each token, which is
-    also the meaning of 0.
-    """
+    """Steps of block `index`: an even split, from one to one per token; 0 is one per token."""
     if steps == 0:
         return size
     even, remainder = divmod(steps, num_blocks)

@@ -221,9 +221,7 @@ class DecodeRequest:
             self.logprobs[int(positions[index])] = entry
 
     def take_logprobs(self, offset: int, count: int) -> tuple[TokenLogprobs, ...]:
-        """Those of `count` final tokens from `offset` on in the answer, if the request asks for
-        them.
-        """
+        """Those of `count` final tokens from `offset` on, if the request asks for them."""
         if self.num_logprobs is None:
             return ()
         first = self.sequence.prompt_len + offset

@@ -65,9 +65,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows granted to each running request, 0 if it waits; and those that lose their pages
-    first.
-    """
+    """Rows granted to each running request, 0 if it waits; first, those that lose pages."""
 
     rows: tuple[int, ...]
     preempted: tuple[int, ...]

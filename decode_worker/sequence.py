@@ -136,9 +136,7 @@ class Sequence:
         stopping: Stopping,
         is_canvas: bool = False,
     ) -> None:
-        """On a canvas the last block has no mask after the answer's end, because all tokens would
-        see it.
-        """
+        """On a canvas the last block has no mask after the answer's end: all would see it."""
         if not prompt:
             raise RequestError("the prompt must have at least one token")
         self.prompt_len = len(prompt)
@@ -278,9 +276,7 @@ class Sequence:
         self.stop_seen = not self.stopping.stop_token_ids.isdisjoint(written.tolist())
 
     def store(self, num_tokens: int) -> None:
-        """Records that the KV of the next `num_tokens` is stored; blocks within leave the
-        flight.
-        """
+        """Records stored KV of the next `num_tokens`; blocks within leave the flight."""
         self.committed_len += num_tokens
         assert self.committed_len <= self.final_len, "only final tokens are stored"
         while self.blocks and self.blocks[0].end <= self.committed_len:
@@ -358,9 +354,7 @@ class CanvasStep:
 
     @property
     def number(self) -> int:
-        """Earlier steps: each block counts all of them, and the last one is in flight to the
-        end.
-        """
+        """Earlier steps: each block counts all, and the last one is in flight to the end."""
         return self.sequence.blocks[-1].denoise_count
 
     @property

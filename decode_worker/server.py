@@ -185,9 +185,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             self._shell.attempts.close(attempt)
 
     async def _wait_for_writer(self, stream: _DecodeCall, writer: wire.Writer) -> bool:
-        """Returns once the writer cannot interfere; True if none of its writes can be in
-        progress.
-        """
+        """Returns once the writer cannot interfere; True if none of its writes is left."""
         if not stream.num_exposed or stream.attempt.engine_gone:
             return True
         with self._shell.quarantines.holding(writer, stream.num_exposed) as tell:

@@ -19,9 +19,7 @@ class SharedPrompts:
         self._groups: dict[tuple[str, bytes], list[DecodeRequest]] = {}
 
     def add(self, request: DecodeRequest) -> None:
-        """A request has arrived. Only an equal prompt makes it a sibling, because the group's name
-        comes from outside.
-        """
+        """A request has arrived. Only an equal prompt makes it a sibling."""
         if request.group:
             request.siblings = self._groups.setdefault(_key(request), [])
             request.siblings.append(request)
@@ -34,9 +32,7 @@ class SharedPrompts:
                 del self._groups[_key(request)]
 
     def source_of(self, request: DecodeRequest) -> DecodeRequest | None:
-        """The request whose pages have the KV of its prompt, for a request that does not have it
-        yet.
-        """
+        """The request with the KV of its prompt, for a request that does not have it yet."""
         if not _may_share(request):
             return None
         return next((one for one in request.siblings if one.holds_prompt), None)

@@ -9,9 +9,7 @@ import torch
 
 
 def may_start_early(device: torch.device) -> bool:
-    """Whether this device supports it: Hopper and later, and `meta`, which compiles without a
-    device.
-    """
+    """Whether this device supports it: Hopper and later, and `meta` for compiling."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (9, 0)
     return device.type == "meta"

@@ -7,9 +7,7 @@ from torch import Tensor
 
 
 def launch(number: Tensor, target: Tensor) -> None:
-    """``target`` [1] int64 is memory that the device can write, for example pinned memory of the
-    host.
-    """
+    """``target`` [1] int64 is memory that the device can write, such as pinned memory."""
     _mark_kernel[(1,)](number, target, num_warps=1)
 
 

@@ -80,9 +80,7 @@ def gumbel_noise_64(
 def position_noise(
     seed: int, positions: npt.NDArray[np.int64], step: int, answer_index: int
 ) -> npt.NDArray[np.float64]:
-    """A uniform number in (0, 1) for each position at a step, independent of all numbers for
-    tokens.
-    """
+    """A uniform number in (0, 1) for each position at a step, independent of the tokens'."""
     where, number = torch.from_numpy(positions), torch.tensor(step)
     words = _words(torch.tensor(_POSITION_WORDS), where, number, answer_index, seed)
     drawn: npt.NDArray[np.float64] = _uniform(*words[:2]).numpy()

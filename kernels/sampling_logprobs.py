@@ -41,9 +41,7 @@ def token_logprobs(logits: Tensor, token: Tensor, mask_token_id: int, num_top: i
 def token_logprobs_ref(
     logits: Tensor, token: Tensor, mask_token_id: int, num_top: int
 ) -> list[tuple[float, list[tuple[int, float]]]]:
-    """`token_logprobs` row by row, exactly as defined: of the token, and (id, log-probability) of
-    the top.
-    """
+    """`token_logprobs` row by row, as defined: of the token, and (id, value) of the top."""
     found = []
     for row, chosen in zip(logits.double().tolist(), token.tolist(), strict=True):
         values = {i: value for i, value in enumerate(row) if i != mask_token_id}

@@ -37,9 +37,7 @@ class Tile:
 
     @classmethod
     def of(cls, dtype: torch.dtype, chunk: int, num_warps: int) -> "Tile":
-        """``chunk`` tokens (a power of two, at least 16), if possible with one lane for each
-        thread.
-        """
+        """``chunk`` tokens (a power of two, at least 16), if possible a lane per thread."""
         elements = 16 // dtype.itemsize
         lanes = min(32 * num_warps, chunk // elements)
         return cls(chunk // elements // lanes, lanes, elements)

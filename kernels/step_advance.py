@@ -258,9 +258,7 @@ def _append(table: SlotTable, flight: _Flight, done: Tensor, opens: Tensor) -> T
 def _activate(
     table: SlotTable, flight: _Flight, stored: Tensor, appended: Tensor, opens: Tensor
 ) -> None:
-    """Marks blocks as full if enough of their predecessor is written; in block diffusion all of
-    them.
-    """
+    """Marks blocks as full if enough of their predecessor is written, or all of them."""
     is_far = flight.progress >= table.real(Column.FULL)[:, None]
     after_far = is_far.roll(1, dims=1)
     is_first = flight.index == stored[:, None]

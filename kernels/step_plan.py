@@ -43,9 +43,7 @@ def plan_step(
 
 
 def _choose(table: SlotTable, control: Tensor, num_rows: int) -> Tensor:
-    """Slots that take part [N] int64, in the order of their rows; stores the first slot of the next
-    step.
-    """
+    """Slots that take part [N] int64, in row order; stores the next step's first slot."""
     layout = table.layout
     first = int(control[Control.FIRST_SLOT])
     order = (first + torch.arange(layout.num_slots)) % layout.num_slots

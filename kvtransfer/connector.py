@@ -126,9 +126,7 @@ ConnectorEvent = Arrived | ArrivalRefused | Promised | Fenced | Pushed | PushFai
 
 
 class Connector(Protocol):
-    """Moves pages between pools. Only the engine's thread calls its methods, which return
-    immediately.
-    """
+    """Moves pages between pools. Methods are for the engine's thread and return at once."""
 
     @property
     def name(self) -> str:

@@ -61,9 +61,7 @@ NIXL_ERRORS: tuple[type[Exception], ...] = (
 
 
 class NixlAgent:
-    """One agent over UCX. Every method may raise one of NIXL_ERRORS; all must be called on one
-    thread.
-    """
+    """One agent over UCX, for one thread. Every method may raise one of NIXL_ERRORS."""
 
     def __init__(self, name: str) -> None:
         logging.getLogger("nixl").setLevel(logging.WARNING)

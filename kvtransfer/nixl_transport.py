@@ -194,9 +194,7 @@ class NixlTransport:
         self._peers.forget(incarnation)
 
     def route(self, peer: Peer) -> Route:
-        """As UCX reports it. A table is logged once: a peer without its own one takes an earlier
-        one.
-        """
+        """As UCX reports it. A table is logged once, so a peer may use an earlier one."""
         assert isinstance(peer, NixlPeer)
         if peer.route is UNKNOWN:
             tables = self._ucx.tables()

@@ -183,9 +183,7 @@ class Pushes:
         return pushes
 
     def _promise(self, push: Push, at: float) -> None:
-        """Restarts the lease at both ends: a sender that introduces itself again has not
-        finished.
-        """
+        """Restarts the lease at both ends: a new introduction shows that it has not finished."""
         push.promised_at = at
         self._introduce(push)
 
@@ -248,9 +246,7 @@ class Pushes:
             return True
 
     def _move_on(self, push: Push) -> bool:
-        """Sends final pages; then, when all have arrived, the manifest. True if it sent
-        anything.
-        """
+        """Sends final pages, and after them the manifest. True if it sent anything."""
         # First: the boundary exists after the pages, so all of these are looked at below.
         if push.boundary_state is None and push.boundary is not None:
             push.boundary_state = push.boundary()

@@ -120,9 +120,7 @@ class HandoffReceiver:
         return self._reservation(attempt, (), ())
 
     def abort(self, transfer_id: str) -> None:
-        """Abandons a handoff without a report. Its pages are free once nothing can arrive in
-        them.
-        """
+        """Abandons a handoff without a report. Its pages become free once nothing can arrive."""
         if transfer_id in self._handoffs:
             self._handle(transfer_id, ReceiverEvent.ABORTED)
 
@@ -136,9 +134,7 @@ class HandoffReceiver:
         return self._handle(transfer_id, ReceiverEvent.WRITER_GONE, reason, has_drained)
 
     def poll(self, now: float) -> list[Arrived | HandoffFailed]:
-        """Results since the last call. The pages of a verified handoff belong to the caller from
-        now on.
-        """
+        """Results since the last call. Pages of a verified handoff are the caller's now."""
         self._time = now
         if self._connector is None:
             return []

@@ -92,9 +92,7 @@ class HandoffSender:
     def pages_ready(
         self, transfer_id: str, source_pages: Sequence[int], num_final: Pending[int] | None = None
     ) -> None:
-        """Further pages are final, or will be by layers according to `num_final` (see
-        Connector).
-        """
+        """Further pages are final, or will be by layers with `num_final` (see Connector)."""
         handoff = self._handoffs[transfer_id]
         handoff.ready.append((source_pages, num_final))
         self._handle(handoff, SenderEvent.PAGES_READY)

@@ -47,9 +47,7 @@ SWITCH_S = 0.0002
 
 
 class Exchange:
-    """Pushes and receptions of one pool; the methods are those of Connector, events go to
-    `emit`.
-    """
+    """Pushes and receptions of one pool, with Connector's methods; events go to `emit`."""
 
     def __init__(
         self,

@@ -160,9 +160,7 @@ def ucx_log() -> UcxLog:
 
 
 def _open() -> int:
-    """A file in memory; -1 if it cannot be opened by its name, because UCX would end the process
-    then.
-    """
+    """A file in memory; -1 if it cannot be opened by name, at which UCX would abort."""
     file = os.memfd_create("ucx log")
     try:
         os.close(os.open(_name(file), os.O_WRONLY))

@@ -292,9 +292,7 @@ class ZmqPeer:
         now: float,
         keys: CurveKeys | None = None,
     ) -> None:
-        """keys: those that the receiver must also have; None accepts any receiver, in plain
-        text.
-        """
+        """keys: those of the receiver; None accepts any receiver, in plain text."""
         self.endpoint = endpoint
         self.opened_at = now
         self.is_connected = False

@@ -76,9 +76,7 @@ class ZmqDelivery:
     is_placed: bool = False
 
     def is_over(self) -> bool:
-        """Whether it was placed, or its connection has ended and the source is not read any
-        more.
-        """
+        """Whether it was placed, or its connection has ended: nothing reads the source."""
         if not self.is_placed and (self.peer.is_open or self._is_read()):
             return False
         if self.fetched is not None:

@@ -122,9 +122,7 @@ def _settings(
 
 
 def _algorithm(keys: ConfigKeys) -> Algorithm:
-    """effuse's own key: the algorithm for which a checkpoint was tuned, if that is not its
-    family's.
-    """
+    """effuse's own key: the algorithm for which a checkpoint was tuned."""
     stated = keys.text("algorithm")
     for known in _ALGORITHMS:
         if stated == known:

@@ -359,9 +359,7 @@ def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> Star
 
 
 def _result_of(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, run in its own thread because this one may have a loop, as in a
-    notebook.
-    """
+    """The result of `work`, in its own thread: this one may have a loop, as in a notebook."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 

@@ -57,9 +57,7 @@ class RedisAccess:
         return found
 
     def silence(self, url: str, fleet: str) -> Silence | None:
-        """Asks a Redis once, with a second for each question; None if it answers and the fleet may
-        write there.
-        """
+        """Asks a Redis once, a second for each question; None if the fleet may write there."""
         try:
             # Its own retries would take seconds, and would wait for a password to become right.
             once = {"socket_timeout": 1.0, "retry": Retry(NoBackoff(), 0), **self.arguments(url)}
@@ -78,9 +76,7 @@ def _passes(error: Exception) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Why a Redis does not answer, and whether it never will, because it refuses the call or is not
-    Redis.
-    """
+    """Why a Redis does not answer, and whether it never will."""
 
     why: str
     is_final: bool
@@ -101,9 +97,7 @@ class _Credentials(CredentialProvider):
         return (user, password) if colon else (user,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same: a file this small is read at once. redis-py's own version warns at each
-        connection.
-        """
+        """The same: a small file is read at once. redis-py's own version warns each time."""
         return self.get_credentials()
 
 

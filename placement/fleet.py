@@ -47,15 +47,11 @@ class Snapshot:
     faults: frozenset[str] = frozenset()  # errors of the records ignored in its answer
 
     def is_deaf(self, now: float) -> bool:
-        """Whether it cannot know which workers are gone: Redis does not answer, or the last poll
-        was late.
-        """
+        """Whether it cannot know which workers are gone: no answer of Redis, or a late poll."""
         return not self.is_current or now - self.heard_at > DEAF_S
 
     def alive(self, now: float) -> list[WorkerRecord]:
-        """Workers whose lease holds, or all of them while the reader is deaf; in the order of their
-        ids.
-        """
+        """Workers whose lease holds, or all while the reader is deaf; in the order of ids."""
         is_deaf = self.is_deaf(now)
         return [s.record for s in self.sightings.values() if is_deaf or s.expires_at > now]
 

@@ -185,9 +185,7 @@ class PlacedOn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of one attempt at a request, or the router that has the request before its first
-    attempt.
-    """
+    """The place of one attempt at a request, or the router that has it before its first."""
 
     request_id: str
     attempt: U32  # 0 before the first; an older attempt never overwrites a newer one

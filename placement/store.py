@@ -33,9 +33,7 @@ MOST_ANSWER_BYTES = 64 << 20
 """Most answers that a fleet keeps, and their bytes together."""
 _MOST_LOOKUPS = 4  # at a time; clients cause them, and must never take the last connection
 MOST_CONNECTIONS = _MOST_LOOKUPS + 4
-"""Connections of one process to Redis: lookups, the view of the fleet, placements, refusals, other
-routers.
-"""
+"""Connections of one process to Redis, for lookups and all loops."""
 
 
 class StoreUnavailable(Exception):

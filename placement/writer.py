@@ -99,9 +99,7 @@ class PlacementWriter:
         self._wake.set()
 
     def keep(self, request_id: str, digest: str, response: bytes, keep_s: float) -> None:
-        """Writes an answer for `keep_s`, right before the record of its end, which must be the next
-        `put`.
-        """
+        """Writes an answer for `keep_s`, before the record of its end, the next `put`."""
         self._take_answer(request_id)
         if self._answer_bytes + len(response) > MOST_PENDING_BYTES:
             self.dropped_answers += 1

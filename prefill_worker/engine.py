@@ -181,9 +181,7 @@ class PrefillEngine:
         self._sender.begin(message.attempt)
 
     def _make_prompt(self, message: StartPrefill) -> Prompt:
-        """A block-causal prompt is paged up to its last whole block, a bidirectional one
-        completely.
-        """
+        """A block-causal prompt is paged in whole blocks, a bidirectional one completely."""
         token_ids = message.prompt_token_ids
         can_split = self._model.prompt_attention == "causal_blocks"
         block = self._limits.block_size

@@ -63,9 +63,7 @@ class LinkState:
     told: bool | None = None  # the last verdict in the log
 
     def link(self, least: float, now: float) -> Link | None:
-        """The link for a record; None while it is cold, or while it is open whether it reaches a
-        `least` rate.
-        """
+        """The link for a record; None while it is cold or may still miss a `least` rate."""
         if not self.transport or (least and self.verdict(least, now) is None):
             return None
         life = self.peer.worker_id, self.peer.incarnation

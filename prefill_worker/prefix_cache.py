@@ -65,9 +65,7 @@ class PrefixCache:
         return [page for unit in self._units.values() for page in unit.pages]
 
     def keys_of(self, token_ids: Sequence[int], num_paged: int, salt: str = "") -> tuple[Key, ...]:
-        """Keys of the whole units among a prompt's first `num_paged` tokens; with different salts
-        all keys differ.
-        """
+        """Keys of the whole units among a prompt's first `num_paged` tokens, by its salt."""
         keys, key = [], hashlib.blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()
         for end in range(self.unit_size, num_paged + 1, self.unit_size):
             tokens = array("I", token_ids[end - self.unit_size : end]).tobytes()

@@ -122,9 +122,7 @@ class Rehearsals:
             self._changed()
 
     async def _visit(self, own: WorkerRecord, peer: WorkerRecord) -> None:
-        """Warms a link up if it is cold, then measures it. Raises EffuseError or
-        TimeoutError.
-        """
+        """Warms a cold link up, then measures it. Raises EffuseError or TimeoutError."""
         if not own.has_connector_of(peer):
             ways = f"{own.connector} here, {peer.connector} there"
             self._links.refused(peer, ways, self._now())
@@ -236,9 +234,7 @@ class Rehearsals:
 
 
 def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
-    """Logs the state of a link; as a warning if it is refused, or slow although no flag accepts
-    that.
-    """
+    """Logs the state of a link; as a warning if it is refused or unexpectedly slow."""
     found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
     if not link.bytes_per_second:
         LOG.warning("%s: REFUSED, because both ends must have the same --connector", found)

@@ -136,9 +136,7 @@ class LoopChannel(MetadataChannel):
 
 
 class FleetAccess:
-    """How a process proves that it belongs to the fleet and recognises others; by default not at
-    all.
-    """
+    """How a process proves that it belongs to the fleet; by default not at all."""
 
     def __init__(self, tls: TlsFiles | None = None, secret: FleetSecret | None = None) -> None:
         """Raises OSError if certificates cannot be used."""

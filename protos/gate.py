@@ -77,9 +77,7 @@ class FleetSecret:
         return self.derive("proof", nonce, address.encode())
 
     def derive(self, purpose: str, *parts: bytes) -> bytes:
-        """32 bytes derived from the secret for one purpose; without the secret they cannot be
-        computed.
-        """
+        """32 bytes derived from the secret for one purpose; only its owners can compute them."""
         told = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
         return hmac.digest(self._secret, told, "sha256")
 

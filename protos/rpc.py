@@ -369,9 +369,7 @@ def write_ready_file(path: Path, address: str, **facts: str) -> None:
 
 
 def update_ready_file(path: Path, address: str, **facts: str) -> None:
-    """Writes it again with other facts, unless the file is gone or belongs to another process by
-    now.
-    """
+    """Writes it again with other facts, unless it is gone or another process's by now."""
     with contextlib.suppress(FileNotFoundError):
         if json.loads(path.read_text())["pid"] == os.getpid():
             write_ready_file(path, address, **facts)

@@ -127,9 +127,7 @@ def _trusting(ca: Path) -> ssl.SSLContext:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """A handshake in memory. Raises SSLCertVerificationError if the client does not trust the
-    server.
-    """
+    """A handshake in memory. Raises SSLCertVerificationError if the client refuses it."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
     for end in ends * 3:
@@ -187,9 +185,7 @@ class ServerTls:
         self._first = self._configuration()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`. Clients need a certificate if the files name an authority for
-        them.
-        """
+        """For `add_secure_port`. Clients need a certificate if the files name an authority."""
         return grpc.dynamic_ssl_server_credentials(
             self._first,
             self._changed,  # type: ignore[arg-type]  # None is documented, and not in the types
@@ -197,9 +193,7 @@ class ServerTls:
         )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """New credentials, or None to keep the old ones. gRPC calls it in a thread at each
-        handshake.
-        """
+        """New credentials, or None for no change. gRPC calls it at each handshake."""
         return self._renewal.newest(self._configuration)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:

@@ -70,9 +70,7 @@ class Output:
             self._lock.release()
 
     def finish(self, wait_s: float = _LAST_S) -> None:
-        """Ends the thread once nothing waits, or after `wait_s`; later text is written immediately
-        or dropped.
-        """
+        """Ends the thread once nothing waits, or after `wait_s`; later text may be dropped."""
         deadline = time.monotonic() + wait_s
         while self._waiting and time.monotonic() < deadline:
             time.sleep(_LOOK_S / 10)

@@ -136,9 +136,7 @@ async def is_free(address: str, timeout_s: float) -> bool:
 
 
 async def _bind_all(address: str, timeout_s: float) -> list[int]:
-    """The errors, or 0, of our kernel for binding each address of a name; empty for a name without
-    addresses.
-    """
+    """Our kernel's error, or 0, for binding each address of a name; empty without any."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     try:
@@ -181,9 +179,7 @@ class Quarantines:
 
     @contextmanager
     def holding(self, writer: Writer, pages: int) -> Iterator[Callable[[], None]]:
-        """Counts pages that wait for `writer`; returns a function to call repeatedly meanwhile, for
-        the log.
-        """
+        """Counts pages that wait for `writer`; returns a function that the waiter calls."""
         held = _Held(writer, pages, self._now())
         self._held.append(held)
         try:
@@ -234,7 +230,5 @@ class Quarantines:
 
 
 def _is_same(one: Writer, other: Writer) -> bool:
-    """Whether both are one life of one worker: an earlier life's pages do not count against the
-    next.
-    """
+    """Whether both are one life of one worker; earlier lives do not count."""
     return (one.address, one.incarnation) == (other.address, other.incarnation)
