@@ -189,7 +189,7 @@ def _check(
         raise ValueError(f"pages must have two dimensions and contiguous rows, got {pages.shape}")
     if page_ids.dim() != 1 or page_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"expected page ids as [N] int32 or int64, got {page_ids.shape} {page_ids.dtype}"
+            f"expected [N] int32 or int64 page ids, got {page_ids.shape} {page_ids.dtype}"
         )
     if not page_ids.is_contiguous():
         raise ValueError("page ids must be contiguous")

@@ -154,7 +154,7 @@ class LLM:
         """Two batches at a time would take each other's events, and wait for ever."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
-                "this LLM is answering another batch; only one thread at a time may use it"
+                "this LLM is answering another batch; one thread at a time may use it"
             )
         try:
             with _threads_kept():

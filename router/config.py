@@ -47,12 +47,8 @@ class RouterConfig(Access):
     max_message_bytes: Annotated[int, "most bytes in a message from a client"] = 4 << 20
 
     # The fleet.
-    redis_url: Annotated[str, "Redis of the fleet, as redis://host:port/db"] = (
-        "redis://127.0.0.1:6379"
-    )
-    fleet: Annotated[str, "name of the fleet; fleets with different names can share a Redis"] = (
-        "effuse"
-    )
+    redis_url: Annotated[str, "the fleet's Redis, redis://host:port/db"] = "redis://127.0.0.1:6379"
+    fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
     prefill: Annotated[
         PrefillMode,
         "which workers prefill: prefill workers (remote), the decode worker itself (local), or "
@@ -104,9 +100,7 @@ class RouterConfig(Access):
         str | None,
         "send OpenTelemetry spans to this address, such as http://host:4317 (extra `traces`)",
     ] = None
-    log_format: Annotated[LogFormat, "form of log lines: text, or one JSON object for each"] = (
-        "text"
-    )
+    log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)

@@ -66,9 +66,7 @@ class ProcessMetrics(Collector):
         self._labels = labels
         self._read: list[Callable[[], Metric]] = []
         ProcessCollector(registry=self.registry)
-        dropped = (
-            "Lines of the log and other output that were dropped because the output was not read"
-        )
+        dropped = "Lines of log and output that were dropped because they were not read"
         self.read_counter("log_lines_dropped", dropped, dropped_lines)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -98,9 +98,7 @@ class WorkerConfig(Access):
     redis_url: Annotated[
         str | None, "announce this worker in this Redis, as redis://host:port/db"
     ] = None
-    fleet: Annotated[str, "name of the fleet; fleets with different names can share a Redis"] = (
-        "effuse"
-    )
+    fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
     worker_id: Annotated[str | None, "name of this worker (default: its role, host and port)"] = (
         None
     )
@@ -123,9 +121,7 @@ class WorkerConfig(Access):
         str | None,
         "send OpenTelemetry spans to this address, such as http://host:4317 (extra `traces`)",
     ] = None
-    log_format: Annotated[LogFormat, "form of log lines: text, or one JSON object for each"] = (
-        "text"
-    )
+    log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
