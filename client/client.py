@@ -20,6 +20,7 @@ from effuse.client.answer import Answer, Event, Gathering
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, Text, ids_of, make_request, make_tokenize_request
+from effuse.client.resuming import Resumption
 from effuse.client.retries import Call, RepeatedStream, Retries, Waiter, raising, wait
 from effuse.protos.errors import Cancelled, EffuseError
 from effuse.protos.stubs import generation_stub, model_stub
@@ -90,15 +91,16 @@ class Client:
         request_id: str | None = None,
     ) -> Stream:
         """The answer as a stream: iterate for its text, block by block."""
-        request = _streamed(prompt, params, request_id)
+        request = make_request(prompt, params, request_id=request_id, token_ids=True)
         retries = self._options.retries(timeout_s)
 
-        def begin() -> Call:
+        def begin(request: generation_pb2.GenerateRequest) -> Call:
             return self._generation.GenerateStream(
-                request, timeout=retries.left_s, metadata=retries.metadata
+                _streamed(request), timeout=retries.left_s, metadata=retries.metadata
             )
 
-        return Stream(RepeatedStream(begin, retries, Waiter(self._channel), self._target))
+        waiter = Waiter(self._channel)
+        return Stream(RepeatedStream(begin, request, retries, waiter, self._target))
 
     def cancel(self, request_id: str) -> bool:
         """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
@@ -283,31 +285,31 @@ class AsyncClient:
         request_id: str | None = None,
     ) -> AsyncStream:
         """The answer as a stream: iterate for its text. Begins at the first awaited piece."""
-        request = _streamed(prompt, params, request_id)
+        request = make_request(prompt, params, request_id=request_id, token_ids=True)
         return AsyncStream(self._events(request, self._options.deadline_s(timeout_s)))
 
     async def _events(
-        self, request: generation_pb2.GenerateStreamRequest, timeout_s: float
+        self, request: generation_pb2.GenerateRequest, timeout_s: float
     ) -> AsyncGenerator[Event, None]:
-        """The events of a stream, which starts again as long as it has sent none."""
-        has_begun, retries = False, self._options.retries(timeout_s)
+        """The events of a stream that another attempt goes on with if it breaks off."""
+        resumption, retries, asked = Resumption(), self._options.retries(timeout_s), request
         while True:
             call = self._generation.GenerateStream(
-                request, timeout=retries.left_s, metadata=retries.metadata
+                _streamed(asked), timeout=retries.left_s, metadata=retries.metadata
             )
             try:
                 with raising(self._target):
                     async for event in call:
-                        has_begun = True
-                        yield event
+                        if (rest := resumption.take(event)) is not None:
+                            yield rest
                 return
             except EffuseError as error:
-                pause_s = None if has_begun else retries.pause_s(error)
-                if pause_s is None:
+                if (pause_s := retries.pause_s(error)) is None:
                     raise
             finally:
                 call.cancel()
             await wait(self._channel, pause_s)
+            asked = resumption.begin(request)
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
@@ -385,8 +387,5 @@ async def _pieces(
     answers.append(gathering.answer())
 
 
-def _streamed(
-    prompt: Prompt, params: Params, request_id: str | None
-) -> generation_pb2.GenerateStreamRequest:
-    request = make_request(prompt, params, request_id=request_id, token_ids=True)
+def _streamed(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateStreamRequest:
     return generation_pb2.GenerateStreamRequest(request=request)

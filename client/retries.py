@@ -21,7 +21,9 @@ import grpc
 import grpc.aio
 
 from effuse.client.answer import Event
-from effuse.protos.errors import Cancelled, EffuseError, PeerLost, from_rpc_error
+from effuse.client.resuming import Resumption
+from effuse.protos.errors import AlreadyRunning, Cancelled, EffuseError, PeerLost, from_rpc_error
+from effuse.v1 import generation_pb2 as pb
 
 SPAN_S: Final = 10.5
 """Least seconds from the first failed attempt to the last attempt; replacing a router takes 2."""
@@ -66,7 +68,9 @@ class Retries:
         if self.failed_at is None:
             self.failed_at = now
         left = self.max_attempts - self.attempts
-        if left < 1 or not _may_be_repeated(error):
+        # Under an id that was asked for before, it is the earlier attempt that runs.
+        is_ours = isinstance(error, AlreadyRunning) and self.attempts > 1
+        if left < 1 or not (is_ours or _may_be_repeated(error)):
             return None
         if self.attempts == 1 and left > 1 and isinstance(error, PeerLost | Cancelled):
             pause_s = SOON_S
@@ -150,33 +154,38 @@ class Call(Protocol):
 
 
 class RepeatedStream:
-    """The events of a stream, which starts again as long as it has sent none."""
+    """The events of a stream that another attempt goes on with if it breaks off."""
 
     def __init__(
-        self, begin: Callable[[], Call], retries: Retries, waiter: Waiter, target: str
+        self,
+        begin: Callable[[pb.GenerateRequest], Call],
+        request: pb.GenerateRequest,
+        retries: Retries,
+        waiter: Waiter,
+        target: str,
     ) -> None:
         self._begin = begin
+        self._request = request
         self._retries = retries
         self._waiter = waiter
         self._target = target
-        self._call = begin()
+        self._call = begin(request)
 
     def __iter__(self) -> Iterator[Event]:
         """Raises EffuseError."""
-        has_begun = False
+        resumption = Resumption()
         while True:
             try:
                 with raising(self._target):
-                    for event in self._call:
-                        has_begun = True
-                        yield event
+                    yield from resumption.rest_of(self._call)
                 return
             except EffuseError as error:
-                is_over = has_begun or self._waiter.is_cancelled
+                is_over = self._waiter.is_cancelled
                 pause_s = None if is_over else self._retries.pause_s(error)
                 if pause_s is None or not self._waiter.wait(pause_s):
+                    self._call.cancel()
                     raise
-            self._call = self._begin()
+            self._call = self._begin(resumption.begin(self._request))
             if self._waiter.is_cancelled:
                 self._call.cancel()
 

@@ -47,8 +47,11 @@ def commit_of(request: Request, piece: Piece) -> pb.GenerateStreamResponse | Non
         forward_passes=request.costs.all_forwards,
         logprobs=piece.logprobs,
     )
-    index = request.index
-    return pb.GenerateStreamResponse(request_id=request.id, answer_index=index, commit=commit)
+    # By its seed a client that loses its router asks for the same answer again.
+    seed = None if piece.offset else request.asked.sampling.seed
+    return pb.GenerateStreamResponse(
+        request_id=request.id, answer_index=request.index, commit=commit, seed=seed
+    )
 
 
 def finished_of(request: Request, reason: pb.FinishReason, now: float) -> pb.GenerateStreamResponse:
@@ -163,7 +166,7 @@ def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
         )
         about = pb.GenerateStreamResponse(request_id=answer.request_id, answer_index=index)
         if commit.num_tokens or commit.text:
-            events.append(pb.GenerateStreamResponse(commit=commit))
+            events.append(pb.GenerateStreamResponse(commit=commit, seed=answer.seed))
             events[-1].MergeFrom(about)
         events.append(pb.GenerateStreamResponse(finished=_end_of(one)))
         events[-1].MergeFrom(about)

@@ -27,7 +27,6 @@ from effuse.protos.errors import (
     Unavailable,
     to_status,
 )
-from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
 
 
@@ -182,39 +181,6 @@ def test_a_wait_for_the_next_attempt_ends_where_the_stream_is_cancelled(port: in
         with pytest.raises(EffuseError):
             list(stream)
     assert time.monotonic() - began < SPAN_S
-
-
-def test_a_stream_that_has_brought_something_is_not_begun_anew() -> None:
-    router = FakeRouter()
-
-    class Breaking(FakeRouter):
-        def GenerateStream(
-            self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
-        ) -> Iterator[pb.GenerateStreamResponse]:
-            self.asked.append(request.request)
-            yield router.events[0]
-            status = to_status(Draining("ends"))
-            context.set_trailing_metadata(
-                (("grpc-status-details-bin", status.SerializeToString()),)
-            )
-            context.abort(grpc.StatusCode.UNAVAILABLE, "ends")
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = int(probe.getsockname()[1])
-    breaking = Breaking()
-    with serving(breaking, free), effuse.Client(f"127.0.0.1:{free}") as client:
-        with pytest.raises(Draining):
-            list(client.stream("a"))
-
-        async def ask() -> None:
-            async with effuse.AsyncClient(f"127.0.0.1:{free}") as other:
-                async for _ in other.stream("a"):
-                    pass
-
-        with pytest.raises(Draining):
-            asyncio.run(ask())
-    assert len(breaking.asked) == 2
 
 
 def test_what_the_router_asks_for_is_waited(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import draw_jobs
@@ -57,14 +57,16 @@ def asking(fleet: Fleet, least: int) -> Iterator[Asked]:
                 params = effuse.Params(max_tokens=jobs[job].max_tokens, seed=1, temperature=0.0)
                 prompt, began = list(jobs[job].prompt), time.monotonic()
                 try:
-                    if at % 2:
-                        answer = client.stream(prompt, params).answer
+                    if at % 4 == 3:
+                        text = sampled(client, prompt, params)
+                    elif at % 2:
+                        text = client.stream(prompt, params).answer.text
                     else:
-                        answer = client.generate(prompt, params)
-                except effuse.EffuseError as error:
-                    asked.failures.append(f"{error.code.name}: {error}")
+                        text = client.generate(prompt, params).text
+                except (effuse.EffuseError, AssertionError) as error:
+                    asked.failures.append(f"{type(error).__name__}: {error}")
                 else:
-                    asked.answers.append((job, answer.text))
+                    asked.answers.append((job if at % 4 < 3 else ~at * CLIENTS - number, text))
                 asked.took_s.append(time.monotonic() - began)
                 at += 1
 
@@ -78,14 +80,19 @@ def asking(fleet: Fleet, least: int) -> Iterator[Asked]:
         one.result()
 
 
+def sampled(client: effuse.Client, prompt: list[int], params: effuse.Params) -> str:
+    """A streamed answer whose seed a router drew. Raises AssertionError if the seed gives another
+    one."""
+    params = replace(params, temperature=1.0, seed=None)
+    answer = client.stream(prompt, params).answer
+    again = client.generate(prompt, replace(params, seed=answer.seed)).text
+    assert answer.text == again, f"{answer.text!r} came, its seed {answer.seed} gives {again!r}"
+    return answer.text
+
+
 def without(fleet: Fleet, name: str, seconds: float) -> None:
-    """One process is gone for this long, and then starts. A router ends in order, like a deleted
-    pod's, because a stream with events breaks if a router is killed.
-    """
-    if name == "router":
-        fleet.terminate(name)
-    else:
-        fleet.kill(name)
+    """One process is killed, gone for so long, and then starts."""
+    fleet.kill(name)
     time.sleep(seconds)
     fleet.restart(name)
 

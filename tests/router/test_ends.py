@@ -44,6 +44,22 @@ def test_a_seed_that_is_set_is_used_and_told(seed: int) -> None:
     run(body)
 
 
+def test_a_stream_tells_the_seed_with_the_first_tokens_of_each_answer() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].others = [ids_of("two")]
+        for _ in range(2):  # the second time as it was kept
+            asked = pb.GenerateStreamRequest(request=request(request_id="mine", n=2))
+            events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
+            first = [one for one in events if one.commit.num_tokens and not one.commit.token_offset]
+            assert {one.answer_index for one in first} == {0, 1}
+            assert {one.seed for one in first} == {seeds(fleet)[0]} == {events[-1].finished.seed}
+            assert [one for one in events if one.HasField("seed")] == first
+            await fleet.idle()
+        assert len(seeds(fleet)) == 2
+
+    run(body)
+
+
 def test_a_drawn_seed_outlives_the_worker() -> None:
     async def body(fleet: FakeFleet) -> None:
         first, second = fleet.decode
