@@ -81,10 +81,12 @@ class FakeCore:
                 self._start_rehearsal(message)
             case PushRehearsal():
                 attempt = message.reservation.attempt
-                pushed = PromptPushed(
-                    attempt=attempt, pages=2, bytes=64, push_s=0.25, transport="fake"
-                )
-                self._out.append(pushed)
+                self._out.append(
+                    PromptPushed(
+                        attempt=attempt, pages=2, bytes=64, push_s=0.25,
+                        transport=" without ".join(["fake", *self.gone_receivers]),
+                    )
+                )  # fmt: skip
             case Abort():
                 self._abort(message)
             case WriterGone():
@@ -119,6 +121,8 @@ class FakeCore:
             self._fail(message, "INTERNAL", "the secret of the engine", False)
             return
         self._start(message)
+        if message.resume is not None:
+            self._done[message.attempt.transfer_id] = len(message.resume.committed_token_ids)
         self._out.append(Reserved(reservation=self._reservation(message)))
         if message.writer is None:
             self._out.append(Verified(attempt=message.attempt, bytes=0, pages=0, handoff_s=0.0))

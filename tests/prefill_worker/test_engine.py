@@ -18,7 +18,14 @@ from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import AttemptId, Field
 from effuse.kvtransfer.pool import AuditError
 from effuse.kvtransfer.sender import OVERTIME_S
-from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo, StartDecode
+from effuse.worker.messages import (
+    Failed,
+    PrefillDone,
+    PromptPushed,
+    PushTo,
+    ReceiverGone,
+    StartDecode,
+)
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 BLOCK = 4
@@ -391,3 +398,14 @@ def test_load_counts_what_there_is(make: Callable[..., Rig]) -> None:
     assert (load.running, load.waiting, load.runnable) == (1, 1, 1)
     assert (load.queued_tokens, load.free_pages, load.total_pages) == (12 + 20, 1, 6)
     assert load.steps == 1
+
+
+def test_the_connector_forgets_a_receiver_that_is_gone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr(rig.source, "forget_life", forgotten.append)
+    gone = ReceiverGone(incarnation="decode-2")
+    assert rig.engine.meanwhile([gone]) == [gone], "lost within a forward"
+    rig.engine.handle(gone)
+    assert forgotten == ["decode-2"]

@@ -243,6 +243,26 @@ def test_a_new_life_of_a_peer_is_measured_anew(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def test_an_engine_forgets_each_receiver_that_is_gone(tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        await scene.settle()
+        assert [link.transport for link in scene.links] == ["fake"] * 2
+        first, second = scene.records
+        again = msgspec.structs.replace(first, incarnation="second")
+        scene.records = [again, second]
+        await scene.settle()
+        scene.records = [again]
+        await scene.settle()
+        third = msgspec.structs.replace(second, incarnation="third")
+        scene.records = [again, third]
+        await scene.settle()
+        found = {link.peer_incarnation: link.transport for link in scene.links}
+        assert found["second"] == "fake without d0-life"
+        assert found["third"] == "fake without d0-life without d1-life"
+
+    run(tmp_path, body, "d0", "d1")
+
+
 def test_a_new_life_of_our_engine_measures_anew(tmp_path: Path) -> None:
     async def body(scene: Scene) -> None:
         await scene.settle()
