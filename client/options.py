@@ -3,8 +3,8 @@
 Each call carries its own deadline. A deadline in the service config would lose 1 to 2 s in the
 library, and the server would not receive it.
 
-A call without an answer is tried again, with growing pauses. If a stream breaks off, another attempt
-goes on with it (`resuming.py`).
+A call without an answer is tried again, with growing pauses. If a stream breaks off, another
+attempt goes on with it (`resuming.py`).
 """
 
 from __future__ import annotations

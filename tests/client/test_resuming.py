@@ -238,9 +238,11 @@ def test_a_router_that_has_not_taken_the_end_of_the_first_attempt_is_asked_again
         assert client(target, "mine", 4)[0] == ["ab", "c"]
     assert [one.request_id for one in script.asked] == ["mine"] * 3
     assert script.asked[0] == script.asked[2]
-    with serving(Script([AlreadyRunning("somebody else's")])) as target:
-        with pytest.raises(AlreadyRunning):
-            client(target, "mine", 4)
+    with (
+        serving(Script([AlreadyRunning("somebody else's")])) as target,
+        pytest.raises(AlreadyRunning),
+    ):
+        client(target, "mine", 4)
 
 
 def test_another_answer_ends_the_stream_with_an_error(client: Ask) -> None:
