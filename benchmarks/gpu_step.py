@@ -107,9 +107,7 @@ class Bench:
         self.floor = self._floor(most_batch * (self.window + 2) * config.block_size)
 
     def measure(self, batch: int, context: int, pace: int, steps: int, size: int) -> Result:
-        """Runs `steps` steps of `batch` requests, then the same in turns of `size` with their bare
-        products.
-        """
+        """Runs `steps` steps of `batch` requests, then in turns of `size` with bare products."""
         stepper, layout = self._stepper(batch, context, pace)
         requests = self._requests(layout, context, pace)
         fill(stepper, requests)
@@ -202,9 +200,7 @@ class Bench:
     def _in_turns(
         self, stepper: MarkedStepper, requests: Sequence[Integers], used: Integers, size: int
     ) -> tuple[Turns, Integers]:
-        """The same requests again, in turns with products of the rows `used` [steps, 2]; returns
-        the used ones of this time.
-        """
+        """The requests again, in turns with products of rows `used` [steps, 2]; new rows."""
         bare = [self.floor.replay(*pair) for pair in used.tolist()]
         kept: list[Integers] = []
 
@@ -220,9 +216,7 @@ class Bench:
     def _stepper(
         self, batch: int, context: int, pace: int, *, is_mixed: bool = False
     ) -> tuple[MarkedStepper, SlotLayout]:
-        """A stepper with the graphs of `batch` requests in mid-answer; with `is_mixed` also those
-        for requests that have just begun.
-        """
+        """A stepper with the graphs of `batch` requests; with `is_mixed` also of new requests."""
         size = self.model.config.block_size
         pages = -(-(context + ANSWER) // PAGE_SIZE)
         layout = SlotLayout(batch, size, max_window=self.window, max_stops=4, max_pages=pages)
@@ -252,9 +246,7 @@ class Bench:
     def _row(
         self, layout: SlotLayout, slot: int, context: int, pace: int, pages: Integers
     ) -> Integers:
-        """A request in mid-answer, with its blocks at all stages, drawn 0 to 7 steps ahead of
-        others.
-        """
+        """A request in mid-answer, its blocks at all stages, 0 to 7 steps ahead of others."""
         config = self.model.config
         settings = self._settings(pace)
         prompt = np.random.default_rng(slot).integers(0, config.mask_token_id, context).tolist()

@@ -20,7 +20,7 @@ class Resumption:
     """Lets through each text and each token of a stream once, whichever attempt brings it."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, _Part] = {}  # by answer
+        self._parts: dict[int, _Answer] = {}  # by answer
         self._has_echo = False
         self._seed: int | None = None
 
@@ -51,7 +51,7 @@ class Resumption:
             return None if had else event
         if event.HasField("seed"):
             self._seed = event.seed
-        part = self._parts.setdefault(event.answer_index, _Part())
+        part = self._parts.setdefault(event.answer_index, _Answer())
         if event.HasField("commit"):
             return part.take_commit(event)
         if part.is_behind and event.HasField("finished"):
@@ -63,7 +63,7 @@ class Resumption:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Answer:
     """The part of one answer that the caller has, and how far the present attempt has come."""
 
     text: str = ""

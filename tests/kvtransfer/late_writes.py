@@ -1,9 +1,7 @@
 """Writers that die or freeze in the midst of a transfer: nothing of it lands in pages once free.
 
-A late write is forced. A real process writes into many reservations, is killed or frozen, and is
-abandoned while pages of each are still to come. Once a transfer is fenced its pages belong to
-others, which write their own content; any other content then means a spoilt page. Without the
-guard, which does not accept a writer's silence, pages must be spoilt, or nothing was forced.
+A real process writes into many reservations, is killed or frozen, and is abandoned while pages are
+to come. Pages of fenced transfers get other content; any other then is a spoilt page.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m kvtransfer.late_writes --count 1000
 """

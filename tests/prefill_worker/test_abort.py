@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
-from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed
+from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed, ReceiverGone
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 
@@ -183,3 +183,14 @@ def _reserve(rig: Rig, name: str) -> None:
 
 def _ends(rig: Rig) -> list[AbortDone | PromptPushed | Failed]:
     return [*rig.take(AbortDone), *rig.take(PromptPushed), *rig.take(Failed)]
+
+
+def test_the_connector_forgets_a_receiver_that_is_gone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr(rig.source, "forget_life", forgotten.append)
+    gone = ReceiverGone(incarnation="decode-2")
+    assert rig.engine.meanwhile([gone]) == [gone], "lost within a forward"
+    rig.engine.handle(gone)
+    assert forgotten == ["decode-2"]

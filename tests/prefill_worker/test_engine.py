@@ -23,7 +23,6 @@ from effuse.worker.messages import (
     PrefillDone,
     PromptPushed,
     PushTo,
-    ReceiverGone,
     StartDecode,
 )
 
@@ -398,14 +397,3 @@ def test_load_counts_what_there_is(make: Callable[..., Rig]) -> None:
     assert (load.running, load.waiting, load.runnable) == (1, 1, 1)
     assert (load.queued_tokens, load.free_pages, load.total_pages) == (12 + 20, 1, 6)
     assert load.steps == 1
-
-
-def test_the_connector_forgets_a_receiver_that_is_gone(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forgotten: list[str] = []
-    monkeypatch.setattr(rig.source, "forget_life", forgotten.append)
-    gone = ReceiverGone(incarnation="decode-2")
-    assert rig.engine.meanwhile([gone]) == [gone], "lost within a forward"
-    rig.engine.handle(gone)
-    assert forgotten == ["decode-2"]

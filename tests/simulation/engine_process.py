@@ -1,7 +1,6 @@
 """An engine's process: the real engine and the real exchange, with a thread each.
 
-Both take turns when they are woken, or when the real loops would poll again. A process may be
-paused, its connector may be stuck in a call, and it may die at any moment.
+Both take turns when they are woken. A process may be paused or stuck in a call, and may die.
 """
 
 from __future__ import annotations

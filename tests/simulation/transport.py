@@ -1,9 +1,7 @@
 """A transport over the simulated network, in the manner of NIXL over TCP or of ZMQ.
 
-One-sided, bytes leave the writer's pages some time after they were posted, wait in the receiver's
-socket, and arrive in its pages when it polls, or by themselves; nothing can recall them. The writer
-notifies the receiver of a write once the write is acknowledged. Two-sided, the bytes come with that
-message, and the receiver places them.
+One-sided, bytes leave some time after they were posted and arrive when the receiver polls, or by
+themselves. Two-sided, the bytes come with a message, and the receiver places them.
 """
 
 from __future__ import annotations
@@ -55,15 +53,10 @@ class Host(Protocol):
 
     def when_awake(self, action: Action) -> None:
         """Runs it now, or once the process is no longer paused; never if it dies."""
-        ...
 
-    def wake_connector(self) -> None:
-        """Something is to be looked at."""
-        ...
+    def wake_connector(self) -> None: ...
 
-    def die(self) -> None:
-        """Ends, like in a crash."""
-        ...
+    def die(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
