@@ -263,4 +263,6 @@ def test_no_late_write_of_a_part_spoils_what_others_own(
 
 @pytest.mark.usefixtures("over_tcp")
 def test_a_late_write_that_is_not_fenced_spoils_the_part_that_it_is_of() -> None:
-    assert num_spoilt_late("nixl", 2, 2, is_trusted=True) == [0, len(TARGETS)]
+    """On a busy machine nothing may have left in time, so it may take a few tries."""
+    tries = (num_spoilt_late("nixl", 2, 2, is_trusted=True) for _ in range(8))
+    assert next(filter(any, tries), None) == [0, len(TARGETS)]
