@@ -96,7 +96,8 @@ class HostDigester:
         found = np.empty((len(page_ids), len(runs) * place.run_pieces), dtype=np.uint64)
         for digests, page_id in zip(found, page_ids, strict=True):
             page = self._pieces[page_id]
-            pieces = chain.from_iterable(page[first:end] for first, end in runs)
+            parts = [page[first:end] for first, end in runs]
+            pieces = chain.from_iterable(parts) if len(parts) > 1 else parts[0]
             digests[:] = list(map(xxhash.xxh3_64_intdigest, pieces, repeat(seed)))
         return _OnHost(found.view(np.int64))
 
