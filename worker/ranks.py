@@ -47,10 +47,12 @@ from effuse.worker.rank_messages import (
     answers_path,
     commands_path,
 )
+from effuse.worker.watchdog import Limits, is_stopped_by_signal
 
 LOG = logging.getLogger(__name__)
 
 _CONFIRM_S: Final = 30.0
+_LOOK_MS: Final = 250
 _QUIT_S: Final = 5.0
 _STATUS: Final = 70  # of an engine that ends because its group is broken
 
@@ -105,10 +107,14 @@ class Ranks:
         self._failure: str | None = None
         self._is_closing = False
         self._stop, self._stopped = os.pipe()
+        self._frozen_s = 0.0  # longest time for which a signal may stop a rank
+        self._frozen_at: dict[int, float] = {}  # when a signal was first seen to have stopped it
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
 
     def start(self, config: WorkerConfig, role: Role, incarnation: str) -> None:
         """Starts the processes."""
+        limits = Limits(startup_s=config.startup_timeout_s, serving_s=config.hang_timeout_s)
+        self._frozen_s = limits.stopped_s
         for rank in range(1, self.size):
             orders = RankOrders(
                 rank=rank,
@@ -219,6 +225,15 @@ class Ranks:
 
     # In the watching thread.
 
+    def _look_for_frozen(self, limit_s: float) -> None:
+        """Breaks the group if a signal has stopped a rank for so long, also while it is idle."""
+        now = time.monotonic()
+        for rank, process in enumerate(self._processes, start=1):
+            if not is_stopped_by_signal(process.pid):
+                self._frozen_at.pop(rank, None)
+            elif now - self._frozen_at.setdefault(rank, now) > limit_s:
+                self._break(f"a signal has stopped rank {rank}")
+
     def _watch(self) -> None:
         poller = zmq.Poller()
         poller.register(self._answers, zmq.POLLIN)
@@ -226,7 +241,8 @@ class Ranks:
         ends = {os.pidfd_open(one.pid): rank for rank, one in enumerate(self._processes, start=1)}
         for end in ends:
             poller.register(end, zmq.POLLIN)
-        while self._stop not in (ready := dict(poller.poll())):
+        while self._stop not in (ready := dict(poller.poll(_LOOK_MS))):
+            self._look_for_frozen(self._frozen_s)
             if self._answers in ready:
                 while self._answers.poll(0):
                     sender, data = self._answers.recv_multipart()

@@ -86,6 +86,18 @@ def test_a_rank_that_ends_breaks_its_group(group: effuse.LLM) -> None:
         group.generate("ab")
 
 
+def test_a_rank_that_a_signal_has_stopped_breaks_its_group_although_it_is_idle(
+    group: effuse.LLM,
+) -> None:
+    (process,) = ranks_of(group)._processes
+    os.kill(process.pid, signal.SIGSTOP)
+    until = time.monotonic() + patient(10.0)
+    while ranks_of(group)._failure is None and time.monotonic() < until:
+        time.sleep(0.05)
+    with pytest.raises(GroupBroken, match="a signal has stopped rank 1"):
+        group.generate("ab")
+
+
 class Tampering:
     """Sends a rank another command than the leader runs, once."""
 
