@@ -175,12 +175,17 @@ def _rehearsals(decode: str) -> Iterator[tuple[str, Case]]:
 def _reservation(name: str, **changes: Any) -> pb.PrefillRequest:
     fields: dict[str, Any] = {
         "attempt": attempt(name), "incarnation": "decode-life", "connector": "zmq",
-        "shards": [pb.ReceivingShard(endpoint="tcp://127.0.0.1:1", end_head=1, page_bytes=32)],
+        "shards": [shard_of(32)],
         "num_pool_pages": 8, "lease_s": 5.0,
         "pages": [pb.PageRef(page_id=3, generation=1)],
         "fingerprint": [pb.FingerprintField(name="weights", value="w")],
     }  # fmt: skip
     return pb.PrefillRequest(reservation=pb.Reservation(**(fields | changes)))
+
+
+def shard_of(page_bytes: int) -> pb.ReceivingShard:
+    """The pool of a decode worker with one rank."""
+    return pb.ReceivingShard(endpoint="tcp://127.0.0.1:1", end_head=1, page_bytes=page_bytes)
 
 
 def _prefills(at: Facts, life: str) -> Iterator[tuple[str, Case]]:
@@ -214,8 +219,8 @@ def _prefills(at: Facts, life: str) -> Iterator[tuple[str, Case]]:
         "of no attempt": ({"attempt": None}, "attempt.request_id"),
         "a page outside the pool": ({"pages": [pb.PageRef(page_id=8)]}, "reservation"),
         "a page twice": ({"pages": [pb.PageRef(page_id=3)] * 2}, "reservation"),
-        "pages of no bytes": ({"page_bytes": 0}, "reservation"),
-        "huge pages": ({"page_bytes": 2**60}, "reservation"),
+        "pages of no bytes": ({"shards": [shard_of(0)]}, "reservation"),
+        "huge pages": ({"shards": [shard_of(2**60)]}, "reservation"),
         "a huge pool": ({"num_pool_pages": 2**32 - 1}, "reservation"),
         "an address beyond memory": ({"pool_address": 2**64 - 1}, "reservation"),
         "no lease": ({"lease_s": 0.0}, "reservation"),

@@ -100,4 +100,4 @@ def test_the_command_measures_every_batch(
     said = capsys.readouterr().out
     assert "rows reach" in said and "one way for every product" in said
     assert gpu_moe.main([*asked, "--seconds", "0", "--json", str(path)]) == 0
-    assert "batch 2 was not begun" in capsys.readouterr().out
+    assert "batch 2 was not started" in capsys.readouterr().out

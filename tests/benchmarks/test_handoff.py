@@ -68,7 +68,7 @@ def test_bytes_in_the_wrong_pages_are_noticed() -> None:
     for source, target in zip(move.source, move.target, strict=True):
         received[4 * target : 4 * target + 4] = sent[4 * source : 4 * source + 4]
     _check_order(sent, move, digest(received, 4, move.target))
-    with pytest.raises(RuntimeError, match="other bytes"):
+    with pytest.raises(RuntimeError, match="wrong bytes"):
         _check_order(sent, move, digest(sent, 4, move.target))
 
 

@@ -284,7 +284,7 @@ def test_a_frontier_that_lacks_blocks_is_refused(keep: int, model: Transformer) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"writer": "prefill-1"}, "no prefill worker"),
+        ({"writer": "prefill-1"}, "without a prefill worker"),
         ({"max_tokens": 60, "cfg_scale": 1.0}, "one denoise step may need 122 tokens"),
     ],
 )

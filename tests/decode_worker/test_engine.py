@@ -155,7 +155,7 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
             make_request(
                 "a", PROMPT, window=1, resume=Resume(committed_token_ids=(), frontier=(HALF,) * 2)
             ),
-            "allow 1 in flight",
+            "the settings allow 1",
             id="frontier-beyond-window",
         ),
         pytest.param(

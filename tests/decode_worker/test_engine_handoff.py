@@ -204,8 +204,13 @@ def test_a_byte_changed_on_the_way_is_data_loss(
     answer, reservation = pair.reserve(remote())
     write = pair.rig.memory.write
 
-    def spoil(page_ids: list[int], groups: range, payload: list[memoryview]) -> None:
-        write(page_ids, groups, payload)
+    def spoil(
+        page_ids: list[int],
+        groups: range,
+        payload: list[memoryview],
+        heads: range | None = None,
+    ) -> None:
+        write(page_ids, groups, payload, heads)
         pair.rig.memory.bytes_at(page_ids[1])[5] ^= 1
 
     monkeypatch.setattr(pair.rig.memory, "write", spoil)

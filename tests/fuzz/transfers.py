@@ -136,7 +136,7 @@ class Stranger:
 def _lead_astray(stranger: Stranger, draw: Draw) -> None:
     """The sender gets a receiver at another address, and no pages."""
     plain, pair = msgspec.msgpack.decode(encode(stranger.reserved)), stranger.pair
-    plain["address"] = bent(draw, plain["address"])
+    plain["shards"] = bent(draw, plain["shards"])
     with contextlib.suppress(MalformedMessage):
         reserved = decode_reservation(packed(plain))
         pair.sender.push_pages(reserved, (), 0, None, pair.now())

@@ -26,6 +26,7 @@ from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
 from effuse.kernels.step_rows import StepRows
 from effuse.kernels.step_slots import SlotTable
+from effuse.models import transformer
 
 SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 
@@ -82,7 +83,7 @@ def main() -> None:
         patch.object(model, "_attention", attention),
         patch.object(device_step, "plan_step", plan),
         patch.object(device_step, "advance", step_advance_triton.launch),
-        patch.object(device_step, "sample_confidence", sample),
+        patch.object(transformer, "sample_confidence", sample),
         patch.object(device_step.DeviceStep, "_attention", batch_of),
     ):
         tokens = DeviceDecoder(model, num_slots=2, max_rows=64).decode(requests)

@@ -264,7 +264,7 @@ def test_a_reservation_of_another_size_is_refused(rig: Rig, num_pages: int) -> N
     rig.settle()
     (failed,) = rig.take(Failed)
     assert failed.code == "INVALID_ARGUMENT"
-    assert f"fills 5 pages, {num_pages} are reserved" in failed.message
+    assert f"needs 5 pages, {num_pages} are reserved" in failed.message
     rig.check_idle()
 
 
@@ -359,7 +359,7 @@ def test_a_reservation_that_never_comes_ends_the_attempt(rig: Rig) -> None:
     rig.settle()
     (failed,) = rig.take(Failed)
     assert (failed.attempt, failed.code, failed.field) == (attempt, "UNAVAILABLE", "reservation")
-    assert "no reservation came within 20 s" in failed.message
+    assert "no reservation arrived within 20 s" in failed.message
     rig.take(PrefillDone)
     rig.check_idle()
 

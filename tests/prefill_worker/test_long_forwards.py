@@ -118,4 +118,4 @@ def test_what_ends_an_attempt_waits_for_the_forward_and_keeps_its_order(engine: 
     assert done == AbortDone(attempt=attempt, was_running=True)
     assert unknown == AbortDone(attempt=attempt_of("b"), was_running=False)
     assert isinstance(refused, Failed) and refused.code == "ABORTED"
-    assert isinstance(wrong, Failed) and "fills 5 pages, 1 are reserved" in wrong.message
+    assert isinstance(wrong, Failed) and "needs 5 pages, 1 are reserved" in wrong.message

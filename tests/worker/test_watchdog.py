@@ -128,7 +128,9 @@ def test_time_without_work_says_nothing_of_steps() -> None:
 def test_a_start_takes_as_long_as_it_may_whatever_the_phase(phase: Phase) -> None:
     progress = observe(Progress.begin(0.0), beat(0, phase=phase), 299.0)
     assert verdict(progress, 300.0, LIMITS) is None
-    assert verdict(progress, 300.1, LIMITS) == f"it was not ready after 300 s, {phase} at the end"
+    assert verdict(progress, 300.1, LIMITS) == (
+        f"it was not ready after 300 s; its last phase was {phase}"
+    )
 
 
 @pytest.mark.parametrize(("phase", "limit_s"), [("compiling", 60.0), ("capturing", 300.0)])
