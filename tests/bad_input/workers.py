@@ -175,7 +175,7 @@ def _rehearsals(decode: str) -> Iterator[tuple[str, Case]]:
 def _reservation(name: str, **changes: Any) -> pb.PrefillRequest:
     fields: dict[str, Any] = {
         "attempt": attempt(name), "incarnation": "decode-life", "connector": "zmq",
-        "shards": [shard_of(32)],
+        **_shard(),
         "num_pool_pages": 8, "lease_s": 5.0,
         "pages": [pb.PageRef(page_id=3, generation=1)],
         "fingerprint": [pb.FingerprintField(name="weights", value="w")],
@@ -183,9 +183,10 @@ def _reservation(name: str, **changes: Any) -> pb.PrefillRequest:
     return pb.PrefillRequest(reservation=pb.Reservation(**(fields | changes)))
 
 
-def shard_of(page_bytes: int) -> pb.ReceivingShard:
+def _shard(**changes: Any) -> dict[str, Any]:
     """The pool of a decode worker with one rank."""
-    return pb.ReceivingShard(endpoint="tcp://127.0.0.1:1", end_head=1, page_bytes=page_bytes)
+    fields: dict[str, Any] = {"endpoint": "tcp://127.0.0.1:1", "end_head": 1, "page_bytes": 32}
+    return {"shards": [pb.ReceivingShard(**(fields | changes))]}
 
 
 def _prefills(at: Facts, life: str) -> Iterator[tuple[str, Case]]:
@@ -219,17 +220,17 @@ def _prefills(at: Facts, life: str) -> Iterator[tuple[str, Case]]:
         "of no attempt": ({"attempt": None}, "attempt.request_id"),
         "a page outside the pool": ({"pages": [pb.PageRef(page_id=8)]}, "reservation"),
         "a page twice": ({"pages": [pb.PageRef(page_id=3)] * 2}, "reservation"),
-        "pages of no bytes": ({"shards": [shard_of(0)]}, "reservation"),
-        "huge pages": ({"shards": [shard_of(2**60)]}, "reservation"),
+        "pages of no bytes": (_shard(page_bytes=0), "reservation"),
+        "huge pages": (_shard(page_bytes=2**60), "reservation"),
         "a huge pool": ({"num_pool_pages": 2**32 - 1}, "reservation"),
-        "an address beyond memory": ({"pool_address": 2**64 - 1}, "reservation"),
+        "an address beyond memory": (_shard(pool_address=2**64 - 1), "reservation"),
         "no lease": ({"lease_s": 0.0}, "reservation"),
         "lease nan": ({"lease_s": math.nan}, "reservation"),
         "lease of a year": ({"lease_s": 3e7}, "reservation"),
         "no life": ({"incarnation": ""}, "reservation"),
         "no connector": ({"connector": ""}, "reservation"),
-        "unknown memory": ({"memory_kind": "TAPE"}, "reservation"),
-        "long metadata": ({"agent_metadata": bytes(2 << 20)}, "reservation"),
+        "unknown memory": (_shard(memory_kind="TAPE"), "reservation"),
+        "long metadata": (_shard(agent_metadata=bytes(2 << 20)), "reservation"),
         "a long name": (
             {"fingerprint": [pb.FingerprintField(name="x" * 200)]}, "reservation"
         ),
