@@ -1,22 +1,23 @@
-"""Workers of several ranks in one process: pools that share the heads of a model, and connectors
-that are one to who uses them."""
+"""Workers of several ranks in one process: pools that share a model's heads, and one connector over
+those of all ranks."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import select
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from kvtransfer.fixtures import SEED, filled, print_of
 from kvtransfer.receiver_process import transport
 
-from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.connector import Connector, ConnectorEvent, Pending
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
-from effuse.kvtransfer.ranks import RankConnectors
+from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation, Shard
+from effuse.kvtransfer.ranks import RankEvents
 from effuse.kvtransfer.thread import ThreadConnector
 
 # Four heads of 4 KiB in each of two groups of layers: 32 KiB a page.
@@ -25,6 +26,88 @@ NUM_PAGES = 8
 FULL = filled(LAYOUT, NUM_PAGES)
 LEASE_S = 30.0
 _numbers = itertools.count(1)
+
+
+class RankConnectors:
+    """A Connector over those of all ranks, in the order of ranks, in one process."""
+
+    def __init__(self, connectors: Sequence[Connector]) -> None:
+        self.name = connectors[0].name
+        self._ranks = connectors
+        self._events = RankEvents(len(connectors))
+        self._poll = select.epoll()
+
+    def start(self) -> None:
+        """Starts every rank."""
+        for connector in self._ranks:
+            connector.start()
+            self._poll.register(connector.fileno(), select.EPOLLIN)
+
+    def close(self) -> None:
+        """Ends every rank."""
+        for connector in self._ranks:
+            connector.close()
+        self._poll.close()
+
+    def describe(self) -> tuple[Shard, ...]:
+        """How peers reach each rank."""
+        return tuple(shard for connector in self._ranks for shard in connector.describe())
+
+    def expect(self, reservation: Reservation, writer: str | None) -> None:
+        """Accepts this transfer on every rank from now on."""
+        self._events.begin(reservation.transfer_id)
+        self._all(lambda rank: rank.expect(reservation, writer))
+
+    def forget(self, transfer_id: str) -> None:
+        """Refuses this transfer from now on."""
+        self._all(lambda rank: rank.forget(transfer_id))
+
+    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
+        """The writing ranks of a forgotten transfer write no more."""
+        self._all(lambda rank: rank.fence(transfer_id, has_drained=has_drained))
+
+    def push_pages(
+        self,
+        reservation: Reservation,
+        source_pages: Sequence[int],
+        first: int,
+        num_final: Pending[int] | None = None,
+    ) -> None:
+        """Pages of a reservation; every rank sends its heads of them."""
+        self._events.begin(reservation.transfer_id)
+        self._all(lambda rank: rank.push_pages(reservation, source_pages, first, num_final))
+
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
+        """No more pages follow."""
+        self._events.begin(reservation.transfer_id)
+        self._all(lambda rank: rank.finish(reservation, boundary))
+
+    def cancel(self, transfer_id: str) -> None:
+        """Stops a push on every rank."""
+        self._events.begin(transfer_id)
+        self._all(lambda rank: rank.cancel(transfer_id))
+
+    def forget_life(self, incarnation: str) -> None:
+        """A receiver's life is over."""
+        self._all(lambda rank: rank.forget_life(incarnation))
+
+    def poll(self) -> list[ConnectorEvent]:
+        """Events of all ranks together since the last call. Raises ConnectorDied if the connector
+        of any rank has ended."""
+        return [
+            merged
+            for number, connector in enumerate(self._ranks)
+            for event in connector.poll()
+            for merged in self._events.take(number, event)
+        ]
+
+    def fileno(self) -> int:
+        """Readable while a rank has something."""
+        return self._poll.fileno()
+
+    def _all(self, ask: Callable[[Connector], None]) -> None:
+        for connector in self._ranks:
+            ask(connector)
 
 
 class Group:
