@@ -95,17 +95,21 @@ def inject(fleet: Fleet, count: int, ledger: Ledger) -> None:
         before = wait_ready(fleet)
         victim = rng.choice(rank_pids(f"effuse.{role}_worker.rank"))
         kind = rng.choice((signal.SIGKILL, signal.SIGSTOP))
+        began = time.monotonic()
         os.kill(victim, kind)
         if not has_happened(victim, kind):
             raise AssertionError(f"{kind.name} of {victim} was not seen to happen")
         name = f"{role} rank {'killed' if kind is signal.SIGKILL else 'frozen'}"
         ledger.faults[name] = ledger.faults.get(name, 0) + 1
-        ended = time.monotonic() + _LIMIT_S
+        ended = began + _LIMIT_S
         while Path(f"/proc/{victim}").exists():
             if time.monotonic() > ended:
                 raise AssertionError(f"{name}: process {victim} is still there")
             time.sleep(0.1)
+        gone_s = time.monotonic() - began
         wait_ready(fleet, before)
+        print(f"{name}: gone after {gone_s:.1f} s, ready after {time.monotonic() - began:.1f} s")
+        print(f"  {ledger.tell()}", flush=True)
 
 
 def has_happened(pid: int, kind: signal.Signals) -> bool:

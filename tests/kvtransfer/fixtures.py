@@ -157,4 +157,14 @@ def next_event(
                 return event
         left = deadline - time.monotonic()
         assert left > 0, "no event came"
-        select.select([connector.fileno()], [], [], left)
+        is_readable(connector.fileno(), left)
+
+
+def is_readable(descriptor: int, within_s: float = 0.0) -> bool:
+    """Whether there is something to read within this time.
+
+    `select.select` takes no descriptor above 1023, and a process with many NIXL agents has some.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from kvtransfer.fixtures import (
     changed,
     digests_of,
     filled,
+    is_readable,
     next_event,
     print_of,
     reservation,
@@ -371,7 +371,7 @@ def test_a_connector_that_waits_uses_no_processor_time(pair: Pair) -> None:
     """NIXL's own progress thread would use a whole core."""
     pair.sender.poll()  # the traces of earlier tests would end the wait immediately
     before = time.process_time()
-    select.select([pair.sender.fileno()], [], [], 0.5)
+    is_readable(pair.sender.fileno(), 0.5)
     assert time.process_time() - before < 0.25
 
 

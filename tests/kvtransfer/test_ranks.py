@@ -38,6 +38,7 @@ SOURCES, TARGETS = (6, 1, 2, 5), (3, 4, 0, 7)
 KINDS = ("nixl", "zmq")
 NEXT_OWNERS = 9.0
 SETTLED_S = 0.3
+TRIES = 8
 
 
 @contextlib.contextmanager
@@ -166,7 +167,9 @@ def test_a_flipped_bit_of_one_part_is_found(
         refused, *fenced = events_until(receiver, ArrivalRefused)
         assert isinstance(refused, ArrivalRefused) and refused.cause is Cause.DIGEST
         failed = next_event(sender.all, reserved.transfer_id)
-        assert isinstance(failed, PushFailed) and failed.cause is Cause.DIGEST
+        # A sending rank that begins after the refusal learns only that nobody expects its part.
+        late = {Cause.UNKNOWN_TRANSFER} if sending > receiving else set()
+        assert isinstance(failed, PushFailed) and failed.cause in {Cause.DIGEST} | late
         sender.all.cancel(reserved.transfer_id)
         assert isinstance(next_event(sender.all, reserved.transfer_id), PushCancelled)
         receiver.all.forget(reserved.transfer_id)
@@ -195,6 +198,11 @@ class LateWrites:
 
     forced: int = 0
     spoilt: int = 0
+
+    def add(self, other: LateWrites) -> None:
+        """Counts those of another run too."""
+        self.forced += other.forced
+        self.spoilt += other.spoilt
 
 
 def force_late_writes(
@@ -282,14 +290,18 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_late_write_of_a_part_spoils_what_others_own(
     kind: str, sending: int, receiving: int
 ) -> None:
-    found = force_late_writes(kind, sending, receiving, rounds=2)
+    found = LateWrites()
+    for _ in range(TRIES):  # on a busy machine nothing may have left in time
+        found.add(force_late_writes(kind, sending, receiving, rounds=2))
+        if found.forced:
+            break
     assert found.forced and not found.spoilt
 
 
 @pytest.mark.usefixtures("over_tcp")
 def test_late_writes_that_are_not_fenced_spoil_pages() -> None:
-    """That the fault above is real. On a busy machine nothing may have left in time."""
-    assert any(force_late_writes("nixl", 2, 2, 1, is_trusted=True).spoilt for _ in range(8))
+    """That the fault above is real."""
+    assert any(force_late_writes("nixl", 2, 2, 1, is_trusted=True).spoilt for _ in range(TRIES))
 
 
 def main() -> None:
@@ -298,8 +310,7 @@ def main() -> None:
     for kind in KINDS:
         total = LateWrites()
         while total.forced < 1000:
-            found = force_late_writes(kind, 2, 2, rounds=20)
-            total = LateWrites(total.forced + found.forced, total.spoilt + found.spoilt)
+            total.add(force_late_writes(kind, 2, 2, rounds=20))
         print(kind, total, flush=True)
 
 

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
 
 import pytest
-from kvtransfer.fixtures import DEADLINE_S, LARGE, boundary, digests_of, filled, next_event
+from kvtransfer.fixtures import (
+    DEADLINE_S,
+    LARGE,
+    boundary,
+    digests_of,
+    filled,
+    is_readable,
+    next_event,
+)
 from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
@@ -63,7 +70,7 @@ class Prefill:
         """Whether another user gets all pages and writes into them."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            select.select([self.connector.fileno()], [], [], min(left, 0.05))
+            is_readable(self.connector.fileno(), min(left, 0.05))
             if any(isinstance(report, Ended) for report in self.sender.poll()):
                 self.pool.release(self._held)
             if self.pool.allocate_committed(NUM_PAGES) is not None:

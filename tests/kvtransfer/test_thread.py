@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from kvtransfer.fixtures import (
     SMALL,
     boundary,
     filled,
+    is_readable,
     print_of,
     reservation,
 )
@@ -40,9 +40,9 @@ class Sleepy(FakeTransport):
         self.is_shut = True
 
     def wait(self, pace: Pace, requests: int) -> None:
-        if not select.select([requests], [], [], 0)[0]:
+        if not is_readable(requests):
             self.has_slept.set()
-        select.select([requests], [], [], DEADLINE_S)
+        is_readable(requests, DEADLINE_S)
 
 
 class Counting(ThreadConnector):
@@ -63,10 +63,6 @@ def thread() -> Iterator[Counting]:
     yield made
     made.close()
     assert made.transport.is_shut
-
-
-def is_readable(descriptor: int, within_s: float = 0.0) -> bool:
-    return bool(select.select([descriptor], [], [], within_s)[0])
 
 
 def test_requests_run_on_the_thread_and_events_wake_the_engine(thread: Counting) -> None:
