@@ -132,6 +132,10 @@ clients: ## Install clients of other projects into .tools; make test uses the in
 test-clients: $(VENV)/.dev clients ## Install these clients, and test a fleet with each
 	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
+.PHONY: degrees
+degrees: $(VENV)/.dev ## Hold the tokens of workers of 1, 2 and 4 devices, on CPUs, against the references; takes an hour (ONLY="nixl, 2 to 4")
+	PYTHONPATH=tests $(BIN)/python -m e2e.degrees --only "$(ONLY)"
+
 .PHONY: chaos
 chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, and check every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= SIMULATIONS= OTHERS= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
 	export PYTHONPATH=tests

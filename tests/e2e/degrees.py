@@ -1,4 +1,5 @@
-"""Tokens of workers of several devices against the reference decoder's, for every pair of degrees.
+"""Tokens of workers of several devices against the reference decoder's, and those of the authors'
+own code, for every pair of degrees.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.degrees
 """
@@ -6,86 +7,152 @@ From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.degrees
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from checkpoints import ARCHITECTURES, Architecture
-from e2e.test_equality import ask, solid_jobs
-from e2e.tiny import tiny_fleet
+from checkpoints import ARCHITECTURES, architecture_of
+from e2e.client import all_at_once, connect
+from e2e.kept import FAST_DLLM_V2, LLADA2, SDAR, Family, canvas
+from e2e.test_equality import solid_jobs
+from e2e.tiny import fleet_of, tiny_fleet
 
-DEGREES = (1, 2, 4)
-ALGORITHMS = ("d2f", "block_diffusion")
+from effuse.cli.fleet import Fleet
+from effuse.client.params import make_request
+from effuse.v1 import generation_pb2 as pb
+
+DEGREES: Final = (1, 2, 4)
+ALGORITHMS: Final = ("d2f", "block_diffusion")
+LOOPS: Final = {"SDAR's loop": SDAR, "LLaDA2's loop": LLADA2, "Fast-dLLM v2's loop": FAST_DLLM_V2}
+"""Of models whose prompts are handed over. Prompts of a canvas never are."""
+CANVASES: Final = {"LLaDA's loops": canvas("llada"), "Dream's loops": canvas("dream")}
+SPREAD: Final = "LLaDA2's loop, experts spread"
+_ANSWERS: Final = 2  # of each request
+
+Asked = tuple[pb.GenerateRequest, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A fleet of one prefill worker, or none (degree 0), and one decode worker."""
 
-    architecture: Architecture
+    work: str  # an architecture, whose tokens the oracle gives, or a loop
     connector: str
     prefill: int
     decode: int
 
     def __str__(self) -> str:
-        return f"{self.architecture}, {self.connector}, {self.prefill} to {self.decode}"
+        return f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
 
 
 def all_cases() -> Iterator[Case]:
-    """Every family whose layers differ, every connector, every pair of degrees."""
-    for architecture in ARCHITECTURES:
+    """Every family whose layers differ and every loop; every connector and pair of degrees."""
+    for work in (*ARCHITECTURES, *LOOPS, SPREAD):
         for connector in ("nixl", "zmq"):
             for pair in itertools.product(DEGREES, DEGREES):
-                yield Case(architecture, connector, *pair)
+                yield Case(work, connector, *pair)
         for decode in DEGREES[1:]:
-            yield Case(architecture, "zmq", 0, decode)
+            yield Case(work, "zmq", 0, decode)
+    for work in CANVASES:
+        for decode in DEGREES:
+            yield Case(work, "zmq", 0, decode)
 
 
-def differing(case: Case, *, num_pages: int = 14) -> tuple[int, int]:
-    """(tokens that differ from the reference decoder's, tokens) of one case. The decode worker has
-    so few pages that it preempts.
+def differing(case: Case) -> tuple[int, int]:
+    """(tokens that differ from the expected ones, tokens) of one case."""
+    with serving(case) as (fleet, asked), connect(fleet.address) as client:
+        answers = all_at_once(client.generate, [request for request, _ in asked])
+    num_tokens = num_wrong = 0
+    for (request, expected), first in zip(asked, answers, strict=True):
+        both = [first, *first.others]
+        assert len(both) == max(request.n, 1)
+        num_tokens += len(both) * len(expected)
+        for answer in both:
+            pairs = itertools.zip_longest(answer.token_ids, expected)
+            num_wrong += sum(one != other for one, other in pairs)
+    return num_wrong, num_tokens
+
+
+@contextlib.contextmanager
+def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
+    """The fleet, and its requests with the expected tokens. Greedy requests get `_ANSWERS` answers,
+    which are equal.
     """
     size = "--tensor-parallel-size"
-    with tiny_fleet(
-        case.architecture,
-        connector=case.connector,
-        prefill=min(case.prefill, 1),
-        prefill_flags=(size, str(case.prefill)),
-        decode_flags=(size, str(case.decode), "--num-pages", str(num_pages)),
-    ) as fleet:
-        num_tokens = num_wrong = 0
-        for algorithm in ALGORITHMS:
-            pairs = solid_jobs(case.architecture, algorithm, seed=3, least_blocks=7)
-            answers = ask(fleet, [job for job, _ in pairs])
-            for (_, expected), answer in zip(pairs, answers, strict=True):
-                found = tuple(answer.token_ids)
-                num_tokens += len(expected.token_ids)
-                num_wrong += sum(
-                    one != other for one, other in itertools.zip_longest(found, expected.token_ids)
-                )
-    return num_wrong, num_tokens
+    prefill = (size, str(case.prefill)) if case.prefill else ()
+    decode = (size, str(case.decode))
+    if case.work in ARCHITECTURES:
+        architecture = architecture_of(case.work)
+        with tiny_fleet(
+            architecture,
+            connector=case.connector,
+            prefill=min(case.prefill, 1),
+            prefill_flags=prefill,
+            decode_flags=(*decode, "--num-pages", "14"),  # so few that it preempts
+        ) as fleet:
+            yield (
+                fleet,
+                [
+                    (with_answers(job.message()), expected.token_ids)
+                    for algorithm in ALGORITHMS
+                    for job, expected in solid_jobs(architecture, algorithm, seed=3, least_blocks=7)
+                ],
+            )
+        return
+    family = _family(case.work)
+    spread = ("--expert-parallel",) if case.work == SPREAD else ()
+    with (
+        tempfile.TemporaryDirectory(prefix="effuse-degrees-") as home,
+        fleet_of(
+            family.write(Path(home) / "model", family.block_size),
+            connector=case.connector,
+            prefill=min(case.prefill, 1),
+            prefill_flags=(*prefill, *(spread if case.prefill > 1 else ())),
+            decode_flags=(*decode, *(spread if case.decode > 1 else ())),
+        ) as fleet,
+    ):
+        asked = [
+            (make_request(run.prompt, run.params, token_ids=True), run.tokens)
+            for run in family.runs(family.block_size)
+        ]
+        if case.work not in CANVASES:  # these draw positions too
+            asked = [(with_answers(request), tokens) for request, tokens in asked]
+        yield fleet, asked
+
+
+def with_answers(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """The request; for several answers if its tokens are not drawn."""
+    if not request.sampling.temperature:
+        request.n = _ANSWERS
+    return request
+
+
+def _family(work: str) -> Family:
+    return (LOOPS | CANVASES | {SPREAD: LLADA2})[work]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the cases; 1 if a token differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="a part of the cases' names, such as 'nixl, 2 to 4'")
+    parser.add_argument("--only", default="", help="a part of the cases' names: 'nixl, 2 to 4'")
     found = parser.parse_args(argv)
-    wrong = total = 0
+    wrong = total = count = 0
     for case in all_cases():
-        if found.only and found.only not in str(case):
+        if found.only not in str(case):
             continue
         began = time.monotonic()
         num_wrong, num_tokens = differing(case)
-        wrong, total = wrong + num_wrong, total + num_tokens
-        print(
-            f"{case}: {num_wrong} of {num_tokens} differ ({time.monotonic() - began:.0f} s)",
-            flush=True,
-        )
-    print(f"{wrong} of {total} tokens differ")
-    return int(wrong > 0)
+        wrong, total, count = wrong + num_wrong, total + num_tokens, count + 1
+        seconds = time.monotonic() - began
+        print(f"{case}: {num_wrong} of {num_tokens} differ ({seconds:.0f} s)", flush=True)
+    print(f"{count} cases: {wrong} of {total} tokens differ")
+    return int(wrong > 0 or not total)
 
 
 if __name__ == "__main__":

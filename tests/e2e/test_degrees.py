@@ -12,7 +12,8 @@ from e2e.degrees import Case, differing
         Case("dream", "zmq", 0, 2),
         Case("sdar", "nixl", 1, 2),
         Case("dream", "zmq", 2, 1),
-        Case("sdar", "nixl", 2, 4),
+        Case("LLaDA2's loop, experts spread", "zmq", 2, 2),
+        Case("Dream's loops", "zmq", 0, 2),
     ],
     ids=str,
 )
