@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -47,14 +48,14 @@ from effuse.worker.rank_messages import (
     answers_path,
     commands_path,
 )
-from effuse.worker.watchdog import Limits, is_stopped_by_signal
+from effuse.worker.watchdog import BROKEN_STATUS, Limits, is_stopped_by_signal
 
 LOG = logging.getLogger(__name__)
 
 _CONFIRM_S: Final = 30.0
 _LOOK_MS: Final = 250
 _QUIT_S: Final = 5.0
-_STATUS: Final = 70  # of an engine that ends because its group is broken
+_SETTLED_S: Final = 0.3  # after a failure, for the rank that caused it to be seen
 
 kept_open: list[int] = []
 """Descriptors of this process's listening socket that its ranks keep open too: the closed port of
@@ -65,14 +66,14 @@ class GroupBroken(RuntimeError):
     """A rank has ended, or runs other commands than the leader sent."""
 
 
-def end_process(message: str) -> NoReturn:
+def end_process(message: str, ending: str) -> NoReturn:
     """Ends this process at once; its ranks end with it. For an engine that has a front."""
     LOG.critical("this engine ends, because its group is broken: %s", message)
     output.finish()
-    os._exit(_STATUS)
+    os._exit(BROKEN_STATUS[ending])
 
 
-def note_only(message: str) -> None:
+def note_only(message: str, _ending: str) -> None:
     """Logs that the group is broken. For a process that is not ours to end."""
     LOG.error("the group of ranks is broken: %s", message)
 
@@ -81,9 +82,11 @@ class Ranks:
     """Ranks 1 to `size` - 1. The engine's thread calls all methods."""
 
     def __init__(
-        self, size: int, home: Path, on_broken: Callable[[str], None] = end_process
+        self, size: int, home: Path, on_broken: Callable[[str, str], None] = end_process
     ) -> None:
-        """`on_broken` is called by the watching thread, once, with the reason."""
+        """`on_broken` is called by the watching thread, once, with the reason and with what became
+        of the rank: a key of `BROKEN_STATUS`.
+        """
         self.size = size
         self.home = home
         self._shards: dict[int, Shard | None] = {}  # of connectors, by rank
@@ -105,6 +108,7 @@ class Ranks:
         self._stages: dict[int, list[Stage]] = {rank: [] for rank in range(1, size)}
         self._refusal: str | None = None
         self._failure: str | None = None
+        self._suspicion: tuple[str, float] | None = None  # a failure, and when it was seen
         self._is_closing = False
         self._stop, self._stopped = os.pipe()
         self._frozen_s = 0.0  # longest time for which a signal may stop a rank
@@ -180,7 +184,9 @@ class Ranks:
         Raises GroupBroken.
         """
         LOG.error("a forward of the group failed", exc_info=error)
-        self._break(f"the leader's part of a forward failed: {error}")
+        self._suspect(f"the leader's part of a forward failed: {error}")
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, _CONFIRM_S)
         raise GroupBroken(self._failure) from error
 
     def shards(self) -> tuple[Shard, ...]:
@@ -232,7 +238,7 @@ class Ranks:
             if not is_stopped_by_signal(process.pid):
                 self._frozen_at.pop(rank, None)
             elif now - self._frozen_at.setdefault(rank, now) > limit_s:
-                self._break(f"a signal has stopped rank {rank}")
+                self._break(f"a signal has stopped rank {rank}", "stopped")
 
     def _watch(self) -> None:
         poller = zmq.Poller()
@@ -250,6 +256,7 @@ class Ranks:
             for end in ends.keys() & ready.keys():
                 poller.unregister(end)
                 self._end(ends[end])
+            self._conclude()
         for descriptor in (*ends, self._stop):
             os.close(descriptor)
 
@@ -281,26 +288,45 @@ class Ranks:
                     del self._sent[done]
                 self._changed.notify_all()
         if expected != digest:
-            self._break(f"rank {rank} has read another command {count} than was sent")
+            self._break(f"rank {rank} has read another command {count} than was sent", "died")
 
     def _end(self, rank: int) -> None:
         status = self._processes[rank - 1].wait()
-        if not self._is_closing and self._refusal is None:
-            self._break(f"rank {rank} has ended with status {status}")
+        if self._is_closing or self._refusal is not None:
+            return
+        message = f"rank {rank} has ended with status {status}"
+        if status == -signal.SIGKILL:
+            self._break(message, "killed")
+        else:
+            self._suspect(message)
 
-    def _break(self, message: str) -> None:
+    def _suspect(self, message: str) -> None:
+        """Breaks the group soon. If a rank was killed, parts of the others fail first or at the
+        same time, and the reason is the kill: it may have come from outside.
+        """
+        with self._changed:
+            self._suspicion = self._suspicion or (message, time.monotonic())
+
+    def _conclude(self) -> None:
+        if self._suspicion is None:
+            return
+        message, since = self._suspicion
+        if time.monotonic() - since > _SETTLED_S:
+            self._break(message, "died")
+
+    def _break(self, message: str, ending: str) -> None:
         with self._changed:
             is_first, self._failure = self._failure is None, self._failure or message
             self._changed.notify_all()
         if is_first and not self._is_closing:
-            self._on_broken(message)
+            self._on_broken(message, ending)
 
 
 def start_ranks(
     config: WorkerConfig,
     role: Role,
     incarnation: str,
-    on_broken: Callable[[str], None],
+    on_broken: Callable[[str, str], None],
 ) -> Ranks:
     """Starts the processes of all ranks but the first. Raises OSError if they cannot be started."""
     ranks = Ranks(config.tensor_parallel_size, make_home(), on_broken)

@@ -43,6 +43,7 @@ from effuse.worker.messages import (
     ToFront,
 )
 from effuse.worker.watchdog import (
+    BROKEN_STATUS,
     Limits,
     Progress,
     is_stopped_by_signal,
@@ -60,6 +61,7 @@ _LONG_S = 1.0  # of compiling that is worth a line
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _STOP_GRACE_S = 5.0
 _MOST_ENDED = 1024
+_ENDINGS = {-signal.SIGKILL: "killed", **{code: how for how, code in BROKEN_STATUS.items()}}
 _RETRY_AFTER_S = 1.0  # about the time in which a small engine restarts
 
 
@@ -232,7 +234,7 @@ async def _start(module: str, orders: bytes) -> asyncio.subprocess.Process:
 
 def _exit(status: int) -> EngineGone:
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    return EngineGone(f"the engine {how}", ending="killed" if status == -signal.SIGKILL else "died")
+    return EngineGone(f"the engine {how}", ending=_ENDINGS.get(status, "died"))
 
 
 class GaveUp(Exception):

@@ -11,10 +11,11 @@ proportionally more time.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from effuse.placement.records import Load
 from effuse.telemetry.output import dropped_lines
@@ -25,6 +26,9 @@ _BEAT_S = 0.5
 _COMPILING_S = 180.0  # Triton needs up to a minute for a kernel, and FlexAttention for a length
 _STOPPED_PART = 4  # share of the time that other engines may be silent
 _STEPS_PATIENCE = 10  # an engine may be silent for this many of its steps
+BROKEN_STATUS: Final[Mapping[str, int]] = {"died": 70, "killed": 71, "stopped": 72}
+"""Exit status of an engine that ends because of one of its ranks, by what became of the rank."""
+
 _FORGETTING = 0.1  # weight of the newest step in the expected time; a longer one counts immediately
 
 

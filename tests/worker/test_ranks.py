@@ -74,7 +74,7 @@ def test_a_rank_that_ends_breaks_its_group(group: effuse.LLM) -> None:
     assert answers(group)
     (process,) = ranks_of(group)._processes
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(GroupBroken, match=r"rank 1 has ended with status -9|forward failed"):
+    with pytest.raises(GroupBroken, match="rank 1 has ended with status -9"):
         group.generate("ab")
     with pytest.raises(GroupBroken):
         group.generate("ab")
