@@ -20,7 +20,7 @@ from effuse.benchmarks.gpu_load import ClosedLoad
 from effuse.benchmarks.report import Figure
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.executor import HostExecutor
+from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.messages import AttemptId
@@ -76,7 +76,7 @@ class _TimedEngine(DecodeEngine):
         )
         self.recorder = _Recorder(parts.runner)
         super().__init__(
-            HostExecutor(self.recorder, parts.memory.copy_page),
+            Executor(self.recorder, parts.memory.copy_page),
             pool,
             Intake(config, limits),
             HandoffReceiver(pool, None, identity),

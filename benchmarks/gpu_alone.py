@@ -27,7 +27,7 @@ from effuse.benchmarks.gpu_serve import HandedOver
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.cli.figures import percentile
 from effuse.config.decoding import Sampling, Stopping
-from effuse.decode_worker.build import make_stepper
+from effuse.decode_worker.device_stepper import make_stepper
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.models.part import Part
 from effuse.models.transformer import Transformer

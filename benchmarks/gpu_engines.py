@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass
 
 from effuse.decode_worker import scheduler as decode_scheduler
-from effuse.decode_worker.device_executor import DeviceExecutor
+from effuse.decode_worker.device_slots import DeviceSlots
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.executor import HostExecutor
+from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
@@ -136,7 +136,7 @@ def decode_engine(
     )
     hidden_size = config.hidden_size if config.shift_logits else None
     return DecodeEngine(
-        DeviceExecutor(HostExecutor(forward, parts.memory.copy_page), stepper),
+        Executor(forward, parts.memory.copy_page, slots=DeviceSlots(stepper)),
         pool,
         Intake(config, limits),
         HandoffReceiver(pool, None, identity),
@@ -152,6 +152,6 @@ def _forget(stepper: DeviceStepper) -> None:
     """
     while stepper.num_ahead:
         stepper.read()
-    buffers = stepper._step.buffers
+    buffers = stepper.step.buffers
     buffers.table.rows.zero_()
     buffers.records.zero_()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.sampling import Candidates, RowSampling
-from effuse.kernels.step_slots import BlockColumn, Column, SlotTable
+from effuse.kernels.step_slots import NUM_COLUMNS, BlockColumn, Column, SlotTable
 
 LEAST, MOST = 2, 4
 MEAN = (LEAST + MOST) / 2
@@ -49,20 +49,23 @@ class Pacer:
 
     def _in_flight(self) -> tuple[Tensor, Tensor]:
         """Places in the ring of the blocks in flight [S, ring], and their masks [S, ring, B]."""
-        table, size = self._table, self._table.layout.block_size
-        first = (table.column(Column.START) - table.column(Column.ORIGIN)) // size
-        place = ((first[:, None] + self._block) % table.layout.ring).long()
-        exists = self._block < table.column(Column.NUM_BLOCKS)[:, None]
-        masked = table.masked.gather(1, place[:, :, None].expand(-1, -1, size))
+        layout, rows = self._table.layout, self._table.rows
+        first = (rows[:, Column.START] - rows[:, Column.ORIGIN]) // layout.block_size
+        place = ((first[:, None] + self._block) % layout.ring).long()
+        exists = self._block < rows[:, Column.NUM_BLOCKS, None]
+        cells = rows[:, layout.masked_at : layout.stops_at]
+        cells = cells.view(-1, layout.ring, layout.block_size)
+        masked = cells.gather(1, place[:, :, None].expand(-1, -1, layout.block_size))
         return place, masked * exists[:, :, None]
 
     def _pace(self, place: Tensor) -> Tensor:
         """Tokens that each slot gets in this step [S]."""
-        table = self._table
-        counts = table.blocks(BlockColumn.COUNT).gather(1, place)
-        exists = self._block < table.column(Column.NUM_BLOCKS)[:, None]
-        progress = (counts * exists).sum(1) + 131 * table.column(Column.START).long()
-        drawn = (progress * 7919 + table.column(Column.SEED_LOW).long() * 104729) * 2654435761
+        layout, rows = self._table.layout, self._table.rows
+        begin = NUM_COLUMNS + BlockColumn.COUNT * layout.ring
+        counts = rows[:, begin : begin + layout.ring].gather(1, place)
+        exists = self._block < rows[:, Column.NUM_BLOCKS, None]
+        progress = (counts * exists).sum(1) + 131 * rows[:, Column.START].long()
+        drawn = (progress * 7919 + rows[:, Column.SEED_LOW].long() * 104729) * 2654435761
         return LEAST + ((drawn & 0xFFFFFFFF) >> 12) % (MOST - LEAST + 1)
 
     def _shares(self, left: Tensor, pace: Tensor) -> Tensor:

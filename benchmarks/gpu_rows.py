@@ -11,7 +11,7 @@ from torch import Tensor
 
 from effuse.benchmarks.gpu_read_triton import read_once
 from effuse.benchmarks.gpu_timing import Call, median_us, medians_us
-from effuse.kernels.pages import load_kv, store_kv
+from effuse.kernels.pages import store_kv
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
 from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence
@@ -139,7 +139,7 @@ def measure_rows() -> list[Moved]:
 
 
 def measure_pages() -> list[Moved]:
-    """Rotary, store and load over 4096 rows, all of them stored."""
+    """Rotary and store over 4096 rows, all of them stored."""
     row = KV_HEADS * HEAD_DIM * 2
     heads = Q_HEADS * HEAD_DIM * 2
     found = []
@@ -154,11 +154,6 @@ def measure_pages() -> list[Moved]:
                 f"store, {layout}",
                 ROWS * 4 * row,
                 lambda layout=layout: _store(layout),  # type: ignore[misc]
-            ),
-            _moved(
-                f"load, {layout}",
-                ROWS * 4 * row,
-                lambda layout=layout: _load(layout),  # type: ignore[misc]
             ),
         ]
     return found
@@ -201,11 +196,6 @@ def _rotary(layout: str) -> Call:
 def _store(layout: str) -> Call:
     (_, k, v), cache, slots = _heads(), _cache(layout), _slots()
     return lambda: store_kv(k, v, *cache, slots)
-
-
-def _load(layout: str) -> Call:
-    cache, slots = _cache(layout), _slots()
-    return lambda: load_kv(*cache, slots)
 
 
 def _heads() -> tuple[Tensor, Tensor, Tensor]:

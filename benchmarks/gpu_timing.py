@@ -62,7 +62,7 @@ class MarkedStepper(DeviceStepper):
 
     @property
     def device(self) -> torch.device:
-        return self._step.model.device
+        return self.step.model.device
 
     def launch(self) -> None:
         begin = time.perf_counter()

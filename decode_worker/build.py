@@ -5,31 +5,26 @@ Only connects parts to each other.
 """
 
 import time
-from collections.abc import Sequence
 
 import torch
 
 from effuse.config.flags import flag_of
-from effuse.decode_worker.device_buckets import bucket
-from effuse.decode_worker.device_executor import DeviceExecutor
-from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
-from effuse.decode_worker.device_stepper import NO_FOLLOWERS, DeviceStepper, Followers
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.executor import Executor, HostExecutor
+from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.marks import QueuedLayers, place_on_cuda
-from effuse.kernels.step_slots import SlotLayout
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.part import Forward
-from effuse.models.transformer import LayerKV, Transformer
+from effuse.models.transformer import Transformer
 from effuse.placement.records import ModelInfo
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
 from effuse.worker.rank_messages import Prepare
+from effuse.worker.ranks import Ranks
 from effuse.worker.watchdog import Pulse
 
 
@@ -79,7 +74,7 @@ def _core(
             limits,
             on_device=denoises_on_device(config, model.device),
             queued=parts.queued,
-            followers=parts.ranks or NO_FOLLOWERS,
+            ranks=parts.ranks,
         ),
         parts.pool,
         Intake(model.config, limits),
@@ -140,43 +135,22 @@ def make_executor(
     *,
     on_device: bool,
     queued: QueuedLayers | None = None,
-    followers: Followers = NO_FOLLOWERS,
+    ranks: Ranks | None = None,
 ) -> Executor:
     """The executor for the pages in `memory`, with captured graphs if it denoises `on_device`.
     `queued` are the layers of `forward`.
     """
     place = place_on_cuda if model.device.type == "cuda" else None
-    host = HostExecutor(forward, memory.copy_page, place, queued)
     if not on_device:
-        return host
-    followers.send(Prepare())
-    stepper = make_stepper(model, memory.layer_views(), limits, followers=followers)
-    return DeviceExecutor(host, stepper)
+        return Executor(forward, memory.copy_page, place, queued)
+    # A CPU needs neither the kernels of steps nor Triton.
+    from effuse.decode_worker.device_slots import DeviceSlots
+    from effuse.decode_worker.device_stepper import make_stepper
 
-
-def make_stepper(
-    model: Transformer,
-    kv: Sequence[LayerKV],
-    limits: DecodeLimits,
-    *,
-    uses_graphs: bool = True,
-    adjust: Adjust | None = None,
-    followers: Followers = NO_FOLLOWERS,
-) -> DeviceStepper:
-    """A stepper with a slot for every request that may hold pages, with captured graphs."""
-    layout = SlotLayout(
-        limits.max_num_seqs,
-        limits.block_size,
-        max_window=limits.max_window,
-        max_stops=limits.max_stop_ids,
-        max_pages=limits.pages_for(limits.max_model_len),
-    )
-    buffers = StepBuffers.empty(model, layout, bucket(limits.max_num_batched_tokens))
-    step = DeviceStep(model, kv, buffers, page_size=limits.page_size, adjust=adjust)
-    stepper = DeviceStepper(step, uses_graphs=uses_graphs, followers=followers)
-    counts = range(1, limits.max_num_batched_tokens + 1)
-    stepper.prepare(counts, counts, range(limits.max_model_len + 1))
-    return stepper
+    if ranks is not None:
+        ranks.send(Prepare())
+    stepper = make_stepper(model, memory.layer_views(), limits, ranks=ranks)
+    return Executor(forward, memory.copy_page, place, queued, DeviceSlots(stepper))
 
 
 if __name__ == "__main__":

@@ -1,190 +1,110 @@
-"""Translates a sequence to a row of the device's slot table, and a device record to a step's
-result.
+"""The requests that denoise on a device: their slots, and their sequences, one step behind.
 
-Pure numpy. The row is written when a request joins; from then on the device's state machine
-continues, and the host only reads its records. The host's sequence follows them: the device makes
-the choice, and the rest of a step is that of `denoise.py`, so that commits, drafts and resuming are
-the same.
+It gives requests slots, and pages before the device needs them, and follows the device's records.
 """
 
-from collections.abc import Sequence as Ids
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from effuse.config.decoding import DecodeSettings, Remasking, Sampling
-from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
-from effuse.decode_worker.device_buckets import Integers
-from effuse.decode_worker.request import SLOT_ALGORITHMS
-from effuse.decode_worker.sequence import Block, Sequence
-from effuse.kernels.sampling import ScoreCode
-from effuse.kernels.step_slots import (
-    NUM_COLUMNS,
-    NUM_RECORD_COLUMNS,
-    BlockColumn,
-    Column,
-    RecordColumn,
-    SlotLayout,
-    Status,
-)
+from effuse.decode_worker.denoise import StepOutcome, StepPlan
+from effuse.decode_worker.device_records import Record, apply_record, slot_row
+from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.request import DecodeRequest
+from effuse.kernels.step_slots import RecordColumn, Status
 
-# The numbers in a slot's column.
-_REMASKINGS: tuple[Remasking, ...] = (
-    "low_confidence_dynamic",
-    "low_confidence_static",
-    "sequential",
-    "entropy_bounded",
-)
+_MOST_GENERATIONS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The state that a step left in one slot, with the next step opened, and its actions."""
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A request in a slot of the device."""
 
-    values: Integers  # [record_width]
-    layout: SlotLayout
+    request: DecodeRequest
+    slot: int
+    generation: int
+    num_pages: int  # that the device knows
 
-    def column(self, column: RecordColumn) -> int:
-        return int(self.values[column])
+
+class DeviceSlots:
+    """The requests in the slots of a device: a slot for each request with pages.
+
+    While there are any, one step stays unread, so that the device has its next step before it ends
+    this one.
+    """
+
+    def __init__(self, stepper: DeviceStepper) -> None:
+        self.stepper = stepper
+        self.residents: dict[str, Resident] = {}  # by transfer id
+        self._free_slots = list(range(stepper.layout.num_slots))
+        self._generation = 0
 
     @property
-    def status(self) -> Status:
-        return Status(self.column(RecordColumn.STATUS))
+    def num_ahead(self) -> int:
+        """Steps that were launched but not read."""
+        return self.stepper.num_ahead
 
-    @property
-    def start(self) -> int:
-        """First position in flight."""
-        return self.column(RecordColumn.START)
+    def has_ended(self) -> bool:
+        """Whether a step can be read without waiting, and need not stay unread."""
+        most_ahead = 1 if self.residents else 0
+        return self.stepper.num_ahead > most_ahead and self.stepper.has_ended()
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the slot's next step."""
-        return self.column(RecordColumn.NUM_BLOCKS) * self.layout.block_size
+    def bring_up(self, request: DecodeRequest) -> None:
+        """Makes sure that the request is on the device with all of its pages."""
+        resident = self.residents.get(request.attempt.transfer_id)
+        if resident is None:
+            self._move_in(request)
+            return
+        first = resident.num_pages
+        if first < len(request.pages):
+            pages = np.asarray(request.page_ids[first:], dtype=np.int32)
+            storable = len(request.pages) * self.stepper.step.page_size
+            self.stepper.grow(resident.slot, first, pages, storable)
+            resident.num_pages = len(request.pages)
 
-    @property
-    def final_len(self) -> int:
-        """Leading tokens that can no longer change."""
-        return self.start + self.column(RecordColumn.NUM_SETTLED) * self.layout.block_size
+    def remove(self, request: DecodeRequest) -> bool:
+        """Frees the request's slot; False if it has none."""
+        resident = self.residents.pop(request.attempt.transfer_id, None)
+        if resident is None:
+            return False
+        self.stepper.leave(resident.slot)
+        self._free_slots.append(resident.slot)
+        return True
 
-    @property
-    def tokens(self) -> Integers:
-        """Of all blocks in flight from `start` on, with -1 for a mask."""
-        begin = NUM_RECORD_COLUMNS + 3 * self.layout.ring
-        return self.values[begin : begin + self.num_rows]
+    def read(self) -> Iterator[tuple[DecodeRequest, StepPlan, StepOutcome | None]]:
+        """Waits for the oldest step, and advances the sequences that took part to the device's
+        state. Yields each with its plan and outcome; None if the model gave nothing finite.
+        """
+        records, layout = self.stepper.read(), self.stepper.layout
+        for resident in list(self.residents.values()):
+            request, record = resident.request, Record(records[resident.slot], layout)
+            if record.column(RecordColumn.GENERATION) != resident.generation:
+                continue  # of the slot's previous request
+            if record.status is Status.FAILED:
+                self.remove(request)
+                yield request, request.open_step(), None
+            elif record.column(RecordColumn.STEPPED):
+                plan = request.close_step()
+                outcome = apply_record(request.sequence, plan, record)
+                if outcome.finish is not None:
+                    # The device has ended it in that step: nothing in flight uses its pages.
+                    self.remove(request)
+                yield request, plan, outcome
 
-    @property
-    def full(self) -> Integers:
-        """1 for each block in flight that must advance."""
-        return self._blocks(0)
-
-    @property
-    def counts(self) -> Integers:
-        """Forwards that have denoised each block in flight."""
-        return self._blocks(1)
-
-    @property
-    def written(self) -> Integers:
-        """1 for each block in flight that lost masks in this step."""
-        return self._blocks(2)
-
-    def _blocks(self, part: int) -> Integers:
-        begin = NUM_RECORD_COLUMNS + part * self.layout.ring
-        return self.values[begin : begin + self.column(RecordColumn.NUM_BLOCKS)]
-
-
-def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutcome:
-    """`denoise.apply_step` with the device's choice: `record` is of the step of `plan`."""
-    assert sequence.step_open
-    sequence.step_open = False
-    sequence.store(plan.num_stored)
-    assert record.start == sequence.in_flight_start, "the device stored the rows of the plan"
-    written: list[Block] = []
-    num_semi_writes = 0
-    for block in sequence.blocks:
-        if not block.masks_left:
-            continue
-        block.denoise_count += 1
-        num_written = _take_over(sequence, block, record)
-        if num_written:
-            written.append(block)
-            num_semi_writes += 0 if block.full else num_written
-    return settle_step(sequence, written, num_semi_writes)
-
-
-def _take_over(sequence: Sequence, block: Block, record: Record) -> int:
-    """Writes masked tokens of the block from the record; returns their number."""
-    span = slice(block.start, block.end)
-    shown = record.tokens[block.start - record.start : block.end - record.start]
-    positions = ((shown >= 0) & sequence.masked[span]).nonzero()[0]
-    if len(positions):
-        sequence.write(block, positions + block.start, shown[positions].astype(np.int64))
-    return len(positions)
-
-
-def slot_row(
-    layout: SlotLayout,
-    sequence: Sequence,
-    settings: DecodeSettings,
-    sampling: Sampling,
-    *,
-    generation: int,
-    pages: Ids[int],
-    page_size: int,
-) -> Integers:
-    """The row [width] of a sequence whose step is open and whose cache is complete."""
-    assert sequence.step_open, "a sequence joins with its step open"
-    stops = sorted(sequence.stopping.stop_token_ids)
-    assert settings.most_active <= layout.max_window, "intake refuses wider ones"
-    assert len(stops) <= layout.max_stops, "intake refuses more of them"
-    row = np.zeros(layout.width, dtype=np.int32)
-    _put_settings(row, sequence, settings, sampling)
-    row[Column.STATUS] = Status.RUNNING
-    row[Column.GENERATION] = generation
-    row[Column.START] = sequence.in_flight_start
-    row[Column.NUM_BLOCKS] = len(sequence.blocks)
-    row[Column.NUM_SETTLED] = sequence.num_settled_tokens // layout.block_size
-    row[Column.NUM_MASKS] = sum(block.masks_left for block in sequence.blocks)
-    row[Column.STOP_SEEN] = sequence.stop_seen
-    _put_blocks(row, layout, sequence)
-    row[layout.stops_at : layout.storable_at] = -1
-    row[layout.stops_at : layout.stops_at + len(stops)] = stops
-    row[layout.storable_at] = len(pages) * page_size
-    row[layout.pages_at : layout.pages_at + len(pages)] = pages
-    return row
-
-
-def _put_settings(
-    row: Integers, sequence: Sequence, settings: DecodeSettings, sampling: Sampling
-) -> None:
-    row[Column.PROMPT_LEN] = sequence.prompt_len
-    row[Column.ORIGIN] = sequence.origin
-    row[Column.ANSWER_END] = sequence.answer_end
-    row[Column.LAST_BLOCK_END] = sequence.last_block_end
-    row[Column.ALGORITHM] = SLOT_ALGORITHMS.index(settings.algorithm)
-    row[Column.REMASKING] = _REMASKINGS.index(settings.remasking)
-    row[Column.WINDOW] = settings.window
-    row[Column.STEPS] = settings.denoising_steps
-    row[Column.TOP_K] = sampling.top_k
-    row[Column.ANSWER_INDEX] = sampling.answer_index
-    row[Column.SCORE] = ScoreCode.named(settings.ranked_by)
-    real = row.view(np.float32)
-    real[Column.CONFIDENCE] = settings.confidence_threshold
-    real[Column.ADD] = settings.block_add_threshold
-    real[Column.FULL] = settings.full_activation_threshold
-    real[Column.ENTROPY] = settings.entropy_bound
-    real[Column.TEMPERATURE] = sampling.temperature
-    real[Column.TOP_P] = sampling.top_p
-    seed = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
-    row[[Column.SEED_LOW, Column.SEED_HIGH]] = seed
-
-
-def _put_blocks(row: Integers, layout: SlotLayout, sequence: Sequence) -> None:
-    size, ring = layout.block_size, layout.ring
-    blocks = row[NUM_COLUMNS : layout.tokens_at].reshape(len(BlockColumn), ring)
-    tokens = row[layout.tokens_at : layout.masked_at].reshape(ring, size)
-    masked = row[layout.masked_at : layout.stops_at].reshape(ring, size)
-    for block in sequence.blocks:
-        place = (block.start - sequence.origin) // size % ring
-        blocks[:, place] = (block.masks_at_birth, block.masks_left, block.full, block.denoise_count)
-        tokens[place] = sequence.token_ids[block.start : block.end]
-        masked[place] = sequence.masked[block.start : block.end]
+    def _move_in(self, request: DecodeRequest) -> None:
+        slot = self._free_slots.pop()
+        self._generation = self._generation % _MOST_GENERATIONS + 1
+        request.open_step()
+        row = slot_row(
+            self.stepper.layout,
+            request.sequence,
+            request.settings,
+            request.sampling,
+            generation=self._generation,
+            pages=request.page_ids,
+            page_size=self.stepper.step.page_size,
+        )
+        self.stepper.join(slot, row, request.boundary)
+        resident = Resident(request, slot, self._generation, len(request.pages))
+        self.residents[request.attempt.transfer_id] = resident

@@ -1,8 +1,8 @@
 """One decode step of all slots, completely on the device: plan, forward, sample, advance.
 
 On CUDA it is two graphs, one for a bucket of rows and one for a bucket of candidates, because there
-are fewer masks than rows. On the CPU, and without graphs, the same calls run one by one. The host
-writes rows of the slot table and reads records; see `device_stepper`.
+are fewer masks than rows. Without graphs the same calls run one by one. The host writes rows of the
+slot table and reads records; see `device_stepper`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
+from effuse.kernels import step_advance_triton, step_plan_triton, step_rows_triton
+from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.sampling import Candidates, RowSampling
-from effuse.kernels.step_advance import advance
-from effuse.kernels.step_plan import plan_step
-from effuse.kernels.step_rows import StepRows, exchange_boundaries, gather_rows
-from effuse.kernels.step_slots import Control, SlotLayout, SlotTable
+from effuse.kernels.step_slots import Control, SlotLayout, SlotTable, StepRows
 from effuse.models.transformer import LayerKV, Transformer
 
 Adjust = Callable[[Candidates, RowSampling], Candidates]
+Gather = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Exchange = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,72 +72,63 @@ class DeviceStep:
     def run_rows(self, num_rows: int, max_context: int) -> None:
         """Plan, and the forward up to its last attention, for a bucket of rows."""
         buffers, config = self.buffers, self.model.config
-        plan_step(
+        step_plan_triton.launch(
             buffers.table,
             buffers.control,
             buffers.rows,
-            num_rows=num_rows,
-            page_size=self.page_size,
-            mask_token_id=config.mask_token_id,
-            shift=config.shift_logits,
+            num_rows,
+            self.page_size,
+            config.mask_token_id,
+            config.shift_logits,
         )
-        attention = self._attention(num_rows, max_context)
-        used = num_rows if attention.gather is None else sum(attention.gather.seq_lens)
-        if not used:
-            return
-        rows = buffers.rows
-        self.model.forward_unfinished(
-            rows.token_ids[:used],
-            rows.positions[:used],
-            attention,
-            self._kv,
-            rows.slot_mapping[:used],
-            buffers.mixed[:used],
-            buffers.residual[:used],
+        layout = buffers.table.layout
+        attention = buffers.rows.attention(
+            layout, num_rows, page_size=self.page_size, max_context=max_context
         )
+        self._forward(num_rows, attention)
 
     @torch.inference_mode()
     def run_candidates(self, num_candidates: int) -> None:
         """Rest of the forward, sampling and advance for a bucket of candidates: fills `records`."""
-        buffers, rows = self.buffers, self.buffers.rows
-        sampling = rows.sampling.of_rows(slice(num_candidates))
-        candidates = self.model.candidates(self._hidden(num_candidates), sampling)
-        if self._adjust is not None:
-            candidates = self._adjust(candidates, sampling)
-        advance(buffers.table, buffers.control, rows.first_candidate, candidates, buffers.records)
+        buffers = self.buffers
+        candidates = self._candidates(
+            num_candidates, step_rows_triton.launch_gather, step_rows_triton.launch_exchange
+        )
+        step_advance_triton.launch(
+            buffers.table,
+            buffers.control,
+            buffers.rows.first_candidate,
+            candidates,
+            buffers.records,
+        )
 
     def limit_candidates(self, limit: int) -> None:
         """The coming step takes at most `limit` candidates."""
         self.buffers.control[Control.MASK_LIMIT].fill_(limit)
 
-    def _attention(self, num_rows: int, max_context: int) -> AttentionBatch:
-        layout, rows = self.buffers.table.layout, self.buffers.rows
-        if self.model.device.type != "cpu":
-            return rows.attention(
-                layout, num_rows, page_size=self.page_size, max_context=max_context
-            )
-        lengths = rows.cu_seqlens.diff().tolist()
-        # All page lists have the widest length; entries beyond a sequence are not read.
-        return make_attention_batch(
-            lengths,
-            rows.context_lens.tolist(),
-            rows.page_table.tolist(),
-            rows.block_origins.tolist(),
-            block_size=layout.block_size,
-            page_size=self.page_size,
-            device=self.model.device,
+    def _forward(self, num_rows: int, attention: AttentionBatch) -> None:
+        buffers, rows = self.buffers, self.buffers.rows
+        self.model.forward_unfinished(
+            rows.token_ids[:num_rows],
+            rows.positions[:num_rows],
+            attention,
+            self._kv,
+            rows.slot_mapping[:num_rows],
+            buffers.mixed[:num_rows],
+            buffers.residual[:num_rows],
         )
 
-    def _hidden(self, num_candidates: int) -> Tensor:
-        """Hidden rows [R, H] of the candidates; for shifting models the boundary vectors are used,
-        and those of slots that store are replaced.
+    def _candidates(self, count: int, gather: Gather, exchange: Exchange) -> Candidates:
+        """Of `count` hidden rows [R, H]; for shifting models the boundary vectors are used, and
+        those of slots that store are replaced.
         """
         buffers, rows = self.buffers, self.buffers.rows
-        wanted = rows.hidden_rows[:num_candidates]
         shift = self.model.config.shift_logits
         kept = rows.kept_rows if shift else rows.kept_rows[:0]
-        hidden = self.model.finish(*gather_rows(buffers.mixed, buffers.residual, wanted, kept))
+        mixed, residual = gather(buffers.mixed, buffers.residual, rows.hidden_rows[:count], kept)
+        hidden = self.model.finish(mixed, residual)
         if shift:
-            slots = rows.boundary_slots[:num_candidates]
-            exchange_boundaries(hidden, slots, kept, buffers.boundary)
-        return hidden[:num_candidates]
+            exchange(hidden, rows.boundary_slots[:count], kept, buffers.boundary)
+        sampling = rows.sampling.of_rows(slice(count))
+        candidates = self.model.candidates(hidden[:count], sampling)
+        return candidates if self._adjust is None else self._adjust(candidates, sampling)

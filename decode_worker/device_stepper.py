@@ -1,14 +1,13 @@
 """Launches device steps ahead of the host: graphs by bucket, and records through pinned memory.
 
 It owns everything that crosses between host and device: rows of joining requests, limits, records,
-and the events after which those may be read. `device_executor.py` chooses requests and interprets
+and the events after which those may be read. `device_slots.py` chooses requests and interprets
 records.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,92 +21,67 @@ from effuse.decode_worker.device_buckets import (
     context_class,
     context_classes,
 )
-from effuse.decode_worker.device_step import DeviceStep
+from effuse.decode_worker.device_step import DeviceStep, StepBuffers
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import Column, SlotLayout, Status
 from effuse.models.progress import ProgressLog
-from effuse.worker.rank_messages import Command, GrowSlot, JoinSlot, LaunchStep, LeaveSlot, Slots
+from effuse.models.transformer import LayerKV, Transformer
+from effuse.worker.rank_messages import GrowSlot, JoinSlot, LaunchStep, LeaveSlot, Slots
+from effuse.worker.ranks import Ranks
 
 _ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records that may be in use at a time
 _STAGED = 256  # the same for rows and pages: as many requests may join while one step runs
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step whose records are being copied."""
-
-    records: Tensor  # [S, record_width] on the host
-    done: torch.cuda.Event | None
-
-
-class Followers(Protocol):
-    """The other ranks of a group, which do with their slots what this one does."""
-
-    def send(self, command: Command) -> None:
-        """Sends a command to all of them; never waits."""
-        ...
-
-    def confirm(self) -> None:
-        """Returns once all have read all commands. Raises GroupBroken."""
-        ...
-
-    def failed(self, error: Exception) -> None:
-        """This rank's part of a command has failed: raises GroupBroken, because others wait."""
-        ...
-
-
-class NoFollowers:
-    """A device by itself."""
-
-    def send(self, command: Command) -> None:
-        """Sends nothing."""
-
-    def confirm(self) -> None:
-        """Waits for nothing."""
-
-    def failed(self, error: Exception) -> None:
-        """Nothing waits for this device."""
-
-
-NO_FOLLOWERS: Final = NoFollowers()
+def make_stepper(
+    model: Transformer,
+    kv: Sequence[LayerKV],
+    limits: DecodeLimits,
+    *,
+    ranks: Ranks | None = None,
+) -> "DeviceStepper":
+    """A stepper with a slot for every request that may hold pages, with captured graphs."""
+    layout = SlotLayout(
+        limits.max_num_seqs,
+        limits.block_size,
+        max_window=limits.max_window,
+        max_stops=limits.max_stop_ids,
+        max_pages=limits.pages_for(limits.max_model_len),
+    )
+    buffers = StepBuffers.empty(model, layout, bucket(limits.max_num_batched_tokens))
+    step = DeviceStep(model, kv, buffers, page_size=limits.page_size)
+    stepper = DeviceStepper(step, uses_graphs=True, ranks=ranks)
+    counts = range(1, limits.max_num_batched_tokens + 1)
+    stepper.prepare(counts, counts, range(limits.max_model_len + 1))
+    return stepper
 
 
 class DeviceStepper:
     """Steps over all slots. `launch` then `read`, at most `_COPIES` steps apart.
 
-    In a group the leader's stepper sends its commands to `followers`, and theirs `obey`.
+    In a group the leader's stepper sends its commands to `ranks`, and their steppers `obey`.
     """
 
-    def __init__(
-        self, step: DeviceStep, *, uses_graphs: bool, followers: Followers = NO_FOLLOWERS
-    ) -> None:
-        self._step = step
-        self._followers = followers
+    def __init__(self, step: DeviceStep, *, uses_graphs: bool, ranks: Ranks | None = None) -> None:
+        self.step = step
+        self.layout: SlotLayout = step.buffers.table.layout
+        self._ranks = ranks
         self._on_cuda = step.model.device.type == "cuda"
         self._uses_graphs = uses_graphs and self._on_cuda
-        buffers = step.buffers
-        self._forecast = Forecast(buffers.table.layout)
-        shape = (_COPIES, *buffers.records.shape)
+        self._forecast = Forecast(self.layout)
+        shape = (_COPIES, *step.buffers.records.shape)
         self._copies = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
-        width = buffers.table.layout.width
-        self._staged = torch.zeros(_STAGED, width, dtype=torch.int32, pin_memory=self._on_cuda)
+        shape = (_STAGED, self.layout.width)
+        self._staged = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
         self._staged_done: deque[torch.cuda.Event] = deque()
         self._num_staged = 0
         self._num_launched = 0
-        self._launched: deque[_Launched] = deque()
+        # Records [S, record_width] that are being copied to the host, and when they are there.
+        self._launched: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._limit = 0
-        self._row_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._candidate_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}  # by bucket
         self._pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
-
-    @property
-    def layout(self) -> SlotLayout:
-        return self._step.buffers.table.layout
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self._step.page_size
 
     @property
     def num_ahead(self) -> int:
@@ -117,25 +91,28 @@ class DeviceStepper:
     @torch.inference_mode()
     def join(self, slot: int, row: Integers, boundary: Tensor | None = None) -> None:
         """Puts a request into a free slot; `row` is made by `slot_row`."""
-        self._followers.send(JoinSlot(slot, row.tobytes(), boundary is not None))
-        self._put(self._step.buffers.table.rows[slot], row)
+        if self._ranks is not None:
+            self._ranks.send(JoinSlot(slot, row.tobytes(), boundary is not None))
+        self._put(self.step.buffers.table.rows[slot], row)
         if boundary is not None:
-            self._step.buffers.boundary[slot].copy_(boundary, non_blocking=True)
+            self.step.buffers.boundary[slot].copy_(boundary, non_blocking=True)
             self._share_boundary(slot)
         self._forecast.join(slot, row)
 
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
         """Removes a request; records of earlier launched steps are stale."""
-        self._followers.send(LeaveSlot(slot))
-        self._step.buffers.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
+        if self._ranks is not None:
+            self._ranks.send(LeaveSlot(slot))
+        self.step.buffers.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
         self._forecast.leave(slot)
 
     @torch.inference_mode()
     def grow(self, slot: int, first: int, pages: Integers, storable: int) -> None:
         """Appends pages after the `first` ones of a slot, which then cover `storable` tokens."""
-        self._followers.send(GrowSlot(slot, first, pages.tobytes(), storable))
-        table = self._step.buffers.table
+        if self._ranks is not None:
+            self._ranks.send(GrowSlot(slot, first, pages.tobytes(), storable))
+        table = self.step.buffers.table
         self._put(table.pages[slot, first : first + len(pages)], pages)
         table.storable[slot].fill_(storable)
 
@@ -144,19 +121,21 @@ class DeviceStepper:
         """Enqueues the next step; never waits for the device."""
         need = self._forecast.need()
         rows, candidates, context = self._buckets(need)
-        self._followers.send(LaunchStep(rows, candidates, context))
+        if self._ranks is not None:
+            self._ranks.send(LaunchStep(rows, candidates, context))
         try:
             self._run(rows, candidates, context)
         except Exception as error:
-            self._followers.failed(error)
+            if self._ranks is not None:
+                self._ranks.failed(error)
             raise
         copy = self._copies[self._num_launched % _COPIES]
-        copy.copy_(self._step.buffers.records, non_blocking=True)
+        copy.copy_(self.step.buffers.records, non_blocking=True)
         done = None
         if self._on_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._launched.append(_Launched(copy, done))
+        self._launched.append((copy, done))
         self._num_launched += 1
         self._forecast.launched()
 
@@ -176,11 +155,11 @@ class DeviceStepper:
                 self._run(rows, candidates, context)
 
     def _share_boundary(self, slot: int) -> None:
-        self._step.model.group.share(self._step.buffers.boundary[slot])
+        self.step.model.group.share(self.step.buffers.boundary[slot])
 
     def has_ended(self) -> bool:
         """Whether the oldest launched step has ended, so that `read` does not wait."""
-        done = self._launched[0].done
+        _, done = self._launched[0]
         return done is None or bool(done.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Integers:
@@ -188,11 +167,12 @@ class DeviceStepper:
 
         The eighth launch after it overwrites them.
         """
-        self._followers.confirm()
-        launched = self._launched.popleft()
-        if launched.done is not None:
-            launched.done.synchronize()
-        records: Integers = launched.records.numpy()
+        if self._ranks is not None:
+            self._ranks.confirm()
+        copy, done = self._launched.popleft()
+        if done is not None:
+            done.synchronize()
+        records: Integers = copy.numpy()
         self._forecast.read(records, is_last=not self._launched)
         return records
 
@@ -205,22 +185,19 @@ class DeviceStepper:
         if not self._uses_graphs:
             return
         classes = context_classes(contexts)
-        row_graphs = [
+        buckets: list[tuple[int, ...]] = [
             (count, bound)
             for count in sorted({self._row_bucket(count) for count in rows}, reverse=True)
             for bound in {self._context_class(count, each) for each in classes}
         ]
-        counts = sorted({bucket(count) for count in candidates}, reverse=True)
-        with ProgressLog("graphs of steps", len(row_graphs) + len(counts)) as progress:
-            for count, bound in row_graphs:
-                self._row_graph(count, bound)
-                progress.add()
-            for count in counts:
-                self._candidate_graph(count)
+        buckets += [(count,) for count in sorted({bucket(n) for n in candidates}, reverse=True)]
+        with ProgressLog("graphs of steps", len(buckets)) as progress:
+            for one in buckets:
+                self._graph(*one)
                 progress.add()
 
     def _row_bucket(self, count: int) -> int:
-        return min(bucket(count), self._step.buffers.rows.token_ids.shape[0])
+        return min(bucket(count), self.step.buffers.rows.token_ids.shape[0])
 
     def _buckets(self, need: Need) -> tuple[int, int, int]:
         rows = self._row_bucket(max(need.rows, need.least_rows, 1))
@@ -230,45 +207,38 @@ class DeviceStepper:
     def _context_class(self, rows: int, context: int) -> int:
         """Only small launches split the cache, so larger ones have a single class."""
         layout = self.layout
-        most = layout.max_pages * self.page_size
+        most = layout.max_pages * self.step.page_size
         return context_class(min(context, most) if rows < _ROWS_THAT_SPLIT else most)
 
     def _run(self, rows: int, candidates: int, context: int) -> None:
         if not self._uses_graphs:
             self._set_limit(candidates)
-            self._step.run_rows(rows, context)
-            self._step.run_candidates(candidates)
+            self.step.run_rows(rows, context)
+            self.step.run_candidates(candidates)
             return
-        row_graph = self._row_graph(rows, context)
-        candidate_graph = self._candidate_graph(candidates)
+        row_graph, candidate_graph = self._graph(rows, context), self._graph(candidates)
         self._set_limit(candidates)
         row_graph.replay()
         candidate_graph.replay()
 
     def _set_limit(self, candidates: int) -> None:
         if candidates != self._limit:
-            self._step.limit_candidates(candidates)
+            self.step.limit_candidates(candidates)
             self._limit = candidates
 
-    def _row_graph(self, rows: int, context: int) -> torch.cuda.CUDAGraph:
-        found = self._row_graphs.get((rows, context))
+    def _graph(self, *sizes: int) -> torch.cuda.CUDAGraph:
+        """Of a bucket of rows and their context, or of a bucket of candidates."""
+        found = self._graphs.get(sizes)
         if found is None:
-            found = self._capture(lambda: self._step.run_rows(rows, context))
-            self._row_graphs[rows, context] = found
-        return found
-
-    def _candidate_graph(self, candidates: int) -> torch.cuda.CUDAGraph:
-        found = self._candidate_graphs.get(candidates)
-        if found is None:
-            found = self._capture(lambda: self._step.run_candidates(candidates))
-            self._candidate_graphs[candidates] = found
+            run = self.step.run_rows if len(sizes) == 2 else self.step.run_candidates
+            found = self._graphs[sizes] = self._capture(partial(run, *sizes))
         return found
 
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Runs once without any slot, so that all kernels are loaded, then captures."""
         self._set_limit(-1)
-        self._step.buffers.rows.first_candidate.fill_(-1)
-        self._step.buffers.rows.kept_rows.fill_(-1)
+        self.step.buffers.rows.first_candidate.fill_(-1)
+        self.step.buffers.rows.kept_rows.fill_(-1)
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

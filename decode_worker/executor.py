@@ -1,13 +1,14 @@
 """Runs the forward of a step: chunks of prompts, and denoise steps.
 
-`Executor` is the engine's interface. This file has the one that feeds every forward from the host;
-the one in `device_executor.py` denoises on the device.
+The host feeds every forward, except for the denoise steps of requests in the slots of a device.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
 from effuse.models.part import Forward, Part, PartResult
 from effuse.worker.engine_process import ForwardFailed, ForwardGuard
+
+if TYPE_CHECKING:
+    from effuse.decode_worker.device_slots import DeviceSlots
 
 _SCORES: Final[Mapping[Alg, ScoreCode]] = {
     "origin": ScoreCode.CONFIDENCE,  # which decides nothing there
@@ -79,59 +83,17 @@ StepResult = Prefilled | Denoised | Broken
 NOT_FINITE = "the model gave no finite probabilities"
 
 
-class Executor(Protocol):
+class Executor:
     """Launches steps, and returns their results once they have ended.
 
     Results must be applied before the next ones are read, because they refer to the current
-    sequences.
-    """
-
-    counters: Counters
-    runs_ahead: bool  # whether a step is launched before the last one's results are read
-
-    @property
-    def is_full(self) -> bool:
-        """Whether results must be read before the next launch."""
-        ...
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a step was launched whose results were not read."""
-        ...
-
-    def launch(self, shares: Sequence[Share]) -> bool:
-        """Launches a step; False if there was nothing to run. Each share has its pages."""
-        ...
-
-    def has_results(self) -> bool:
-        """Whether results can be read without waiting."""
-        ...
-
-    def read(self) -> list[StepResult]:
-        """Results of the oldest running step; waits for it."""
-        ...
-
-    def remove(self, request: DecodeRequest) -> bool:
-        """Removes a request from steps that are launched from now on. True if steps with unread
-        results may still write its pages; it waits for other writers.
-        """
-        ...
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies the page with this id to another one, after all earlier launches."""
-        ...
-
-
-class HostExecutor:
-    """Feeds every forward from the host: its results are there when its launch returns.
+    sequences. Prompts, canvases and some requests are fed from the host: their results are there
+    when the launch returns. With `slots` the other denoise steps run on the device, one behind.
 
     On a device a prompt's forward may write pages long after its launch returns, and so may the
     copy of a page. Later work in the same queue that uses these pages comes after them, but a
     prefill worker's bytes do not.
     """
-
-    runs_ahead = False
-    is_full = False
 
     def __init__(
         self,
@@ -139,62 +101,122 @@ class HostExecutor:
         copy_page: Callable[[int, int], None],
         place: Callable[[], Place] | None = None,
         queued: QueuedLayers | None = None,
+        slots: DeviceSlots | None = None,
     ) -> None:
         """`copy_page` copies within the pages' memory. On a device `place` returns the place after
         all launched work. `queued` are the forward's layers, whose ends are signs of life.
         """
         self.counters = Counters()
+        self.runs_ahead = slots is not None  # a step is launched before the last one is read
         self._forward = forward
         self._copy_page = copy_page
         self._place = place
         self._queued = queued
-        self._guard = ForwardGuard()
-        self._results: list[StepResult] = []
+        self._slots = slots
+        self._guard, self._slots_guard = ForwardGuard(), ForwardGuard()
+        self._results: list[StepResult] = []  # of the host's forwards, and of failed launches
         # Work that may still write pages: those of a request, by transfer id, or named ones.
         self._writing: dict[str | int, Place] = {}
 
     @property
+    def is_full(self) -> bool:
+        """Whether results must be read before the next launch."""
+        return self._slots is not None and self._slots.num_ahead > 1
+
+    @property
     def is_running(self) -> bool:
-        return bool(self._results)
+        """Whether a step was launched whose results were not read."""
+        return bool(self._results) or (self._slots is not None and self._slots.num_ahead > 0)
 
     def launch(self, shares: Sequence[Share]) -> bool:
-        if shares:
-            self._results = self._run(shares)
-            self._note([share.request.attempt.transfer_id for share in shares])
-        return bool(shares)
+        """Launches a step; False if there was nothing to run. Each share has its pages. Requests
+        on the device take part until they end.
+        """
+        slots = self._slots
+        if slots is None:
+            return self._launch_from_host(shares)
+        from_host = [share for share in shares if share.request.runs_from_host]
+        for share in shares:
+            if not share.request.runs_from_host:
+                slots.bring_up(share.request)
+        has_run = self._launch_from_host(from_host)
+        if not slots.residents:
+            return has_run
+        self._launch_slots(slots)
+        return True
 
     def has_results(self) -> bool:
+        """Whether results can be read without waiting."""
         if self._queued is not None:
             self._queued.look()
-        return bool(self._results)
+        return bool(self._results) or (self._slots is not None and self._slots.has_ended())
 
     def read(self) -> list[StepResult]:
+        """Results of the oldest running step; waits for it."""
+        if self._slots is not None and not self._results:
+            return self._read_slots(self._slots)
         results, self._results = self._results, []
         return results
 
     def remove(self, request: DecodeRequest) -> bool:
+        """Removes a request from steps that are launched from now on. True if steps with unread
+        results may still write its pages; it waits for other writers.
+        """
         if self._writing:
             keys: set[str | int] = {request.attempt.transfer_id, *request.page_ids}
             for key in keys & self._writing.keys():
                 place = self._writing.pop(key)
-                self.wait(place.query)
+                self._wait(place.query)
                 place.synchronize()
-        return False
+        return self._slots is not None and self._slots.remove(request)
 
-    def wait(self, is_over: Callable[[], bool]) -> None:
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies the page with this id to another one, after all earlier launches."""
+        self._copy_page(source, target)
+        self._note([source, target])
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
         """Shows signs of life while layers end, until all have or `is_over`."""
         if self._queued is not None:
             self._queued.wait(is_over)
-
-    def copy_page(self, source: int, target: int) -> None:
-        self._copy_page(source, target)
-        self._note([source, target])
 
     def _note(self, keys: Iterable[str | int]) -> None:
         """Waits for all launched work before the pages of these requests change hands."""
         if self._place is not None:
             writing = {key: place for key, place in self._writing.items() if not place.query()}
             self._writing = writing | dict.fromkeys(keys, self._place())
+
+    def _launch_slots(self, slots: DeviceSlots) -> None:
+        """Launches a step of the slots; if that fails, only their requests fail."""
+        self.counters.steps += 1
+        self.counters.requests += len(slots.residents)
+        try:
+            self._slots_guard.run(slots.stepper.launch, len(slots.residents))
+        except ForwardFailed as failure:
+            for resident in list(slots.residents.values()):
+                slots.remove(resident.request)
+                self._results.append(Broken(resident.request, str(failure), is_retryable=True))
+            while slots.num_ahead:
+                # None of its work may still run when pages are released.
+                self._wait(slots.stepper.has_ended)
+                slots.stepper.read()
+
+    def _read_slots(self, slots: DeviceSlots) -> list[StepResult]:
+        self._wait(slots.stepper.has_ended)
+        results: list[StepResult] = []
+        for request, plan, outcome in slots.read():
+            if outcome is None:
+                results.append(Broken(request, NOT_FINITE, is_retryable=False))
+            else:
+                self.counters.rows += plan.end - plan.start
+                results.append(Denoised(request, outcome))
+        return results
+
+    def _launch_from_host(self, shares: Sequence[Share]) -> bool:
+        if shares:
+            self._results += self._run(shares)
+            self._note([share.request.attempt.transfer_id for share in shares])
+        return bool(shares)
 
     def _run(self, shares: Sequence[Share]) -> list[StepResult]:
         parts = [_parts_of(share) for share in shares]

@@ -1,7 +1,7 @@
 """A decode worker's rank, started by its leader."""
 
-from effuse.decode_worker.build import limits_of, make_stepper
-from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.build import limits_of
+from effuse.decode_worker.device_stepper import DeviceStepper, make_stepper
 from effuse.worker.config import DecodeConfig
 from effuse.worker.rank_part import RankPart
 from effuse.worker.rank_process import main

@@ -52,37 +52,6 @@ def block_attention(
     return _attention_torch(q, k, v, k_cache, v_cache, plan, scale, out, lse)
 
 
-def block_attention_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    mask: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
-    """Plain reference for one sequence with an explicit mask, in the dtype of its inputs.
-
-    q [T, Hq, D]; k, v [T, Hkv, D]; k_context, v_context [C, Hkv, D]; mask [T, C + T] bool, True
-    where the row sees the key. Every row must see a key.
-    """
-    groups = q.shape[1] // k.shape[1]
-    keys = torch.cat([k_context, k]).repeat_interleave(groups, dim=1)
-    values = torch.cat([v_context, v]).repeat_interleave(groups, dim=1)
-    scores = torch.einsum("thd,shd->hts", q, keys) * scale
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hts,shd->thd", weights, values)
-
-
-def visibility_mask(length: int, context: int, block_origin: int, block_size: int) -> Tensor:
-    """The mask [length, context + length] that `AttentionBatch` describes in words."""
-    position = torch.arange(context, context + length)
-    block = ((position - block_origin) // block_size).clamp(min=-1)
-    in_flight = block[:, None] >= block[None, :]
-    return torch.cat([torch.ones(length, context, dtype=torch.bool), in_flight], dim=1)
-
-
 def _as_one_page(
     k_cache: Tensor, v_cache: Tensor, plan: GatherPlan
 ) -> tuple[Tensor, Tensor, GatherPlan]:

@@ -10,10 +10,9 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.rowwise import linear, swiglu, swiglu_ref
+from effuse.kernels.rowwise import linear, swiglu
 from effuse.kernels.values import WeightedParts
 
 NO_EXPERT: Final = -1
@@ -84,37 +83,6 @@ def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Weig
     return WeightedParts(parts, None, routes.weights)
 
 
-def route_ref(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
-    """`route` row by row, exactly as defined."""
-    experts, weights = [], []
-    for row in logits.double():
-        scores = row.softmax(0) if routing.scores == "softmax" else 1 / (1 + (-row).exp())
-        choice = (scores if bias is None else scores + bias.double()).tolist()
-        allowed = _allowed_ref(choice, routing)
-        chosen = sorted(allowed, key=lambda expert: (-choice[expert], expert))[: routing.top_k]
-        total = sum(float(scores[expert]) for expert in chosen) if routing.renormalises else 1.0
-        shared = range(routing.num_experts, routing.num_weights)
-        experts.append([*chosen, *shared])
-        weights.append(
-            [float(scores[e]) / total * routing.scale for e in chosen] + [1.0] * len(shared)
-        )
-    width = routing.num_picks
-    return Routes(
-        torch.tensor(experts, dtype=torch.int32).view(-1, width),
-        torch.tensor(weights, dtype=logits.dtype).view(-1, width),
-    )
-
-
-def expert_mlp_ref(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-    """`expert_mlp` pick by pick, exactly as defined, in the dtype of x."""
-    out = torch.zeros_like(x)
-    for row, (experts, weights) in enumerate(zip(routes.experts, routes.weights, strict=True)):
-        for expert, weight in zip(experts.tolist(), weights.tolist(), strict=True):
-            activated = swiglu_ref(functional.linear(x[row : row + 1], gate_up[expert]))
-            out[row] += weight * functional.linear(activated, down[expert])[0]
-    return out
-
-
 def _within_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     """`choice` with -inf outside of each row's best groups."""
     grouped = choice.view(len(choice), routing.num_groups, -1)
@@ -122,13 +90,3 @@ def _within_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, value=True)
     return grouped.masked_fill(~kept[:, :, None], float("-inf")).view(choice.shape)
-
-
-def _allowed_ref(choice: list[float], routing: Routing) -> list[int]:
-    size = routing.num_experts // routing.num_groups
-    groups = [choice[at : at + size] for at in range(0, len(choice), size)]
-    worth = [sum(sorted(group)[-2:]) for group in groups]
-    best = sorted(range(len(groups)), key=lambda group: (-worth[group], group))
-    return [
-        at for group in best[: routing.top_groups] for at in range(group * size, (group + 1) * size)
-    ]

@@ -1,4 +1,4 @@
-"""Moves K and V between packed rows and pages of either layout: store and load.
+"""Stores K and V of packed rows in pages of either layout.
 
 Unified pages are views [pages, page_size, Hkv, D] of any strides. In the distinct layout of
 D2F-vLLM K lies in pieces of 16 bytes, [pages, Hkv, D / x, page_size, x] with x elements a piece; V
@@ -35,29 +35,6 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     page, offset = slots // page_size, slots % page_size
     k_cache[page, offset] = k[stored]
     v_cache[page, offset] = v[stored]
-
-
-def store_kv_ref(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """`store_kv` as a loop over rows."""
-    for row, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            page, offset = divmod(slot, k_cache.shape[1])
-            k_cache[page, offset] = k[row]
-            v_cache[page, offset] = v[row]
-
-
-def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V [N, Hkv, D] of ``slots`` [N] int64, all of them >= 0."""
-    if is_distinct(k_cache):
-        return _load_distinct(k_cache, v_cache, slots)
-    if k_cache.is_cuda:
-        from effuse.kernels import pages_triton
-
-        return pages_triton.launch_load(k_cache, v_cache, slots)
-    page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
-    return k_cache[page, offset], v_cache[page, offset]
 
 
 def is_distinct(k_cache: Tensor) -> bool:
@@ -110,29 +87,6 @@ def _store_distinct(
     _, heads, pieces, _, x = k_cache.shape
     k_cache[page, :, :, offset] = k[stored].view(-1, heads, pieces, x)
     v_cache[page, :, :, offset] = v[stored]
-
-
-def store_distinct_ref(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """`store_kv` of the distinct layout, element by element, from the layout's definition."""
-    x, page_size = k_cache.shape[4], v_cache.shape[3]
-    for row, slot in enumerate(slot_mapping.tolist()):
-        if slot < 0:
-            continue
-        page, offset = divmod(slot, page_size)
-        for d in range(k.shape[2]):
-            k_cache[page, :, d // x, offset, d % x] = k[row, :, d]
-            v_cache[page, :, d, offset] = v[row, :, d]
-
-
-def _load_distinct(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    if k_cache.is_cuda:
-        from effuse.kernels import pages_distinct_triton
-
-        return pages_distinct_triton.launch_load(k_cache, v_cache, slots)
-    page_size = v_cache.shape[3]
-    return load_tokens(k_cache, v_cache, slots // page_size, slots % page_size)
 
 
 def load_tokens(

@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels that move K and V between rows and distinct pages; call them through `pages`.
+"""The Triton kernel that stores K and V in distinct pages; call it through `pages`.
 
-Bytes: each stored or loaded row of K and V is read once and written once. One program takes 32 rows
+Bytes: each stored row of K and V is read once and written once. One program takes 32 rows
 of a head, so that V is written with a block's tokens side by side: row by row, each element of V
 would cost a sector of 32 bytes.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,33 +38,6 @@ def launch_store(
             num_warps=4,
             enable_fp_fusion=True,
         )
-
-
-def launch_load(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous K and V [N, Hkv, D] of the slots."""
-    _, heads, dim, page_size = v_cache.shape
-    k = torch.empty((len(slots), heads, dim), dtype=k_cache.dtype, device=k_cache.device)
-    v = torch.empty_like(k)
-    if len(slots):
-        _load_distinct_kernel[(triton.cdiv(len(slots), TILE_TOKENS), heads)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slots,
-            len(slots),
-            *k.stride()[:2],
-            *k_cache.stride()[:2],
-            *v_cache.stride()[:2],
-            PAGE_SIZE=page_size,
-            PIECE=k_cache.shape[4],
-            HEAD_DIM=dim,
-            TILE_DIM=triton.next_power_of_2(dim),
-            TILE_TOKENS=TILE_TOKENS,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-    return k, v
 
 
 @triton.jit
@@ -129,37 +101,3 @@ def _store_distinct_kernel(
         tl.store(rows + place[None, :, None] + tl.arange(0, 8), runs, mask=within)
     else:
         tl.store(v_cache + head * vc_head + v_places, tl.trans(values), mask=tl.trans(mask))
-
-
-@triton.jit
-def _load_distinct_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    num_tokens,
-    row_token,
-    row_head,
-    kc_page,
-    kc_head,
-    vc_page,
-    vc_head,
-    PAGE_SIZE: tl.constexpr,
-    PIECE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-):
-    head = tl.program_id(1)
-    token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    present = token < num_tokens
-    slots = tl.load(slot_mapping + token, mask=present, other=0).to(tl.int64)
-    dim = tl.arange(0, TILE_DIM)
-    mask = present[:, None] & (dim < HEAD_DIM)[None, :]
-    k_places, v_places = _places(slots, dim, kc_page, vc_page, PAGE_SIZE, PIECE)
-    keys = tl.load(k_cache + head * kc_head + k_places, mask=mask, other=0.0)
-    values = tl.load(v_cache + head * vc_head + v_places, mask=tl.trans(mask), other=0.0)
-    rows = (token * row_token + head * row_head)[:, None] + dim[None, :]
-    tl.store(k + rows, keys, mask=mask)
-    tl.store(v + rows, tl.trans(values), mask=mask)

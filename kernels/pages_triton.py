@@ -1,10 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels that move K and V between rows and pages; call them through `pages`.
+"""The Triton kernel that stores K and V in unified pages; call it through `pages`.
 
-Bytes: each stored or loaded row of K and V is read once and written once.
+Bytes: each stored row of K and V is read once and written once.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,31 +33,6 @@ def launch_store(
             num_warps=4,
             enable_fp_fusion=True,
         )
-
-
-def launch_load(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous K and V [N, Hkv, D] of the slots."""
-    _, page_size, heads, dim = k_cache.shape
-    k = torch.empty((len(slots), heads, dim), dtype=k_cache.dtype, device=k_cache.device)
-    v = torch.empty_like(k)
-    if len(slots):
-        _load_kernel[(len(slots),)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slots,
-            *k_cache.stride(),
-            *v_cache.stride(),
-            PAGE_SIZE=page_size,
-            HEADS=heads,
-            HEAD_DIM=dim,
-            TILE_HEADS=triton.next_power_of_2(heads),
-            TILE_DIM=triton.next_power_of_2(dim),
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-    return k, v
 
 
 @triton.jit
@@ -107,38 +81,3 @@ def _store_kernel(
     v_slot = v_cache + slot_offset(slot, vc_page, vc_token, PAGE_SIZE)
     tl.store(k_slot + head * kc_head + dim * kc_dim, keys, mask=mask)
     tl.store(v_slot + head * vc_head + dim * vc_dim, values, mask=mask)
-
-
-@triton.jit
-def _load_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slots,
-    kc_page,
-    kc_token,
-    kc_head,
-    kc_dim,
-    vc_page,
-    vc_token,
-    vc_head,
-    vc_dim,
-    PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    head = tl.arange(0, TILE_HEADS)[:, None]
-    dim = tl.arange(0, TILE_DIM)[None, :]
-    mask = (head < HEADS) & (dim < HEAD_DIM)
-    k_slot = k_cache + slot_offset(slot, kc_page, kc_token, PAGE_SIZE)
-    v_slot = v_cache + slot_offset(slot, vc_page, vc_token, PAGE_SIZE)
-    keys = tl.load(k_slot + head * kc_head + dim * kc_dim, mask=mask)
-    values = tl.load(v_slot + head * vc_head + dim * vc_dim, mask=mask)
-    row = (token * HEADS + head) * HEAD_DIM + dim
-    tl.store(k + row, keys, mask=mask)
-    tl.store(v + row, values, mask=mask)

@@ -58,15 +58,6 @@ def rotary_store_kv(
     return q, k
 
 
-def rotary_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate x [T, H, D] pair by pair as complex numbers, from the definition (Su et al., 2021)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.polar(torch.ones(1, dtype=torch.float64), positions[:, None] * frequency)
-    pairs = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn[:, None, :]
-    return torch.cat([pairs.real, pairs.imag], dim=-1).to(x.dtype)
-
-
 def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     width = cos.shape[-1]
     first = x[..., :width]

@@ -60,19 +60,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` exactly as defined (Zhang and Sennrich, 2019)."""
-    values = x.float() if x.dtype != torch.float64 else x
-    scale = torch.sqrt((values * values).mean(dim=-1, keepdim=True) + eps)
-    return (values / scale).to(x.dtype) * weight
-
-
-def swiglu_ref(gate_up: Tensor) -> Tensor:
-    """`swiglu` exactly as defined (Shazeer, 2020)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate / (1 + (-gate).exp()) * up
-
-
 def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     values = x.float()
     scale = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)

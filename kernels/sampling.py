@@ -6,7 +6,6 @@ candidates are written.
 
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from itertools import accumulate
 from typing import Self
 
 import torch
@@ -81,21 +80,6 @@ def sample_confidence(
     probability[kept.amax(dim=-1) == float("-inf")] = 0.0
     confidence = probability.gather(1, token[:, None]).squeeze(1)
     return Candidates(token, confidence, _scores(probability, confidence, sampling.score))
-
-
-def sample_confidence_ref(
-    logits: Tensor, sampling: RowSampling, mask_token_id: int, *, top_k_first: bool = False
-) -> Candidates:
-    """`sample_confidence` row by row, exactly as defined, with fp64 probabilities."""
-    rows = [
-        _row_ref(logits[r], sampling, r, mask_token_id, top_k_first) for r in range(len(logits))
-    ]
-    tokens, confidences, scores = zip(*rows, strict=True) if rows else ((), (), ())
-    return Candidates(
-        torch.tensor(tokens, dtype=torch.int64),
-        torch.tensor(confidences, dtype=torch.float32),
-        torch.tensor(scores, dtype=torch.float32),
-    )
 
 
 def _launch_triton(
@@ -191,63 +175,3 @@ def _scores(probability: Tensor, confidence: Tensor, kind: Tensor) -> Tensor:
         # A row without any probability must not look certain.
         score[entropy] = torch.where(confidence[entropy] > 0, negative, float("-inf"))
     return score
-
-
-def _row_ref(
-    logits: Tensor, sampling: RowSampling, row: int, mask_token_id: int, top_k_first: bool
-) -> tuple[int, float, float]:
-    temperature = float(sampling.temperature[row])
-    values = logits.float() / temperature if temperature > 0 else logits.float()
-    value = values.tolist()
-    order = sorted(
-        (token for token in range(len(value)) if token != mask_token_id),
-        key=lambda token: (-value[token], token),
-    )
-    descending = [value[token] for token in order]
-    probability = _softmax_ref(descending)
-    if probability[0] == 0:
-        is_entropy = sampling.score[row] == ScoreCode.NEG_ENTROPY
-        return min(order), 0.0, float("-inf") if is_entropy else 0.0
-    top_k = int(sampling.top_k[row]) or len(order)
-    counted = probability[: _tied_ref(descending, top_k)] if top_k_first else probability
-    mass = sum(counted)
-    kept = _kept_ref([p / mass for p in counted], sampling.top_p[row])
-    kept = _tied_ref(descending[:kept], top_k)
-    total = sum(probability[:kept])
-    probability = [p / total for p in probability[:kept]]
-    chosen = 0
-    if temperature > 0:
-        noisy = (values + _noise(sampling, torch.tensor([row]), len(value))[0]).tolist()
-        chosen = min(range(kept), key=lambda i: (-noisy[order[i]], order[i]))
-    confidence = probability[chosen]
-    return order[chosen], confidence, _score_ref(probability, confidence, int(sampling.score[row]))
-
-
-def _tied_ref(descending: list[float], top_k: int) -> int:
-    """How many of these values top-k keeps: the first k, and those that equal the k-th."""
-    return sum(value >= descending[min(top_k, len(descending)) - 1] for value in descending)
-
-
-def _kept_ref(descending: list[float], top_p: Tensor) -> int:
-    """How many of these probabilities top-p keeps; compared in the dtype of ``top_p``."""
-    if top_p >= 1:
-        return len(descending)
-    mass_before = torch.tensor([0.0, *accumulate(descending[:-1])], dtype=torch.float64)
-    return max(1, int((mass_before.to(top_p.dtype) <= top_p).sum()))
-
-
-def _softmax_ref(descending: list[float]) -> list[float]:
-    if descending[0] == float("-inf"):
-        return [0.0] * len(descending)
-    weights = torch.tensor([x - descending[0] for x in descending], dtype=torch.float64).exp()
-    probability: list[float] = (weights / weights.sum()).tolist()
-    return probability
-
-
-def _score_ref(probability: list[float], confidence: float, kind: int) -> float:
-    if kind == ScoreCode.MARGIN:
-        return probability[0] - (probability[1] if len(probability) > 1 else 0.0)
-    if kind == ScoreCode.NEG_ENTROPY:
-        values = torch.tensor(probability, dtype=torch.float64)
-        return float(torch.special.xlogy(values, values).sum())
-    return confidence

@@ -36,21 +36,6 @@ def edit_logits(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor
     return changed
 
 
-def edit_logits_ref(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor:
-    """`edit_logits` entry by entry, exactly as defined, in fp64."""
-    changed = logits.double()
-    for row in range(len(changed)):
-        for entry in range(int(edits.begin[row]), int(edits.end[row])):
-            token, penalty = int(edits.token[entry]), float(edits.penalty[entry])
-            value = float(changed[row, token])
-            scaled = value / penalty if value > 0 else value * penalty
-            changed[row, token] = scaled + float(edits.add[entry])
-        allowed = [value for i, value in enumerate(changed[row].tolist()) if i != mask_token_id]
-        floor = max(allowed) - float(edits.gap[row])
-        changed[row][changed[row] < floor] = float("-inf")
-    return changed
-
-
 def _apply_entries(changed: Tensor, edits: LogitEdits) -> None:
     counts = (edits.end - edits.begin).long()
     row = torch.repeat_interleave(torch.arange(len(counts)), counts)

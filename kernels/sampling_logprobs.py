@@ -6,7 +6,6 @@ Plain torch on every device.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -36,20 +35,6 @@ def token_logprobs(logits: Tensor, token: Tensor, mask_token_id: int, num_top: i
     ]  # fmt: skip
     chosen, top_tokens, top = zip(*parts, strict=True)
     return Logprobs(torch.cat(chosen), torch.cat(top_tokens), torch.cat(top))
-
-
-def token_logprobs_ref(
-    logits: Tensor, token: Tensor, mask_token_id: int, num_top: int
-) -> list[tuple[float, list[tuple[int, float]]]]:
-    """`token_logprobs` row by row, as defined: of the token, and (id, value) of the top."""
-    found = []
-    for row, chosen in zip(logits.double().tolist(), token.tolist(), strict=True):
-        values = {i: value for i, value in enumerate(row) if i != mask_token_id}
-        peak = max(values.values())
-        total = math.log(sum(math.exp(value - peak) for value in values.values())) + peak
-        best = sorted(values, key=lambda i: -values[i])[:num_top]
-        found.append((values[chosen] - total, [(i, values[i] - total) for i in best]))
-    return found
 
 
 def _of_rows(

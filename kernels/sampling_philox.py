@@ -37,18 +37,6 @@ def philox_4x32(counter: Words, seed: Tensor) -> Words:
     return c0, c1, c2, c3
 
 
-def philox_4x32_ref(counter: tuple[int, int, int, int], seed: int) -> tuple[int, int, int, int]:
-    """`philox_4x32` on Python integers."""
-    c0, c1, c2, c3 = counter
-    key_0, key_1 = seed & LOW_32, seed >> 32
-    for _ in range(ROUNDS):
-        high_0, low_0 = divmod(c0 * MULTIPLIER_0, 1 << 32)
-        high_1, low_1 = divmod(c2 * MULTIPLIER_1, 1 << 32)
-        c0, c1, c2, c3 = high_1 ^ c1 ^ key_0, low_1, high_0 ^ c3 ^ key_1, low_0
-        key_0, key_1 = (key_0 + KEY_STEP_0) & LOW_32, (key_1 + KEY_STEP_1) & LOW_32
-    return c0, c1, c2, c3
-
-
 def gumbel_noise(
     seed: Tensor, position: Tensor, denoise_count: Tensor, answer_index: Tensor, vocab_size: int
 ) -> Tensor:

@@ -1,5 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel of unmask-and-advance; `advance` defines and calls it.
+"""The Triton kernel of unmask-and-advance: from a step's candidates to the next step's state, for
+all slots. Stores, writes, settles, ends, appends and activates exactly like the decode worker's
+pure machine (arXiv 2508.09192 and SDAR), directly in the slot table.
 
 One program for each slot has its blocks in flight in registers, in order. The same lane loads and
 stores each element, so the ring needs no second copy. The host reads nothing back.
@@ -72,7 +74,13 @@ def launch(
     candidates: Candidates,
     records: Tensor,
 ) -> None:
-    """Apply candidates to all slots and write the records."""
+    """Apply ``candidates`` [R] to ``table`` and open the next step; ``records`` [S, record_width]
+    int32 report it to the host.
+
+    ``first_candidate`` [S] int32 is each slot's first entry in the candidates, one entry for each
+    mask in ascending order; -1 if the slot took no part. A slot with a candidate that is not finite
+    becomes FAILED and keeps its state.
+    """
     layout = table.layout
     _advance_kernel[(layout.num_slots,)](
         table.rows,

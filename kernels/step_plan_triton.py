@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel that lays out a denoise step; call it through `plan_step`.
+"""The Triton kernel that lays out the rows of a denoise step from the slot table: slots that take
+part, ids, positions, page slots, attention's inputs, and the rows that need a candidate.
 
-One program for each slot, and one for the unused rows. Every program scans the slots by itself, so
-that one launch is enough; the host reads nothing back.
+Slots are packed in turn until the rows or the candidates of the bucket are used up; a slot without
+room is first in the next step. One program for each slot, and one for the unused rows. Every
+program scans the slots by itself, so that one launch is enough; the host reads nothing back.
 
 Bytes: the blocks in flight once, the page lists of the slots once, about 70 B for each row.
 """
@@ -11,8 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.step_rows import StepRows, sequences_in
-from effuse.kernels.step_slots import NUM_COLUMNS, BlockColumn, Column, Control, SlotTable, Status
+from effuse.kernels.step_slots import (
+    NUM_COLUMNS,
+    BlockColumn,
+    Column,
+    Control,
+    SlotTable,
+    Status,
+    StepRows,
+    sequences_in,
+)
 
 STATUS = tl.constexpr(int(Column.STATUS))
 START = tl.constexpr(int(Column.START))
@@ -46,7 +56,14 @@ def launch(
     mask_token_id: int,
     shift: bool,
 ) -> None:
-    """Fill `rows` for a bucket of `num_rows`."""
+    """Fill ``rows`` for the coming step; ``control`` [4] int32 gives limits and the first slot.
+
+    A slot takes part with all its blocks in flight, if it runs, if its pages cover the rows that
+    the step stores, and if no more than ``num_rows`` rows and the control's number of candidates
+    are used. Rows and candidates beyond those in use are harmless: token 0 at position 0, not
+    stored. With ``shift``, position p is predicted by the row of p - 1, or by the slot's boundary
+    vector.
+    """
     layout, sampling = table.layout, rows.sampling
     _plan_kernel[(layout.num_slots + 1,)](
         table.rows,

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels that gather a step's last rows and exchange boundaries, for `step_rows`.
+"""The Triton kernels that gather a step's last rows and exchange boundaries.
 
 Bytes: every gathered row read and written once; a boundary read or written if it is exchanged.
 """
@@ -14,7 +14,9 @@ TILE = 1024
 def launch_gather(
     mixed: Tensor, residual: Tensor, wanted: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows [R + S, Q] and [R + S, H] of two contiguous matrices."""
+    """Rows ``wanted`` [R] and then ``kept`` [S] (-1: any row) of mixed [T, Q] and residual [T, H],
+    both contiguous.
+    """
     num_wanted, num_rows = len(wanted), len(wanted) + len(kept)
     outs = (
         mixed.new_empty(num_rows, mixed.shape[1]),
@@ -38,7 +40,12 @@ def launch_gather(
 
 
 def launch_exchange(hidden: Tensor, boundary_slots: Tensor, kept: Tensor, boundary: Tensor) -> None:
-    """Both directions, of contiguous rows."""
+    """Exchanges rows between hidden [R + S, H] of `launch_gather` and boundary [S, H], in place.
+
+    Row i takes the boundary of slot ``boundary_slots`` [R] unless that is -1; slot s takes row R +
+    s unless ``kept`` [S] is -1. No slot does both, because a slot that stores has its first
+    candidate after the stored rows.
+    """
     width = hidden.shape[1]
     _exchange_kernel[(len(hidden), triton.cdiv(width, TILE))](
         hidden,

@@ -1,15 +1,26 @@
-"""The decode state of every request on the device: one row of int32 for each slot.
+"""The decode state of every request on the device, one row of int32 for each slot, and the rows
+of a step.
 
 A row holds counters, settings, the blocks in flight (a ring by their place on the block grid), stop
-ids and the page list, so that one copy adds a request. `plan_step` and `advance` interpret the
-numbers; the decode worker decides which request gets a slot.
+ids and the page list, so that one copy adds a request. `step_plan_triton` lays out a step's rows
+from them, and `step_advance_triton` applies its candidates; the decode worker gives slots to
+requests.
+
+A step needs hidden rows of its candidates and, for models that shift their logits, of each slot's
+last stored position. The latter is kept as the slot's boundary, from which the first position in
+flight is predicted.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.sampling import RowSampling
 
 
 class Status(IntEnum):
@@ -143,44 +154,16 @@ class SlotLayout:
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """The rows [num_slots, width] int32, and views of their parts."""
+    """The rows [num_slots, width] int32, and views of two parts."""
 
     layout: SlotLayout
     rows: Tensor
 
     @classmethod
-    def empty(cls, layout: SlotLayout, device: torch.device) -> "SlotTable":
+    def empty(cls, layout: SlotLayout, device: torch.device) -> SlotTable:
         """A table without requests."""
         shape = (layout.num_slots, layout.width)
         return cls(layout, torch.zeros(shape, dtype=torch.int32, device=device))
-
-    def column(self, column: Column) -> Tensor:
-        """[S]"""
-        return self.rows[:, column]
-
-    def real(self, column: Column) -> Tensor:
-        """[S] fp32 view of a column that holds bits."""
-        return self.rows[:, column].view(torch.float32)
-
-    def blocks(self, column: BlockColumn) -> Tensor:
-        """[S, ring]"""
-        begin = NUM_COLUMNS + column * self.layout.ring
-        return self.rows[:, begin : begin + self.layout.ring]
-
-    @property
-    def tokens(self) -> Tensor:
-        """[S, ring, block_size]"""
-        return self._cells(self.layout.tokens_at)
-
-    @property
-    def masked(self) -> Tensor:
-        """[S, ring, block_size], 1 for a mask"""
-        return self._cells(self.layout.masked_at)
-
-    @property
-    def stops(self) -> Tensor:
-        """[S, max_stops], -1 where unused"""
-        return self.rows[:, self.layout.stops_at : self.layout.storable_at]
 
     @property
     def storable(self) -> Tensor:
@@ -193,6 +176,78 @@ class SlotTable:
         begin = self.layout.pages_at
         return self.rows[:, begin : begin + self.layout.max_pages]
 
-    def _cells(self, begin: int) -> Tensor:
-        ring, size = self.layout.ring, self.layout.block_size
-        return self.rows[:, begin : begin + ring * size].view(-1, ring, size)
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """One step's rows, in buffers of T rows and S slots that every step fills again."""
+
+    cu_seqlens: Tensor  # [S+1] int32
+    context_lens: Tensor  # [S] int32
+    page_table: Tensor  # [S, max_pages] int32
+    block_origins: Tensor  # [S] int32
+    first_candidate: Tensor  # [S] int32 by slot, -1 if it takes no part
+    kept_rows: Tensor  # [S] int64 by slot: its last stored row, -1 if it stores none
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64, -1 if nothing is stored
+    hidden_rows: Tensor  # [T] int64 by candidate: the row that predicts it
+    boundary_slots: Tensor  # [T] int32 by candidate: the slot whose boundary predicts it; or -1
+    sampling: RowSampling  # [T] by candidate
+
+    @classmethod
+    def empty(cls, layout: SlotLayout, num_rows: int, device: torch.device) -> StepRows:
+        """Buffers for up to `num_rows` rows."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        slots, long, real = layout.num_slots, torch.int64, torch.float32
+        return cls(
+            cu_seqlens=zeros(slots + 1),
+            context_lens=zeros(slots),
+            page_table=zeros(slots, layout.max_pages),
+            block_origins=zeros(slots),
+            first_candidate=zeros(slots),
+            kept_rows=zeros(slots, dtype=long),
+            token_ids=zeros(num_rows, dtype=long),
+            positions=zeros(num_rows, dtype=long),
+            slot_mapping=zeros(num_rows, dtype=long),
+            hidden_rows=zeros(num_rows, dtype=long),
+            boundary_slots=zeros(num_rows),
+            sampling=RowSampling(
+                temperature=zeros(num_rows, dtype=real),
+                top_p=zeros(num_rows, dtype=real),
+                top_k=zeros(num_rows),
+                seed=zeros(num_rows, dtype=long),
+                answer_index=zeros(num_rows),
+                position=zeros(num_rows),
+                denoise_count=zeros(num_rows),
+                score=zeros(num_rows, dtype=torch.int8),
+            ),
+        )
+
+    def attention(
+        self, layout: SlotLayout, num_rows: int, *, page_size: int, max_context: int
+    ) -> AttentionBatch:
+        """The batch over these buffers for a bucket of `num_rows`; no slot has fewer rows than a
+        block.
+
+        `max_context` bounds the cached tokens of every slot that takes part.
+        """
+        num_seqs = sequences_in(layout, num_rows)
+        return AttentionBatch(
+            cu_seqlens=self.cu_seqlens[: num_seqs + 1],
+            context_lens=self.context_lens[:num_seqs],
+            page_table=self.page_table[:num_seqs],
+            block_origins=self.block_origins[:num_seqs],
+            block_size=layout.block_size,
+            page_size=page_size,
+            max_seqlen=min(num_rows, layout.ring * layout.block_size),
+            max_context=max_context,
+            gather=None,
+        )
+
+
+def sequences_in(layout: SlotLayout, num_rows: int) -> int:
+    """Most slots that a bucket of `num_rows` can hold."""
+    return max(1, min(layout.num_slots, num_rows // layout.block_size))

@@ -319,8 +319,6 @@ class Ranks:
             is_first, self._failure = self._failure is None, self._failure or message
             self._changed.notify_all()
         if is_first and not self._is_closing:
-            for process in self._processes:  # one that is stopped as it starts does not end with us
-                process.kill()
             self._on_broken(message, ending)
 
 

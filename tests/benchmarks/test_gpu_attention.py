@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from operators.references import visibility_mask
 
 from effuse.benchmarks.gpu_attention import BLOCK_SIZE, Point
-from effuse.kernels.attention import visibility_mask
 
 
 @pytest.mark.parametrize("in_flight", [32, 64, 100, 128])

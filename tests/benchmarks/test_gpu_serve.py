@@ -16,8 +16,8 @@ from effuse.benchmarks.gpu_load import ClosedLoad, requests
 from effuse.benchmarks.gpu_models import TINY, random_model
 from effuse.benchmarks.gpu_pace import LEAST, MEAN, MOST
 from effuse.benchmarks.gpu_serve import Bench, HandedOver
-from effuse.decode_worker.build import make_stepper
 from effuse.decode_worker.device_buckets import Integers
+from effuse.decode_worker.device_stepper import make_stepper
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import RecordColumn
 

@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 import torch
 from decoding.scripts import MASK_ID, make_settings
+from operators.torch_steps import Views, advance, plan_step
 
 from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_buckets import Forecast, Integers, bucket, context_class
-from effuse.decode_worker.device_slots import slot_row
+from effuse.decode_worker.device_records import slot_row
 from effuse.decode_worker.sequence import Sequence
 from effuse.kernels.sampling import Candidates
-from effuse.kernels.step_advance import advance
-from effuse.kernels.step_plan import plan_step
-from effuse.kernels.step_rows import StepRows
-from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, SlotTable
+from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, SlotTable, StepRows
 
 LAYOUT = SlotLayout(num_slots=2, block_size=8, max_window=3, max_stops=1, max_pages=32)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
@@ -53,18 +51,16 @@ def test_the_forecast_is_what_comes(lag: int, window: int, pace: int) -> None:
     forecast.join(0, row)
     for step in range(40):
         forecast.launched()
-        plan_step(
-            table, control, rows, num_rows=96, page_size=8, mask_token_id=MASK_ID, shift=False
-        )
+        plan_step(table, control, rows, 96, 8, MASK_ID, False)
         advance(table, control, rows.first_candidate, _of_each_block(table, pace), records)
         told.append(records.clone().numpy())
         if step >= lag:
             forecast.read(told[step - lag], is_last=lag == 0)
         need = forecast.need()
         if step > lag:  # by then it knows the pace
-            assert need.rows == need.least_rows == int(table.column(Column.NUM_BLOCKS)[0]) * 8
-            assert int(table.column(Column.NUM_MASKS)[0]) <= need.candidates <= need.rows
-            assert need.context >= int(table.column(Column.START)[0])
+            assert need.rows == need.least_rows == int(table.rows[:, Column.NUM_BLOCKS][0]) * 8
+            assert int(table.rows[:, Column.NUM_MASKS][0]) <= need.candidates <= need.rows
+            assert need.context >= int(table.rows[:, Column.START][0])
     assert {int(r[0, RecordColumn.NUM_SETTLED]) for r in told} == {0, 1}
 
 
@@ -98,10 +94,10 @@ def _row(window: int = 3) -> Integers:
 
 def _of_each_block(table: SlotTable, pace: int) -> Candidates:
     """Passes so many of the first masks of every block."""
-    masked = table.masked[0]
-    start = int(table.column(Column.START)[0]) // 8 - 1
+    masked = Views(table).masked[0]
+    start = int(table.rows[:, Column.START][0]) // 8 - 1
     order = (start + torch.arange(LAYOUT.ring)) % LAYOUT.ring
-    exists = torch.arange(LAYOUT.ring) < table.column(Column.NUM_BLOCKS)[0]
+    exists = torch.arange(LAYOUT.ring) < table.rows[:, Column.NUM_BLOCKS][0]
     flight = masked[order] * exists[:, None]
     passes = ((flight.cumsum(1) <= pace) & (flight == 1))[flight == 1]
     count = len(passes)

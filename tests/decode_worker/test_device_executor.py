@@ -12,8 +12,10 @@ import torch
 from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, load_tiny, make_request, random_requests
+from decoding.torch_step import TorchStep
 
 from effuse.config.decoding import Sampling, Stopping
+from effuse.decode_worker import device_stepper
 from effuse.decode_worker.build import make_executor
 from effuse.decode_worker.executor import Executor
 from effuse.kernels.sampling import Candidates, RowSampling
@@ -257,7 +259,11 @@ def test_of_attempts_that_are_late_together_one_may_end_by_itself(model: Transfo
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_either_executor_runs_over_the_same_parts(model: Transformer, on_device: bool) -> None:
+def test_either_executor_runs_over_the_same_parts(
+    model: Transformer, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_stepper, "DeviceStep", TorchStep)
+
     class MadeRig(Rig):
         def make_executor(self) -> Executor:
             parts = (self.memory, self.forward, self.limits)

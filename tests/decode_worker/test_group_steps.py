@@ -13,9 +13,7 @@ from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, load_tiny, of_length, random_requests
 from thread_group import run_ranks
 
-from effuse.decode_worker.build import make_stepper
-from effuse.decode_worker.device_executor import DeviceExecutor
-from effuse.decode_worker.executor import Executor, HostExecutor
+from effuse.decode_worker.executor import Executor
 from effuse.models.runner import ModelRunner
 from effuse.models.shard import RankPlace
 from effuse.models.transformer import Transformer
@@ -59,11 +57,9 @@ class LeaderRig(DeviceRig):
         super().__init__(model, num_pages=64)
 
     def make_executor(self) -> Executor:
-        runner = GroupRunner(cast("ModelRunner", self.forward), cast("Ranks", self.followers))
-        self.stepper = make_stepper(
-            self.model, self.memory.layer_views(), self.limits, followers=self.followers
-        )
-        return DeviceExecutor(HostExecutor(runner, self.memory.copy_page), self.stepper)
+        self.ranks = cast("Ranks", self.followers)
+        self.forward = GroupRunner(cast("ModelRunner", self.forward), self.ranks)
+        return super().make_executor()
 
 
 def follow(model: Transformer, queue: Queue[bytes]) -> None:

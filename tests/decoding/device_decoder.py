@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from decoding.engines import layout_of
+from decoding.torch_step import TorchStep
 from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_buckets import Integers
-from effuse.decode_worker.device_slots import Record, slot_row
+from effuse.decode_worker.device_records import Record, slot_row
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.executor import prefill_part
@@ -50,6 +51,7 @@ class DeviceDecoder:
         pages_come_late: bool = False,
         uses_graphs: bool = True,
         max_model_len: int = 128,
+        step_type: type[DeviceStep] = TorchStep,
     ) -> None:
         size = model.config.block_size
         pages = max_model_len // page_size
@@ -62,7 +64,7 @@ class DeviceDecoder:
             model, memory.layer_views(), page_size=page_size, block_size=size
         )
         buffers = StepBuffers.empty(model, self._layout, max_rows)
-        step = DeviceStep(model, memory.layer_views(), buffers, page_size=page_size)
+        step = step_type(model, memory.layer_views(), buffers, page_size=page_size)
         self.stepper = DeviceStepper(step, uses_graphs=uses_graphs)
         self._intake = Intake(
             model.config,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
 
 from decoding.engines import Rig
-from effuse.decode_worker.build import make_stepper
-from effuse.decode_worker.device_executor import DeviceExecutor
+from decoding.torch_step import TorchStep
+from effuse.decode_worker import device_stepper
+from effuse.decode_worker.device_slots import DeviceSlots
 from effuse.decode_worker.device_step import Adjust
-from effuse.decode_worker.device_stepper import DeviceStepper
-from effuse.decode_worker.executor import Executor, HostExecutor
+from effuse.decode_worker.device_stepper import DeviceStepper, make_stepper
+from effuse.decode_worker.executor import Executor
 from effuse.kernels.marks import Place, QueuedLayers
+from effuse.worker.ranks import Ranks
 
 
 class DeviceRig(Rig):
@@ -21,10 +25,12 @@ class DeviceRig(Rig):
     adjust: Adjust | None = None
     place: Callable[[], Place] | None = None
     queued: QueuedLayers | None = None
+    ranks: Ranks | None = None
     stepper: DeviceStepper
 
     def make_executor(self) -> Executor:
         kv = self.memory.layer_views()
-        self.stepper = make_stepper(self.model, kv, self.limits, adjust=self.adjust)
-        prompts = HostExecutor(self.forward, self.memory.copy_page, self.place, self.queued)
-        return DeviceExecutor(prompts, self.stepper)
+        with patch.object(device_stepper, "DeviceStep", partial(TorchStep, adjust=self.adjust)):
+            self.stepper = make_stepper(self.model, kv, self.limits, ranks=self.ranks)
+        slots = DeviceSlots(self.stepper)
+        return Executor(self.forward, self.memory.copy_page, self.place, self.queued, slots)

@@ -14,7 +14,7 @@ from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
 from effuse.config.decoding import DecodeSettings, Remasking, Sampling, Stopping
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.executor import Executor, HostExecutor
+from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
@@ -146,7 +146,7 @@ class Rig:
 
     def make_executor(self) -> Executor:
         """The executor of the engine's steps."""
-        return HostExecutor(self.forward, self.memory.copy_page)
+        return Executor(self.forward, self.memory.copy_page)
 
     def start(self, request: StartDecode | StartRehearsal) -> Answer:
         self.engine.handle(request)

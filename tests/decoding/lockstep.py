@@ -21,12 +21,11 @@ from decoding.scripts import Case, random_case
 from effuse.config.decoding import Sampling
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import AnswerEnd
-from effuse.decode_worker.device_slots import Record, apply_record, slot_row
+from effuse.decode_worker.device_records import Record, apply_record, slot_row
 from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.sequence import HostCandidates as Proposed
 from effuse.kernels.sampling import Candidates, ScoreCode
-from effuse.kernels.step_rows import StepRows
-from effuse.kernels.step_slots import Control, RecordColumn, SlotLayout, SlotTable, Status
+from effuse.kernels.step_slots import Control, RecordColumn, SlotLayout, SlotTable, Status, StepRows
 from effuse.models.packing import pack_parts
 from effuse.models.part import Part
 

@@ -8,7 +8,6 @@ From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.rank_faults
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
 import signal
@@ -21,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import psutil
 from checkpoints import Architecture
 from e2e.client import connect
 from e2e.comparison import Pair
@@ -60,16 +58,16 @@ class Ledger:
         )
 
 
-def rank_pids(fleet: Fleet, role: Role) -> list[int]:
-    """Processes of a role's ranks; their leaders are not among them."""
-    module = f"effuse.{role}_worker.rank"
+def rank_pids(module: str) -> list[int]:
+    """Processes of this machine that run `python -m module`."""
     found = []
-    for number in range(2):
-        worker = psutil.Process(fleet.processes[f"{role}-{number}"].pid)
-        for child in worker.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if module in child.cmdline():
-                    found.append(child.pid)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if module.encode() in words:
+            found.append(int(path.parent.name))
     return found
 
 
@@ -101,7 +99,7 @@ def inject(fleet: Fleet, role: Role, count: int, ledger: Ledger) -> None:
     rng = random.Random(role)
     for number in range(count):
         before = wait_ready(fleet, role)
-        victim = rng.choice(rank_pids(fleet, role))
+        victim = rng.choice(rank_pids(f"effuse.{role}_worker.rank"))
         kind = (signal.SIGKILL, signal.SIGSTOP)[number % 2]
         began = time.monotonic()
         os.kill(victim, kind)

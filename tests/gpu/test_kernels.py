@@ -17,7 +17,7 @@ from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.sampling_edits import edit_logits
-from effuse.kernels.step_rows import exchange_boundaries, gather_rows
+from effuse.kernels.step_rows_triton import launch_exchange, launch_gather
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,7 +104,7 @@ def test_sampling_of_all_settings_over_a_released_vocabulary(dtype: torch.dtype)
 
 
 def test_last_rows_are_gathered_and_boundaries_exchanged() -> None:
-    rows.check_last_rows(gather_rows, exchange_boundaries, CUDA)
+    rows.check_last_rows(launch_gather, launch_exchange, CUDA)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
@@ -215,8 +215,6 @@ def test_pages_past_the_reach_of_32_bits() -> None:
     assert torch.equal(results[0], results[1])
     slots = torch.arange(32, device=CUDA) + last * 64
     OPS.store_kv(call.k, call.v, k_cache, v_cache, slots)
-    loaded, _ = OPS.load_kv(k_cache, v_cache, slots)
-    assert torch.equal(loaded, call.k)
     assert torch.equal(k_cache[last, :32], call.k)
 
 

@@ -11,9 +11,10 @@ import torch
 from operators import attention
 from operators.attention import CASES, Case, Row
 from operators.paths import public
+from operators.references import visibility_mask
 
 from effuse.kernels import attention_triton
-from effuse.kernels.attention import block_attention, visibility_mask
+from effuse.kernels.attention import block_attention
 
 OPS = public(torch.device("cpu"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

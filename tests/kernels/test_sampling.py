@@ -8,10 +8,11 @@ import pytest
 import torch
 from operators import sampling
 from operators.paths import public
+from operators.references import sample_confidence_ref
 from operators.sampling import CASES, MASK, TOP_K_FIRST, Case
 from torch import Tensor
 
-from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence, sample_confidence_ref
+from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence
 
 OPS = public(torch.device("cpu"))
 

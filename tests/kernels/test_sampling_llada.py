@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from operators.references import philox_4x32_ref
 
 from effuse.kernels.sampling_llada import (
     LladaDraw,
@@ -15,7 +16,6 @@ from effuse.kernels.sampling_llada import (
     position_noise,
     sample_llada,
 )
-from effuse.kernels.sampling_philox import philox_4x32_ref
 
 SEED = 2**64 - 12345
 DRAW = LladaDraw(temperature=0.0, seed=SEED, answer_index=0, never=(9,), last=())

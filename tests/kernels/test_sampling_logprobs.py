@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operators.references import token_logprobs_ref
 
-from effuse.kernels.sampling_logprobs import token_logprobs, token_logprobs_ref
+from effuse.kernels.sampling_logprobs import token_logprobs
 
 MASK = 3
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from operators.references import philox_4x32_ref
 
 from effuse.kernels.sampling_philox import (
     gumbel_noise,
     gumbel_of_words,
     philox_4x32,
-    philox_4x32_ref,
 )
 
 # The known-answer vectors of the Random123 distribution: counter, key, result.

@@ -12,12 +12,13 @@ from itertools import product
 import pytest
 import torch
 from operators import sampling
+from operators.references import sample_confidence_ref
 from operators.sampling import MASK, Case
 from oracle.sampling import candidate
 from oracle.settings import Settings
 from torch import Tensor
 
-from effuse.kernels.sampling import ScoreCode, sample_confidence, sample_confidence_ref
+from effuse.kernels.sampling import ScoreCode, sample_confidence
 
 FAMILIES = {"sdar": True, "llada2": True, "dream": False}
 """Whether top-k comes first."""

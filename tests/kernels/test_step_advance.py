@@ -8,24 +8,14 @@ import pytest
 from decoding.lockstep import PAGE_SIZE, Lockstep, Machine, Seen
 from decoding.scripts import MASK_ID
 from operators import child
+from operators.torch_steps import advance, plan_step
 from torch import Tensor
 
-from effuse.kernels.step_advance import advance
-from effuse.kernels.step_plan import plan_step
-from effuse.kernels.step_rows import StepRows
-from effuse.kernels.step_slots import SlotTable
+from effuse.kernels.step_slots import SlotTable, StepRows
 
 
 def plan(table: SlotTable, control: Tensor, rows: StepRows, num_rows: int, shift: bool) -> None:
-    plan_step(
-        table,
-        control,
-        rows,
-        num_rows=num_rows,
-        page_size=PAGE_SIZE,
-        mask_token_id=MASK_ID,
-        shift=shift,
-    )
+    plan_step(table, control, rows, num_rows, PAGE_SIZE, MASK_ID, shift)
 
 
 TORCH = Machine(plan, advance)

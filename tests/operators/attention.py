@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention import block_attention_ref
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from operators.paths import Attention, Operators
 from operators.pool import layer_of
+from operators.references import block_attention_ref
 from operators.tolerance import assert_close
 
 

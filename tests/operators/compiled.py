@@ -146,7 +146,6 @@ def launch_pages(*, distinct: bool = False) -> None:
     _, k, v = torch.split(meta(64, 36, 128), [28, 4, 4], dim=1)
     slots = meta(64, dtype=INT64)
     module.launch_store(k, v, k_cache, v_cache, slots)
-    module.launch_load(k_cache, v_cache, slots)
 
 
 def attention_variants() -> Variants:

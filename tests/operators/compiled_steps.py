@@ -10,8 +10,7 @@ import torch
 
 from effuse.kernels import step_advance_triton, step_plan_triton, step_rows_triton
 from effuse.kernels.sampling import Candidates
-from effuse.kernels.step_rows import StepRows
-from effuse.kernels.step_slots import SlotLayout, SlotTable
+from effuse.kernels.step_slots import SlotLayout, SlotTable, StepRows
 from operators.device_code import DeviceCode, device_code
 
 META = torch.device("meta")

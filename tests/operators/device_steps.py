@@ -18,14 +18,12 @@ from decoding.device_decoder import DeviceDecoder
 from decoding.engines import Rig, load_tiny, of_length, random_requests
 from torch import Tensor
 
-from effuse.decode_worker import device_step
-from effuse.kernels import attention_triton, sampling_triton, step_advance_triton, step_plan_triton
+from effuse.decode_worker.device_step import DeviceStep
+from effuse.kernels import attention_triton, sampling_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
-from effuse.kernels.step_rows import StepRows
-from effuse.kernels.step_slots import SlotTable
 from effuse.models import transformer
 
 SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
@@ -42,26 +40,12 @@ def attention(
     return out
 
 
-def plan(
-    table: SlotTable, control: Tensor, rows: StepRows, *, num_rows: int, page_size: int,
-    mask_token_id: int, shift: bool,
-) -> None:  # fmt: skip
-    step_plan_triton.launch(table, control, rows, num_rows, page_size, mask_token_id, shift)
-
-
 def sample(logits: Tensor, s: RowSampling, mask_token_id: int, *, top_k_first: bool) -> Candidates:
     counters = (s.seed, s.position, s.denoise_count, s.answer_index)
     settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
     shape = sampling_shape(logits.shape[1], 128)
     found = sampling_triton.launch(logits, *settings, mask_token_id, shape, top_k_first=top_k_first)
     return Candidates(*found)
-
-
-def batch_of(step: device_step.DeviceStep, num_rows: int, max_context: int) -> AttentionBatch:
-    layout = step.buffers.table.layout
-    return step.buffers.rows.attention(
-        layout, num_rows, page_size=step.page_size, max_context=max_context
-    )
 
 
 def main() -> None:
@@ -81,12 +65,10 @@ def main() -> None:
     expected = [list(rig.answers[r.attempt.transfer_id].token_ids) for r in requests]
     with (
         patch.object(model, "_attention", attention),
-        patch.object(device_step, "plan_step", plan),
-        patch.object(device_step, "advance", step_advance_triton.launch),
         patch.object(transformer, "sample_confidence", sample),
-        patch.object(device_step.DeviceStep, "_attention", batch_of),
     ):
-        tokens = DeviceDecoder(model, num_slots=2, max_rows=64).decode(requests)
+        decoder = DeviceDecoder(model, num_slots=2, max_rows=64, step_type=DeviceStep)
+        tokens = decoder.decode(requests)
     print(json.dumps({"tokens": tokens, "expected": expected}))
 
 

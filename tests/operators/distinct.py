@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages import store_distinct_ref
 from operators.attention import Case, build, reference
 from operators.paths import Attention, Operators
 from operators.pool import layer_of
+from operators.references import store_distinct_ref
 from operators.rows import assert_same, random
 from operators.tolerance import assert_close
 
@@ -47,7 +47,7 @@ def as_distinct(call: Attention) -> Attention:
 
 
 def check_store(ops: Operators, dtype: torch.dtype, tokens: int = 40) -> None:
-    """Rows stored at scattered and at consecutive slots, and loaded again."""
+    """Rows stored at scattered and at consecutive slots."""
     k, v = random(tokens, 2, 32).to(dtype), random(tokens, 2, 32).flip(0).to(dtype)
     scattered = torch.randperm(9 * 8, generator=torch.Generator().manual_seed(5))[:tokens]
     scattered[1::3] = -1
@@ -58,10 +58,6 @@ def check_store(ops: Operators, dtype: torch.dtype, tokens: int = 40) -> None:
         ops.store_kv(k.to(ops.device), v.to(ops.device), *found, slots.to(ops.device))
         assert_same(found[0], k_cache)
         assert_same(found[1], v_cache)
-        kept = slots >= 0
-        loaded = ops.load_kv(*found, slots[kept].to(ops.device))
-        assert torch.equal(loaded[0].cpu(), k[kept])
-        assert torch.equal(loaded[1].cpu(), v[kept])
 
 
 def check_store_of_nothing(ops: Operators, dtype: torch.dtype) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling_edits import edit_logits_ref
 from effuse.kernels.values import LogitEdits
+from operators.references import edit_logits_ref
 from operators.sampling import MASK
 
 Edit = Callable[[Tensor, LogitEdits, int], Tensor]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from effuse.kernels.experts import NO_EXPERT, Routes, expert_mlp_ref, route_ref
+from effuse.kernels.experts import NO_EXPERT, Routes
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.values import WeightedParts
+from operators.references import expert_mlp_ref, route_ref
 from operators.tolerance import assert_close
 
 if TYPE_CHECKING:

@@ -67,14 +67,13 @@ class Operators:
     ]
     swiglu: Callable[[Tensor], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    load_kv: Callable[[Tensor, Tensor, Tensor], Pair]
     sample_confidence: Sample
 
 
 def public(device: torch.device) -> Operators:
     """The launchers that the models call."""
     from effuse.kernels.attention import block_attention
-    from effuse.kernels.pages import load_kv, store_kv
+    from effuse.kernels.pages import store_kv
     from effuse.kernels.rotary import rotary, rotary_store_kv
     from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
     from effuse.kernels.sampling import sample_confidence
@@ -93,7 +92,6 @@ def public(device: torch.device) -> Operators:
         rotary_store_kv=rotary_store_kv,
         swiglu=swiglu,
         store_kv=store_kv,
-        load_kv=load_kv,
         sample_confidence=sample_confidence,
     )
 
@@ -127,11 +125,6 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
         module = pages_distinct_triton if is_distinct(k_cache) else pages_triton
         module.launch_store(k, v, k_cache, v_cache, slots)
 
-    def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Pair:
-        module = pages_distinct_triton if is_distinct(k_cache) else pages_triton
-        pair: Pair = module.launch_load(k_cache, v_cache, slots)
-        return pair
-
     def rotary_store_kv(
         q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, *cache: Tensor
     ) -> Pair:
@@ -158,7 +151,6 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
         rotary_store_kv=rotary_store_kv,
         swiglu=rowwise_triton.launch_swiglu,
         store_kv=store_kv,
-        load_kv=load_kv,
         sample_confidence=sample_confidence,
     )
 

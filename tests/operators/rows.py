@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages import store_kv_ref
-from effuse.kernels.rotary import make_cos_sin_cache, rotary_ref
-from effuse.kernels.rowwise import rms_norm_ref, swiglu_ref
+from effuse.kernels.rotary import make_cos_sin_cache
 from effuse.kernels.values import WeightedParts
 from operators.paths import Operators
 from operators.pool import layer_of
+from operators.references import rms_norm_ref, rotary_ref, store_kv_ref, swiglu_ref
 from operators.tolerance import assert_close
 
 EPS = 1e-6
@@ -163,10 +162,6 @@ def check_store(ops: Operators, dtype: torch.dtype) -> None:
     ops.store_kv(k.to(ops.device), v.to(ops.device), k_cache, v_cache, slots.to(ops.device))
     assert_same(k_cache, expected[0])
     assert_same(v_cache, expected[1])
-    kept = slots >= 0
-    loaded_k, loaded_v = ops.load_kv(k_cache, v_cache, slots[kept].to(ops.device))
-    assert torch.equal(loaded_k.cpu(), k[kept])
-    assert torch.equal(loaded_v.cpu(), v[kept])
 
 
 def check_store_of_nothing(ops: Operators, dtype: torch.dtype) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence_ref
+from effuse.kernels.sampling import RowSampling, ScoreCode
 from operators.paths import Operators
+from operators.references import sample_confidence_ref
 
 MASK = 3
 

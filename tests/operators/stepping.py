@@ -16,8 +16,7 @@ from decoding.scripts import MASK_ID
 from torch import Tensor
 
 from effuse.kernels import step_advance_triton, step_plan_triton
-from effuse.kernels.step_rows import StepRows
-from effuse.kernels.step_slots import SlotTable
+from effuse.kernels.step_slots import SlotTable, StepRows
 
 BLOCK_SIZES = (2, 4, 5, 8)
 

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import torch
 
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.executor import HostExecutor
+from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import ConnectorEvent, Pending
@@ -376,7 +376,7 @@ class EngineProcess:
         )
         self._handoffs = HandoffReceiver(self.pool, self.connector, identity)
         return DecodeEngine(
-            HostExecutor(AnswerModel(self.memory, self._mishaps.fails), self.memory.copy_page),
+            Executor(AnswerModel(self.memory, self._mishaps.fails), self.memory.copy_page),
             self.pool,
             Intake(sizes.model, limits),
             self._handoffs,

@@ -1,0 +1,45 @@
+"""The device's step on the CPU, where no Triton kernel runs: torch operators instead."""
+
+from __future__ import annotations
+
+import torch
+from operators.torch_steps import advance, exchange_boundaries, gather_rows, plan_step
+
+from effuse.decode_worker.device_step import DeviceStep
+from effuse.kernels.attention_batch import make_attention_batch
+
+
+class TorchStep(DeviceStep):
+    """A DeviceStep for models on the CPU; on a GPU it is one."""
+
+    @torch.inference_mode()
+    def run_rows(self, num_rows: int, max_context: int) -> None:
+        if self.model.device.type != "cpu":
+            super().run_rows(num_rows, max_context)
+            return
+        buffers, rows, config = self.buffers, self.buffers.rows, self.model.config
+        mask, shift = config.mask_token_id, config.shift_logits
+        plan_step(buffers.table, buffers.control, rows, num_rows, self.page_size, mask, shift)
+        lengths = rows.cu_seqlens.diff().tolist()
+        # All page lists have the widest length; entries beyond a sequence are not read.
+        attention = make_attention_batch(
+            lengths,
+            rows.context_lens.tolist(),
+            rows.page_table.tolist(),
+            rows.block_origins.tolist(),
+            block_size=buffers.table.layout.block_size,
+            page_size=self.page_size,
+            device=self.model.device,
+        )
+        if used := sum(lengths):
+            self._forward(used, attention)
+
+    @torch.inference_mode()
+    def run_candidates(self, num_candidates: int) -> None:
+        if self.model.device.type != "cpu":
+            super().run_candidates(num_candidates)
+            return
+        buffers = self.buffers
+        candidates = self._candidates(num_candidates, gather_rows, exchange_boundaries)
+        first = buffers.rows.first_candidate
+        advance(buffers.table, buffers.control, first, candidates, buffers.records)
