@@ -23,7 +23,8 @@ from torch import Tensor
 
 from effuse.benchmarks.gpu_record import write_record
 from effuse.benchmarks.gpu_timing import median_us
-from effuse.kernels.pages_digests import digest_key, piece_bytes_of, piece_digests
+from effuse.kernels.pages_digests import digest_key, piece_bytes_of
+from effuse.kernels.pages_digests_triton import launch
 
 # Parts of a page of 32 tokens in bf16, each a KV head of a group of layers, and bytes of one.
 PAGES = {"dream": (28, 64 << 10), "llada": (256, 64 << 10)}
@@ -87,7 +88,10 @@ def measure(model: str, count: int) -> Result:
     def timed(one: Callable[[Tensor], Tensor]) -> float:
         return median_us([partial(one, ids) for ids in chosen])
 
-    digest = timed(lambda ids: piece_digests(pool, ids, key, piece_bytes=piece_bytes))
+    num_pieces, stripes = page_bytes // piece_bytes, piece_bytes // 64
+    found = torch.empty(count * num_pieces, dtype=torch.int64, device="cuda")
+    grid, sizes = (len(found), 1, 1), (page_bytes // 64, 0, num_pieces, num_pieces, num_pieces)
+    digest = timed(lambda ids: launch(pool, ids, key, found, grid, sizes, stripes))
     reads = {
         f"{part >> 10} KiB, {warps} warps": timed(partial(_read_of, pool, part, warps))
         for part, warps in READS

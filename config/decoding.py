@@ -31,8 +31,79 @@ Cache = Literal["none", "prefix", "dual"]
 Score = Literal["confidence", "margin", "neg_entropy"]
 """The score that ranks masks if none passes the threshold."""
 
-CANVAS_ALGORITHMS: Final[frozenset[Algorithm]] = frozenset({"llada", "dream", "fast_dllm"})
-"""Algorithms that denoise prompt and answer as one canvas, always on a decode worker."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """An algorithm's settings, and the part of a decode worker that runs it. Its rules are in the
+    decode worker's module of the same name.
+    """
+
+    settings: tuple[str, ...]  # those that it uses, by their names in DecodeSettings
+    authored: tuple[str, ...] = ()  # those for which authors of models state values
+    orders: tuple[Remasking, ...] = ()  # the known values of `remasking`, if it uses that
+    is_canvas: bool = False  # denoises prompt and answer together, always on a decode worker
+    has_window: bool = False  # several blocks may hold masks at once
+    slot_program: int | None = None  # its number in the slots of a device; None: hosts feed it
+
+
+ALGORITHMS: Final[Mapping[Algorithm, Traits]] = {
+    "d2f": Traits(
+        settings=(
+            "window",
+            "score",
+            "confidence_threshold",
+            "block_add_threshold",
+            "full_activation_threshold",
+        ),
+        has_window=True,
+        slot_program=0,
+    ),
+    "block_diffusion": Traits(
+        settings=(
+            "score",
+            "remasking",
+            "denoising_steps",
+            "confidence_threshold",
+            "entropy_bound",
+            "editing_threshold",
+            "max_post_steps",
+        ),
+        authored=("confidence_threshold", "denoising_steps"),
+        orders=(
+            "low_confidence_dynamic",
+            "low_confidence_static",
+            "sequential",
+            "entropy_bounded",
+        ),
+        slot_program=1,
+    ),
+    "llada": Traits(
+        settings=(
+            "remasking",
+            "block_length",
+            "steps",
+            "cfg_scale",
+            "logits_eos_inf",
+            "confidence_eos_eot_inf",
+        ),
+        authored=("block_length", "remasking"),
+        orders=("low_confidence", "random"),
+        is_canvas=True,
+    ),
+    "dream": Traits(
+        settings=("steps", "alg", "eps", "alg_temp"), authored=("alg",), is_canvas=True
+    ),
+    "fast_dllm": Traits(
+        settings=("confidence_threshold", "factor", "block_length", "cache"),
+        is_canvas=True,
+    ),
+    "fast_dllm_v2": Traits(
+        settings=("confidence_threshold", "block_length"),
+        authored=("confidence_threshold", "block_length"),
+    ),
+}
+ADAPTED: Final[Algorithm] = "d2f"
+"""The algorithm of published adapters."""
 
 
 class SettingError(ValueError):
@@ -199,12 +270,12 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_canvas(self) -> bool:
         """Whether prompt and answer form one canvas, in which each token sees all others."""
-        return self.algorithm in CANVAS_ALGORITHMS
+        return ALGORITHMS[self.algorithm].is_canvas
 
     @property
     def most_active(self) -> int:
         """Most blocks that may hold masks at once."""
-        return self.window if self.algorithm == "d2f" else 1
+        return self.window if ALGORITHMS[self.algorithm].has_window else 1
 
 
 class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):

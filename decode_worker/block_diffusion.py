@@ -40,7 +40,7 @@ def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -
     if settings.remasking == "sequential":
         return np.arange(share, dtype=np.intp)
     if settings.remasking == "low_confidence_dynamic":
-        above = np.flatnonzero(candidates.confidences > settings.confidence_threshold)
+        above = candidates.above(settings.confidence_threshold)
         if len(above) >= share:
             return above
     return candidates.best(share)

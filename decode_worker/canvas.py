@@ -13,12 +13,13 @@ then hold the tokens after the block right after those before it. A lost cache i
 the canvas at that moment, which determines it completely.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
-from effuse.config.decoding import DecodeSettings
+from effuse.config.decoding import Algorithm
 from effuse.decode_worker import dream, fast_dllm, llada
 from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
 from effuse.decode_worker.scheduler import Footprint
@@ -44,17 +45,12 @@ class CanvasRules(Protocol):
         ...
 
 
-def rules_of(settings: DecodeSettings) -> CanvasRules:
-    """The rules of the settings' algorithm. Raises ValueError if it does not denoise a canvas."""
-    match settings.algorithm:
-        case "llada":
-            return llada
-        case "dream":
-            return dream
-        case "fast_dllm":
-            return fast_dllm
-        case other:
-            raise ValueError(f"{other} does not denoise a canvas")
+RULES: Final[Mapping[Algorithm, CanvasRules]] = {
+    "llada": llada,
+    "dream": dream,
+    "fast_dllm": fast_dllm,
+}
+"""Of the algorithms that denoise a canvas."""
 
 
 def open_step(step: CanvasStep, *, has_cache: bool) -> StepPlan:
@@ -62,7 +58,7 @@ def open_step(step: CanvasStep, *, has_cache: bool) -> StepPlan:
 
     has_cache: whether pages hold the surroundings of the current generation block.
     """
-    masks = rules_of(step.settings).proposals(step)
+    masks = RULES[step.settings.algorithm].proposals(step)
     plan = StepPlan(
         start=0,
         end=step.sequence.mask_end,
@@ -107,7 +103,7 @@ def num_cached(step: CanvasStep) -> int:
 def apply_step(step: CanvasStep, plan: StepPlan, candidates: HostCandidates) -> StepOutcome:
     """Writes the algorithm's choices, and settles blocks in ascending order."""
     assert len(candidates) == len(plan.candidates)
-    chosen = rules_of(step.settings).choose(step, plan.candidates, candidates)
+    chosen = RULES[step.settings.algorithm].choose(step, plan.candidates, candidates)
     written = _write(step.sequence, plan.candidates[chosen], candidates.tokens[chosen])
     for block in step.sequence.blocks:
         block.denoise_count += 1

@@ -4,8 +4,6 @@ When a block is appended, when it must advance, and which of its masks are writt
 the order of a step is in `denoise.py`.
 """
 
-import numpy as np
-
 from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker.sequence import (
     Block,
@@ -47,7 +45,7 @@ def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -
     All strictly above the threshold; if there is none, a full block writes its best one and a
     semi-active block nothing.
     """
-    above = np.flatnonzero(candidates.confidences > settings.confidence_threshold)
+    above = candidates.above(settings.confidence_threshold)
     if len(above) or not block.full:
         return above
     return candidates.best(1)

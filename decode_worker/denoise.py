@@ -7,14 +7,15 @@ I/O. The rules are those of arXiv 2508.09192 (D2F), of SDAR (block diffusion) an
 steps (`canvas.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from effuse.config.decoding import DecodeSettings
+from effuse.config.decoding import Algorithm, DecodeSettings
 from effuse.decode_worker import block_diffusion, d2f, fast_dllm_v2
 from effuse.decode_worker.sequence import (
     Block,
@@ -72,17 +73,12 @@ class StepOutcome:
     num_semi_writes: int  # tokens written in blocks that were not full
 
 
-def rules_of(settings: DecodeSettings) -> Rules:
-    """The rules of the settings' algorithm."""
-    match settings.algorithm:
-        case "d2f":
-            return d2f
-        case "block_diffusion":
-            return block_diffusion
-        case "fast_dllm_v2":
-            return fast_dllm_v2
-        case "llada" | "dream" | "fast_dllm":
-            raise ValueError(f"{settings.algorithm} denoises a canvas: `canvas.py`")
+RULES: Final[Mapping[Algorithm, Rules]] = {
+    "d2f": d2f,
+    "block_diffusion": block_diffusion,
+    "fast_dllm_v2": fast_dllm_v2,
+}
+"""Of the algorithms that denoise block by block; `canvas.py` has those of the others."""
 
 
 def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
@@ -90,7 +86,7 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
 
     A step that could not run (no budget, no pages) may be opened again: nothing is appended twice.
     """
-    rules = rules_of(settings)
+    rules = RULES[settings.algorithm]
     if not sequence.step_open:
         if may_append(sequence) and rules.wants_block(sequence, settings):
             block = sequence.append_block()
@@ -152,7 +148,7 @@ def settle_step(sequence: Sequence, written: list[Block], num_semi_writes: int) 
 def _write(
     sequence: Sequence, settings: DecodeSettings, plan: StepPlan, candidates: HostCandidates
 ) -> tuple[list[Block], int]:
-    rules = rules_of(settings)
+    rules = RULES[settings.algorithm]
     written: list[Block] = []
     num_semi_writes = 0
     for block in sequence.blocks:

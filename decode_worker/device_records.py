@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from effuse.config.decoding import DecodeSettings, Remasking, Sampling
+from effuse.config.decoding import ALGORITHMS, DecodeSettings, Sampling
 from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
 from effuse.decode_worker.device_buckets import Integers
-from effuse.decode_worker.request import SLOT_ALGORITHMS
 from effuse.decode_worker.sequence import Block, Sequence
 from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.step_slots import (
@@ -28,13 +27,8 @@ from effuse.kernels.step_slots import (
     Status,
 )
 
-# The numbers in a slot's column.
-_REMASKINGS: tuple[Remasking, ...] = (
-    "low_confidence_dynamic",
-    "low_confidence_static",
-    "sequential",
-    "entropy_bounded",
-)
+# By their numbers in a slot's column.
+_REMASKINGS = ALGORITHMS["block_diffusion"].orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +154,9 @@ def _put_settings(
     row[Column.ORIGIN] = sequence.origin
     row[Column.ANSWER_END] = sequence.answer_end
     row[Column.LAST_BLOCK_END] = sequence.last_block_end
-    row[Column.ALGORITHM] = SLOT_ALGORITHMS.index(settings.algorithm)
+    program = ALGORITHMS[settings.algorithm].slot_program
+    assert program is not None, "the host feeds the other algorithms"
+    row[Column.ALGORITHM] = program
     row[Column.REMASKING] = _REMASKINGS.index(settings.remasking)
     row[Column.WINDOW] = settings.window
     row[Column.STEPS] = settings.denoising_steps

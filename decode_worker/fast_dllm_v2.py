@@ -9,17 +9,13 @@ then on each step fills the first part of `block_length` tokens that has masks.
 
 from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker.block_diffusion import activate, wants_block
-from effuse.decode_worker.d2f import choose
-from effuse.decode_worker.sequence import Block, IntArray, Sequence
+from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, IntArray, Sequence
 
 __all__ = ["activate", "choose", "is_greedy", "proposals", "wants_block"]
 
 
 def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
-    """Masks that need a token: the block's first position, or those of its first unfinished part.
-
-    `choose` takes all of them that are strictly above the threshold, or the best one.
-    """
+    """The block's first position if it is a mask, or the masks of its first unfinished part."""
     masks = sequence.masks(block)
     first = masks[:1]
     if not len(first) or first[0] == block.start:
@@ -27,6 +23,12 @@ def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> Int
     part = (first[0] - block.start) // settings.block_length
     wanted: IntArray = masks[masks < block.start + (part + 1) * settings.block_length]
     return wanted
+
+
+def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
+    """All that are strictly above the threshold, or the best one."""
+    above = candidates.above(settings.confidence_threshold)
+    return above if len(above) else candidates.best(1)
 
 
 def is_greedy(sequence: Sequence, block: Block) -> bool:

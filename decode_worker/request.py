@@ -12,13 +12,12 @@ commit, and a block in flight does not depend on the order in which its own mask
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
 from torch import Tensor
 
-from effuse.config.decoding import Algorithm, DecodeSettings, Sampling
+from effuse.config.decoding import ALGORITHMS, DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
@@ -27,9 +26,6 @@ from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import AttemptId, PageRef
 from effuse.models.part import HostLogprobs, PartEdits, TokenEdits
 from effuse.worker.messages import BlockState, TokenLogprobs
-
-SLOT_ALGORITHMS: Final[tuple[Algorithm, ...]] = ("d2f", "block_diffusion")
-"""Algorithms of the device's slots, in the order of their numbers; the host feeds the others."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -93,8 +89,13 @@ class DecodeRequest:
     @property
     def runs_from_host(self) -> bool:
         """Whether the host feeds its next forward, even if others denoise on a device."""
-        is_of_slots = self.settings.algorithm in SLOT_ALGORITHMS and not self.settings.edits_tokens
-        if not is_of_slots or self.num_to_prefill > 0 or self.num_logprobs is not None:
+        has_program = ALGORITHMS[self.settings.algorithm].slot_program is not None
+        if (
+            not has_program
+            or self.settings.edits_tokens
+            or self.num_to_prefill > 0
+            or self.num_logprobs is not None
+        ):
             return True
         return changes_logits(self.sampling, self.sequence, self.open_step().candidates)
 

@@ -98,6 +98,10 @@ class HostCandidates:
         by_score = np.argsort(-self.scores, kind="stable")
         return np.sort(by_score[:count])
 
+    def above(self, threshold: float) -> IndexArray:
+        """Indices of the candidates whose confidence is strictly above, ascending."""
+        return np.flatnonzero(self.confidences > threshold)
+
     def is_finite(self) -> bool:
         """False if the model gave NaN or infinity for any of them."""
         return bool(np.isfinite(self.confidences).all() and np.isfinite(self.scores).all())

@@ -1,8 +1,9 @@
 """Stores K and V of packed rows in pages of either layout.
 
-Unified pages are views [pages, page_size, Hkv, D] of any strides. In the distinct layout of
-D2F-vLLM K lies in pieces of 16 bytes, [pages, Hkv, D / x, page_size, x] with x elements a piece; V
-lies dimension by dimension, [pages, Hkv, D, page_size]. K has five dimensions only in this layout.
+Unified pages are views [pages, page_size, Hkv, D] of any strides. In the distinct layout, which is
+that of vLLM's paged attention, K lies in pieces of 16 bytes, [pages, Hkv, D / x, page_size, x] with
+x elements a piece; V lies dimension by dimension, [pages, Hkv, D, page_size]. K has five dimensions
+only in this layout.
 A page is addressed by its id in the pool's memory; other modules decide which request may use it.
 """
 

@@ -1,4 +1,4 @@
-"""Digests of pieces of KV pages, the same bits on a CPU and on a GPU: pages never move to the host.
+"""Digests of pieces of KV pages: how pages are cut, and the keys; the same bits on CPU and GPU.
 
 A digest is xxh3_64 of a piece under a seed. It catches accidents: flipped bits, words, runs and
 pieces in the wrong place, bytes that never arrived or belong to another page. Its rate of misses is
@@ -11,9 +11,7 @@ attacker, because xxh3 is not cryptographic.
 from __future__ import annotations
 
 import struct
-from itertools import repeat
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,7 +55,7 @@ def piece_bytes_of(head_bytes: int) -> int:
 
 
 def digest_key(seed: int) -> Tensor:
-    """The key of a seed in 0 .. 2**64 - 1 for `piece_digests`: [49] int64 on the CPU.
+    """The key of a seed in 0 .. 2**64 - 1: [49] int64 on the CPU.
 
     Made once for a seed and copied to the pages' device. It holds the seed's secret (24 words),
     the secret's words for the last stripe and for the end (8 each), the first accumulators (8) and
@@ -75,147 +73,6 @@ def digest_key(seed: int) -> Tensor:
     last, merge = struct.unpack_from("<8Q", secret, 121), struct.unpack_from("<8Q", secret, 11)
     key = [*words, *last, *merge, *start, seed]
     return torch.tensor([_signed(word) for word in key], dtype=torch.int64)
-
-
-def piece_digests(
-    pages: Tensor,
-    page_ids: Tensor,
-    key: Tensor,
-    *,
-    piece_bytes: int,
-    first_byte: int = 0,
-    num_bytes: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Digests [N, num_bytes / piece_bytes] int64 of a range of bytes of chosen pages.
-
-    ``pages`` [num_pages, elements] of any dtype has contiguous rows, each a page; ``page_ids`` [N]
-    int32 or int64 may come in any order and repeat; ``key`` is `digest_key`'s; ``out``, if given,
-    is filled and returned. All are on one device; on a GPU nothing waits for the host, and an id
-    outside the pool is not detected. The range begins at ``first_byte`` of a page and is
-    ``num_bytes`` long, by default the rest of it. A digest has the bits of the unsigned number that
-    ``xxhash.xxh3_64_intdigest(piece, seed)`` is.
-
-    Raises ValueError for a range that is not whole pieces inside a page, and for tensors of other
-    shapes, dtypes or devices. On a GPU it also raises it for pieces below 256 bytes, and if pieces,
-    the range or the pages do not begin at multiples of 64 bytes. IndexError for ids outside a CPU's
-    pool.
-    """
-    page_bytes = pages.shape[-1] * pages.element_size()
-    if num_bytes is None:
-        num_bytes = page_bytes - first_byte
-    if not _is_whole(page_bytes, piece_bytes, first_byte, num_bytes):
-        raise ValueError(
-            f"expected whole pieces of {piece_bytes} bytes within a page of {page_bytes}, got "
-            f"{num_bytes} bytes from byte {first_byte}"
-        )
-    shape = len(page_ids), num_bytes // piece_bytes
-    if out is None:
-        out = torch.empty(shape, dtype=torch.int64, device=pages.device)
-    _check(pages, page_ids, key, out, shape)
-    if pages.device.type == "cpu":
-        return out.copy_(_on_host(pages, page_ids, key, piece_bytes, first_byte, shape[1]))
-    _check_stripes(pages, piece_bytes, first_byte)
-    from effuse.kernels import pages_digests_triton
-
-    return pages_digests_triton.launch(pages, page_ids, key, piece_bytes, first_byte, out)
-
-
-class PoolDigests:
-    """`piece_digests` of one GPU's pool on one stream, for callers that must save the host's time.
-
-    The pool is checked and the kernel looked up only once; arguments of calls are not checked. Not
-    thread-safe.
-    """
-
-    def __init__(self, pages: Tensor, piece_bytes: int, stream: torch.cuda.Stream) -> None:
-        """``pages`` and ``piece_bytes`` as in `piece_digests`. Raises ValueError like it, and for
-        pages that are not on a GPU.
-        """
-        from effuse.kernels.pages_digests_triton import Launcher
-
-        if pages.device.type != "cuda" or pages.dim() != 2 or pages.stride(1) != 1:
-            raise ValueError(f"expected rows on a GPU, got {pages.shape} on {pages.device}")
-        _check_stripes(pages, piece_bytes, 0)
-        self._launch = Launcher(pages, piece_bytes, stream)
-
-    def take(
-        self,
-        page_ids: Tensor,
-        key: Tensor,
-        out: Tensor,
-        *,
-        num_ids: int,
-        first_piece: int,
-        num_pieces: int,
-        run_pieces: int,
-        run_step: int,
-    ) -> None:
-        """Queues the digests of ``num_pieces`` pieces of each of the first ``num_ids`` pages of
-        ``page_ids`` [at least num_ids] int32.
-
-        The pieces lie in runs of ``run_pieces``. The first run begins at ``first_piece`` of a page,
-        each other run ``run_step`` pieces after the one before. The digests go to the beginning of
-        ``out`` [at least num_ids * num_pieces] int64, page by page. Both are on the GPU or in
-        pinned memory of the host, which saves copies.
-        """
-        runs = run_pieces, run_step
-        self._launch(page_ids, key, out, num_ids, first_piece, num_pieces, runs)
-
-
-def _check_stripes(pages: Tensor, piece_bytes: int, first_byte: int) -> None:
-    """Raises ValueError if the kernel could not read such pieces."""
-    stride = pages.stride(0) * pages.element_size()
-    if piece_bytes < LEAST_PIECE_BYTES or any(
-        count % STRIPE_BYTES for count in (piece_bytes, first_byte, stride)
-    ):
-        raise ValueError(
-            f"on {pages.device}: expected pieces of at least {LEAST_PIECE_BYTES} bytes at "
-            f"multiples of {STRIPE_BYTES}, got pieces of {piece_bytes} from byte {first_byte} in "
-            f"pages {stride} bytes apart"
-        )
-
-
-def _is_whole(page_bytes: int, piece_bytes: int, first_byte: int, num_bytes: int) -> bool:
-    if piece_bytes <= 0 or num_bytes <= 0 or num_bytes % piece_bytes:
-        return False
-    return 0 <= first_byte <= page_bytes - num_bytes
-
-
-def _check(
-    pages: Tensor, page_ids: Tensor, key: Tensor, out: Tensor, shape: tuple[int, int]
-) -> None:
-    if pages.dim() != 2 or pages.stride(1) != 1:
-        raise ValueError(f"pages must have two dimensions and contiguous rows, got {pages.shape}")
-    if page_ids.dim() != 1 or page_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"expected [N] int32 or int64 page ids, got {page_ids.shape} {page_ids.dtype}"
-        )
-    if not page_ids.is_contiguous():
-        raise ValueError("page ids must be contiguous")
-    if key.shape != (KEY_WORDS,) or key.dtype != torch.int64 or not key.is_contiguous():
-        raise ValueError(f"expected a key from digest_key, got {key.shape} {key.dtype}")
-    if out.shape != shape or out.dtype != torch.int64 or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous {shape} int64, got {out.shape} {out.dtype}")
-    devices = {tensor.device for tensor in (pages, page_ids, key, out)}
-    if len(devices) > 1:
-        raise ValueError(f"expected one device, got {sorted(map(str, devices))}")
-
-
-def _on_host(
-    pages: Tensor, page_ids: Tensor, key: Tensor, piece_bytes: int, first_byte: int, count: int
-) -> Tensor:
-    import xxhash
-
-    seeds = repeat(int(key[SEED_WORD]) % 2**64)
-    rows = pages.view(torch.uint8).numpy()[:, first_byte : first_byte + count * piece_bytes]
-    found = np.empty((len(page_ids), count), dtype=np.uint64)
-    for digests, page_id in zip(found, page_ids.tolist(), strict=True):
-        if not 0 <= page_id < len(pages):
-            raise IndexError(f"page {page_id} of a pool of {len(pages)}")
-        pieces = rows[page_id].reshape(count, piece_bytes)
-        digests[:] = list(map(xxhash.xxh3_64_intdigest, pieces, seeds))
-    return torch.from_numpy(found.view(np.int64))
 
 
 def _signed(word: int) -> int:

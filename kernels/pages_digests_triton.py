@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel of digests of pieces; call it through `piece_digests`.
+"""The Triton kernel of digests of pieces; for `kvtransfer.digest`.
 
 xxh3_64 of 256 bytes and more, from xxHash's specification: eight accumulators of 64 bits take in
 stripes of 64 bytes, and are scrambled after each round of 16 stripes. A stripe's addend depends
@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.pages_digests import LAST_WORD, MERGE_WORD, START_WORD, STRIPE_BYTES
+from effuse.kernels.pages_digests import (
+    LAST_WORD,
+    LEAST_PIECE_BYTES,
+    MERGE_WORD,
+    START_WORD,
+    STRIPE_BYTES,
+)
 
 # Rounds that are loaded together.
 AHEAD = 4
@@ -32,75 +38,83 @@ _PRIME_64 = tl.constexpr(0x9E3779B185EBCA87)
 _PRIME_END = tl.constexpr(0x165667919E3779F9)
 
 
-def launch(
-    pages: Tensor,
-    page_ids: Tensor,
-    key: Tensor,
-    piece_bytes: int,
-    first_byte: int,
-    out: Tensor,
-    runs: tuple[int, int] | None = None,
-) -> Tensor:
-    """Fills ``out`` [N, pieces] contiguous int64, as `piece_digests` describes.
+class PoolDigests:
+    """Digests of the pieces of one GPU's pool on one stream, for callers that must save the host's
+    time.
 
-    Pieces, the range and the distance of pages are multiples of 64 bytes. ``runs`` are the pieces
-    of a run and from one run to the next; by default all pieces lie behind each other.
-    """
-    if out.numel():
-        words = pages.view(torch.int64)
-        _digest_kernel[(out.numel(),)](
-            words,
-            page_ids,
-            key,
-            out,
-            words.stride(0) // 8,
-            first_byte // STRIPE_BYTES,
-            out.shape[1],
-            *(runs or (out.shape[1], 0)),
-            PIECE_STRIPES=piece_bytes // STRIPE_BYTES,
-            AHEAD=AHEAD,
-            num_warps=1,
-            enable_fp_fusion=True,
-        )
-    return out
-
-
-class Launcher:
-    """Launches of one pool's digests on one stream, for `PoolDigests`.
-
-    Looking the kernel up by its arguments, which Triton does in every launch, takes the host longer
-    than the launch, so the first launch keeps it.
+    The pool is checked and the kernel looked up only once, because Triton's look-up by arguments
+    takes the host longer than the launch. Arguments of calls are not checked. Not thread-safe.
     """
 
     def __init__(self, pages: Tensor, piece_bytes: int, stream: torch.cuda.Stream) -> None:
+        """``pages`` [num_pages, elements] of any dtype has contiguous rows, each a page.
+
+        Raises ValueError for pages that are not on a GPU, for pieces below 256 bytes, and if pieces
+        or pages do not begin at multiples of 64 bytes.
+        """
+        stride = pages.stride(0) * pages.element_size()
+        if pages.device.type != "cuda" or pages.dim() != 2 or pages.stride(1) != 1:
+            raise ValueError(f"expected rows on a GPU, got {pages.shape} on {pages.device}")
+        if piece_bytes < LEAST_PIECE_BYTES or piece_bytes % STRIPE_BYTES or stride % STRIPE_BYTES:
+            raise ValueError(
+                f"on {pages.device}: expected pieces of at least {LEAST_PIECE_BYTES} bytes at "
+                f"multiples of {STRIPE_BYTES}, got pieces of {piece_bytes} in pages {stride} bytes "
+                "apart"
+            )
         self._words = pages.view(torch.int64)
-        self._page_stripes = self._words.stride(0) // 8
+        self._page_stripes = stride // STRIPE_BYTES
         self._piece_stripes = piece_bytes // STRIPE_BYTES
         self._stream = stream
         self._address, self._queue = self._words.data_ptr(), stream.cuda_stream
         self._kernel: Any = None
 
-    def __call__(
+    def take(
         self,
         page_ids: Tensor,
         key: Tensor,
         out: Tensor,
+        *,
         num_ids: int,
         first_piece: int,
         num_pieces: int,
-        runs: tuple[int, int],
+        run_pieces: int,
+        run_step: int,
     ) -> None:
+        """Queues the digests of ``num_pieces`` pieces of each of the first ``num_ids`` pages of
+        ``page_ids`` [at least num_ids] int32, under a key from `digest_key`.
+
+        The pieces lie in runs of ``run_pieces``. The first run begins at ``first_piece`` of a page,
+        each other run ``run_step`` pieces after the one before. The digests go to the beginning of
+        ``out`` [at least num_ids * num_pieces] int64, page by page, with the bits of the unsigned
+        numbers of ``xxhash.xxh3_64_intdigest(piece, seed)``. Ids and ``out`` are on the GPU or in
+        pinned memory of the host, which saves copies; an id outside the pool is not detected.
+        """
         grid = num_ids * num_pieces, 1, 1
-        sizes = self._page_stripes, first_piece * self._piece_stripes, num_pieces, *runs
+        first = first_piece * self._piece_stripes
+        sizes = self._page_stripes, first, num_pieces, run_pieces, run_step
         if self._kernel is not None:
             # Addresses instead of tensors, because Triton would query the driver for each tensor.
             places = self._address, page_ids.data_ptr(), key.data_ptr(), out.data_ptr()
             constants = self._piece_stripes, AHEAD
             self._kernel[grid](*places, *sizes, *constants, stream=self._queue)
             return
-        arguments = (self._words, page_ids, key, out, *sizes, self._piece_stripes, AHEAD)
         with torch.cuda.stream(self._stream):
-            self._kernel = _digest_kernel[grid](*arguments, num_warps=1, enable_fp_fusion=True)
+            self._kernel = launch(self._words, page_ids, key, out, grid, sizes, self._piece_stripes)
+
+
+def launch(
+    words: Tensor,
+    page_ids: Tensor,
+    key: Tensor,
+    out: Tensor,
+    grid: tuple[int, int, int],
+    sizes: tuple[int, int, int, int, int],
+    piece_stripes: int,
+) -> Any:
+    """Queues a launch over a pool's ``words`` [pages, words] int64; returns the compiled kernel."""
+    return _digest_kernel[grid](
+        words, page_ids, key, out, *sizes, piece_stripes, AHEAD, num_warps=1, enable_fp_fusion=True
+    )
 
 
 @triton.jit(

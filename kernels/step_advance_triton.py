@@ -160,7 +160,7 @@ def _choose(
     num_above = tl.sum(above.to(tl.int32), 1)
     rank = _rank_by_score(score, masked, cell, SIZE)
     best = is_masked & (rank == 0) & (full == 1)[:, None]
-    d2f = ((num_above > 0)[:, None] & above) | ((num_above == 0)[:, None] & best)
+    surest = ((num_above > 0)[:, None] & above) | ((num_above == 0)[:, None] & best)
     steps = tl.maximum(tl.load(fields + STEPS), 1)
     step = tl.minimum(count, steps - 1)
     share = SIZE // steps + (step < SIZE % steps).to(tl.int32)
@@ -176,8 +176,8 @@ def _choose(
         top = is_masked & (rank < share[:, None])
         rule = 1
     diffused = ((rule == 0) & dynamic) | ((rule == 1) & top) | ((rule == 2) & leftmost)
-    is_d2f = tl.load(fields + ALGORITHM) == 0
-    return (is_d2f & d2f) | ((is_d2f == 0) & diffused)
+    has_window = tl.load(fields + ALGORITHM) == 0
+    return (has_window & surest) | ((has_window == 0) & diffused)
 
 
 @triton.jit
@@ -212,7 +212,7 @@ def _advance_kernel(
     stop_seen = tl.load(fields + STOP_SEEN)
     prompt_len = tl.load(fields + PROMPT_LEN)
     answer_end = tl.load(fields + ANSWER_END)
-    is_d2f = tl.load(fields + ALGORITHM) == 0
+    has_window = tl.load(fields + ALGORITHM) == 0
 
     # The blocks in flight, in order; with one more place than may be in use.
     block = tl.arange(0, RING)
@@ -277,7 +277,7 @@ def _advance_kernel(
     last = tl.sum(tl.where(block == num_blocks - 1, progress, 0.0), 0)
     is_far = last >= tl.load(fields + ADD).to(tl.float32, bitcast=True)
     num_active = num_blocks - done
-    wants = is_d2f & (num_active < tl.load(fields + WINDOW)) & is_far
+    wants = has_window & (num_active < tl.load(fields + WINDOW)) & is_far
     wants = wants | (num_active == 0)
     has_more = start + num_blocks * SIZE < tl.load(fields + LAST_BLOCK_END)
     appends = opens & wants & has_more & (stop_seen == 0)
@@ -295,7 +295,7 @@ def _advance_kernel(
     )
     is_before = block[None, :] + 1 == block[:, None]
     after_far = tl.sum(tl.where(is_before, far[None, :], 0), 1) > 0
-    fills = after_far | (block == stored) | (is_d2f == 0)
+    fills = after_far | (block == stored) | (has_window == 0)
     fills = fills & opens & (block >= stored) & (block < num_after)
     full = tl.where(fills, 1, full)
 

@@ -47,7 +47,7 @@ class Column(IntEnum):
     ORIGIN = 8
     ANSWER_END = 9
     LAST_BLOCK_END = 10
-    ALGORITHM = 11  # 0 D2F, 1 block diffusion
+    ALGORITHM = 11  # the number of its program: 0 has a window of blocks, 1 fills one block
     REMASKING = 12  # 0 dynamic, 1 static, 2 sequential, 3 entropy bounded
     WINDOW = 13
     STEPS = 14

@@ -22,11 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from effuse.kernels.pages_digests import (
-    PoolDigests,
-    digest_key,
-    piece_bytes_of,
-)
+from effuse.kernels.pages_digests import digest_key, piece_bytes_of
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Finish, Manifest, encode
@@ -139,6 +135,8 @@ class DeviceDigester:
     """
 
     def __init__(self, memory: PageMemory) -> None:
+        from effuse.kernels.pages_digests_triton import PoolDigests  # a CPU needs no Triton
+
         self._layout = memory.layout
         self._device = memory.device
         self._stream = memory.stream

@@ -8,12 +8,13 @@ weights.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import msgspec
 
 from effuse.config.decoding import (
-    CANVAS_ALGORITHMS,
+    ADAPTED,
+    ALGORITHMS,
     MAX_TOKENS,
     SAMPLING,
     SETTINGS,
@@ -29,7 +30,6 @@ from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import GENERATION_CONFIG, stated_end_ids
 from effuse.models.families import family_of
 
-_ALGORITHMS: Final[tuple[Algorithm, ...]] = get_args(Algorithm)
 _SAMPLING: Final = {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")}
 
 
@@ -96,24 +96,15 @@ def _settings(
         if why := unfit(own, config):
             raise keys.error("algorithm", why)
     elif adapted:
-        own, source = family.adapted_algorithm, "the adapter"
+        own, source = ADAPTED if family.is_adapted else own, "the adapter"
     sources["algorithm"] = source
     settings = plain_settings(own, config.block_size)
     if own != family.algorithm:
         return settings
-    knobs: dict[str, Any] = {}
-    match own:
-        case "block_diffusion":
-            knobs["confidence_threshold"] = family.confidence_threshold
-            knobs["denoising_steps"] = config.block_size
-        case "llada":
-            knobs |= {"block_length": config.block_size, "remasking": "low_confidence"}
-        case "dream":
-            knobs["alg"] = family.alg
-        case "fast_dllm_v2":
-            knobs["confidence_threshold"] = family.confidence_threshold
-            knobs["block_length"] = settings.block_length
-    sources |= dict.fromkeys(knobs, family.origin)
+    authored = ALGORITHMS[own].authored
+    stated = {"confidence_threshold": family.confidence_threshold, "alg": family.alg}
+    knobs: dict[str, Any] = {name: stated[name] for name in authored if name in stated}
+    sources |= dict.fromkeys(authored, family.origin)
     editing = _number(keys, "editing_threshold", SETTINGS["editing_threshold"])  # effuse's own key
     if own == "block_diffusion" and editing is not None:
         knobs["editing_threshold"] = editing
@@ -124,10 +115,10 @@ def _settings(
 def _algorithm(keys: ConfigKeys) -> Algorithm:
     """effuse's own key: the algorithm for which a checkpoint was tuned."""
     stated = keys.text("algorithm")
-    for known in _ALGORITHMS:
+    for known in ALGORITHMS:
         if stated == known:
             return known
-    accepted = ", ".join(_ALGORITHMS)
+    accepted = ", ".join(ALGORITHMS)
     raise keys.error("algorithm", f"expected one of {accepted}, found {stated!r}")
 
 
@@ -135,7 +126,7 @@ def unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
     """Why this algorithm cannot decode the model; None if it can."""
     if algorithm == "fast_dllm_v2" and config.architecture != "fast_dllm_v2":
         wanted = "that was tuned for it"
-    elif algorithm in CANVAS_ALGORITHMS and config.prompt_attention != "bidirectional":
+    elif ALGORITHMS[algorithm].is_canvas and config.prompt_attention != "bidirectional":
         wanted = "whose prompt attends to all of itself"
     else:
         return None

@@ -37,7 +37,7 @@ class Family:
     block_size: int  # of a checkpoint that states none
     block_size_key: str = "block_size"  # config.json's name for it
     algorithm: Algorithm  # of a checkpoint without one and without an adapter
-    adapted_algorithm: Algorithm  # with an adapter: published adapters of the family are D2F's
+    is_adapted: bool = False  # adapters of the family are published, and change the algorithm
     confidence_threshold: float = 0.9  # of its algorithm, if that has one
     alg: Alg = "origin"  # of Dream's algorithm
     top_k_first: bool  # and top-p of the kept ones; otherwise the other way round
@@ -50,8 +50,7 @@ class Family:
 
 
 # Sources: generate.py of github.com/JetAstra/SDAR; the README of github.com/HKUNLP/Dream;
-# generate.py and chat.py of github.com/ML-GSAI/LLaDA. Adapters of the last two are D2F's (arXiv
-# 2508.09192).
+# generate.py and chat.py of github.com/ML-GSAI/LLaDA. Adapters of the last two: arXiv 2508.09192.
 FAMILIES: Final = (
     Family(
         architecture="sdar",
@@ -59,7 +58,6 @@ FAMILIES: Final = (
         classes=("SDARForCausalLM",),
         block_size=4,
         algorithm="block_diffusion",
-        adapted_algorithm="block_diffusion",
         confidence_threshold=0.85,
         top_k_first=True,
         origin="SDAR's generate.py",
@@ -71,7 +69,6 @@ FAMILIES: Final = (
         classes=("SDARMoeForCausalLM",),
         block_size=4,
         algorithm="block_diffusion",
-        adapted_algorithm="block_diffusion",
         confidence_threshold=0.85,
         top_k_first=True,
         origin="SDAR's generate.py",
@@ -83,7 +80,6 @@ FAMILIES: Final = (
         classes=("LLaDA2MoeModelLM",),
         block_size=32,
         algorithm="block_diffusion",
-        adapted_algorithm="block_diffusion",
         confidence_threshold=0.95,
         top_k_first=True,
         caps_steps=True,
@@ -96,7 +92,7 @@ FAMILIES: Final = (
         classes=("DreamModel",),
         block_size=32,
         algorithm="dream",
-        adapted_algorithm="d2f",
+        is_adapted=True,
         alg="entropy",
         top_k_first=False,
         origin="Dream's README",
@@ -107,7 +103,7 @@ FAMILIES: Final = (
         classes=("LLaDAModelLM",),
         block_size=32,
         algorithm="llada",
-        adapted_algorithm="d2f",
+        is_adapted=True,
         top_k_first=False,
         turn_end_ids=(126348,),  # <|eot_id|>, which none of its files names
         origin="LLaDA's generate.py",
@@ -119,7 +115,7 @@ FAMILIES: Final = (
         classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
         block_size=32,
         algorithm="llada",
-        adapted_algorithm="d2f",
+        is_adapted=True,
         top_k_first=False,
         end_ids=(156892,),
         origin="LLaDA's generate.py",
@@ -131,7 +127,6 @@ FAMILIES: Final = (
         block_size=32,
         block_size_key="bd_size",
         algorithm="fast_dllm_v2",
-        adapted_algorithm="fast_dllm_v2",
         top_k_first=False,
         end_ids=(151645,),
         origin="Fast-dLLM v2's run_chatbot.py",
@@ -143,7 +138,6 @@ FAMILIES: Final = (
         has_own_type=False,
         block_size=32,
         algorithm="block_diffusion",
-        adapted_algorithm="block_diffusion",
         top_k_first=True,
         origin="DreamReasoner's generation_utils.py",
     ),
@@ -154,7 +148,6 @@ FAMILIES: Final = (
         has_own_type=False,
         block_size=4,
         algorithm="block_diffusion",
-        adapted_algorithm="block_diffusion",
         confidence_threshold=0.95,
         top_k_first=True,
         end_ids=(2,),
@@ -166,7 +159,6 @@ FAMILIES: Final = (
         classes=("ILLaDAForCausalLM", "ILLaDAModel"),
         block_size=32,
         algorithm="llada",
-        adapted_algorithm="llada",
         top_k_first=False,
         origin="LLaDA's generate.py",
     ),

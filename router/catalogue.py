@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from effuse.client.params import NAMES
-from effuse.config.decoding import DecodingDefaults
+from effuse.config.decoding import ALGORITHMS, DecodingDefaults
 from effuse.placement.records import Link, ModelInfo
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.protos.rpc import Context
@@ -18,7 +18,6 @@ from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Candidate, Condition, live_workers
 from effuse.router.prompt import Texts
-from effuse.router.validation import KNOBS
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
@@ -164,7 +163,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     """The settings that clients may leave out, as they read them."""
     settings, sampling = defaults.settings, defaults.sampling
-    used = ("algorithm", *KNOBS[settings.algorithm])
+    used = ("algorithm", *ALGORITHMS[settings.algorithm].settings)
     knobs: dict[str, Any] = {name: getattr(settings, name) for name in used}
     for name in NAMES.keys() & knobs.keys():
         knobs[name] = NAMES[name][knobs[name]]

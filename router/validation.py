@@ -15,9 +15,9 @@ import msgspec
 from effuse.client.chat import Chat
 from effuse.client.params import NAMES, Priority
 from effuse.config.decoding import (
+    ALGORITHMS,
     ANSWERS,
     BIAS,
-    CANVAS_ALGORITHMS,
     LOGPROBS,
     MAX_TOKENS,
     MIN_TOKENS,
@@ -30,7 +30,6 @@ from effuse.config.decoding import (
     Algorithm,
     Bounds,
     DecodeSettings,
-    Remasking,
     Sampling,
 )
 from effuse.placement.records import ModelInfo
@@ -45,33 +44,6 @@ _WIRE_NAMES: Final[Mapping[str, Sequence[str]]] = {
     setting: tuple(getattr(pb, setting.title()).keys()) for setting in NAMES
 }
 """Names of settings on the wire, by their numbers."""
-
-THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
-KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
-    "d2f": {"window", "score", *THRESHOLDS},
-    "block_diffusion": {
-        "score", "remasking", "denoising_steps", "confidence_threshold", "entropy_bound",
-        "editing_threshold", "max_post_steps",
-    },
-    "llada": {
-        "remasking", "block_length", "steps", "cfg_scale", "logits_eos_inf",
-        "confidence_eos_eot_inf",
-    },
-    "dream": {"steps", "alg", "eps", "alg_temp"},
-    "fast_dllm": {"confidence_threshold", "factor", "block_length", "cache"},
-    "fast_dllm_v2": {"confidence_threshold", "block_length"},
-}  # fmt: skip
-"""Fields of DecodingParams that each algorithm uses."""
-ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
-    "block_diffusion": (
-        "low_confidence_dynamic",
-        "low_confidence_static",
-        "sequential",
-        "entropy_bounded",
-    ),
-    "llada": ("low_confidence", "random"),
-}
-"""Values of `remasking` that each algorithm knows."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +236,7 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
     """Checks the knobs and returns the algorithm they are for."""
     default = model.defaults.settings.algorithm
     algorithm: Algorithm = _BY_NUMBER["algorithm"].get(decoding.algorithm, default)
+    traits = ALGORITHMS[algorithm]
     for knob, value in decoding.ListFields():
         name = f"decoding.{knob.name}"
         if (names := _WIRE_NAMES.get(knob.name)) is not None:
@@ -273,11 +246,11 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
                 bounds = replace(bounds, high=model.block_size, note=", the model's block size")
             findings.number(name, value, bounds)
         # A knob without effect is a mistake that would pass in silence.
-        if knob.name != "algorithm" and knob.name not in KNOBS[algorithm]:
+        if knob.name != "algorithm" and knob.name not in traits.settings:
             findings.add(name, f"it unset with {algorithm}, which does not use it", "a value")
-    known, asked = ORDERS.get(algorithm), _BY_NUMBER["remasking"].get(decoding.remasking)
-    if known and asked and asked not in known:
-        form = f"one of {', '.join(known)} with {algorithm}"
+    asked = _BY_NUMBER["remasking"].get(decoding.remasking)
+    if traits.orders and asked and asked not in traits.orders:
+        form = f"one of {', '.join(traits.orders)} with {algorithm}"
         findings.add("decoding.remasking", form, asked)
     if decoding.factor and model.architecture in ("dream", "fast_dllm_v2"):
         findings.add("decoding.factor", "it unset with a model that shifts its logits", "a value")
@@ -303,7 +276,7 @@ def _check_algorithm(
     if algorithm == "fast_dllm_v2" and model.architecture != "fast_dllm_v2":
         form = f"{_by_blocks(model)} for a model that was not tuned for it"
         findings.add("decoding.algorithm", form, algorithm)
-    if algorithm not in CANVAS_ALGORITHMS:
+    if not ALGORITHMS[algorithm].is_canvas:
         return
     others = _by_blocks(model)
     if model.prompt_attention != "bidirectional":
@@ -318,9 +291,8 @@ def _by_blocks(model: ModelInfo) -> str:
     """Algorithms that any model takes, except those that need a tuned model."""
     return " or ".join(
         algorithm
-        for algorithm in NAMES["algorithm"]
-        if algorithm not in CANVAS_ALGORITHMS
-        and (algorithm != "fast_dllm_v2" or model.architecture == algorithm)
+        for algorithm, traits in ALGORITHMS.items()
+        if not traits.is_canvas and (algorithm != "fast_dllm_v2" or model.architecture == algorithm)
     )
 
 

@@ -13,10 +13,10 @@ import effuse
 from effuse.client.credentials import Credentials, read_target
 from effuse.client.options import Options
 from effuse.client.params import NAMES, make_request, make_tokenize_request
-from effuse.config.decoding import SAMPLING, SETTINGS, STOPPING
+from effuse.config.decoding import ALGORITHMS, SAMPLING, SETTINGS, STOPPING
 from effuse.protos.errors import InvalidRequest
 from effuse.protos.tls import TlsFiles
-from effuse.router.validation import KNOBS, validate
+from effuse.router.validation import validate
 from effuse.v1 import generation_pb2 as pb
 
 
@@ -137,7 +137,7 @@ def test_good_values_at_the_limits_are_taken_by_a_router() -> None:
 
 
 def said_against(request: pb.GenerateRequest, name: str) -> list[str]:
-    algorithms = [one for one, knobs in KNOBS.items() if name in knobs]
+    algorithms = [one for one, traits in ALGORITHMS.items() if name in traits.settings]
     if algorithms:
         request.decoding.algorithm = NAMES["algorithm"][algorithms[0]]
     try:

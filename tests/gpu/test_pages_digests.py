@@ -9,15 +9,11 @@ from functools import partial
 import pytest
 import torch
 from operators import digests
+from operators.digests import piece_digests
 from torch import Tensor
 
-from effuse.kernels import pages_digests_triton
-from effuse.kernels.pages_digests import (
-    PoolDigests,
-    digest_key,
-    piece_bytes_of,
-    piece_digests,
-)
+from effuse.kernels.pages_digests import digest_key, piece_bytes_of
+from effuse.kernels.pages_digests_triton import PoolDigests
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,12 +47,12 @@ def check_against_cpu(
 @pytest.mark.parametrize("kind", digests.KINDS)
 @pytest.mark.parametrize("length", digests.LENGTHS)
 def test_pieces_of_whole_pages_of_every_kind(length: int, kind: str) -> None:
-    digests.check(pages_digests_triton.launch, CUDA, length, kind)
+    digests.check(digests.launch, CUDA, length, kind)
 
 
 def test_some_heads_of_some_groups_of_layers() -> None:
-    digests.check_runs(pages_digests_triton.launch, CUDA)
-    digests.check_runs(pages_digests_triton.launch, CUDA, 16384)
+    digests.check_runs(digests.launch, CUDA)
+    digests.check_runs(digests.launch, CUDA, 16384)
 
 
 @pytest.mark.parametrize("name", PAGES)

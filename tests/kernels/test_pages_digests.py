@@ -1,4 +1,4 @@
-"""Digests of pieces: the CPU's path, detected errors, the rate of misses, and the kernel's code.
+"""Digests of pieces: detected errors, the rate of misses, and the kernel's code.
 
 The kernel in Triton's interpreter is held to xxhash by `test_interpreter.py`.
 """
@@ -6,58 +6,16 @@ The kernel in Triton's interpreter is held to xxhash by `test_interpreter.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from operators import child, digests
 from operators.device_code import DeviceCode
+from operators.digests import piece_digests
 from torch import Tensor
 
-from effuse.kernels.pages_digests import digest_key, piece_bytes_of, piece_digests
-
-CPU = torch.device("cpu")
-
-
-def launch(
-    pages: Tensor, ids: Tensor, key: Tensor, piece_bytes: int, first_byte: int, out: Tensor
-) -> Tensor:
-    """The public operator with the arguments of the kernel's launcher."""
-    return piece_digests(pages, ids, key, piece_bytes=piece_bytes, first_byte=first_byte, out=out)
-
-
-@pytest.mark.parametrize("kind", digests.KINDS)
-@pytest.mark.parametrize("length", digests.LENGTHS)
-def test_digests_are_those_of_xxhash(length: int, kind: str) -> None:
-    digests.check(launch, CPU, length, kind)
-
-
-@pytest.mark.parametrize("length", [1, 63, 240, 241, 1000])
-def test_a_cpu_takes_any_length(length: int) -> None:
-    digests.check(launch, CPU, length, "random")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-def test_pages_of_any_dtype_and_distance(dtype: torch.dtype) -> None:
-    """Pages 4096 bytes apart of which 3072 are digested: layers of a group, as they become
-    final.
-    """
-    memory = digests.filled("random", 7, 4096, 1024, 0)
-    pages = memory.view(dtype)[:, : 3072 // dtype.itemsize]
-    ids = torch.tensor([6, 2, 2, 0])
-    for first, count in ((0, 3), (1024, 2), (2048, 1)):
-        found = piece_digests(
-            pages, ids, digest_key(5), piece_bytes=1024, first_byte=first, num_bytes=count * 1024
-        )
-        assert torch.equal(found, digests.expected(memory, ids, 5, 1024, first, count))
-
-
-def test_the_range_ends_with_the_page_by_default_and_pages_may_be_none() -> None:
-    pages = digests.filled("random", 3, 2048, 512, 0)
-    some = partial(piece_digests, pages, key=digest_key(1), piece_bytes=512)
-    assert some(page_ids=torch.tensor([1, 2]), first_byte=512).shape == (2, 3)
-    assert some(page_ids=torch.tensor([], dtype=torch.int64)).shape == (0, 4)
+from effuse.kernels.pages_digests import digest_key, piece_bytes_of
 
 
 def test_other_seeds_give_other_digests() -> None:
@@ -93,38 +51,10 @@ def test_heads_are_cut_into_equal_pieces(head_bytes: int, piece_bytes: int) -> N
     assert head_bytes % piece_bytes == 0
 
 
-def test_bad_requests_are_refused() -> None:
-    pages, ids, key = torch.zeros(2, 1024, dtype=torch.uint8), torch.tensor([0]), digest_key(0)
-    refused = partial(pytest.raises, ValueError)
-    for piece, first, count in ((0, 0, 512), (256, 0, 300), (256, 768, 512), (256, -256, 512)):
-        with refused(match="expected whole pieces"):
-            piece_digests(pages, ids, key, piece_bytes=piece, first_byte=first, num_bytes=count)
-    with refused(match="two dimensions"):
-        piece_digests(pages[0], ids, key, piece_bytes=256)
-    with refused(match="page ids"):
-        piece_digests(pages, ids.float(), key, piece_bytes=256)
-    with refused(match="a key"):
-        piece_digests(pages, ids, key[:-1], piece_bytes=256)
-    with refused(match="out must"):
-        piece_digests(pages, ids, key, piece_bytes=256, out=torch.zeros(1, 3, dtype=torch.int64))
-    with refused(match="one device"):
-        piece_digests(pages, ids, key.to("meta"), piece_bytes=256)
-    with pytest.raises(IndexError, match="page 2"):
-        piece_digests(pages, ids + 2, key, piece_bytes=256)
-    for seed in (-1, 2**64):
-        with refused(match="seed"):
-            digest_key(seed)
-
-
-def test_a_device_is_told_which_pieces_it_can_take() -> None:
-    """Before anything is launched."""
-    ids, key = torch.zeros(1, dtype=torch.int64, device="meta"), digest_key(0).to("meta")
-    for page_bytes, piece_bytes, first in ((1024, 128, 0), (1000, 500, 0), (1024, 256, 32)):
-        pages = torch.zeros(2, page_bytes, dtype=torch.uint8, device="meta")
-        with pytest.raises(ValueError, match="at least 256 bytes"):
-            piece_digests(
-                pages, ids, key, piece_bytes=piece_bytes, first_byte=first, num_bytes=piece_bytes
-            )
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_of_more_than_64_bits_is_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match="seed"):
+        digest_key(seed)
 
 
 def test_ten_thousand_corruptions_are_noticed_and_placed() -> None:

@@ -34,6 +34,7 @@ from effuse.kernels import (
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.values import LogitEdits, WeightedParts
+from operators import digests
 from operators.device_code import DeviceCode, device_code
 from operators.pool import layer_of
 
@@ -238,7 +239,7 @@ def digest_variants() -> Variants:
     ):
         pages, ids, key = meta(64, page_bytes // 2), meta(64, dtype=INT64), meta(49, dtype=INT64)
         out = meta(64, num_bytes // piece_bytes, dtype=INT64)
-        launch = partial(pages_digests_triton.launch, pages, ids, key, piece_bytes, 0, out)
+        launch = partial(digests.launch, pages, ids, key, piece_bytes, 0, out)
         yield name, device_code([pages_digests_triton], launch)
 
 

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from effuse.kernels.pages_digests import LAST_WORD, digest_key
+from effuse.kernels.pages_digests import LAST_WORD, SEED_WORD, digest_key
 
 Bytes = NDArray[np.uint8]
 Launch = Callable[[Tensor, Tensor, Tensor, int, int, Tensor], Tensor]
@@ -24,6 +24,53 @@ Corruption = Callable[[Bytes, Bytes, int, np.random.Generator], None]
 LENGTHS = (256, 320, 1024, 1088, 2 * 1024 + 64, 16384)
 SEEDS = (0, 1, 2**64 - 1, 0x9C6E5F0A3B21D487)
 KINDS = ("random", "zeros", "ones", "secret")
+
+
+def launch(
+    pages: Tensor,
+    page_ids: Tensor,
+    key: Tensor,
+    piece_bytes: int,
+    first_byte: int,
+    out: Tensor,
+    runs: tuple[int, int] | None = None,
+) -> Tensor:
+    """Fills ``out`` [N, pieces] by the kernel. ``runs`` are the pieces of a run and from one run to
+    the next; by default all pieces lie behind each other.
+    """
+    from effuse.kernels import pages_digests_triton
+
+    if out.numel():
+        words = pages.view(torch.int64)
+        count = out.shape[1]
+        sizes = (words.stride(0) // 8, first_byte // 64, count, *(runs or (count, 0)))
+        grid = out.numel(), 1, 1
+        pages_digests_triton.launch(words, page_ids, key, out, grid, sizes, piece_bytes // 64)
+    return out
+
+
+def piece_digests(
+    pages: Tensor,
+    page_ids: Tensor,
+    key: Tensor,
+    *,
+    piece_bytes: int,
+    first_byte: int = 0,
+    num_bytes: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Digests [N, pieces] of a range of bytes of chosen pages: the kernel's on a GPU, and those of
+    the library on the CPU.
+    """
+    if num_bytes is None:
+        num_bytes = pages.shape[-1] * pages.element_size() - first_byte
+    shape = len(page_ids), num_bytes // piece_bytes
+    if out is None:
+        out = torch.empty(shape, dtype=torch.int64, device=pages.device)
+    if pages.is_cuda:
+        return launch(pages, page_ids, key, piece_bytes, first_byte, out)
+    seed = int(key[SEED_WORD]) % 2**64
+    return out.copy_(expected(pages, page_ids, seed, piece_bytes, first_byte, shape[1]))
 
 
 def filled(kind: str, num_pages: int, page_bytes: int, piece_bytes: int, seed: int) -> Tensor:

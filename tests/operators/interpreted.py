@@ -23,7 +23,6 @@ import triton.language as tl
 
 from effuse.kernels import (
     experts_routes_triton,
-    pages_digests_triton,
     sampling_edits_triton,
     step_rows_triton,
 )
@@ -116,7 +115,7 @@ def edit_on_triton(logits: torch.Tensor, changes: LogitEdits, mask_token_id: int
 
 def digest_checks() -> Iterator[tuple[str, Check]]:
     """Every length with every kind and one seed, so that each of them meets every seed."""
-    launch, cpu = pages_digests_triton.launch, torch.device("cpu")
+    launch, cpu = digests.launch, torch.device("cpu")
     for row, length in enumerate(digests.LENGTHS):
         for column, kind in enumerate(digests.KINDS):
             seed = digests.SEEDS[(row + column) % len(digests.SEEDS)]

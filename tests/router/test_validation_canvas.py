@@ -14,10 +14,10 @@ from router.fake_model import BLOCK_SIZE, model_info
 from router.test_validation import good
 
 from effuse.client.params import NAMES
-from effuse.config.decoding import Algorithm, DecodingDefaults, plain_settings
+from effuse.config.decoding import ALGORITHMS, Algorithm, DecodingDefaults, plain_settings
 from effuse.protos.errors import InvalidRequest
 from effuse.router.catalogue import describe_defaults
-from effuse.router.validation import KNOBS, validate
+from effuse.router.validation import validate
 from effuse.v1 import generation_pb2 as pb
 
 BIDIRECTIONAL = model_info()
@@ -147,5 +147,8 @@ def test_a_canvas_needs_decode_workers_that_may_prefill() -> None:
 def test_the_defaults_of_every_algorithm_are_told(algorithm: Algorithm) -> None:
     told = describe_defaults(DecodingDefaults(settings=plain_settings(algorithm, 32))).decoding
     assert told.algorithm == NAMES["algorithm"][algorithm]
-    assert {field.name for field, _ in told.ListFields()} <= {"algorithm", *KNOBS[algorithm]}
+    assert {field.name for field, _ in told.ListFields()} <= {
+        "algorithm",
+        *ALGORITHMS[algorithm].settings,
+    }
     assert len(told.ListFields()) > 1
