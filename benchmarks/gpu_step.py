@@ -32,7 +32,7 @@ from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.device_buckets import Integers
-from effuse.decode_worker.device_records import slot_row
+from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens

@@ -107,7 +107,7 @@ def apply_step(step: CanvasStep, plan: StepPlan, candidates: HostCandidates) -> 
     written = _write(step.sequence, plan.candidates[chosen], candidates.tokens[chosen])
     for block in step.sequence.blocks:
         block.denoise_count += 1
-    return settle_step(step.sequence, written, num_semi_writes=0)
+    return settle_step(step.sequence, written)
 
 
 def footprint(step: CanvasStep, passes: int) -> Footprint:
@@ -117,8 +117,6 @@ def footprint(step: CanvasStep, passes: int) -> Footprint:
     sequence, length = step.sequence, step.settings.block_length
     last = (sequence.stopping.max_tokens - 1) % length + 1
     return Footprint(
-        prompt_len=sequence.prompt_len,
-        max_tokens=sequence.stopping.max_tokens,
         most_cached=0 if step.settings.cache == "none" else sequence.mask_end - last,
         most_rows=sequence.mask_end * passes,
         first_chunk=0,

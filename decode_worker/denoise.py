@@ -70,7 +70,6 @@ class StepOutcome:
     end_token_id: int | None  # the stop id after the tokens, if it ends the answer
     written: tuple[Block, ...]  # blocks that lost masks or were edited, including settled ones
     num_settled: int  # blocks that settled
-    num_semi_writes: int  # tokens written in blocks that were not full
 
 
 RULES: Final[Mapping[Algorithm, Rules]] = {
@@ -120,11 +119,10 @@ def apply_step(
     assert sequence.step_open and len(candidates) == len(plan.candidates)
     sequence.step_open = False
     sequence.store(plan.num_stored)
-    written, num_semi_writes = _write(sequence, settings, plan, candidates)
-    return settle_step(sequence, written, num_semi_writes)
+    return settle_step(sequence, _write(sequence, settings, plan, candidates))
 
 
-def settle_step(sequence: Sequence, written: list[Block], num_semi_writes: int) -> StepOutcome:
+def settle_step(sequence: Sequence, written: list[Block]) -> StepOutcome:
     """The second half of `apply_step`, after masks were written: settles, and ends."""
     offset = sequence.num_emitted
     num_settled = _settle(sequence)
@@ -141,16 +139,15 @@ def settle_step(sequence: Sequence, written: list[Block], num_semi_writes: int) 
         end_token_id=end_token_id,
         written=tuple(written),
         num_settled=num_settled,
-        num_semi_writes=num_semi_writes,
     )
 
 
 def _write(
     sequence: Sequence, settings: DecodeSettings, plan: StepPlan, candidates: HostCandidates
-) -> tuple[list[Block], int]:
+) -> list[Block]:
+    """Writes and edits tokens; returns the blocks in which it did."""
     rules = RULES[settings.algorithm]
     written: list[Block] = []
-    num_semi_writes = 0
     for block in sequence.blocks:
         if not block.is_pending:
             continue
@@ -165,10 +162,9 @@ def _write(
         block.denoise_count += 1
         if len(chosen):
             sequence.write(block, positions[chosen], own.tokens[chosen])
-            num_semi_writes += 0 if block.full else len(chosen)
         if len(chosen) or is_edited:
             written.append(block)
-    return written, num_semi_writes
+    return written
 
 
 def _settle(sequence: Sequence) -> int:

@@ -161,8 +161,8 @@ class Forecast:
         return left
 
     def _left(self, records: Integers) -> Integers:
-        begin = NUM_RECORD_COLUMNS + 3 * self._layout.ring
-        tokens = records[:, begin:].reshape(-1, self._layout.ring, self._layout.block_size)
+        shape = -1, self._layout.ring, self._layout.block_size
+        tokens = records[:, NUM_RECORD_COLUMNS:].reshape(shape)
         exists = np.arange(self._layout.ring) < records[:, RecordColumn.NUM_BLOCKS, None]
         left: Integers = ((tokens == -1).sum(2) * exists).astype(np.int32)
         return left

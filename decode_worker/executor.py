@@ -17,12 +17,13 @@ from effuse.config.decoding import Alg
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest
-from effuse.decode_worker.sequence import HostCandidates
+from effuse.decode_worker.sequence import HostCandidates, IntArray
 from effuse.kernels.marks import Place, QueuedLayers
 from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
-from effuse.models.part import Forward, Part, PartResult
+from effuse.models.part import Forward, HostLogprobs, Part, PartResult
 from effuse.worker.engine_process import ForwardFailed, ForwardGuard
+from effuse.worker.messages import TokenLogprobs
 
 if TYPE_CHECKING:
     from effuse.decode_worker.device_slots import DeviceSlots
@@ -163,7 +164,7 @@ class Executor:
         results may still write its pages; it waits for other writers.
         """
         if self._writing:
-            keys: set[str | int] = {request.attempt.transfer_id, *request.page_ids}
+            keys: set[str | int] = {request.transfer_id, *request.page_ids}
             for key in keys & self._writing.keys():
                 place = self._writing.pop(key)
                 self._wait(place.query)
@@ -215,7 +216,7 @@ class Executor:
     def _launch_from_host(self, shares: Sequence[Share]) -> bool:
         if shares:
             self._results += self._run(shares)
-            self._note([share.request.attempt.transfer_id for share in shares])
+            self._note([share.request.transfer_id for share in shares])
         return bool(shares)
 
     def _run(self, shares: Sequence[Share]) -> list[StepResult]:
@@ -238,11 +239,11 @@ class Executor:
 def _parts_of(share: Share) -> list[Part]:
     """The parts of a forward for a request; the first one's results are the request's."""
     request = share.request
+    if not request.num_to_prefill:
+        return _with_guide(request, denoise_part(request, request.open_step()))
     if request.settings.is_canvas:
-        return canvas_parts(request)
-    if request.num_to_prefill:
-        return [prefill_part(request, share.num_rows)]
-    return [denoise_part(request, request.open_step())]
+        return _with_guide(request, _refill_part(request))
+    return [prefill_part(request, share.num_rows)]
 
 
 def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult:
@@ -268,8 +269,20 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
     else:
         outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
     if result.logprobs is not None:
-        request.note_logprobs(plan.candidates, before, result.logprobs)
+        _note_logprobs(request, plan.candidates, before, result.logprobs)
     return Denoised(request, outcome)
+
+
+def _note_logprobs(
+    request: DecodeRequest, positions: IntArray, before: IntArray, told: HostLogprobs
+) -> None:
+    """Keeps log-probabilities of candidates that were written at these positions. `before` are the
+    previous ids: an unchanged token keeps its earlier ones.
+    """
+    for index in np.flatnonzero(request.sequence.token_ids[positions] != before).tolist():
+        ids, top = told.top_token_ids[index], told.top[index]
+        entry = TokenLogprobs(told.chosen[index], tuple(ids), tuple(top))
+        request.logprobs[int(positions[index])] = entry
 
 
 def prefill_part(request: DecodeRequest, num_rows: int) -> Part:
@@ -287,25 +300,51 @@ def prefill_part(request: DecodeRequest, num_rows: int) -> Part:
 
 
 def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
-    """All blocks in flight; the settled ones are stored, and masks need candidates."""
-    sampling = request.sampling
+    """The rows of a step: all blocks in flight, or a canvas. Masks need candidates."""
+    sequence, settings, sampling = request.sequence, request.settings, request.asked.sampling
+    is_canvas = settings.is_canvas
     if plan.is_greedy:
         sampling = msgspec.structs.replace(sampling, temperature=0.0)
     return Part(
-        token_ids=request.sequence.token_ids[plan.start : plan.end].tolist(),
+        token_ids=sequence.token_ids[plan.start : plan.end].tolist(),
         start=plan.start,
         pages=request.page_ids,
         num_stored=plan.num_stored,
-        block_origin=request.sequence.origin,
+        num_behind=plan.num_behind,
+        unstored=plan.unstored,
+        # On a canvas each token before its end sees all of them.
+        block_origin=sequence.mask_end if is_canvas else sequence.origin,
         candidates=plan.candidates.tolist(),
         boundary=request.boundary,
-        keep_boundary=plan.num_stored > 0,
+        keep_boundary=plan.num_stored > 0 and not is_canvas,
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=sampling,
-        score=ScoreCode.named(request.settings.ranked_by),
-        num_logprobs=request.num_logprobs,
+        score=_SCORES[settings.alg] if is_canvas else ScoreCode.named(settings.ranked_by),
+        draw=_draw(request) if is_canvas else None,
+        guidance=settings.cfg_scale if is_canvas else 0.0,
+        num_logprobs=request.asked.num_logprobs,
         edits=request.edits(plan.candidates),
     )
+
+
+def _refill_part(request: DecodeRequest) -> Part:
+    """The rows that fill the lost cache of a canvas, before its block had any tokens."""
+    step = request.canvas_step()
+    part = denoise_part(request, canvas.open_refill(step))
+    token_ids = request.sequence.token_ids.copy()
+    token_ids[step.block_start : step.block_end] = request.sequence.mask_token_id
+    return replace(
+        part, token_ids=token_ids[part.start : part.start + len(part.token_ids)].tolist()
+    )
+
+
+def _with_guide(request: DecodeRequest, part: Part) -> list[Part]:
+    """The part, and with guidance also that of a canvas without a prompt."""
+    if not part.guidance:
+        return [part]
+    prompt_len = request.sequence.prompt_len
+    masked = [request.sequence.mask_token_id] * prompt_len + list(part.token_ids[prompt_len:])
+    return [part, replace(part, token_ids=masked, guidance=0.0, edits=None, num_logprobs=None)]
 
 
 def _candidates_of(result: PartResult) -> HostCandidates:
@@ -317,50 +356,16 @@ def _candidates_of(result: PartResult) -> HostCandidates:
     )
 
 
-def canvas_parts(request: DecodeRequest) -> list[Part]:
-    """The rows of the coming step; with guidance also those of a canvas without a prompt."""
-    sequence, settings = request.sequence, request.settings
-    token_ids = sequence.token_ids
-    if request.num_to_prefill:
-        step = request.canvas_step()
-        plan = canvas.open_refill(step)
-        token_ids = token_ids.copy()
-        token_ids[step.block_start : step.block_end] = sequence.mask_token_id
-    else:
-        plan = request.open_step()
-    part = Part(
-        token_ids=token_ids[plan.start : plan.end].tolist(),
-        start=plan.start,
-        pages=request.page_ids,
-        num_stored=plan.num_stored,
-        num_behind=plan.num_behind,
-        unstored=plan.unstored,
-        block_origin=sequence.mask_end,  # each token before it sees all of them
-        candidates=plan.candidates.tolist(),
-        denoise_counts=plan.denoise_counts.tolist(),
-        sampling=request.sampling,
-        score=_SCORES[settings.alg],
-        draw=_draw(request),
-        guidance=settings.cfg_scale,
-        num_logprobs=request.num_logprobs,
-        edits=request.edits(plan.candidates),
-    )
-    if not settings.cfg_scale:
-        return [part]
-    prompt_len = sequence.prompt_len
-    masked = [sequence.mask_token_id] * prompt_len + list(part.token_ids[prompt_len:])
-    return [part, replace(part, token_ids=masked, guidance=0.0, edits=None, num_logprobs=None)]
-
-
 def _draw(request: DecodeRequest) -> LladaDraw | None:
     """Draws of LLaDA's loop, and of Fast-dLLM's except for models that shift their logits."""
-    settings, eos, mask = request.settings, request.eos_token_ids, request.sequence.mask_token_id
-    if settings.algorithm == "dream" or (settings.algorithm == "fast_dllm" and request.shifts):
+    settings, model, sampling = request.settings, request.model, request.asked.sampling
+    if settings.algorithm == "dream" or (settings.algorithm == "fast_dllm" and model.shift_logits):
         return None
+    eos = model.eos_token_ids[:1] if settings.logits_eos_inf else ()
     return LladaDraw(
-        temperature=request.sampling.temperature,
-        seed=request.sampling.seed,
-        answer_index=request.sampling.answer_index,
-        never=(mask, *eos[:1]) if settings.logits_eos_inf else (mask,),
-        last=request.postponed_ids if settings.confidence_eos_eot_inf else (),
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        answer_index=sampling.answer_index,
+        never=(request.sequence.mask_token_id, *eos),
+        last=model.postponed_ids if settings.confidence_eos_eot_inf else (),
     )

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from effuse.config.decoding import DecodeSettings
@@ -44,20 +45,19 @@ class Intake:
     def make_request(self, message: StartDecode, *, arrival: int, now: float) -> DecodeRequest:
         """A request that can finish here. Raises RequestError with the fault."""
         self._check_steps(message.settings)
+        canvas = message.settings.is_canvas
         request = DecodeRequest(
-            attempt=message.attempt,
+            asked=replace(
+                message,
+                prompt_token_ids=(),
+                resume=None,
+                group="" if canvas else message.group,
+            ),
+            model=self.model,
             arrival=arrival,
             arrived_s=now,
             sequence=self._sequence(message),
             settings=block_steps(message.settings, self.model, message.stopping.max_tokens),
-            sampling=message.sampling,
-            writer=message.writer,
-            drafts=message.drafts,
-            group="" if message.settings.is_canvas else message.group,
-            num_logprobs=message.num_logprobs,
-            eos_token_ids=self.model.eos_token_ids,
-            postponed_ids=self.model.postponed_ids,
-            shifts=self.model.shift_logits,
         )
         if message.num_logprobs is not None and message.resume is not None:
             _resume_logprobs(request, message.resume)
@@ -78,7 +78,7 @@ class Intake:
         name = request.settings.algorithm
         if why := unfit(name, self.model):
             raise RequestError(why)
-        if request.settings.is_canvas and request.writer is not None:
+        if request.settings.is_canvas and request.asked.writer is not None:
             raise RequestError(
                 f"{name} computes prompt and answer together, without a prefill worker"
             )

@@ -1,5 +1,4 @@
-"""One attempt at a request inside the engine: its sequence, its pages, its counters; and the queues
-of requests.
+"""One attempt at a request inside the engine: what was asked, its sequence, its pages and counters.
 
 Data with derived properties; the scheduler makes decisions and the engine carries them out.
 
@@ -9,45 +8,38 @@ commit, and a block in flight does not depend on the order in which its own mask
 `kernels/sampling_edits.py` applies the changes.
 """
 
-from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-from msgspec.structs import replace
 from torch import Tensor
 
 from effuse.config.decoding import ALGORITHMS, DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
-from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
+from effuse.decode_worker.sequence import CanvasStep, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
-from effuse.kvtransfer.messages import AttemptId, PageRef
-from effuse.models.part import HostLogprobs, PartEdits, TokenEdits
-from effuse.worker.messages import BlockState, TokenLogprobs
+from effuse.kvtransfer.messages import PageRef
+from effuse.models.config import ModelConfig
+from effuse.models.part import PartEdits, TokenEdits
+from effuse.worker.messages import StartDecode, TokenLogprobs
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecodeRequest:
     """An attempt from its arrival to its end. Pages cover the sequence's stored tokens."""
 
-    attempt: AttemptId
+    asked: StartDecode  # without the ids, which the sequence has
+    model: ModelConfig
     arrival: int  # order of arrival; the age for the scheduler
     arrived_s: float  # on the engine's clock
     sequence: Sequence
-    settings: DecodeSettings
-    sampling: Sampling
-    writer: str | None  # incarnation of the prefill worker; None prefills here
-    drafts: bool
-    group: str = ""  # whose members share the KV of an equal prompt; empty: none
-    siblings: list["DecodeRequest"] = field(default_factory=list)  # members here, including itself
-    num_logprobs: int | None = None  # number of likeliest ids sent with each token; None sends none
+    settings: DecodeSettings  # with the steps of the model's family
+    # Requests for answers to the same prompt, including itself, which share its KV.
+    siblings: list["DecodeRequest"] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
     drafted_end: int = 0  # position after the last block in a draft
-    eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
-    postponed_ids: tuple[int, ...] = ()  # of the model: written last if the request asks for it
-    shifts: bool = False  # the model predicts a position from the previous row
     pages: list[PageRef] = field(default_factory=list)
     # start of the generation block whose surroundings are in the canvas' pages
     cache_of: int | None = None
@@ -61,6 +53,11 @@ class DecodeRequest:
     preemptions: int = 0
 
     @property
+    def transfer_id(self) -> str:
+        """Its name in this engine."""
+        return self.asked.attempt.transfer_id
+
+    @property
     def page_ids(self) -> list[int]:
         return [page.page_id for page in self.pages]
 
@@ -72,9 +69,9 @@ class DecodeRequest:
         """
         if not self.settings.is_canvas:
             return self.sequence.in_flight_start - self.sequence.committed_len
-        step = self.canvas_step()
         lacks_cache = self.settings.cache != "none" and not self.has_cache
-        return self.sequence.mask_end if lacks_cache and canvas.is_begun(step) else 0
+        is_begun = lacks_cache and canvas.is_begun(self.canvas_step())
+        return self.sequence.mask_end if is_begun else 0
 
     @property
     def has_cache(self) -> bool:
@@ -84,28 +81,23 @@ class DecodeRequest:
     def canvas_step(self) -> CanvasStep:
         """The inputs of the canvas' coming step."""
         canvas.append_blocks(self.sequence)
-        return CanvasStep(self.sequence, self.settings, self.position_noise, self.shifts)
+        seed, index = self.asked.sampling.seed, self.asked.sampling.answer_index
+        return CanvasStep(
+            self.sequence,
+            self.settings,
+            lambda positions, step: position_noise(seed, positions, step, index),
+            self.model.shift_logits,
+        )
 
     @property
     def runs_from_host(self) -> bool:
         """Whether the host feeds its next forward, even if others denoise on a device."""
         has_program = ALGORITHMS[self.settings.algorithm].slot_program is not None
-        if (
-            not has_program
-            or self.settings.edits_tokens
-            or self.num_to_prefill > 0
-            or self.num_logprobs is not None
-        ):
+        if not has_program or self.settings.edits_tokens:
             return True
-        return changes_logits(self.sampling, self.sequence, self.open_step().candidates)
-
-    @property
-    def has_prompt(self) -> bool:
-        """Whether the whole prompt is computed, so that the first denoise step can run."""
-        return (
-            self.settings.is_canvas
-            or self.sequence.committed_len >= self.sequence.first_block_start
-        )
+        if self.num_to_prefill > 0 or self.asked.num_logprobs is not None:
+            return True
+        return changes_logits(self.asked.sampling, self.sequence, self.open_step().candidates)
 
     @property
     def lacks_prompt(self) -> bool:
@@ -117,12 +109,12 @@ class DecodeRequest:
         """Whether its pages have everything with which another answer to this prompt can begin."""
         if self.sequence.committed_len == 0 or self.lacks_prompt:
             return False
-        return self.prompt_boundary is not None or not self.shifts
+        return self.prompt_boundary is not None or not self.model.shift_logits
 
     @property
     def needs_remote(self) -> bool:
         """True until the pages of its prefill worker have arrived."""
-        return self.writer is not None and not self.is_verified
+        return self.asked.writer is not None and not self.is_verified
 
     def open_step(self) -> StepPlan:
         """The plan of the coming denoise step; the same one until it is applied."""
@@ -133,23 +125,23 @@ class DecodeRequest:
                 self.plan = denoise.open_step(self.sequence, self.settings)
         return self.plan
 
-    def edits(self, candidates: IntArray) -> PartEdits | None:
-        """`edits_for` these positions. Edits for final text read all of it, which takes longer than
-        a step for a prompt of thousands of tokens. So they are kept until there is more final text.
-        """
-        length = self.sequence.num_emitted
-        known = self.token_edits if self.token_edits_of == length else None
-        found = edits_for(self.sampling, self.sequence, candidates, known)
-        if found is not None:
-            self.token_edits, self.token_edits_of = found.edits, length
-        return found
-
     def close_step(self) -> StepPlan:
         """The plan of the denoise step whose forward has ended; the next one may be opened."""
         plan = self.open_step()
         self.plan = None
         self.forward_passes += 1
         return plan
+
+    def edits(self, candidates: IntArray) -> PartEdits | None:
+        """`edits_for` these positions. Edits for final text read all of it, which takes longer than
+        a step for a prompt of thousands of tokens. So they are kept until there is more final text.
+        """
+        length = self.sequence.num_emitted
+        known = self.token_edits if self.token_edits_of == length else None
+        found = edits_for(self.asked.sampling, self.sequence, candidates, known)
+        if found is not None:
+            self.token_edits, self.token_edits_of = found.edits, length
+        return found
 
     def take_prompt(self, source: "DecodeRequest", page_size: int) -> list[PageRef]:
         """Continues after the prompt of `source`, as if it had stored it itself; returns its whole
@@ -175,73 +167,21 @@ class DecodeRequest:
 
         With `runs_ahead` a second step is launched before this one is read, and both need pages.
         """
-        if self.settings.is_canvas:
-            return self._canvas_demand(limits)
-        to_prefill = self.num_to_prefill
-        if to_prefill:
-            return Demand(
-                rows=to_prefill,
-                whole=False,
-                least=self._smallest_chunk(),
-                pages_held=len(self.pages),
-                pages_wanted=limits.pages_for(self.sequence.in_flight_start),
-            )
-        plan, sequence = self.open_step(), self.sequence
-        end = plan.start + plan.num_stored
-        if runs_ahead:
-            end = max(end, min(sequence.in_flight_end, sequence.last_block_start))
-        return Demand(
-            rows=plan.end - plan.start,
-            whole=True,
-            least=0,
-            pages_held=len(self.pages),
-            pages_wanted=limits.pages_for(end),
-        )
-
-    def _canvas_demand(self, limits: DecodeLimits) -> Demand:
-        """A canvas takes part with all rows of its step, or not at all."""
-        rows = self.num_to_prefill
+        sequence, rows = self.sequence, self.num_to_prefill
         if not rows:
             plan = self.open_step()
-            rows = (plan.end - plan.start) * self._passes
-        return Demand(
-            rows=rows,
-            whole=True,
-            least=0,
-            pages_held=len(self.pages),
-            pages_wanted=limits.pages_for(canvas.num_cached(self.canvas_step())),
-        )
-
-    def note_logprobs(self, positions: IntArray, before: IntArray, told: HostLogprobs) -> None:
-        """Keeps log-probabilities of candidates that were written at these positions. `before` are
-        the previous ids: an unchanged token keeps its earlier ones.
-        """
-        for index in np.flatnonzero(self.sequence.token_ids[positions] != before).tolist():
-            ids, top = told.top_token_ids[index], told.top[index]
-            entry = TokenLogprobs(told.chosen[index], tuple(ids), tuple(top))
-            self.logprobs[int(positions[index])] = entry
-
-    def take_logprobs(self, offset: int, count: int) -> tuple[TokenLogprobs, ...]:
-        """Those of `count` final tokens from `offset` on, if the request asks for them."""
-        if self.num_logprobs is None:
-            return ()
-        first = self.sequence.prompt_len + offset
-        return tuple(self.logprobs.pop(position) for position in range(first, first + count))
-
-    def frontier(self) -> tuple[BlockState, ...]:
-        """The sequence's frontier, with the log-probabilities of its written tokens."""
-        states = self.sequence.frontier()
-        if self.num_logprobs is None or not states:
-            return states
-        first = self.sequence.final_len
-        size = self.sequence.block_size
-        return tuple(
-            replace(
-                state,
-                logprobs=tuple(self.logprobs.get(first + index * size + at) for at in range(size)),
-            )
-            for index, state in enumerate(states)
-        )
+            rows = least = (plan.end - plan.start) * self._passes
+            end = plan.start + plan.num_stored
+            if runs_ahead:
+                end = max(end, min(sequence.in_flight_end, sequence.last_block_start))
+        else:
+            # A bidirectional prompt goes in one piece; later tokens go block by block.
+            least = max(0, sequence.origin - sequence.committed_len) or sequence.block_size
+            end = sequence.in_flight_start
+        if self.settings.is_canvas:  # all rows of its step, or none
+            least, end = rows, canvas.num_cached(self.canvas_step())
+        growth = max(0, limits.pages_for(end) - len(self.pages))
+        return Demand(rows=rows, least=least, growth=growth, holds_pages=bool(self.pages))
 
     def preempt(self) -> None:
         """Forgets the stored KV; tokens, flags and counters stay."""
@@ -249,7 +189,7 @@ class DecodeRequest:
         if self.settings.is_canvas:
             self.cache_of = self.plan = None  # a plan that reads the cache
         self.boundary = None
-        self.sequence.drop_kv()
+        self.sequence.committed_len = 0
         self.preemptions += 1
 
     def footprint(self) -> Footprint:
@@ -259,8 +199,6 @@ class DecodeRequest:
             return canvas.footprint(self.canvas_step(), self._passes)
         num_blocks = (sequence.last_block_end - sequence.first_block_start) // sequence.block_size
         return Footprint(
-            prompt_len=sequence.prompt_len,
-            max_tokens=sequence.stopping.max_tokens,
             most_cached=sequence.last_block_start,
             # All blocks of a full window may settle in one step and be stored together with one new
             # block.
@@ -268,70 +206,10 @@ class DecodeRequest:
             first_chunk=sequence.origin,
         )
 
-    def position_noise(self, positions: IntArray, step: int) -> FloatArray:
-        """The `PositionNoise` of its seed."""
-        return position_noise(self.sampling.seed, positions, step, self.sampling.answer_index)
-
     @property
     def _passes(self) -> int:
         """Sequences in a forward: with guidance, also one whose prompt is masked."""
-        return 2 if self.settings.cfg_scale else 1
-
-    def _smallest_chunk(self) -> int:
-        """A bidirectional prompt goes in one piece; later tokens go block by block."""
-        sequence = self.sequence
-        unsplittable = max(0, sequence.origin - sequence.committed_len)
-        return unsplittable or sequence.block_size
-
-
-class RequestQueues:
-    """Every request of an engine, by transfer id and in exactly one of three queues, which are in
-    the order of arrival. The scheduler moves requests; the pool has the pages.
-    """
-
-    def __init__(self) -> None:
-        self.by_transfer: dict[str, DecodeRequest] = {}
-        self.waiting: list[DecodeRequest] = []  # hold no pages
-        self.receiving: dict[str, DecodeRequest] = {}  # a remote writer is filling their pages
-        self.running: list[DecodeRequest] = []  # oldest first
-
-    @property
-    def num_holding(self) -> int:
-        """Requests that hold pages."""
-        return len(self.receiving) + len(self.running)
-
-    def add(self, request: DecodeRequest) -> None:
-        """A request arrives, after all others."""
-        self.by_transfer[request.attempt.transfer_id] = request
-        self.waiting.append(request)
-
-    def start_receiving(self, request: DecodeRequest) -> None:
-        """A waiting request's pages are open to its writer."""
-        self.waiting.remove(request)
-        self.receiving[request.attempt.transfer_id] = request
-
-    def start_running(self, request: DecodeRequest) -> None:
-        """A request can take part in steps."""
-        if self.receiving.pop(request.attempt.transfer_id, None) is None:
-            self.waiting.remove(request)
-        insort(self.running, request, key=_arrival)
-
-    def put_back(self, request: DecodeRequest) -> None:
-        """A running request waits again, before all younger ones."""
-        self.running.remove(request)
-        insort(self.waiting, request, key=_arrival)
-
-    def remove(self, request: DecodeRequest) -> None:
-        """A request has ended."""
-        transfer_id = request.attempt.transfer_id
-        del self.by_transfer[transfer_id]
-        if self.receiving.pop(transfer_id, None) is None:
-            queue = self.running if request in self.running else self.waiting
-            queue.remove(request)
-
-
-def _arrival(request: DecodeRequest) -> int:
-    return request.arrival
+        return 2 if self.settings.is_canvas and self.settings.cfg_scale else 1
 
 
 def edits_for(

@@ -45,8 +45,6 @@ class DecodeLimits:
 class Footprint:
     """Most resources that one request can ever need, known at its start."""
 
-    prompt_len: int
-    max_tokens: int
     most_cached: int  # tokens before its last block
     most_rows: int  # of one denoise step
     first_chunk: int  # rows that its prefill cannot split; 0 without prefill
@@ -57,10 +55,9 @@ class Demand:
     """The demand of one running request for the next step."""
 
     rows: int  # all it could take
-    whole: bool  # all or nothing: a denoise step takes every block in flight
-    least: int  # smallest chunk of a prefill; 0 if it cannot be split
-    pages_held: int
-    pages_wanted: int  # including the KV that this step stores
+    least: int  # smallest share: all blocks in flight of a denoise step, or a chunk of a prefill
+    growth: int  # pages that it needs beside those it holds, for the KV that the step stores
+    holds_pages: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +70,6 @@ class Schedule:
 
 def check_fits(footprint: Footprint, limits: DecodeLimits) -> None:
     """Raises RequestError with the numbers if a request could never finish here."""
-    length = footprint.prompt_len + footprint.max_tokens
-    if length > limits.max_model_len:
-        raise RequestError(
-            f"prompt of {footprint.prompt_len} and max_tokens of {footprint.max_tokens} add up to "
-            f"{length} tokens; max_model_len is {limits.max_model_len}"
-        )
     pages = limits.pages_for(footprint.most_cached)
     if pages > limits.num_pages:
         raise RequestError(
@@ -141,14 +132,14 @@ def schedule(
     preempted: list[int] = []
     freed = 0  # by them
     budget = limits.max_num_batched_tokens
-    holders = [index for index, demand in enumerate(running) if demand.pages_held]
+    holders = [index for index, demand in enumerate(running) if demand.holds_pages]
     for index, demand in enumerate(running):
         if index in preempted:
             continue
         granted = _grant(demand, budget, limits.block_size)
         if not granted:
             continue
-        growth = max(0, demand.pages_wanted - demand.pages_held)
+        growth = demand.growth
         while growth > num_free and holders and holders[-1] > index:
             preempted.append(holders.pop())
             before, freed = freed, count_freed(preempted)
@@ -165,6 +156,6 @@ def _grant(demand: Demand, budget: int, block_size: int) -> int:
     """Rows of this demand that fit: all of a denoise step, or a chunk cut at a block's end."""
     if demand.rows <= budget:
         return demand.rows
-    if demand.whole or demand.least > budget:
+    if demand.least > budget:
         return 0
     return demand.least + (budget - demand.least) // block_size * block_size

@@ -115,13 +115,18 @@ class Sequence:
     """
 
     __slots__ = (
+        "answer_end",
         "block_size",
         "blocks",
         "committed_len",
         "final_len",
+        "first_block_start",
+        "last_block_end",
+        "last_block_start",
         "mask_end",
         "mask_token_id",
         "masked",
+        "min_end",
         "origin",
         "prompt_len",
         "step_open",
@@ -148,9 +153,18 @@ class Sequence:
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.stopping = stopping
+        self.answer_end = self.prompt_len + stopping.max_tokens  # after the last possible token
+        self.min_end = self.prompt_len + stopping.min_tokens  # before it no stop id is written
+        in_grid = (self.prompt_len - origin) // block_size
+        # Where denoising begins; everything before it is prefilled.
+        self.first_block_start = origin + in_grid * block_size
+        in_grid = (self.answer_end - 1 - origin) // block_size
+        # The last block's KV is never stored, but everything before it may be.
+        self.last_block_start = origin + in_grid * block_size
+        self.last_block_end = self.last_block_start + block_size
         self.mask_end = self.answer_end if is_canvas else self.last_block_end
         self.blocks: list[Block] = []
-        self.committed_len = 0  # leading tokens whose KV is stored
+        self.committed_len = 0  # leading tokens whose KV is stored; 0 again after a preemption
         self.final_len = self.first_block_start  # leading tokens that can no longer change
         self.stop_seen = False  # a stop id was written, settled or not
         self.step_open = False  # append and activation of the coming step are done
@@ -185,32 +199,6 @@ class Sequence:
     def prompt_ids(self) -> IntArray:
         """The prompt [prompt_len]."""
         return self.token_ids[: self.prompt_len]
-
-    @property
-    def answer_end(self) -> int:
-        """Position after the last possible token of the answer."""
-        return self.prompt_len + self.stopping.max_tokens
-
-    @property
-    def min_end(self) -> int:
-        """Position before which no stop id is written."""
-        return self.prompt_len + self.stopping.min_tokens
-
-    @property
-    def first_block_start(self) -> int:
-        """Where denoising begins; everything before it is prefilled."""
-        in_grid = (self.prompt_len - self.origin) // self.block_size
-        return self.origin + in_grid * self.block_size
-
-    @property
-    def last_block_start(self) -> int:
-        """Where the last block begins; its KV is never stored, but everything before it may be."""
-        in_grid = (self.answer_end - 1 - self.origin) // self.block_size
-        return self.origin + in_grid * self.block_size
-
-    @property
-    def last_block_end(self) -> int:
-        return self.last_block_start + self.block_size
 
     @property
     def num_blocks_left(self) -> int:
@@ -285,10 +273,6 @@ class Sequence:
         assert self.committed_len <= self.final_len, "only final tokens are stored"
         while self.blocks and self.blocks[0].end <= self.committed_len:
             self.blocks.pop(0)
-
-    def drop_kv(self) -> None:
-        """Preempts: tokens, flags and counters stay, the stored KV is gone."""
-        self.committed_len = 0
 
     def frontier(self) -> tuple[messages.BlockState, ...]:
         """The current ACTIVE blocks; with the final tokens, they are all that resuming needs."""

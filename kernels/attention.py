@@ -25,17 +25,14 @@ def block_attention(
     *,
     scale: float,
     out: Tensor | None = None,
-    lse: Tensor | None = None,
 ) -> Tensor:
     """Attention output [T, Hq, D] of all packed rows, in the dtype of ``q``.
 
     q is [T, Hq, D], k and v are [T, Hkv, D] with Hq a multiple of Hkv; k_cache and v_cache are one
     layer's logical views [pages, page_size, Hkv, D] of any strides, or views of the distinct layout
-    (`pages`). Cached slots that no page table reaches are never read. ``lse`` [T, Hq] fp32, if
-    given, receives each row's log-sum-exp of the scaled scores (natural log). On the CPU the rows
-    of one diffusion block are computed separately, over the keys they see. So a row's result is
-    bitwise the same, whatever other sequences or later blocks of its own sequence share the
-    forward.
+    (`pages`). Cached slots that no page table reaches are never read. On the CPU the rows of one
+    diffusion block are computed separately, over the keys they see. So a row's result is bitwise
+    the same, whatever other sequences or later blocks of its own sequence share the forward.
     """
     _check(q, k, v, k_cache, v_cache, batch)
     if out is None:
@@ -43,13 +40,13 @@ def block_attention(
     if q.is_cuda:
         from effuse.kernels import attention_triton
 
-        attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out, lse=lse)
+        attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
         return out
     assert batch.gather is not None, "the batch was not built for the CPU"
     plan = batch.gather
     if is_distinct(k_cache):
         k_cache, v_cache, plan = _as_one_page(k_cache, v_cache, plan)
-    return _attention_torch(q, k, v, k_cache, v_cache, plan, scale, out, lse)
+    return _attention_torch(q, k, v, k_cache, v_cache, plan, scale, out)
 
 
 def _as_one_page(
@@ -71,7 +68,6 @@ def _attention_torch(
     plan: GatherPlan,
     scale: float,
     out: Tensor,
-    lse: Tensor | None,
 ) -> Tensor:
     index = _row_index(k_cache, plan)
     keys = _keys_by_sequence(k_cache, k, index, plan)
@@ -80,7 +76,6 @@ def _attention_torch(
     values = _keys_by_sequence(v_cache, v, index, plan)
     queries = iter(torch.split(q.transpose(0, 1)[None], plan.segment_lens, dim=2))
     results: list[Tensor] = []
-    sums: list[Tensor] = []
     for key, value, segment_keys in zip(keys, values, plan.segment_keys, strict=True):
         for count in segment_keys:
             query, seen = next(queries), key.narrow(2, 0, count)
@@ -88,18 +83,7 @@ def _attention_torch(
                 query, seen, value.narrow(2, 0, count), scale=scale, enable_gqa=True
             )
             results.append(result[0].transpose(0, 1))
-            if lse is not None:
-                sums.append(_log_sum_exp(query, seen, scale))
-    if lse is not None and sums:
-        torch.cat(sums, out=lse)
     return torch.cat(results, out=out) if results else out
-
-
-def _log_sum_exp(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """[rows, Hq] fp32 from query [1, Hq, rows, D] and key [1, Hkv, keys, D]."""
-    groups = query.shape[1] // key.shape[1]
-    scores = query[0].float() @ key[0].float().repeat_interleave(groups, dim=0).mT
-    return (scores * scale).logsumexp(dim=-1).T
 
 
 def _keys_by_sequence(

@@ -40,12 +40,10 @@ class FlexPlan:
 class FlexAttention:
     """`attention.block_attention` by FlexAttention; keeps the plan of the batch of its last call.
 
-    With ``packs_heads`` the query heads of a KV head are rows of one matrix, as in the Triton
-    kernel; otherwise each is a separate head.
+    The query heads of a KV head are rows of one matrix, as in the Triton kernel.
     """
 
-    def __init__(self, *, packs_heads: bool = True) -> None:
-        self._packs_heads = packs_heads
+    def __init__(self) -> None:
         self._last: tuple[AttentionBatch, FlexPlan] | None = None
 
     def __call__(
@@ -67,7 +65,7 @@ class FlexAttention:
             )
         if not batch.max_seqlen:
             return torch.empty_like(q)
-        groups = q.shape[1] // k.shape[1] if self._packs_heads else 1
+        groups = q.shape[1] // k.shape[1]
         if self._last is None or self._last[0] is not batch:
             self._last = batch, make_plan(batch, len(q), groups)
         plan = self._last[1]

@@ -39,7 +39,6 @@ def hopper_attention_kernel(
     k_boxes,
     v_boxes,
     out,
-    lse,
     partial_out,
     partial_lse,
     cu_seqlens,
@@ -74,7 +73,6 @@ def hopper_attention_kernel(
     STAGES: gl.constexpr,
     MAX_SEQS: gl.constexpr,
     SPLIT_STEP: gl.constexpr,
-    HAS_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -129,14 +127,14 @@ def hopper_attention_kernel(
         k_token, k_head, v_token, v_head,
         kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
     )  # fmt: skip
-    results = (out, lse, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits)
+    results = (out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits)
     await_kernel_before()
     consumer = (memory, barriers, rows, span, q, q_token, q_head, results, scale)
     producer = (memory, barriers, rows, span, sources, boxes, strides)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP, HAS_LSE) + consumer),
+                (_consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP) + consumer),
                 (produce, (PAGE_SIZE, CHUNK) + producer),
             ],
             [4],
@@ -145,8 +143,8 @@ def hopper_attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP, HAS_LSE) + consumer),
-                (_consume, (1, GROUPS, BLOCK_SIZE, SPLIT_STEP, HAS_LSE) + consumer),
+                (_consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP) + consumer),
+                (_consume, (1, GROUPS, BLOCK_SIZE, SPLIT_STEP) + consumer),
                 (produce, (PAGE_SIZE, CHUNK) + producer),
             ],
             [4, 4],
@@ -218,7 +216,6 @@ def _consume(
     GROUPS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     SPLIT_STEP: gl.constexpr,
-    HAS_LSE: gl.constexpr,
     memory,
     barriers,
     rows,
@@ -284,17 +281,16 @@ def _consume(
     fence_async_shared()
     accumulator = warpgroup_mma(weights, values.index((num_tiles - 1) % STAGES), accumulator)
 
-    out, lse, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits = results
+    out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits = results
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, result_layout))
     result = accumulator * inverse[:, None]
-    row_lse = peak + gl.log2(total)
-    num_heads = gl.num_programs(0) * GROUPS
-    row_token = (first_row + row // GROUPS).to(gl.int64)
-    row_head = kv_head * GROUPS + row % GROUPS
-    row_valid = row < num_rows * GROUPS
     if SPLIT_STEP > 0 and num_splits > 1:
+        row_token = (first_row + row // GROUPS).to(gl.int64)
+        row_head = kv_head * GROUPS + row % GROUPS
+        row_valid = row < num_rows * GROUPS
+        num_heads = gl.num_programs(0) * GROUPS
         part = (gl.program_id(1).to(gl.int64) * num_tokens + row_token) * num_heads + row_head
-        gl.store(partial_lse + part, row_lse, mask=row_valid)
+        gl.store(partial_lse + part, peak + gl.log2(total), mask=row_valid)
         column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, result_layout))
         part = gl.convert_layout(part * HEAD_DIM, gl.SliceLayout(1, result_layout))
         whole_row = gl.convert_layout(row_valid, gl.SliceLayout(1, result_layout))
@@ -308,10 +304,6 @@ def _consume(
         columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, wide))
         pointers = out + rows_written[:, None] + columns[None, :]
         gl.store(pointers, queries.load(wide), mask=exists[:, None])
-        if HAS_LSE:
-            gl.store(
-                lse + row_token * num_heads + row_head, row_lse * 0.6931471805599453, mask=row_valid
-            )
 
 
 @gluon.jit

@@ -84,7 +84,6 @@ def launch(
     *,
     scale: float,
     out: Tensor,
-    lse: Tensor | None = None,
     splits: int | None = None,
 ) -> None:
     """`attention_triton.launch` for arguments that `is_supported` accepts."""
@@ -115,7 +114,6 @@ def launch(
         v_cache,
         *(boxes or (None, None)),
         out,
-        lse if lse is not None else out,
         partial_out,
         partial_lse,
         batch.cu_seqlens,
@@ -142,7 +140,6 @@ def launch(
         STAGES=shape.stages,
         MAX_SEQS=max(64, 1 << (num_seqs - 1).bit_length()),
         SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
-        HAS_LSE=lse is not None,
         CONSUMER_REGISTERS=shape.consumer_registers,
         PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4,
@@ -151,7 +148,7 @@ def launch(
         launch_pdl=True,
     )
     if num_splits > 1:
-        merge_splits(partial_out, partial_lse, batch, out, lse)
+        merge_splits(partial_out, partial_lse, batch, out)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -51,9 +51,8 @@ def merge_splits(
     partial_lse: Tensor,
     batch: AttentionBatch,
     out: Tensor,
-    lse: Tensor | None,
 ) -> None:
-    """Fill ``out`` [T, Hq, D] and ``lse`` [T, Hq] for sequences of more than one split.
+    """Fill ``out`` [T, Hq, D] for sequences of more than one split.
 
     ``partial_out`` [splits, T, Hq, D] fp32 holds normalised outputs, ``partial_lse``
     [splits, T, Hq] fp32 their base-2 log-sum-exp, of as many splits as `tokens_per_split` gives a
@@ -66,7 +65,6 @@ def merge_splits(
         partial_out,
         partial_lse,
         out,
-        lse if lse is not None else out,
         batch.cu_seqlens,
         batch.context_lens,
         num_seqs,
@@ -79,7 +77,6 @@ def merge_splits(
         SPLIT_STEP=SPLIT_STEP,
         SPLITS_AT_ONCE=SPLITS_AT_ONCE,
         HEADS_AT_ONCE=HEADS_AT_ONCE,
-        HAS_LSE=lse is not None,
         STARTS_EARLY=starts_early,
         num_warps=4,
         enable_fp_fusion=True,
@@ -106,7 +103,6 @@ def _merge_kernel(
     partial_out,
     partial_lse,
     out,
-    lse,
     cu_seqlens,
     context_lens,
     num_seqs,
@@ -120,7 +116,6 @@ def _merge_kernel(
     SPLIT_STEP: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
     """Combine some heads of a token over its splits, a fixed number at a time, in split order.
@@ -158,8 +153,6 @@ def _merge_kernel(
     rows = out + token.to(tl.int64) * out_token + head * out_head
     result = (result / total[:, None]).to(out.dtype.element_ty)
     tl.store(rows[:, None] + dim[None, :], result, mask=exists[:, None])
-    if HAS_LSE:
-        tl.store(lse + place, (peak + tl.log2(total)) * 0.6931471805599453, mask=exists)
 
 
 @triton.jit

@@ -5,8 +5,8 @@
 On Hopper, 16-bit types in unified pages use `attention_hopper`. This kernel covers other devices,
 fp32, other head dims and strides, and the distinct layout. Both compute the same, on which tests
 without a GPU rely. One program takes a tile of 64 rows (query, head in group) of one KV head: first
-all cached pages of the sequence, then its in-flight rows under the block-causal mask, then output
-and log-sum-exp. `attention_pages_triton` reads the cached tokens of both layouts. Long caches are
+all cached pages of the sequence, then its in-flight rows under the block-causal mask, then the
+output. `attention_pages_triton` reads the cached tokens of both layouts. Long caches are
 split over programs and merged. Launch parameters depend only on shapes.
 
 Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence once
@@ -64,10 +64,9 @@ def launch(
     *,
     scale: float,
     out: Tensor,
-    lse: Tensor | None = None,
     splits: int | None = None,
 ) -> None:
-    """Fill ``out`` [T, Hq, D] and, if given, ``lse`` [T, Hq] fp32 (natural log).
+    """Fill ``out`` [T, Hq, D].
 
     Caches are views of either layout, as in `attention.block_attention`. ``splits`` overrides
     `most_splits`. Raises ValueError for head dims that tensor cores do not support, and for rows
@@ -95,7 +94,6 @@ def launch(
         batch,
         scale=scale,
         out=out,
-        lse=lse,
         splits=splits,
     )
 
@@ -110,7 +108,6 @@ def launch_portable(
     *,
     scale: float,
     out: Tensor,
-    lse: Tensor | None = None,
     splits: int | None = None,
 ) -> None:
     """`launch` by the kernel for every device, for arguments that `launch` has checked."""
@@ -131,7 +128,6 @@ def launch_portable(
         k_cache,
         v_cache,
         out,
-        lse if lse is not None else out,
         partial_out,
         partial_lse,
         batch.cu_seqlens,
@@ -156,14 +152,13 @@ def launch_portable(
         TILE_ROWS=tile.rows,
         TILE_KEYS=tile.keys,
         SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
-        HAS_LSE=lse is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )
     if num_splits > 1:
-        merge_splits(partial_out, partial_lse, batch, out, lse)
+        merge_splits(partial_out, partial_lse, batch, out)
 
 
 def _page_strides(cache: Tensor, distinct: bool) -> tuple[int, int | None, int]:
@@ -218,7 +213,6 @@ def _attention_kernel(
     k_cache,
     v_cache,
     out,
-    lse,
     partial_out,
     partial_lse,
     cu_seqlens,
@@ -251,7 +245,6 @@ def _attention_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     SPLIT_STEP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -350,14 +343,13 @@ def _attention_kernel(
 
     # Stage 3: normalise; every valid row has seen a key, unless it is in no split.
     result = accumulator / total[:, None]
-    row_lse = peak + tl.log2(total)
     if SPLIT_STEP > 0 and num_splits > 1:
         place = tl.program_id(2).to(tl.int64) * num_tokens + token
         place = place * (tl.num_programs(1) * GROUPS) + head
         tl.store(
             partial_out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None]
         )
-        tl.store(partial_lse + place, row_lse, mask=valid)
+        tl.store(partial_lse + place, peak + tl.log2(total), mask=valid)
     else:
         out_rows = token * out_token + head * out_head
         tl.store(
@@ -365,6 +357,3 @@ def _attention_kernel(
             result.to(out.dtype.element_ty),
             mask=valid[:, None],
         )
-        if HAS_LSE:
-            place = token * (tl.num_programs(1) * GROUPS) + head
-            tl.store(lse + place, row_lse * 0.6931471805599453, mask=valid)

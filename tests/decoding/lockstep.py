@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from operators.torch_steps import Views
 from torch import Tensor
 
 from decoding.invariants import make_sequence
@@ -21,11 +22,19 @@ from decoding.scripts import Case, random_case
 from effuse.config.decoding import Sampling
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import AnswerEnd
-from effuse.decode_worker.device_records import Record, apply_record, slot_row
+from effuse.decode_worker.device_slots import Record, apply_record, slot_row
 from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.sequence import HostCandidates as Proposed
 from effuse.kernels.sampling import Candidates, ScoreCode
-from effuse.kernels.step_slots import Control, RecordColumn, SlotLayout, SlotTable, Status, StepRows
+from effuse.kernels.step_slots import (
+    BlockColumn,
+    Control,
+    RecordColumn,
+    SlotLayout,
+    SlotTable,
+    Status,
+    StepRows,
+)
 from effuse.models.packing import pack_parts
 from effuse.models.part import Part
 
@@ -298,7 +307,7 @@ class Lockstep:
         sequence, settings = seat.sequence, seat.case.settings
         if found is None:
             assert record.status is Status.RUNNING
-            assert same_state(record, sequence)
+            assert self._same_state(slot, record, sequence)
             return
         if not found.is_finite():
             assert record.status is Status.FAILED
@@ -311,16 +320,14 @@ class Lockstep:
         assert apply_record(mirror, plan, record) == outcome
         assert mirror.blocks == sequence.blocks
         assert mirror.frontier() == sequence.frontier()
-        written = [block in outcome.written for block in sequence.blocks]
         num_settled = record.column(RecordColumn.NUM_SETTLED)
         assert num_settled == outcome.num_settled
-        assert record.column(RecordColumn.NUM_SEMI_WRITES) == outcome.num_semi_writes
         assert record.column(RecordColumn.NUM_WRITTEN) == len(plan.candidates) - int(
             sequence.masked[plan.start : plan.end].sum()
         )
-        assert record.final_len == sequence.final_len
+        assert final_len(record) == sequence.final_len
         self.seen.settled_together += outcome.num_settled > 1
-        self.seen.semi_writes += outcome.num_semi_writes > 0
+        self.seen.semi_writes += any(not block.full for block in outcome.written)
         if outcome.finish is None:
             denoise.open_step(sequence, settings)
             assert record.status is Status.RUNNING
@@ -330,8 +337,28 @@ class Lockstep:
             self.seen.stopped += stopped
             self.seen.ended += not stopped
             self._leave(slot)
-        assert record.written[: len(written)].astype(bool).tolist() == written
-        assert same_state(record, sequence)
+        assert self._same_state(slot, record, sequence)
+
+    def _same_state(self, slot: int, record: Record, sequence: Sequence) -> bool:
+        """Whether record and slot equal the sequence with its next step opened."""
+        blocks, size = sequence.blocks, self.block_size
+        span = slice(sequence.in_flight_start, sequence.in_flight_end)
+        shown = np.where(sequence.masked[span], -1, sequence.token_ids[span])
+        num_settled = sum(block.state is BlockPhase.SETTLED for block in blocks)
+        views = Views(self.table)
+        places = [(block.start - sequence.origin) // size % self.layout.ring for block in blocks]
+        full, counts = (
+            views.blocks(x)[slot, places] for x in (BlockColumn.FULL, BlockColumn.COUNT)
+        )
+        return (
+            record.start == sequence.in_flight_start
+            and record.column(RecordColumn.NUM_SETTLED) == num_settled
+            and record.column(RecordColumn.STOP_SEEN) == sequence.stop_seen
+            and record.column(RecordColumn.NUM_MASKS) == sum(block.masks_left for block in blocks)
+            and full.tolist() == [block.full for block in blocks]
+            and counts.tolist() == [block.denoise_count for block in blocks]
+            and np.array_equal(record.tokens, shown)
+        )
 
     def _leave(self, slot: int) -> None:
         self.seats[slot] = None
@@ -339,18 +366,6 @@ class Lockstep:
             self.table.rows[slot, 0] = int(Status.EMPTY)
 
 
-def same_state(record: Record, sequence: Sequence) -> bool:
-    """Whether the record equals the sequence with its next step opened."""
-    blocks = sequence.blocks
-    span = slice(sequence.in_flight_start, sequence.in_flight_end)
-    shown = np.where(sequence.masked[span], -1, sequence.token_ids[span])
-    num_settled = sum(block.state is BlockPhase.SETTLED for block in blocks)
-    return (
-        record.start == sequence.in_flight_start
-        and record.column(RecordColumn.NUM_SETTLED) == num_settled
-        and record.column(RecordColumn.STOP_SEEN) == sequence.stop_seen
-        and record.column(RecordColumn.NUM_MASKS) == sum(block.masks_left for block in blocks)
-        and record.full.tolist() == [block.full for block in blocks]
-        and record.counts.tolist() == [block.denoise_count for block in blocks]
-        and np.array_equal(record.tokens, shown)
-    )
+def final_len(record: Record) -> int:
+    """Leading tokens that can no longer change."""
+    return record.start + record.column(RecordColumn.NUM_SETTLED) * record.layout.block_size

@@ -43,7 +43,6 @@ def test_later_blocks_do_not_change_earlier_rows() -> None:
         v=call.v[:16],
         batch=attention.batch_of(first, call.batch.page_table.tolist(), OPS.device),
         out=torch.empty_like(call.out[:16]),
-        lse=None,
     )
     OPS.attention(cut)
     assert torch.equal(cut.out, call.out[:16])
@@ -55,7 +54,7 @@ def test_head_dim_may_be_strided() -> None:
     OPS.attention(call)
     transposed = call.v_cache.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert transposed.stride(-1) != 1
-    again = replace(call, v_cache=transposed, out=torch.empty_like(call.out), lse=None)
+    again = replace(call, v_cache=transposed, out=torch.empty_like(call.out))
     OPS.attention(again)
     assert torch.equal(again.out, call.out)
 

@@ -22,19 +22,15 @@ FAR = Case(
 CASES = attention.CASES | {"several_blocks_of_the_mask": FAR}
 
 
-UNPACKED = ("ragged", "heads_7_to_1", "several_blocks_of_the_mask")
-NAMES = [(name, True) for name in CASES] + [(name, False) for name in UNPACKED]
-
-
-@pytest.mark.parametrize(("name", "packs_heads"), NAMES)
-def test_equals_explicit_mask(name: str, packs_heads: bool) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_equals_explicit_mask(name: str) -> None:
     """NaN lies in every slot that is not cached."""
     case = CASES[name]
     call = build(case, CPU, torch.float32)
-    attend = FlexAttention(packs_heads=packs_heads)
+    attend = FlexAttention()
     out = attend(call.q, call.k, call.v, call.k_cache, call.v_cache, call.batch, scale=call.scale)
-    exact = attention.reference(case, call, torch.float64)[0]
-    plain = attention.reference(case, call, torch.float32)[0]
+    exact = attention.reference(case, call, torch.float64)
+    plain = attention.reference(case, call, torch.float32)
     assert_close(out, exact, plain)
 
 
@@ -47,14 +43,14 @@ def test_a_plan_serves_one_batch_alone() -> None:
             out = attend(
                 call.q, call.k, call.v, call.k_cache, call.v_cache, call.batch, scale=call.scale
             )
-            exact = attention.reference(case, call, torch.float64)[0]
-            assert_close(out, exact, attention.reference(case, call, torch.float32)[0])
+            exact = attention.reference(case, call, torch.float64)
+            assert_close(out, exact, attention.reference(case, call, torch.float32))
 
 
 def test_blocks_of_the_mask_are_counted_as_they_are_seen() -> None:
     """Every visible key lies in a counted block, and blocks called full hide none."""
     call = build(FAR, CPU, torch.float32)
-    attend = FlexAttention(packs_heads=True)
+    attend = FlexAttention()
     attend(call.q, call.k, call.v, call.k_cache, call.v_cache, call.batch, scale=call.scale)
     assert attend._last is not None
     mask = attend._last[1].mask

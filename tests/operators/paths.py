@@ -49,7 +49,6 @@ class Attention:
     batch: AttentionBatch
     scale: float
     out: Tensor
-    lse: Tensor | None
     splits: int | None
 
 
@@ -79,9 +78,7 @@ def public(device: torch.device) -> Operators:
     from effuse.kernels.sampling import sample_confidence
 
     def attention(a: Attention) -> None:
-        block_attention(
-            a.q, a.k, a.v, a.k_cache, a.v_cache, a.batch, scale=a.scale, out=a.out, lse=a.lse
-        )
+        block_attention(a.q, a.k, a.v, a.k_cache, a.v_cache, a.batch, scale=a.scale, out=a.out)
 
     return Operators(
         device=device,
@@ -117,7 +114,6 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
             a.batch,
             scale=a.scale,
             out=a.out,
-            lse=a.lse,
             splits=a.splits,
         )
 

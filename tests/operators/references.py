@@ -182,8 +182,9 @@ def _row_ref(
     probability = [p / total for p in probability[:kept]]
     chosen = 0
     if temperature > 0:
-        counters = (sampling.seed, sampling.position, sampling.denoise_count, sampling.answer_index)
-        noise = gumbel_noise(*(one[row : row + 1] for one in counters), vocab_size=len(value))
+        own = sampling.of_rows(slice(row, row + 1))
+        counters = (own.seed, own.position, own.denoise_count, own.answer_index)
+        noise = gumbel_noise(*counters, len(value))
         noisy = (values + noise[0]).tolist()
         chosen = min(range(kept), key=lambda i: (-noisy[order[i]], order[i]))
     confidence = probability[chosen]

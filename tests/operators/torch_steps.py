@@ -208,16 +208,14 @@ def advance(
     stepped = first_candidate >= 0
     goes = stepped & ~(flight.masked & ~proposed.finite).any((1, 2))
     chosen = _choose(table, flight, proposed) & goes[:, None, None]
-    is_full = flight.full[:, :, None] == 1
-    written, semi_writes = chosen.sum((1, 2)), (chosen & ~is_full).sum((1, 2))
+    written = chosen.sum((1, 2))
     _write(table, flight, proposed, chosen, goes)
     _settle(table, flight, stepped, goes)
     _store(table, flight)
-    _record(table, flight, records, chosen.any(2))
+    _record(table, flight, records)
     for column, values in (
         (RecordColumn.STEPPED, stepped),
         (RecordColumn.NUM_WRITTEN, written),
-        (RecordColumn.NUM_SEMI_WRITES, semi_writes),
     ):
         records[:, column] = values.int()
 
@@ -439,7 +437,7 @@ def _store(table: Views, flight: _Flight) -> None:
     table.masked.scatter_(1, cells, flight.masked.int())
 
 
-def _record(table: Views, flight: _Flight, records: Tensor, written: Tensor) -> None:
+def _record(table: Views, flight: _Flight, records: Tensor) -> None:
     """The current state, with blocks counted from the new START."""
     ring = table.layout.ring
     records[:, :NUM_RECORD_COLUMNS] = 0
@@ -451,5 +449,4 @@ def _record(table: Views, flight: _Flight, records: Tensor, written: Tensor) -> 
     order = ((flight.index - moved[:, None]) % ring).long()
     cells = order[:, :, None].expand_as(flight.tokens)
     shown = flight.tokens.where(~flight.masked, -1).gather(1, cells)
-    parts = [x.int().gather(1, order) for x in (flight.full, flight.count, written)]
-    records[:, NUM_RECORD_COLUMNS:] = torch.cat([*parts, shown.flatten(1)], dim=1)
+    records[:, NUM_RECORD_COLUMNS:] = shown.flatten(1)

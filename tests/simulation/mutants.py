@@ -148,13 +148,10 @@ def committed_twice() -> Patch:
 
 def freed_pages_released_again() -> Patch:
     def end(self: DecodeEngine, request: DecodeRequest) -> None:
-        transfer_id = request.attempt.transfer_id
-        if self._handoffs.is_open(transfer_id):
-            self._handoffs.abort(transfer_id)
+        if self._handoffs.is_open(request.transfer_id):
+            self._handoffs.abort(request.transfer_id)
             request.pages.clear()
-        self._pool.release(request.pages)
-        request.pages.clear()
-        self._queues.remove(request)
+        self._roster.remove(request)
 
     return patch.object(DecodeEngine, "_end", end)
 

@@ -1,0 +1,203 @@
+"""The requests of an engine and their pages: which wait, which run, and which read whose prompt.
+
+Answers to one request are a group. Their first one receives or computes the prompt's KV; the others
+wait for it, then read its whole pages and own a copy of the page that has both prompt and answer.
+If the first one ends before that, the next one in the order of arrival computes it: as after a
+preemption, no prefill worker is involved again.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Callable, Sequence
+
+from effuse.decode_worker import scheduler
+from effuse.decode_worker.executor import Executor, Share
+from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.pool import PagePool
+
+
+class Roster:
+    """Every request of an engine, by transfer id and in exactly one of three queues, which are in
+    the order of arrival.
+    """
+
+    def __init__(self, executor: Executor, pool: PagePool, limits: DecodeLimits) -> None:
+        self.by_transfer: dict[str, DecodeRequest] = {}
+        self.waiting: list[DecodeRequest] = []  # hold no pages
+        self.receiving: dict[str, DecodeRequest] = {}  # a remote writer is filling their pages
+        self.running: list[DecodeRequest] = []  # oldest first
+        self._groups: dict[tuple[str, bytes], list[DecodeRequest]] = {}  # with equal prompts
+        self._executor = executor
+        self._pool = pool
+        self._limits = limits
+
+    @property
+    def num_holding(self) -> int:
+        """Requests that hold pages."""
+        return len(self.receiving) + len(self.running)
+
+    def add(self, request: DecodeRequest) -> None:
+        """A request arrives, after all others."""
+        self.by_transfer[request.transfer_id] = request
+        self.waiting.append(request)
+        if request.asked.group:
+            request.siblings = self._groups.setdefault(_group_of(request), [])
+            request.siblings.append(request)
+
+    def start_running(self, request: DecodeRequest) -> None:
+        """A request can take part in steps."""
+        if self.receiving.pop(request.transfer_id, None) is None:
+            self.waiting.remove(request)
+        insort(self.running, request, key=_arrival)
+
+    def remove(self, request: DecodeRequest) -> None:
+        """A request has ended, and its pages are free unless others read them."""
+        self._pool.release(request.pages)
+        request.pages.clear()
+        del self.by_transfer[request.transfer_id]
+        if self.receiving.pop(request.transfer_id, None) is None:
+            queue = self.running if request in self.running else self.waiting
+            queue.remove(request)
+        if request.asked.group:
+            request.siblings.remove(request)
+            if not request.siblings:
+                del self._groups[_group_of(request)]
+
+    # Admission.
+
+    def admissible(self) -> list[DecodeRequest]:
+        """The oldest waiting requests, as many as there is room for. Requests that wait for another
+        one's prompt let younger ones pass.
+        """
+        waiting = self._not_coming()
+        if not waiting:
+            return []
+        count = scheduler.admit(
+            (self._pages_to_begin(request) for request in waiting),
+            num_holding=self.num_holding,
+            num_free=self._pool.num_free,
+            growth=sum(request.demand(self._limits).growth for request in self.running),
+            limits=self._limits,
+        )
+        return waiting[:count]
+
+    def begin_remote(self, request: DecodeRequest) -> tuple[PageRef, ...]:
+        """Gives a waiting request its pages, which its writer fills."""
+        pages = self._pool.allocate(self._pages_to_begin(request))
+        assert pages is not None, "admission counts free pages"
+        request.pages = list(pages)
+        self.waiting.remove(request)
+        self.receiving[request.transfer_id] = request
+        return pages
+
+    def begin(self, request: DecodeRequest) -> None:
+        """Gives a waiting request its pages, which the engine fills or which have its prompt.
+
+        If prompt and answer share a page, the first of its own begins as a copy of it.
+        """
+        count, source = self._pages_to_begin(request), _source_of(request)
+        num_whole, tail = divmod(request.sequence.first_block_start, self._limits.page_size)
+        if source is not None:
+            self._pool.share(request.take_prompt(source, self._limits.page_size))
+            self._executor.counters.prompts_shared += 1
+        self._give_pages(request, count)
+        if source is not None and tail:
+            self._executor.copy_page(source.page_ids[num_whole], request.page_ids[num_whole])
+        self.start_running(request)
+
+    def _pages_to_begin(self, request: DecodeRequest) -> int:
+        """Free pages with which it can begin, without whole ones of another's prompt."""
+        count = request.pages_to_begin(self._limits)
+        if _source_of(request) is None:
+            return count
+        return count - request.sequence.first_block_start // self._limits.page_size
+
+    def _give_pages(self, request: DecodeRequest, count: int) -> None:
+        pages = self._pool.allocate_committed(count)
+        assert pages is not None, "the scheduler counts free pages"
+        request.pages.extend(pages)
+
+    def _not_coming(self) -> list[DecodeRequest]:
+        """The waiting requests whose prompt's KV is not on its way to a sibling, and that have no
+        older sibling that will get it.
+        """
+        last_to_begin: dict[int, float] = {}  # arrivals, by the identity of a group
+        left = []
+        for request in self.waiting:
+            group = id(request.siblings)
+            if _may_share(request) and group not in last_to_begin:
+                last_to_begin[group] = _last_to_begin(request.siblings)
+            if not _may_share(request) or request.arrival <= last_to_begin[group]:
+                left.append(request)
+        return left
+
+    # Steps.
+
+    def schedule(self, apply_all: Callable[[], object]) -> list[Share]:
+        """Asks the scheduler which requests take part, preempts, and hands out pages. `apply_all`
+        waits for launched steps.
+        """
+        running, executor = list(self.running), self._executor
+        demands = [one.demand(self._limits, runs_ahead=executor.runs_ahead) for one in running]
+        schedule = scheduler.schedule(
+            demands,
+            num_free=self._pool.num_free,
+            limits=self._limits,
+            count_freed=lambda gone: self._pool.count_freed(running[at].pages for at in gone),
+        )
+        if schedule.preempted and executor.is_running:
+            # Launched steps must end before pages change hands; that may also free some.
+            apply_all()
+            return self.schedule(apply_all)
+        for index in schedule.preempted:
+            self.preempt(running[index])
+        shares = []
+        for request, demand, rows in zip(running, demands, schedule.rows, strict=True):
+            if rows:
+                self._give_pages(request, demand.growth)
+                shares.append(Share(request, rows))
+        return shares
+
+    def preempt(self, request: DecodeRequest) -> None:
+        """A running request loses its pages and waits again, before all younger ones."""
+        assert not self._executor.is_running, "its last step has been read"
+        self._executor.remove(request)
+        self._pool.release(request.pages)
+        request.preempt()
+        self.running.remove(request)
+        insort(self.waiting, request, key=_arrival)
+        self._executor.counters.preemptions += 1
+
+
+def _arrival(request: DecodeRequest) -> int:
+    return request.arrival
+
+
+def _group_of(request: DecodeRequest) -> tuple[str, bytes]:
+    return request.asked.group, request.sequence.prompt_ids.tobytes()
+
+
+def _source_of(request: DecodeRequest) -> DecodeRequest | None:
+    """The request with the KV of its prompt, for a request that does not have it yet."""
+    if not _may_share(request):
+        return None
+    return next((one for one in request.siblings if one.holds_prompt), None)
+
+
+def _may_share(request: DecodeRequest) -> bool:
+    """Whether a request may get its prompt from another one; not once it has it, and not if a
+    writer brings it.
+    """
+    return bool(request.siblings) and request.lacks_prompt and not request.needs_remote
+
+
+def _last_to_begin(siblings: Sequence[DecodeRequest]) -> float:
+    """The last arrival among the sharing requests that can begin: all if one has the KV, none while
+    it is on its way to one, otherwise the oldest.
+    """
+    if any(one.holds_prompt for one in siblings):
+        return math.inf
+    lacking = [one for one in siblings if one.lacks_prompt]
+    return -math.inf if any(one.pages for one in lacking) else min(one.arrival for one in lacking)
