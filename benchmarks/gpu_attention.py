@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from effuse.benchmarks.gpu_timing import median_us
-from effuse.kernels import attention_flex, attention_triton
+from effuse.kernels import attention_flex, attention_hopper, attention_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from effuse.kernels.pages import distinct_views
@@ -210,9 +211,10 @@ def _time(inputs: Sequence[Set], run: Callable[[Set], object]) -> float:
 
 def _portable(one: Inputs) -> Tensor:
     """The Triton kernel for every device, even if Hopper has a special one."""
-    attention_triton.launch_portable(
-        one.q, one.k, one.v, *one.unified, one.shuffled, scale=SCALE, out=one.out
-    )
+    with patch.object(attention_hopper, "is_supported", lambda *_: False):
+        attention_triton.launch(
+            one.q, one.k, one.v, *one.unified, one.shuffled, scale=SCALE, out=one.out
+        )
     return one.out
 
 

@@ -152,6 +152,5 @@ def _forget(stepper: DeviceStepper) -> None:
     """
     while stepper.num_ahead:
         stepper.read()
-    buffers = stepper.step.buffers
-    buffers.table.rows.zero_()
-    buffers.records.zero_()
+    stepper.step.table.rows.zero_()
+    stepper.step.records.zero_()

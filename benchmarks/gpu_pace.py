@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.step_slots import NUM_COLUMNS, BlockColumn, Column, SlotTable
+from effuse.kernels.values import Candidates, RowSampling
 
 LEAST, MOST = 2, 4
 MEAN = (LEAST + MOST) / 2

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.sequence import HostCandidates
-from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.step_advance_triton import START
 from effuse.kernels.step_slots import Column, SlotTable
+from effuse.kernels.values import Candidates, RowSampling
 
 ORIGIN = tl.constexpr(int(Column.ORIGIN))
 NUM_BLOCKS = tl.constexpr(int(Column.NUM_BLOCKS))

@@ -33,13 +33,13 @@ from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.prefill_rivals import bare_prefill
 from effuse.config.decoding import Stopping
 from effuse.decode_worker.device_buckets import Integers, bucket
-from effuse.decode_worker.device_step import DeviceStep, StepBuffers
+from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.intake import Boundary
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
-from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status
+from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, Status
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import BoundaryState
 from effuse.models.config import ModelConfig
@@ -84,9 +84,9 @@ class CountingStepper(DeviceStepper):
     def read(self) -> Integers:
         records = super().read()
         self.num_steps += 1
-        runs = records[:, RecordColumn.STATUS] == Status.RUNNING
+        runs = records[:, Column.STATUS] == Status.RUNNING
         stepped = runs & (records[:, RecordColumn.STEPPED] == 1)
-        self.num_masks += int(records[stepped, RecordColumn.NUM_MASKS].sum())
+        self.num_masks += int(records[stepped, Column.NUM_MASKS].sum())
         return records
 
 
@@ -224,15 +224,10 @@ class Bench:
             max_stops=4,
             max_pages=limits.pages_for(limits.max_model_len),
         )
-        buffers = StepBuffers.empty(self.model, layout, bucket(limits.max_num_batched_tokens))
-        step = DeviceStep(
-            self.model,
-            self.paged.memory.layer_views(),
-            buffers,
-            page_size=PAGE_SIZE,
-            adjust=Pacer(buffers.table, buffers.rows.first_candidate),
-        )
-        return CountingStepper(step, uses_graphs=True)
+        num_rows, kv = bucket(limits.max_num_batched_tokens), self.paged.memory.layer_views()
+        step = DeviceStep(self.model, kv, layout, num_rows, page_size=PAGE_SIZE)
+        step.adjust = Pacer(step.table, step.rows.first_candidate)
+        return CountingStepper(step)
 
     def _bare_ms(self, rows: float, candidates: float) -> float:
         if self.model.device.type != "cuda":

@@ -33,10 +33,10 @@ from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_slots import slot_row
-from effuse.decode_worker.device_step import DeviceStep, StepBuffers
+from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
-from effuse.kernels.step_slots import RecordColumn, SlotLayout
+from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.config import ModelConfig
@@ -220,16 +220,12 @@ class Bench:
         size = self.model.config.block_size
         pages = -(-(context + ANSWER) // PAGE_SIZE)
         layout = SlotLayout(batch, size, max_window=self.window, max_stops=4, max_pages=pages)
-        buffers = StepBuffers.empty(self.model, layout, batch * (self.window + 2) * size)
-        dealer = Dealer(buffers.table, buffers.rows.first_candidate, pace)
-        step = DeviceStep(
-            self.model,
-            self.memory.layer_views(),
-            buffers,
-            page_size=PAGE_SIZE,
-            adjust=dealer if self.model.device.type == "cuda" else None,
-        )
-        stepper = MarkedStepper(step, uses_graphs=True)
+        num_rows = batch * (self.window + 2) * size
+        kv = self.memory.layer_views()
+        step = DeviceStep(self.model, kv, layout, num_rows, page_size=PAGE_SIZE)
+        if self.model.device.type == "cuda":
+            step.adjust = Dealer(step.table, step.rows.first_candidate, pace)
+        stepper = MarkedStepper(step)
         rows, masks = self._usual(batch)
         if is_mixed:
             rows, masks = range(rows.start // 4, rows.stop), range(masks.start // 4, masks.stop)
@@ -299,8 +295,8 @@ def used_in(records: Sequence[Integers], layout: SlotLayout) -> Integers:
     state after the previous step.
     """
     seen = np.stack(records)
-    rows = seen[:, :, RecordColumn.NUM_BLOCKS].sum(1) * layout.block_size
-    return np.stack([rows, seen[:, :, RecordColumn.NUM_MASKS].sum(1)], axis=1)
+    rows = seen[:, :, Column.NUM_BLOCKS].sum(1) * layout.block_size
+    return np.stack([rows, seen[:, :, Column.NUM_MASKS].sum(1)], axis=1)
 
 
 def table(results: Sequence[Result]) -> str:

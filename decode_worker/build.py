@@ -14,13 +14,12 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.marks import QueuedLayers, place_on_cuda
-from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.part import Forward
 from effuse.models.transformer import Transformer
 from effuse.placement.records import ModelInfo
-from effuse.worker.assembly import Assembly, assemble
+from effuse.worker.assembly import assemble
 from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
 from effuse.worker.rank_messages import Prepare
@@ -45,37 +44,25 @@ def build(
     limits = limits_of(config, parts.memory, parts.model, parts.max_model_len)
     _check_defaults(parts.ready.model, limits)
     connector = parts.connect() if connects else None
-    captures = denoises_on_device(config, parts.model.device)
-    with pulse.during("capturing" if captures else "loading"):
-        core = _core(config, incarnation, parts, limits, connector)
-    wakes = () if connector is None else (connector.fileno(),)
-    return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
-
-
-def _core(
-    config: DecodeConfig,
-    incarnation: str,
-    parts: Assembly,
-    limits: DecodeLimits,
-    connector: Connector | None,
-) -> DecodeEngine:
-    model = parts.model
+    model, on_device = parts.model, denoises_on_device(config, parts.model.device)
+    with pulse.during("capturing" if on_device else "loading"):
+        executor = make_executor(
+            model,
+            parts.memory,
+            parts.runner,
+            limits,
+            on_device=on_device,
+            queued=parts.queued,
+            ranks=parts.ranks,
+        )
     identity = ReceiverIdentity(
         incarnation=incarnation,
         fingerprint=parts.fingerprint,
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
-    return DecodeEngine(
-        make_executor(
-            model,
-            parts.memory,
-            parts.runner,
-            limits,
-            on_device=denoises_on_device(config, model.device),
-            queued=parts.queued,
-            ranks=parts.ranks,
-        ),
+    core = DecodeEngine(
+        executor,
         parts.pool,
         Intake(model.config, limits),
         HandoffReceiver(parts.pool, connector, identity),
@@ -87,6 +74,8 @@ def _core(
         now=time.monotonic,
         max_request_s=config.max_request_s,
     )
+    wakes = () if connector is None else (connector.fileno(),)
+    return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
 
 
 def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:

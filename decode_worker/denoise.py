@@ -152,7 +152,7 @@ def _write(
         if not block.is_pending:
             continue
         first, end = np.searchsorted(plan.candidates, (block.start, block.end)).tolist()
-        own, positions = candidates.part(first, end), plan.candidates[first:end]
+        own, positions = candidates.pick(slice(first, end)), plan.candidates[first:end]
         is_edited = False
         if settings.edits_tokens:
             masks = np.flatnonzero(sequence.masked[positions])

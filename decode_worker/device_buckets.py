@@ -87,7 +87,7 @@ class Forecast:
         self._ahead[slot] = False
 
     def leave(self, slot: int) -> None:
-        self._state[slot, RecordColumn.STATUS] = Status.EMPTY
+        self._state[slot, Column.STATUS] = Status.EMPTY
 
     def launched(self) -> None:
         """A step was launched; the known state is from before it."""
@@ -98,7 +98,7 @@ class Forecast:
 
         Records of requests that have left their slot are ignored.
         """
-        columns = [RecordColumn.GENERATION, RecordColumn.STATUS]
+        columns = [Column.GENERATION, Column.STATUS]
         known, told = self._state[:, columns], records[:, columns]
         valid = (known[:, 0] == told[:, 0]) & (known[:, 1] == Status.RUNNING)
         self._state[valid] = records[valid]
@@ -107,8 +107,8 @@ class Forecast:
         stepped = valid & (records[:, RecordColumn.STEPPED] == 1)
         if stepped.any():
             written = records[stepped, RecordColumn.NUM_WRITTEN].sum()
-            settled = records[stepped, RecordColumn.NUM_SETTLED]
-            blocks = (records[stepped, RecordColumn.NUM_BLOCKS] - settled).sum()
+            settled = records[stepped, Column.NUM_SETTLED]
+            blocks = (records[stepped, Column.NUM_BLOCKS] - settled).sum()
             pace = float(written) / max(1, int(blocks))
             before = pace if self._pace is None else self._pace
             self._pace = _MEMORY * before + (1 - _MEMORY) * pace
@@ -116,17 +116,17 @@ class Forecast:
     def need(self) -> Need:
         """The needs of the step after the last launched one."""
         state, size = self._state, self._layout.block_size
-        runs = state[:, RecordColumn.STATUS] == Status.RUNNING
+        runs = state[:, Column.STATUS] == Status.RUNNING
         # A slot that did not take part may still have to store settled tokens.
         stores = self._ahead & (state[:, RecordColumn.STEPPED] == 1)
-        stored = state[:, RecordColumn.NUM_SETTLED] * stores
+        stored = state[:, Column.NUM_SETTLED] * stores
         appended = self._appends() & self._ahead
-        blocks = state[:, RecordColumn.NUM_BLOCKS] - stored + appended
+        blocks = state[:, Column.NUM_BLOCKS] - stored + appended
         blocks = np.where(runs, np.maximum(blocks, 1), 0)
-        masks = state[:, RecordColumn.NUM_MASKS] + appended * size
+        masks = state[:, Column.NUM_MASKS] + appended * size
         masks = np.where(runs, np.minimum(masks, blocks * size), 0)
-        settled = state[:, RecordColumn.NUM_SETTLED] * self._ahead
-        context = state[:, RecordColumn.START] + settled * size
+        settled = state[:, Column.NUM_SETTLED] * self._ahead
+        context = state[:, Column.START] + settled * size
         return Need(
             rows=int(blocks.sum()) * size,
             candidates=int(masks.sum()),
@@ -140,19 +140,19 @@ class Forecast:
         state, rows, size = self._state, self._rows, self._layout.block_size
         pace = math.ceil(self._pace or 1)
         num_blocks, settled = (
-            state[:, RecordColumn.NUM_BLOCKS],
-            state[:, RecordColumn.NUM_SETTLED],
+            state[:, Column.NUM_BLOCKS],
+            state[:, Column.NUM_SETTLED],
         )
         first_left, last_left = self._left_at(settled), self._left_at(num_blocks - 1)
         num_active = num_blocks - settled - (first_left <= pace)
         share = (size - np.maximum(last_left - pace, 0)) / size
         add = rows.view(np.float32)[:, Column.ADD]
         has_room = (rows[:, Column.ALGORITHM] == 0) & (num_active < rows[:, Column.WINDOW])
-        end = state[:, RecordColumn.START] + num_blocks * size
+        end = state[:, Column.START] + num_blocks * size
         has_more = end < rows[:, Column.LAST_BLOCK_END]
         wants = (num_active == 0) | (has_room & (share >= add))
         appends: npt.NDArray[np.bool_] = wants & has_more
-        appends &= state[:, RecordColumn.STOP_SEEN] == 0
+        appends &= state[:, Column.STOP_SEEN] == 0
         return appends
 
     def _left_at(self, index: Integers) -> Integers:
@@ -163,6 +163,6 @@ class Forecast:
     def _left(self, records: Integers) -> Integers:
         shape = -1, self._layout.ring, self._layout.block_size
         tokens = records[:, NUM_RECORD_COLUMNS:].reshape(shape)
-        exists = np.arange(self._layout.ring) < records[:, RecordColumn.NUM_BLOCKS, None]
+        exists = np.arange(self._layout.ring) < records[:, Column.NUM_BLOCKS, None]
         left: Integers = ((tokens == -1).sum(2) * exists).astype(np.int32)
         return left

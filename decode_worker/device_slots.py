@@ -18,7 +18,6 @@ from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import Block, Sequence
-from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.step_slots import (
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
@@ -28,6 +27,7 @@ from effuse.kernels.step_slots import (
     SlotLayout,
     Status,
 )
+from effuse.kernels.values import ScoreCode
 
 _MOST_GENERATIONS = 2**31 - 1
 # By their numbers in a slot's column.
@@ -56,11 +56,6 @@ class DeviceSlots:
         self.residents: dict[str, Resident] = {}  # by transfer id
         self._free_slots = list(range(stepper.layout.num_slots))
         self._generation = 0
-
-    @property
-    def num_ahead(self) -> int:
-        """Steps that were launched but not read."""
-        return self.stepper.num_ahead
 
     def has_ended(self) -> bool:
         """Whether a step can be read without waiting, and need not stay unread."""
@@ -96,7 +91,7 @@ class DeviceSlots:
         records, layout = self.stepper.read(), self.stepper.layout
         for resident in list(self.residents.values()):
             request, record = resident.request, Record(records[resident.slot], layout)
-            if record.column(RecordColumn.GENERATION) != resident.generation:
+            if record.column(Column.GENERATION) != resident.generation:
                 continue  # of the slot's previous request
             if record.status is Status.FAILED:
                 self.remove(request)
@@ -134,22 +129,22 @@ class Record:
     values: Integers  # [record_width]
     layout: SlotLayout
 
-    def column(self, column: RecordColumn) -> int:
+    def column(self, column: Column | RecordColumn) -> int:
         return int(self.values[column])
 
     @property
     def status(self) -> Status:
-        return Status(self.column(RecordColumn.STATUS))
+        return Status(self.column(Column.STATUS))
 
     @property
     def start(self) -> int:
         """First position in flight."""
-        return self.column(RecordColumn.START)
+        return self.column(Column.START)
 
     @property
     def tokens(self) -> Integers:
         """Of all blocks in flight from `start` on, with -1 for a mask."""
-        num_tokens = self.column(RecordColumn.NUM_BLOCKS) * self.layout.block_size
+        num_tokens = self.column(Column.NUM_BLOCKS) * self.layout.block_size
         return self.values[NUM_RECORD_COLUMNS : NUM_RECORD_COLUMNS + num_tokens]
 
 

@@ -21,7 +21,7 @@ from effuse.decode_worker.device_buckets import (
     context_class,
     context_classes,
 )
-from effuse.decode_worker.device_step import DeviceStep, StepBuffers
+from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import Column, SlotLayout, Status
 from effuse.models.progress import ProgressLog
@@ -49,9 +49,9 @@ def make_stepper(
         max_stops=limits.max_stop_ids,
         max_pages=limits.pages_for(limits.max_model_len),
     )
-    buffers = StepBuffers.empty(model, layout, bucket(limits.max_num_batched_tokens))
-    step = DeviceStep(model, kv, buffers, page_size=limits.page_size)
-    stepper = DeviceStepper(step, uses_graphs=True, ranks=ranks)
+    num_rows = bucket(limits.max_num_batched_tokens)
+    step = DeviceStep(model, kv, layout, num_rows, page_size=limits.page_size)
+    stepper = DeviceStepper(step, ranks=ranks)
     counts = range(1, limits.max_num_batched_tokens + 1)
     stepper.prepare(counts, counts, range(limits.max_model_len + 1))
     return stepper
@@ -63,14 +63,13 @@ class DeviceStepper:
     In a group the leader's stepper sends its commands to `ranks`, and their steppers `obey`.
     """
 
-    def __init__(self, step: DeviceStep, *, uses_graphs: bool, ranks: Ranks | None = None) -> None:
+    def __init__(self, step: DeviceStep, *, ranks: Ranks | None = None) -> None:
         self.step = step
-        self.layout: SlotLayout = step.buffers.table.layout
+        self.layout = step.layout
         self._ranks = ranks
         self._on_cuda = step.model.device.type == "cuda"
-        self._uses_graphs = uses_graphs and self._on_cuda
         self._forecast = Forecast(self.layout)
-        shape = (_COPIES, *step.buffers.records.shape)
+        shape = (_COPIES, *step.records.shape)
         self._copies = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
         shape = (_STAGED, self.layout.width)
         self._staged = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
@@ -81,7 +80,7 @@ class DeviceStepper:
         self._launched: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._limit = 0
         self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}  # by bucket
-        self._pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
 
     @property
     def num_ahead(self) -> int:
@@ -93,9 +92,9 @@ class DeviceStepper:
         """Puts a request into a free slot; `row` is made by `slot_row`."""
         if self._ranks is not None:
             self._ranks.send(JoinSlot(slot, row.tobytes(), boundary is not None))
-        self._put(self.step.buffers.table.rows[slot], row)
+        self._put(self.step.table.rows[slot], row)
         if boundary is not None:
-            self.step.buffers.boundary[slot].copy_(boundary, non_blocking=True)
+            self.step.boundary[slot].copy_(boundary, non_blocking=True)
             self._share_boundary(slot)
         self._forecast.join(slot, row)
 
@@ -104,7 +103,7 @@ class DeviceStepper:
         """Removes a request; records of earlier launched steps are stale."""
         if self._ranks is not None:
             self._ranks.send(LeaveSlot(slot))
-        self.step.buffers.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
+        self.step.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
         self._forecast.leave(slot)
 
     @torch.inference_mode()
@@ -112,7 +111,7 @@ class DeviceStepper:
         """Appends pages after the `first` ones of a slot, which then cover `storable` tokens."""
         if self._ranks is not None:
             self._ranks.send(GrowSlot(slot, first, pages.tobytes(), storable))
-        table = self.step.buffers.table
+        table = self.step.table
         self._put(table.pages[slot, first : first + len(pages)], pages)
         table.storable[slot].fill_(storable)
 
@@ -130,7 +129,7 @@ class DeviceStepper:
                 self._ranks.failed(error)
             raise
         copy = self._copies[self._num_launched % _COPIES]
-        copy.copy_(self.step.buffers.records, non_blocking=True)
+        copy.copy_(self.step.records, non_blocking=True)
         done = None
         if self._on_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -155,7 +154,7 @@ class DeviceStepper:
                 self._run(rows, candidates, context)
 
     def _share_boundary(self, slot: int) -> None:
-        self.step.model.group.share(self.step.buffers.boundary[slot])
+        self.step.model.group.share(self.step.boundary[slot])
 
     def has_ended(self) -> bool:
         """Whether the oldest launched step has ended, so that `read` does not wait."""
@@ -182,7 +181,7 @@ class DeviceStepper:
 
         A graph that was not prepared is captured by the first launch that needs it.
         """
-        if not self._uses_graphs:
+        if not self._on_cuda:
             return
         classes = context_classes(contexts)
         buckets: list[tuple[int, ...]] = [
@@ -197,7 +196,7 @@ class DeviceStepper:
                 progress.add()
 
     def _row_bucket(self, count: int) -> int:
-        return min(bucket(count), self.step.buffers.rows.token_ids.shape[0])
+        return min(bucket(count), self.step.rows.token_ids.shape[0])
 
     def _buckets(self, need: Need) -> tuple[int, int, int]:
         rows = self._row_bucket(max(need.rows, need.least_rows, 1))
@@ -211,7 +210,7 @@ class DeviceStepper:
         return context_class(min(context, most) if rows < _ROWS_THAT_SPLIT else most)
 
     def _run(self, rows: int, candidates: int, context: int) -> None:
-        if not self._uses_graphs:
+        if not self._on_cuda:
             self._set_limit(candidates)
             self.step.run_rows(rows, context)
             self.step.run_candidates(candidates)
@@ -237,8 +236,8 @@ class DeviceStepper:
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Runs once without any slot, so that all kernels are loaded, then captures."""
         self._set_limit(-1)
-        self.step.buffers.rows.first_candidate.fill_(-1)
-        self.step.buffers.rows.kept_rows.fill_(-1)
+        self.step.rows.first_candidate.fill_(-1)
+        self.step.rows.kept_rows.fill_(-1)
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

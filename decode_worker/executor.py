@@ -19,8 +19,8 @@ from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates, IntArray
 from effuse.kernels.marks import Place, QueuedLayers
-from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
+from effuse.kernels.values import ScoreCode
 from effuse.models.part import Forward, HostLogprobs, Part, PartResult
 from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 from effuse.worker.messages import TokenLogprobs
@@ -122,12 +122,14 @@ class Executor:
     @property
     def is_full(self) -> bool:
         """Whether results must be read before the next launch."""
-        return self._slots is not None and self._slots.num_ahead > 1
+        return self._slots is not None and self._slots.stepper.num_ahead > 1
 
     @property
     def is_running(self) -> bool:
         """Whether a step was launched whose results were not read."""
-        return bool(self._results) or (self._slots is not None and self._slots.num_ahead > 0)
+        return bool(self._results) or (
+            self._slots is not None and self._slots.stepper.num_ahead > 0
+        )
 
     def launch(self, shares: Sequence[Share]) -> bool:
         """Launches a step; False if there was nothing to run. Each share has its pages. Requests
@@ -197,7 +199,7 @@ class Executor:
             for resident in list(slots.residents.values()):
                 slots.remove(resident.request)
                 self._results.append(Broken(resident.request, str(failure), is_retryable=True))
-            while slots.num_ahead:
+            while slots.stepper.num_ahead:
                 # None of its work may still run when pages are released.
                 self._wait(slots.stepper.has_ended)
                 slots.stepper.read()

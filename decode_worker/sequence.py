@@ -81,14 +81,8 @@ class HostCandidates:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def part(self, start: int, end: int) -> "HostCandidates":
-        """The candidates [start, end), as views."""
-        return HostCandidates(
-            self.tokens[start:end], self.confidences[start:end], self.scores[start:end]
-        )
-
-    def pick(self, indices: IndexArray) -> "HostCandidates":
-        """The candidates at these indices."""
+    def pick(self, indices: IndexArray | slice) -> "HostCandidates":
+        """The candidates at these indices; views of a slice."""
         return HostCandidates(self.tokens[indices], self.confidences[indices], self.scores[indices])
 
     def best(self, count: int) -> IndexArray:

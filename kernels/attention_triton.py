@@ -72,7 +72,7 @@ def launch(
     `most_splits`. Raises ValueError for head dims that tensor cores do not support, and for rows
     whose D elements are not contiguous.
     """
-    tokens, _, head_dim = q.shape
+    tokens, q_heads, head_dim = q.shape
     num_seqs = len(batch.context_lens)
     if tokens == 0 or num_seqs == 0:
         return
@@ -82,40 +82,15 @@ def launch(
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim must be a power of two of at least 16, got {head_dim}")
     others = (k, v, k_cache, v_cache, out)
-    is_hopper = not is_distinct(k_cache) and attention_hopper.is_supported(
-        q, others, batch.page_size
-    )
-    (attention_hopper.launch if is_hopper else launch_portable)(
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        batch,
-        scale=scale,
-        out=out,
-        splits=splits,
-    )
-
-
-def launch_portable(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    out: Tensor,
-    splits: int | None = None,
-) -> None:
-    """`launch` by the kernel for every device, for arguments that `launch` has checked."""
-    tokens, q_heads, head_dim = q.shape
+    distinct = is_distinct(k_cache)
+    is_hopper = not distinct and attention_hopper.is_supported(q, others, batch.page_size)
+    if is_hopper:
+        attention_hopper.launch(
+            q, k, v, k_cache, v_cache, batch, scale=scale, out=out, splits=splits
+        )
+        return
     kv_heads = k.shape[1]
     groups = q_heads // kv_heads
-    num_seqs = len(batch.context_lens)
-    distinct = is_distinct(k_cache)
     tile = tile_shape(q.dtype, head_dim)
     # At most one tile of a sequence is ragged, so this bounds the number of tiles.
     num_tiles = tokens * groups // tile.rows + num_seqs

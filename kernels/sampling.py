@@ -1,57 +1,24 @@
 """From logits to one candidate token for each row, with its confidence and ranking score.
 
 Filters (temperature, top-p, top-k), drawing and probability. The decode worker decides which
-candidates are written.
+candidates are written. Randomness has no state: Philox4x32-10 gives the same number for the same
+key and counter, on every device and in every batch (Salmon et al., Parallel random numbers: as easy
+as 1, 2, 3, 2011).
 """
-
-from dataclasses import dataclass, fields, replace
-from enum import IntEnum
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling_philox import gumbel_noise
+from effuse.kernels.values import Candidates, RowSampling, ScoreCode
 
+ROUNDS = 10
+MULTIPLIER_0 = 0xD2511F53
+MULTIPLIER_1 = 0xCD9E8D57
+KEY_STEP_0 = 0x9E3779B9
+KEY_STEP_1 = 0xBB67AE85
+LOW_32 = 0xFFFFFFFF
 
-class ScoreCode(IntEnum):
-    """The score that ranks candidates if no confidence passes the threshold; larger is better."""
-
-    CONFIDENCE = 0
-    MARGIN = 1
-    NEG_ENTROPY = 2
-
-    @classmethod
-    def named(cls, name: str) -> Self:
-        """The code of confidence, margin or neg_entropy. Raises KeyError."""
-        return cls[name.upper()]
-
-
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """Sampling settings and random counters, one entry per row of logits."""
-
-    temperature: Tensor  # [R] fp32, 0 is greedy
-    top_p: Tensor  # [R] fp32, 1 keeps all
-    top_k: Tensor  # [R] int32, 0 keeps all
-    seed: Tensor  # [R] int64, bit pattern of a uint64
-    answer_index: Tensor  # [R] int32 or int64
-    position: Tensor  # [R] int32 or int64, absolute position of the token
-    denoise_count: Tensor  # [R] int32 or int64, earlier forwards that denoised its block
-    score: Tensor  # [R] int8, a `ScoreCode`
-
-    def of_rows(self, rows: Tensor | slice) -> Self:
-        """The entries of these rows."""
-        return replace(self, **{one.name: getattr(self, one.name)[rows] for one in fields(self)})
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The outcome, one entry per row of logits."""
-
-    token: Tensor  # [R] int64
-    confidence: Tensor  # [R] fp32, probability of ``token`` after the filters
-    score: Tensor  # [R] fp32
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def sample_confidence(
@@ -65,7 +32,7 @@ def sample_confidence(
     ``top_k_first`` top-k comes first, and top-p counts only the mass that top-k kept. Different
     families use different rules. The distribution is the softmax of the kept logits. T = 0 takes
     its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with the noise of
-    `sampling_philox.gumbel_noise`. Scores: the confidence; the difference of the two largest
+    `gumbel_noise`. Scores: the confidence; the difference of the two largest
     probabilities; sum of p log p. A row with only -inf gives confidence 0 and the lowest allowed
     id. A row with NaN or +inf gives a NaN confidence and any id.
     """
@@ -73,35 +40,15 @@ def sample_confidence(
     if vocab_size < 2 or not 0 <= mask_token_id < vocab_size:
         raise ValueError(f"logits {rows} x {vocab_size} have no column for mask id {mask_token_id}")
     if logits.is_cuda:
-        return _launch_triton(logits, sampling, mask_token_id, top_k_first)
+        from effuse.kernels import sampling_triton
+
+        return sampling_triton.launch(logits, sampling, mask_token_id, top_k_first=top_k_first)
     kept = _kept_logits(logits, sampling, mask_token_id, top_k_first)
     token = _choose(kept, sampling, mask_token_id)
     probability = kept.softmax(dim=-1)
     probability[kept.amax(dim=-1) == float("-inf")] = 0.0
     confidence = probability.gather(1, token[:, None]).squeeze(1)
     return Candidates(token, confidence, _scores(probability, confidence, sampling.score))
-
-
-def _launch_triton(
-    logits: Tensor, s: RowSampling, mask_token_id: int, top_k_first: bool
-) -> Candidates:
-    from effuse.kernels import sampling_triton
-
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    counters = (s.seed, s.position, s.denoise_count, s.answer_index)
-    return Candidates(
-        *sampling_triton.launch(
-            logits,
-            s.temperature,
-            s.top_p,
-            s.top_k,
-            counters,
-            s.score,
-            mask_token_id,
-            top_k_first=top_k_first,
-        )
-    )
 
 
 def _kept_logits(
@@ -175,3 +122,47 @@ def _scores(probability: Tensor, confidence: Tensor, kind: Tensor) -> Tensor:
         # A row without any probability must not look certain.
         score[entropy] = torch.where(confidence[entropy] > 0, negative, float("-inf"))
     return score
+
+
+def philox_4x32(counter: Words, seed: Tensor) -> Words:
+    """Four words of 32 bits, each as int64 in 0..2**32-1, for broadcastable int64 tensors.
+
+    ``seed`` is the bit pattern of a uint64: its low half is the first key word, its high half the
+    second. Counter words are modulo 2**32.
+    """
+    c0, c1, c2, c3 = (word & LOW_32 for word in counter)
+    key_0, key_1 = seed & LOW_32, (seed >> 32) & LOW_32
+    for _ in range(ROUNDS):
+        # Products wrap around in int64; the masks below read their 64 bits as unsigned.
+        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c2 = (
+            ((product_1 >> 32) & LOW_32) ^ c1 ^ key_0,
+            ((product_0 >> 32) & LOW_32) ^ c3 ^ key_1,
+        )
+        c1, c3 = product_1 & LOW_32, product_0 & LOW_32
+        key_0, key_1 = (key_0 + KEY_STEP_0) & LOW_32, (key_1 + KEY_STEP_1) & LOW_32
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(
+    seed: Tensor, position: Tensor, denoise_count: Tensor, answer_index: Tensor, vocab_size: int
+) -> Tensor:
+    """Standard Gumbel noise [R, vocab_size] fp32 for the rows' keys and counters, each [R].
+
+    Token i takes word i % 4 of counter (i // 4, position, denoise_count, answer_index).
+    """
+    quads = torch.arange((vocab_size + 3) // 4, device=seed.device)
+    columns = [x.long()[:, None] for x in (position, denoise_count, answer_index)]
+    words = philox_4x32((quads[None, :], columns[0], columns[1], columns[2]), seed[:, None])
+    word = torch.stack(words, dim=-1).view(len(seed), -1)[:, :vocab_size]
+    return gumbel_of_words(word)
+
+
+def gumbel_of_words(word: Tensor) -> Tensor:
+    """-log(-log(u)) as fp32, for u = (word >> 8) * 2**-24 + 2**-25 of words in 0..2**32-1.
+
+    Computed in fp64: in fp32 the largest u would round to 1, and the noise that decides a draw is
+    made of u close to 1.
+    """
+    uniform = (word >> 8).double() * 2.0**-24 + 2.0**-25
+    return -(-uniform.log()).log().float()

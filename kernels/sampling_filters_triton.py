@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effuse.kernels.sampling_shared_triton import Tile
+from effuse.kernels.values import RowSampling
 
 # `_ordered(-inf)`
 ORDER_OF_MINUS_INF = tl.constexpr(-2139095041)
@@ -26,9 +27,7 @@ SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 def launch_cutoff(
     logits: Tensor,
     mask_token_id: int,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
+    sampling: RowSampling,
     tile: Tile,
     num_warps: int,
     top_k_first: bool,
@@ -46,9 +45,9 @@ def launch_cutoff(
         logits.stride(0),
         vocab_size,
         mask_token_id,
-        temperature,
-        top_p,
-        top_k,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
         cut_value,
         cut_token,
         TOP_K_FIRST=top_k_first,

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling import Candidates
-from effuse.kernels.sampling_philox import philox_4x32
+from effuse.kernels.sampling import philox_4x32
+from effuse.kernels.values import Candidates
 
 _POSITION_WORDS = (1 << 32) - 1  # larger than the counters of all tokens
 _MOST_ROWS = 64  # rows at a time: the noise of one row takes 8 bytes for each token, several times

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Shared parts of the sampling kernels: cutting a row, random bits and Gumbel noise on the device.
 
-The random bits are those of the counters that `sampling_philox` defines. Noise is computed in fp32,
+The random bits are those of the counters that `sampling` defines. Noise is computed in fp32,
 within about 1e-6 of the fp64 definition for every possible uniform.
 """
 

@@ -35,6 +35,7 @@ from effuse.kernels.sampling_shared_triton import (
     sampling_shape,
     words_of_quads,
 )
+from effuse.kernels.values import Candidates, RowSampling
 
 MARGIN = tl.constexpr(1)
 NEG_ENTROPY = tl.constexpr(2)
@@ -45,27 +46,29 @@ MOST_NOISE = tl.constexpr(17.4)  # Gumbel noise is smaller: -log(-log(1 - 2**-25
 
 def launch(
     logits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    counters: tuple[Tensor, Tensor, Tensor, Tensor],
-    score_kind: Tensor,
+    sampling: RowSampling,
     mask_token_id: int,
     shape: SamplingShape | None = None,
     *,
     top_k_first: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(token [R] int64, confidence [R] fp32, score [R] fp32); nothing is read back by the host.
-
-    ``counters`` is (seed, position, denoise_count, answer_index).
-    """
+) -> Candidates:
+    """`sampling.sample_confidence` on the device; nothing is read back by the host."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    temperature, score_kind = sampling.temperature, sampling.score
+    counters = (
+        sampling.seed,
+        sampling.position,
+        sampling.denoise_count,
+        sampling.answer_index,
+    )
     rows, vocab_size = logits.shape
     device = logits.device
     token = torch.empty(rows, dtype=torch.int64, device=device)
     confidence = torch.empty(rows, dtype=torch.float32, device=device)
     score = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
-        return token, confidence, score
+        return Candidates(token, confidence, score)
     shape = shape or sampling_shape(vocab_size)
     tile = Tile.of(logits.dtype, shape.chunk, shape.num_warps)
     segment = triton.cdiv(triton.cdiv(vocab_size, shape.segments), shape.chunk) * shape.chunk
@@ -73,7 +76,7 @@ def launch(
     parts = torch.empty((5, rows, num_segments), dtype=torch.float32, device=device)
     places = torch.empty((2, rows, num_segments), dtype=torch.int32, device=device)
     cut_value, cut_token = sampling_filters_triton.launch_cutoff(
-        logits, mask_token_id, temperature, top_p, top_k, tile, shape.num_warps, top_k_first
+        logits, mask_token_id, sampling, tile, shape.num_warps, top_k_first
     )
     rows_of = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)
     limits = (cut_value, cut_token, score_kind)
@@ -119,7 +122,7 @@ def launch(
         num_warps=shape.num_warps,
         enable_fp_fusion=False,
     )
-    return token, confidence, score
+    return Candidates(token, confidence, score)
 
 
 @triton.jit

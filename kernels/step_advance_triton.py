@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_slots import (
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
@@ -24,6 +23,7 @@ from effuse.kernels.step_slots import (
     SlotTable,
     Status,
 )
+from effuse.kernels.values import Candidates
 
 STATUS = tl.constexpr(int(Column.STATUS))
 GENERATION = tl.constexpr(int(Column.GENERATION))
@@ -54,15 +54,8 @@ ENDED = tl.constexpr(int(Status.ENDED))
 FAILED = tl.constexpr(int(Status.FAILED))
 FIRST_SLOT = tl.constexpr(int(Control.FIRST_SLOT))
 NEXT_FIRST_SLOT = tl.constexpr(int(Control.NEXT_FIRST_SLOT))
-REC_STATUS = tl.constexpr(int(RecordColumn.STATUS))
-REC_GENERATION = tl.constexpr(int(RecordColumn.GENERATION))
-REC_START = tl.constexpr(int(RecordColumn.START))
-REC_NUM_BLOCKS = tl.constexpr(int(RecordColumn.NUM_BLOCKS))
-REC_NUM_SETTLED = tl.constexpr(int(RecordColumn.NUM_SETTLED))
-REC_NUM_MASKS = tl.constexpr(int(RecordColumn.NUM_MASKS))
-REC_STOP_SEEN = tl.constexpr(int(RecordColumn.STOP_SEEN))
-REC_STEPPED = tl.constexpr(int(RecordColumn.STEPPED))
-REC_NUM_WRITTEN = tl.constexpr(int(RecordColumn.NUM_WRITTEN))
+STEPPED = tl.constexpr(int(RecordColumn.STEPPED))
+NUM_WRITTEN = tl.constexpr(int(RecordColumn.NUM_WRITTEN))
 RECORD_TOKENS_AT = tl.constexpr(NUM_RECORD_COLUMNS)
 
 
@@ -316,15 +309,15 @@ def _advance_kernel(
 
     # Report to the host.
     record = records + slot * RECORD_WIDTH
-    tl.store(record + REC_STATUS, status)
-    tl.store(record + REC_GENERATION, tl.load(fields + GENERATION))
-    tl.store(record + REC_START, new_start)
-    tl.store(record + REC_NUM_BLOCKS, num_after - stored)
-    tl.store(record + REC_NUM_SETTLED, done - stored)
-    tl.store(record + REC_NUM_MASKS, num_masks)
-    tl.store(record + REC_STOP_SEEN, stop_seen)
-    tl.store(record + REC_STEPPED, stepped.to(tl.int32))
-    tl.store(record + REC_NUM_WRITTEN, written)
+    tl.store(record + STATUS, status)
+    tl.store(record + GENERATION, tl.load(fields + GENERATION))
+    tl.store(record + START, new_start)
+    tl.store(record + NUM_BLOCKS, num_after - stored)
+    tl.store(record + NUM_SETTLED, done - stored)
+    tl.store(record + NUM_MASKS, num_masks)
+    tl.store(record + STOP_SEEN, stop_seen)
+    tl.store(record + STEPPED, stepped.to(tl.int32))
+    tl.store(record + NUM_WRITTEN, written)
     shown = (block >= stored) & (block < num_after)
     target = record + RECORD_TOKENS_AT + (block - stored)[:, None] * SIZE + cell[None, :]
     shown_token = tl.where(masked == 1, -1, token)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.sampling import RowSampling
+from effuse.kernels.values import RowSampling
 
 
 class Status(IntEnum):
@@ -74,15 +74,8 @@ class BlockColumn(IntEnum):
 
 
 class RecordColumn(IntEnum):
-    """First columns of a slot's result: the state after the step, then the step's actions."""
+    """The columns of a slot's result after the first seven, which are those of its row."""
 
-    STATUS = 0
-    GENERATION = 1
-    START = 2
-    NUM_BLOCKS = 3
-    NUM_SETTLED = 4
-    NUM_MASKS = 5
-    STOP_SEEN = 6
     STEPPED = 7  # it took part
     NUM_WRITTEN = 8
 
@@ -148,78 +141,51 @@ class SlotLayout:
         return NUM_RECORD_COLUMNS + self.block_size * self.ring
 
 
-@dataclass(frozen=True, slots=True)
 class SlotTable:
-    """The rows [num_slots, width] int32, and views of two parts."""
+    """The rows of a layout, for requests that come later, and views of two parts."""
 
-    layout: SlotLayout
-    rows: Tensor
-
-    @classmethod
-    def empty(cls, layout: SlotLayout, device: torch.device) -> SlotTable:
-        """A table without requests."""
+    def __init__(self, layout: SlotLayout, device: torch.device) -> None:
+        self.layout = layout
         shape = (layout.num_slots, layout.width)
-        return cls(layout, torch.zeros(shape, dtype=torch.int32, device=device))
-
-    @property
-    def storable(self) -> Tensor:
-        """[S]"""
-        return self.rows[:, self.layout.storable_at]
-
-    @property
-    def pages(self) -> Tensor:
-        """[S, max_pages]"""
-        begin = self.layout.pages_at
-        return self.rows[:, begin : begin + self.layout.max_pages]
+        self.rows = torch.zeros(shape, dtype=torch.int32, device=device)  # [S, width]
+        self.storable = self.rows[:, layout.storable_at]  # [S]
+        end = layout.pages_at + layout.max_pages
+        self.pages = self.rows[:, layout.pages_at : end]  # [S, max_pages]
 
 
-@dataclass(frozen=True, slots=True)
 class StepRows:
     """One step's rows, in buffers of T rows and S slots that every step fills again."""
 
-    cu_seqlens: Tensor  # [S+1] int32
-    context_lens: Tensor  # [S] int32
-    page_table: Tensor  # [S, max_pages] int32
-    block_origins: Tensor  # [S] int32
-    first_candidate: Tensor  # [S] int32 by slot, -1 if it takes no part
-    kept_rows: Tensor  # [S] int64 by slot: its last stored row, -1 if it stores none
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64, -1 if nothing is stored
-    hidden_rows: Tensor  # [T] int64 by candidate: the row that predicts it
-    boundary_slots: Tensor  # [T] int32 by candidate: the slot whose boundary predicts it; or -1
-    sampling: RowSampling  # [T] by candidate
-
-    @classmethod
-    def empty(cls, layout: SlotLayout, num_rows: int, device: torch.device) -> StepRows:
+    def __init__(self, layout: SlotLayout, num_rows: int, device: torch.device) -> None:
         """Buffers for up to `num_rows` rows."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         slots, long, real = layout.num_slots, torch.int64, torch.float32
-        return cls(
-            cu_seqlens=zeros(slots + 1),
-            context_lens=zeros(slots),
-            page_table=zeros(slots, layout.max_pages),
-            block_origins=zeros(slots),
-            first_candidate=zeros(slots),
-            kept_rows=zeros(slots, dtype=long),
-            token_ids=zeros(num_rows, dtype=long),
-            positions=zeros(num_rows, dtype=long),
-            slot_mapping=zeros(num_rows, dtype=long),
-            hidden_rows=zeros(num_rows, dtype=long),
-            boundary_slots=zeros(num_rows),
-            sampling=RowSampling(
-                temperature=zeros(num_rows, dtype=real),
-                top_p=zeros(num_rows, dtype=real),
-                top_k=zeros(num_rows),
-                seed=zeros(num_rows, dtype=long),
-                answer_index=zeros(num_rows),
-                position=zeros(num_rows),
-                denoise_count=zeros(num_rows),
-                score=zeros(num_rows, dtype=torch.int8),
-            ),
+        self.cu_seqlens = zeros(slots + 1)  # [S+1] int32
+        self.context_lens = zeros(slots)  # [S] int32
+        self.page_table = zeros(slots, layout.max_pages)  # [S, max_pages] int32
+        self.block_origins = zeros(slots)  # [S] int32
+        self.first_candidate = zeros(slots)  # [S] int32 by slot, -1 if it takes no part
+        # [S] int64 by slot: its last stored row, -1 if it stores none
+        self.kept_rows = zeros(slots, dtype=long)
+        self.token_ids = zeros(num_rows, dtype=long)  # [T] int64
+        self.positions = zeros(num_rows, dtype=long)  # [T] int64
+        self.slot_mapping = zeros(num_rows, dtype=long)  # [T] int64, -1 if nothing is stored
+        # [T] int64 by candidate: the row that predicts it
+        self.hidden_rows = zeros(num_rows, dtype=long)
+        # [T] int32 by candidate: the slot whose boundary predicts it; or -1
+        self.boundary_slots = zeros(num_rows)
+        self.sampling = RowSampling(  # [T] by candidate
+            temperature=zeros(num_rows, dtype=real),
+            top_p=zeros(num_rows, dtype=real),
+            top_k=zeros(num_rows),
+            seed=zeros(num_rows, dtype=long),
+            answer_index=zeros(num_rows),
+            position=zeros(num_rows),
+            denoise_count=zeros(num_rows),
+            score=zeros(num_rows, dtype=torch.int8),
         )
 
     def attention(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,6 +30,46 @@ class WeightedParts:
         for at in range(count):
             total.add_(self.parts[places[:, at]].float() * self.weights[:, at, None])
         return total.to(self.parts.dtype)
+
+
+class ScoreCode(IntEnum):
+    """The score that ranks candidates if no confidence passes the threshold; larger is better."""
+
+    CONFIDENCE = 0
+    MARGIN = 1
+    NEG_ENTROPY = 2
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The code of confidence, margin or neg_entropy. Raises KeyError."""
+        return cls[name.upper()]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """Sampling settings and random counters, one entry per row of logits."""
+
+    temperature: Tensor  # [R] fp32, 0 is greedy
+    top_p: Tensor  # [R] fp32, 1 keeps all
+    top_k: Tensor  # [R] int32, 0 keeps all
+    seed: Tensor  # [R] int64, bit pattern of a uint64
+    answer_index: Tensor  # [R] int32 or int64
+    position: Tensor  # [R] int32 or int64, absolute position of the token
+    denoise_count: Tensor  # [R] int32 or int64, earlier forwards that denoised its block
+    score: Tensor  # [R] int8, a `ScoreCode`
+
+    def of_rows(self, rows: Tensor | slice) -> Self:
+        """The entries of these rows."""
+        return replace(self, **{one.name: getattr(self, one.name)[rows] for one in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The outcome, one entry per row of logits."""
+
+    token: Tensor  # [R] int64
+    confidence: Tensor  # [R] fp32, probability of ``token`` after the filters
+    score: Tensor  # [R] fp32
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from effuse.config.decoding import Sampling
-from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
+from effuse.kernels.values import ScoreCode
 
 GREEDY: Final = Sampling()
 

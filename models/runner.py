@@ -16,11 +16,11 @@ from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.marks import LayerMarks
-from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
+from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.sampling_edits import edit_logits
 from effuse.kernels.sampling_llada import LladaDraw, sample_llada
 from effuse.kernels.sampling_logprobs import token_logprobs
-from effuse.kernels.values import LogitEdits
+from effuse.kernels.values import Candidates, LogitEdits, RowSampling
 from effuse.models.config import ModelConfig
 from effuse.models.packing import (
     PackedParts,

@@ -21,8 +21,8 @@ from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
-from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
-from effuse.kernels.values import WeightedParts
+from effuse.kernels.sampling import sample_confidence
+from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.shard import (
     ALONE,

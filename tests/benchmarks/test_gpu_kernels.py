@@ -7,7 +7,7 @@ import torch
 from effuse.benchmarks.gpu_kernels import sampling_aims
 from effuse.benchmarks.gpu_rows import BESIDE_CHAIN, MODES, Pair, Sampled, torch_chain
 from effuse.benchmarks.report import Report
-from effuse.kernels.sampling import ScoreCode
+from effuse.kernels.values import ScoreCode
 
 
 def test_the_chain_takes_the_entropy_where_ours_does() -> None:

@@ -19,7 +19,7 @@ from effuse.benchmarks.gpu_serve import Bench, HandedOver
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_stepper import make_stepper
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.step_slots import RecordColumn
+from effuse.kernels.step_slots import Column, RecordColumn
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 40, 70, 12, 33, 64]
@@ -42,7 +42,7 @@ def test_every_step_of_a_request_takes_what_the_script_gives(
         records = read()
         stepped = records[records[:, RecordColumn.STEPPED] == 1]
         # The end of an answer, with fewer masks than the script's tokens, proves nothing.
-        many = stepped[stepped[:, RecordColumn.NUM_MASKS] > MOST]
+        many = stepped[stepped[:, Column.NUM_MASKS] > MOST]
         written.extend(many[:, RecordColumn.NUM_WRITTEN].tolist())
         return records
 

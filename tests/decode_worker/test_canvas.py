@@ -15,7 +15,7 @@ from decoding.published import Published, published_model, published_runs
 from torch import Tensor
 
 from effuse.config.decoding import Sampling
-from effuse.decode_worker.executor import canvas_parts
+from effuse.decode_worker.executor import denoise_part
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.sequence import RequestError
 from effuse.models.packing import PackedParts
@@ -304,7 +304,8 @@ def test_llada_puts_off_the_end_of_a_turn_too_which_its_files_do_not_name(
     published = replace(model.config, vocab_size=126464, eos_token_ids=(126081,))
     intake = Intake(published, Rig(model).limits)
     message = make_request("a", [5], algorithm="llada", confidence_eos_eot_inf=asked)
-    (part,) = canvas_parts(intake.make_request(message, arrival=0, now=0.0))
+    request = intake.make_request(message, arrival=0, now=0.0)
+    part = denoise_part(request, request.open_step())
     assert part.draw is not None and part.draw.last == last
 
 

@@ -13,8 +13,8 @@ from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_buckets import Forecast, Integers, bucket, context_class
 from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.sequence import Sequence
-from effuse.kernels.sampling import Candidates
-from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, SlotTable, StepRows
+from effuse.kernels.step_slots import Column, SlotLayout, SlotTable, StepRows
+from effuse.kernels.values import Candidates
 
 LAYOUT = SlotLayout(num_slots=2, block_size=8, max_window=3, max_stops=1, max_pages=32)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
@@ -41,8 +41,8 @@ def test_context_classes_cover_and_double_at_most() -> None:
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_forecast_is_what_comes(lag: int, window: int, pace: int) -> None:
     """At an even pace, with the last records or those before them, no row is forecast in vain."""
-    table = SlotTable.empty(LAYOUT, torch.device("cpu"))
-    rows = StepRows.empty(LAYOUT, 96, torch.device("cpu"))
+    table = SlotTable(LAYOUT, torch.device("cpu"))
+    rows = StepRows(LAYOUT, 96, torch.device("cpu"))
     control = torch.tensor([0, 0, 96, 0], dtype=torch.int32)
     records = torch.zeros(2, LAYOUT.record_width, dtype=torch.int32)
     forecast, told = Forecast(LAYOUT), []
@@ -61,7 +61,7 @@ def test_the_forecast_is_what_comes(lag: int, window: int, pace: int) -> None:
             assert need.rows == need.least_rows == int(table.rows[:, Column.NUM_BLOCKS][0]) * 8
             assert int(table.rows[:, Column.NUM_MASKS][0]) <= need.candidates <= need.rows
             assert need.context >= int(table.rows[:, Column.START][0])
-    assert {int(r[0, RecordColumn.NUM_SETTLED]) for r in told} == {0, 1}
+    assert {int(r[0, Column.NUM_SETTLED]) for r in told} == {0, 1}
 
 
 def test_records_of_others_are_passed_over() -> None:
@@ -70,8 +70,8 @@ def test_records_of_others_are_passed_over() -> None:
     forecast.join(0, row)
     before = forecast.need()
     stale = np.zeros((2, LAYOUT.record_width), dtype=np.int32)
-    stale[:, RecordColumn.GENERATION] = row[Column.GENERATION] + 1
-    stale[:, RecordColumn.NUM_BLOCKS] = 3
+    stale[:, Column.GENERATION] = row[Column.GENERATION] + 1
+    stale[:, Column.NUM_BLOCKS] = 3
     forecast.read(stale, is_last=True)
     assert forecast.need() == before
     forecast.leave(0)

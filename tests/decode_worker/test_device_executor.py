@@ -18,7 +18,7 @@ from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker import device_stepper
 from effuse.decode_worker.build import make_executor
 from effuse.decode_worker.executor import Executor
-from effuse.kernels.sampling import Candidates, RowSampling
+from effuse.kernels.values import Candidates, RowSampling
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.transformer import Transformer
 from effuse.worker import messages

@@ -58,6 +58,6 @@ def test_small_buckets_and_late_pages_change_no_token(tmp_path: Path, device: st
     requests = [
         of_length(request, 18) for request in random_requests(6, "d2f", block_size=4, sampled=True)
     ]
-    decoder = DeviceDecoder(model, max_rows=32, pages_come_late=True, uses_graphs=False)
+    decoder = DeviceDecoder(model, max_rows=32, pages_come_late=True)
     assert decoder.decode(requests) == expected(model, requests)
     assert decoder.waits > 0

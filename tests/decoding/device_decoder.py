@@ -17,13 +17,13 @@ from decoding.torch_step import TorchStep
 from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_slots import Record, slot_row
-from effuse.decode_worker.device_step import DeviceStep, StepBuffers
+from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.executor import prefill_part
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status
+from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, Status
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.models.runner import ModelRunner
@@ -50,7 +50,6 @@ class DeviceDecoder:
         page_size: int = 4,
         max_rows: int = 64,
         pages_come_late: bool = False,
-        uses_graphs: bool = True,
         max_model_len: int = 128,
         step_type: type[DeviceStep] = TorchStep,
     ) -> None:
@@ -64,9 +63,9 @@ class DeviceDecoder:
         self._runner = ModelRunner(
             model, memory.layer_views(), page_size=page_size, block_size=size
         )
-        buffers = StepBuffers.empty(model, self._layout, max_rows)
-        step = step_type(model, memory.layer_views(), buffers, page_size=page_size)
-        self.stepper = DeviceStepper(step, uses_graphs=uses_graphs)
+        kv = memory.layer_views()
+        step = step_type(model, kv, self._layout, max_rows, page_size=page_size)
+        self.stepper = DeviceStepper(step)
         self._intake = Intake(
             model.config,
             DecodeLimits(
@@ -123,7 +122,7 @@ class DeviceDecoder:
     def _take(self, records: Integers, answers: dict[int, list[int]]) -> None:
         for slot, seat in enumerate(self._seats):
             record = Record(records[slot], self._layout)
-            if seat is None or record.column(RecordColumn.GENERATION) != seat.generation:
+            if seat is None or record.column(Column.GENERATION) != seat.generation:
                 continue
             self._emit(seat, record)
             if record.status is Status.RUNNING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from unittest.mock import patch
 
 from decoding.engines import Rig
@@ -30,7 +29,8 @@ class DeviceRig(Rig):
 
     def make_executor(self) -> Executor:
         kv = self.memory.layer_views()
-        with patch.object(device_stepper, "DeviceStep", partial(TorchStep, adjust=self.adjust)):
+        with patch.object(device_stepper, "DeviceStep", TorchStep):
             self.stepper = make_stepper(self.model, kv, self.limits, ranks=self.ranks)
+        self.stepper.step.adjust = self.adjust
         slots = DeviceSlots(self.stepper)
         return Executor(self.forward, self.memory.copy_page, self.place, self.queued, slots)

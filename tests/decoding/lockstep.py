@@ -25,9 +25,9 @@ from effuse.decode_worker.denoise import AnswerEnd
 from effuse.decode_worker.device_slots import Record, apply_record, slot_row
 from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.sequence import HostCandidates as Proposed
-from effuse.kernels.sampling import Candidates, ScoreCode
 from effuse.kernels.step_slots import (
     BlockColumn,
+    Column,
     Control,
     RecordColumn,
     SlotLayout,
@@ -35,6 +35,7 @@ from effuse.kernels.step_slots import (
     Status,
     StepRows,
 )
+from effuse.kernels.values import Candidates, ScoreCode
 from effuse.models.packing import pack_parts
 from effuse.models.part import Part
 
@@ -98,8 +99,8 @@ class Lockstep:
             self.num_slots, self.block_size, max_window=5, max_stops=3, max_pages=NUM_PAGES
         )
         device = torch.device("cpu")
-        self.table = SlotTable.empty(self.layout, device)
-        self.rows = StepRows.empty(self.layout, 256, device)
+        self.table = SlotTable(self.layout, device)
+        self.rows = StepRows(self.layout, 256, device)
         self.control = torch.zeros(4, dtype=torch.int32)
         self.records = torch.full((self.num_slots, self.layout.record_width), -9).int()
         self.seats: list[Seat | None] = [None] * self.num_slots
@@ -302,7 +303,7 @@ class Lockstep:
 
     def _check_record(self, slot: int, seat: Seat, found: Proposed | None) -> None:
         record = Record(self.records[slot].numpy(), self.layout)
-        assert record.column(RecordColumn.GENERATION) == seat.generation
+        assert record.column(Column.GENERATION) == seat.generation
         assert record.column(RecordColumn.STEPPED) == (found is not None)
         sequence, settings = seat.sequence, seat.case.settings
         if found is None:
@@ -320,7 +321,7 @@ class Lockstep:
         assert apply_record(mirror, plan, record) == outcome
         assert mirror.blocks == sequence.blocks
         assert mirror.frontier() == sequence.frontier()
-        num_settled = record.column(RecordColumn.NUM_SETTLED)
+        num_settled = record.column(Column.NUM_SETTLED)
         assert num_settled == outcome.num_settled
         assert record.column(RecordColumn.NUM_WRITTEN) == len(plan.candidates) - int(
             sequence.masked[plan.start : plan.end].sum()
@@ -352,9 +353,9 @@ class Lockstep:
         )
         return (
             record.start == sequence.in_flight_start
-            and record.column(RecordColumn.NUM_SETTLED) == num_settled
-            and record.column(RecordColumn.STOP_SEEN) == sequence.stop_seen
-            and record.column(RecordColumn.NUM_MASKS) == sum(block.masks_left for block in blocks)
+            and record.column(Column.NUM_SETTLED) == num_settled
+            and record.column(Column.STOP_SEEN) == sequence.stop_seen
+            and record.column(Column.NUM_MASKS) == sum(block.masks_left for block in blocks)
             and full.tolist() == [block.full for block in blocks]
             and counts.tolist() == [block.denoise_count for block in blocks]
             and np.array_equal(record.tokens, shown)
@@ -368,4 +369,4 @@ class Lockstep:
 
 def final_len(record: Record) -> int:
     """Leading tokens that can no longer change."""
-    return record.start + record.column(RecordColumn.NUM_SETTLED) * record.layout.block_size
+    return record.start + record.column(Column.NUM_SETTLED) * record.layout.block_size

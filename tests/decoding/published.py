@@ -5,7 +5,7 @@ length, temperature, seed, other settings by our names, and the resulting tokens
 those published with the models, run one request at a time on the checkpoints of `published_model`
 in transformers' implementations. The mask id's logit is -1e30, and equal scores have a stable
 top-k. If loops draw, our noise replaces torch's: LLaDA's tokens and all random positions use
-`kernels/sampling_llada.py`, Dream's tokens `kernels/sampling_philox.py`.
+`kernels/sampling_llada.py`, Dream's tokens `kernels/sampling.py`.
 
 Fast-dLLM v2's is `batch_sample` of its generation_functions.py (commit d259b48), around Qwen2 with
 the mask of its modelling code and no cache at all. Prompts of exactly one block are not among its

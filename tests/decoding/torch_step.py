@@ -17,9 +17,9 @@ class TorchStep(DeviceStep):
         if self.model.device.type != "cpu":
             super().run_rows(num_rows, max_context)
             return
-        buffers, rows, config = self.buffers, self.buffers.rows, self.model.config
+        rows, config = self.rows, self.model.config
         mask, shift = config.mask_token_id, config.shift_logits
-        plan_step(buffers.table, buffers.control, rows, num_rows, self.page_size, mask, shift)
+        plan_step(self.table, self._control, rows, num_rows, self.page_size, mask, shift)
         lengths = rows.cu_seqlens.diff().tolist()
         # All page lists have the widest length; entries beyond a sequence are not read.
         attention = make_attention_batch(
@@ -27,7 +27,7 @@ class TorchStep(DeviceStep):
             rows.context_lens.tolist(),
             rows.page_table.tolist(),
             rows.block_origins.tolist(),
-            block_size=buffers.table.layout.block_size,
+            block_size=self.layout.block_size,
             page_size=self.page_size,
             device=self.model.device,
         )
@@ -39,7 +39,6 @@ class TorchStep(DeviceStep):
         if self.model.device.type != "cpu":
             super().run_candidates(num_candidates)
             return
-        buffers = self.buffers
         candidates = self._candidates(num_candidates, gather_rows, exchange_boundaries)
-        first = buffers.rows.first_candidate
-        advance(buffers.table, buffers.control, first, candidates, buffers.records)
+        first = self.rows.first_candidate
+        advance(self.table, self._control, first, candidates, self.records)

@@ -15,9 +15,9 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.sampling import Candidates
 from effuse.kernels.sampling_edits import edit_logits
-from effuse.kernels.step_rows_triton import launch_exchange, launch_gather
+from effuse.kernels.step_plan_triton import launch_exchange, launch_gather
+from effuse.kernels.values import Candidates
 
 pytestmark = [
     pytest.mark.gpu,

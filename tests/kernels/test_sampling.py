@@ -12,7 +12,8 @@ from operators.references import sample_confidence_ref
 from operators.sampling import CASES, MASK, TOP_K_FIRST, Case
 from torch import Tensor
 
-from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence
+from effuse.kernels.sampling import sample_confidence
+from effuse.kernels.values import RowSampling, ScoreCode
 
 OPS = public(torch.device("cpu"))
 

@@ -8,11 +8,7 @@ import pytest
 import torch
 from operators.references import philox_4x32_ref
 
-from effuse.kernels.sampling_philox import (
-    gumbel_noise,
-    gumbel_of_words,
-    philox_4x32,
-)
+from effuse.kernels.sampling import gumbel_noise, gumbel_of_words, philox_4x32
 
 # The known-answer vectors of the Random123 distribution: counter, key, result.
 ONES = 0xFFFFFFFF

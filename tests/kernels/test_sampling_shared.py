@@ -9,6 +9,7 @@ import torch
 
 from effuse.kernels import sampling_filters_triton, sampling_triton
 from effuse.kernels.sampling_shared_triton import Tile, sampling_shape
+from effuse.kernels.values import RowSampling
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -44,6 +45,7 @@ def test_more_rows_than_a_grid_takes_along_its_second_dimension(
     rows = 70_000
     integers, reals = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
     counters = (integers.long(), integers, integers, integers)
-    sampling_triton.launch(torch.zeros(rows, 20), reals, reals, integers, counters, integers, 5)
+    sampling = RowSampling(reals, reals, integers, *counters, integers)
+    sampling_triton.launch(torch.zeros(rows, 20), sampling, 5)
     assert len(grids.all) == 4 and all(grid[0] >= rows for grid in grids.all)
     assert all(size <= 65_535 for grid in grids.all for size in grid[1:])

@@ -18,7 +18,8 @@ from oracle.sampling import candidate
 from oracle.settings import Settings
 from torch import Tensor
 
-from effuse.kernels.sampling import ScoreCode, sample_confidence
+from effuse.kernels.sampling import sample_confidence
+from effuse.kernels.values import ScoreCode
 
 FAMILIES = {"sdar": True, "llada2": True, "dream": False}
 """Whether top-k comes first."""

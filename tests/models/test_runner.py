@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from effuse.config.decoding import Sampling
 from effuse.kernels import rowwise
-from effuse.kernels.sampling import Candidates, ScoreCode, sample_confidence
+from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.sampling_llada import LladaDraw
+from effuse.kernels.values import Candidates, ScoreCode
 from effuse.models import runner
 from effuse.models.runner import Part, PartResult
 

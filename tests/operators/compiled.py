@@ -33,7 +33,7 @@ from effuse.kernels import (
 )
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.values import LogitEdits, WeightedParts
+from effuse.kernels.values import LogitEdits, RowSampling, WeightedParts
 from operators import digests
 from operators.device_code import DeviceCode, device_code
 from operators.pool import layer_of
@@ -120,9 +120,10 @@ def launch_sampling(
     rows: int, vocab_size: int, dtype: torch.dtype, *, top_k_first: bool = False
 ) -> None:
     fp32, int32 = meta(rows, dtype=FP32), meta(rows, dtype=INT32)
-    counters = (meta(rows, dtype=INT64), int32, int32, int32)
-    logits, score = meta(rows, vocab_size, dtype=dtype), meta(rows, dtype=torch.int8)
-    sampling_triton.launch(logits, fp32, fp32, int32, counters, score, 5, top_k_first=top_k_first)
+    seed, score = meta(rows, dtype=INT64), meta(rows, dtype=torch.int8)
+    sampling = RowSampling(fp32, fp32, int32, seed, int32, int32, int32, score)
+    logits = meta(rows, vocab_size, dtype=dtype)
+    sampling_triton.launch(logits, sampling, 5, top_k_first=top_k_first)
 
 
 def launch_edits(rows: int, vocab_size: int) -> None:

@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 import torch
 
-from effuse.kernels import step_advance_triton, step_plan_triton, step_rows_triton
-from effuse.kernels.sampling import Candidates
+from effuse.kernels import step_advance_triton, step_plan_triton
 from effuse.kernels.step_slots import SlotLayout, SlotTable, StepRows
+from effuse.kernels.values import Candidates
 from operators.device_code import DeviceCode, device_code
 
 META = torch.device("meta")
@@ -19,8 +19,8 @@ ROWS = 2048
 
 def compiled(block_size: int, window: int) -> list[DeviceCode]:
     layout = SlotLayout(64, block_size, max_window=window, max_stops=16, max_pages=128)
-    table = SlotTable.empty(layout, META)
-    rows = StepRows.empty(layout, ROWS, META)
+    table = SlotTable(layout, META)
+    rows = StepRows(layout, ROWS, META)
     control = torch.zeros(4, dtype=torch.int32, device=META)
     records = torch.zeros(64, layout.record_width, dtype=torch.int32, device=META)
     real = torch.zeros(ROWS, device=META)
@@ -31,8 +31,8 @@ def compiled(block_size: int, window: int) -> list[DeviceCode]:
     gather = (hidden, hidden, rows.hidden_rows, rows.kept_rows)
     exchange = (hidden, slots[: ROWS - 64], rows.kept_rows, hidden[:64])
     return [
-        *device_code([step_rows_triton], lambda: step_rows_triton.launch_gather(*gather)),
-        *device_code([step_rows_triton], lambda: step_rows_triton.launch_exchange(*exchange)),
+        *device_code([step_plan_triton], lambda: step_plan_triton.launch_gather(*gather)),
+        *device_code([step_plan_triton], lambda: step_plan_triton.launch_exchange(*exchange)),
         *device_code([step_plan_triton], lambda: step_plan_triton.launch(*plan)),
         *device_code([step_advance_triton], lambda: step_advance_triton.launch(*advance)),
     ]

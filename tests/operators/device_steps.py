@@ -22,8 +22,8 @@ from effuse.decode_worker.device_step import DeviceStep
 from effuse.kernels import attention_triton, sampling_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
+from effuse.kernels.values import Candidates, RowSampling
 from effuse.models import transformer
 
 SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
@@ -41,11 +41,8 @@ def attention(
 
 
 def sample(logits: Tensor, s: RowSampling, mask_token_id: int, *, top_k_first: bool) -> Candidates:
-    counters = (s.seed, s.position, s.denoise_count, s.answer_index)
-    settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
     shape = sampling_shape(logits.shape[1], 128)
-    found = sampling_triton.launch(logits, *settings, mask_token_id, shape, top_k_first=top_k_first)
-    return Candidates(*found)
+    return sampling_triton.launch(logits, s, mask_token_id, shape, top_k_first=top_k_first)
 
 
 def main() -> None:

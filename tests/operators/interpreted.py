@@ -24,10 +24,10 @@ import triton.language as tl
 from effuse.kernels import (
     experts_routes_triton,
     sampling_edits_triton,
-    step_rows_triton,
+    step_plan_triton,
 )
 from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
-from effuse.kernels.sampling_philox import gumbel_of_words
+from effuse.kernels.sampling import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
 from effuse.kernels.values import LogitEdits
 from operators import attention, digests, distinct, edits, experts, paths, rows, sampling
@@ -87,7 +87,7 @@ def row_checks() -> Iterator[tuple[str, Check]]:
         yield f"norm_of_heads-{suffix}", partial(rows.check_norm_of_heads, OPS, dtype)
         yield f"store-{suffix}", partial(rows.check_store, OPS, dtype)
     yield "store-nothing", partial(rows.check_store_of_nothing, OPS, torch.float32)
-    launches = step_rows_triton.launch_gather, step_rows_triton.launch_exchange
+    launches = step_plan_triton.launch_gather, step_plan_triton.launch_exchange
     yield "last_rows", partial(rows.check_last_rows, *launches, torch.device("cpu"))
 
 

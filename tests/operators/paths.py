@@ -16,9 +16,8 @@ from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.pages import is_distinct
-from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
-from effuse.kernels.values import WeightedParts
+from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 
 Pair = tuple[Tensor, Tensor]
 
@@ -130,13 +129,8 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     def sample_confidence(
         logits: Tensor, s: RowSampling, mask_token_id: int, *, top_k_first: bool = False
     ) -> Candidates:
-        counters = (s.seed, s.position, s.denoise_count, s.answer_index)
-        settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
         shape = sampling_shape(logits.shape[1], max_chunk)
-        found = sampling_triton.launch(
-            logits, *settings, mask_token_id, shape, top_k_first=top_k_first
-        )
-        return Candidates(*found)
+        return sampling_triton.launch(logits, s, mask_token_id, shape, top_k_first=top_k_first)
 
     return Operators(
         device=device,

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from effuse.kernels.experts import Routes
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.sampling import Candidates, RowSampling, ScoreCode
-from effuse.kernels.sampling_philox import (
+from effuse.kernels.sampling import (
     KEY_STEP_0,
     KEY_STEP_1,
     LOW_32,
@@ -21,7 +20,7 @@ from effuse.kernels.sampling_philox import (
     ROUNDS,
     gumbel_noise,
 )
-from effuse.kernels.values import LogitEdits
+from effuse.kernels.values import Candidates, LogitEdits, RowSampling, ScoreCode
 
 
 def block_attention_ref(

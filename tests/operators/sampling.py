@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling import RowSampling, ScoreCode
+from effuse.kernels.values import RowSampling, ScoreCode
 from operators.paths import Operators
 from operators.references import sample_confidence_ref
 

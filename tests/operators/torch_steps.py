@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.step_slots import (
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
@@ -22,6 +21,7 @@ from effuse.kernels.step_slots import (
     Status,
     StepRows,
 )
+from effuse.kernels.values import Candidates, RowSampling
 
 ENTROPY_BOUNDED, SEQUENTIAL, STATIC = 3, 2, 1
 
@@ -177,7 +177,7 @@ def _fill(buffer: Tensor, values: Tensor, beyond: int = 0) -> None:
 def gather_rows(
     mixed: Tensor, residual: Tensor, wanted: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `step_rows_triton.launch_gather`."""
+    """As `step_plan_triton.launch_gather`."""
     rows = torch.cat([wanted, kept.clamp(min=0)])
     return mixed.index_select(0, rows), residual.index_select(0, rows)
 
@@ -185,7 +185,7 @@ def gather_rows(
 def exchange_boundaries(
     hidden: Tensor, boundary_slots: Tensor, kept: Tensor, boundary: Tensor
 ) -> None:
-    """As `step_rows_triton.launch_exchange`."""
+    """As `step_plan_triton.launch_exchange`."""
     count = len(boundary_slots)
     vectors = boundary.index_select(0, boundary_slots.clamp(min=0))
     takes, keeps = (boundary_slots >= 0)[:, None], (kept >= 0)[:, None]
@@ -444,7 +444,7 @@ def _record(table: Views, flight: _Flight, records: Tensor) -> None:
     for name in (
         "STATUS", "GENERATION", "START", "NUM_BLOCKS", "NUM_SETTLED", "NUM_MASKS", "STOP_SEEN",
     ):  # fmt: skip
-        records[:, RecordColumn[name]] = table.column(Column[name])
+        records[:, Column[name]] = table.column(Column[name])
     moved = (flight.position[:, 0, 0] - table.column(Column.START)) // table.layout.block_size
     order = ((flight.index - moved[:, None]) % ring).long()
     cells = order[:, :, None].expand_as(flight.tokens)
