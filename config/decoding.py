@@ -40,7 +40,8 @@ class Traits:
 
     settings: tuple[str, ...]  # those that it uses, by their names in DecodeSettings
     authored: tuple[str, ...] = ()  # those for which authors of models state values
-    orders: tuple[Remasking, ...] = ()  # the known values of `remasking`, if it uses that
+    # The known values of `remasking`, if it uses that, by their numbers in the slots of a device.
+    orders: tuple[Remasking, ...] = ()
     is_canvas: bool = False  # denoises prompt and answer together, always on a decode worker
     has_window: bool = False  # several blocks may hold masks at once
     slot_program: int | None = None  # its number in the slots of a device; None: hosts feed it

@@ -12,7 +12,7 @@ from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, Int
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
     """True if no block has masks: the next one is denoised together with the last one's commit."""
-    return sequence.num_active == 0
+    return not sequence.active
 
 
 def activate(sequence: Sequence, settings: DecodeSettings) -> None:

@@ -7,7 +7,6 @@ the order of a step is in `denoise.py`.
 from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker.sequence import (
     Block,
-    BlockPhase,
     HostCandidates,
     IndexArray,
     IntArray,
@@ -17,12 +16,10 @@ from effuse.decode_worker.sequence import (
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
     """True if enough of the last block is written, and the window has room."""
-    if not sequence.blocks:
+    active = sequence.active
+    if not active:
         return True
-    last = sequence.blocks[-1]
-    if last.state is BlockPhase.SETTLED:
-        return True
-    return sequence.num_active < settings.window and last.progress >= settings.block_add_threshold
+    return len(active) < settings.window and active[-1].progress >= settings.block_add_threshold
 
 
 def activate(sequence: Sequence, settings: DecodeSettings) -> None:

@@ -19,7 +19,6 @@ from effuse.config.decoding import Algorithm, DecodeSettings
 from effuse.decode_worker import block_diffusion, d2f, fast_dllm_v2
 from effuse.decode_worker.sequence import (
     Block,
-    BlockPhase,
     HostCandidates,
     IndexArray,
     IntArray,
@@ -92,7 +91,7 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
             block.edits_left = settings.max_post_steps if settings.edits_tokens else 0
         rules.activate(sequence, settings)
         sequence.step_open = True
-    active = [block for block in sequence.blocks if block.state is BlockPhase.ACTIVE]
+    active = sequence.active
     assert active, "an unfinished sequence has a block to denoise"
     proposals = [rules.proposals(sequence, block, settings) for block in active]
     return StepPlan(
@@ -170,13 +169,11 @@ def _write(
 def _settle(sequence: Sequence) -> int:
     """Settles finished blocks in order, up to the first unfinished one."""
     num_settled = 0
-    for block in sequence.blocks:
+    for block in sequence.active:
         if block.is_pending:
             break
-        if block.state is BlockPhase.ACTIVE:
-            block.state = BlockPhase.SETTLED
-            sequence.final_len = block.end
-            num_settled += 1
+        sequence.final_len = block.end
+        num_settled += 1
     return num_settled
 
 

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
 from effuse.decode_worker.request import DecodeRequest
-from effuse.decode_worker.sequence import Block, BlockPhase
+from effuse.decode_worker.sequence import Block
 from effuse.kvtransfer.connector import Cause
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.receiver import HandoffFailed
@@ -45,7 +45,8 @@ def step_events(request: DecodeRequest, outcome: StepOutcome) -> list[CoreEvent]
     if outcome.finish is not None:
         events.append(_finished(request, outcome))
     elif request.asked.drafts:
-        events += _drafts(request, outcome)
+        final_len = request.sequence.final_len
+        events += [_draft(request, one) for one in outcome.written if one.end > final_len]
     return events
 
 
@@ -57,7 +58,7 @@ def begun_drafts(request: DecodeRequest) -> list[CoreEvent]:
         return []
     begun = [one for one in request.sequence.blocks if one.end > request.drafted_end]
     request.drafted_end = max([request.drafted_end, *(one.end for one in begun)])
-    return [_draft(request, one) for one in begun if one.state is BlockPhase.ACTIVE]
+    return [_draft(request, one) for one in begun if one.end > request.sequence.final_len]
 
 
 def _committed(request: DecodeRequest, outcome: StepOutcome) -> Committed:
@@ -103,10 +104,6 @@ def _finished(request: DecodeRequest, outcome: StepOutcome) -> Finished:
         forward_passes=request.forward_passes,
         preemptions=request.preemptions,
     )
-
-
-def _drafts(request: DecodeRequest, outcome: StepOutcome) -> list[Draft]:
-    return [_draft(request, one) for one in outcome.written if one.state is BlockPhase.ACTIVE]
 
 
 def _draft(request: DecodeRequest, block: Block) -> Draft:

@@ -146,10 +146,10 @@ def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:
             f"{most_active}",
             "decoding.window",
         )
-    if request.sequence.num_active > most_active:
+    num_active = len(request.sequence.active)
+    if num_active > most_active:
         raise RequestError(
-            f"the frontier holds {request.sequence.num_active} blocks; the settings allow "
-            f"{most_active}"
+            f"the frontier holds {num_active} blocks; the settings allow {most_active}"
         )
 
 

@@ -9,7 +9,6 @@ are always absolute.
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Self
 
 import numpy as np
@@ -38,16 +37,12 @@ class RequestError(ValueError):
         self.field = field
 
 
-class BlockPhase(Enum):
-    """State of a block in flight. A COMMITTED block (KV stored) leaves the list of blocks."""
-
-    ACTIVE = auto()  # has masks, or waits for a predecessor
-    SETTLED = auto()  # final, like all its predecessors; KV not yet stored
-
-
 @dataclass(slots=True)
 class Block:
-    """One diffusion block in flight: positions [start, end)."""
+    """One diffusion block in flight: positions [start, end).
+
+    It is active until it and all its predecessors are final; then the coming forward stores it.
+    """
 
     start: int
     end: int
@@ -56,7 +51,6 @@ class Block:
     full: bool = False  # must advance every step; sticky
     denoise_count: int = 0  # forwards that have denoised it
     edits_left: int = 0  # forwards that may still edit it once it has no mask
-    state: BlockPhase = BlockPhase.ACTIVE
 
     @property
     def is_pending(self) -> bool:
@@ -215,12 +209,13 @@ class Sequence:
 
     @property
     def num_settled_tokens(self) -> int:
-        """Tokens of SETTLED blocks: the coming forward stores their KV."""
+        """Tokens of settled blocks: the coming forward stores their KV."""
         return self.final_len - self.in_flight_start
 
     @property
-    def num_active(self) -> int:
-        return sum(block.state is BlockPhase.ACTIVE for block in self.blocks)
+    def active(self) -> list[Block]:
+        """The blocks that have masks, or wait for a predecessor."""
+        return [block for block in self.blocks if block.end > self.final_len]
 
     @property
     def num_emitted(self) -> int:
@@ -269,10 +264,8 @@ class Sequence:
             self.blocks.pop(0)
 
     def frontier(self) -> tuple[messages.BlockState, ...]:
-        """The current ACTIVE blocks; with the final tokens, they are all that resuming needs."""
-        return tuple(
-            self.snapshot(block) for block in self.blocks if block.state is BlockPhase.ACTIVE
-        )
+        """The active blocks; with the final tokens, they are all that resuming needs."""
+        return tuple(map(self.snapshot, self.active))
 
     def snapshot(self, block: Block) -> messages.BlockState:
         masked = self.masked[block.start : block.end]

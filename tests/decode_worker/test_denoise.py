@@ -14,7 +14,6 @@ from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker import block_diffusion, d2f, denoise
 from effuse.decode_worker.sequence import (
     Block,
-    BlockPhase,
     HostCandidates,
     IndexArray,
     Sequence,
@@ -147,7 +146,7 @@ def wants_block_beyond_window(sequence: Sequence, settings: DecodeSettings) -> b
 def activate_not_sticky(sequence: Sequence, settings: DecodeSettings) -> None:
     previous: Block | None = None
     for block in sequence.blocks:
-        block.full = previous is None or previous.state is BlockPhase.SETTLED
+        block.full = previous is None or previous.end <= sequence.final_len
         previous = block
 
 
@@ -158,8 +157,7 @@ def may_append_after_stop(sequence: Sequence) -> bool:
 def settle_out_of_order(sequence: Sequence) -> int:
     settled = 0
     for block in sequence.blocks:
-        if not block.masks_left and block.state is BlockPhase.ACTIVE:
-            block.state = BlockPhase.SETTLED
+        if not block.masks_left and block.end > sequence.final_len:
             sequence.final_len = block.end
             settled += 1
     return settled
@@ -167,12 +165,11 @@ def settle_out_of_order(sequence: Sequence) -> int:
 
 def settle_with_masks(sequence: Sequence) -> int:
     for block in sequence.blocks:
-        if block.state is BlockPhase.ACTIVE and block.progress >= 0.5:
-            block.state = BlockPhase.SETTLED
+        if block.end > sequence.final_len:
+            if block.progress < 0.5:
+                break
             sequence.final_len = block.end
             return 1
-        if block.state is BlockPhase.ACTIVE:
-            break
     return 0
 
 

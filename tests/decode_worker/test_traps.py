@@ -16,7 +16,7 @@ from decoding.scripts import BY_BLOCKS, MASK_ID, STOP_ID, Case, Script, make_set
 from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker import block_diffusion, d2f, denoise
 from effuse.decode_worker.denoise import AnswerEnd
-from effuse.decode_worker.sequence import Block, BlockPhase, HostCandidates, Sequence
+from effuse.decode_worker.sequence import Block, HostCandidates, Sequence
 
 
 def case(prompt_len: int = 8, *, origin: int | None = None, **changes: object) -> Case:
@@ -48,7 +48,7 @@ def test_trap_02_commit_order() -> None:
         sequence, settings, plan, candidates([0.1, 0.2, 0.1, 0.1, 0.95, 0.95, 0.95, 0.95])
     )
     assert (first.masks_left, second.masks_left) == (3, 0)
-    assert second.state is BlockPhase.ACTIVE and outcome.tokens == ()
+    assert second in sequence.active and outcome.tokens == ()
     plan = denoise.open_step(sequence, settings)
     assert plan.num_stored == 0
     assert plan.candidates.tolist()[:3] == [8, 10, 11]

@@ -15,6 +15,9 @@ from effuse.decode_worker.executor import Executor
 from effuse.kernels.marks import Place, QueuedLayers
 from effuse.worker.ranks import Ranks
 
+# For all rigs of the process, because those of a group's ranks are made by threads.
+patch.object(device_stepper, "DeviceStep", TorchStep).start()
+
 
 class DeviceRig(Rig):
     """Takes the arguments of `Rig`. `adjust` may change candidates, from the next `connect` on;
@@ -29,8 +32,7 @@ class DeviceRig(Rig):
 
     def make_executor(self) -> Executor:
         kv = self.memory.layer_views()
-        with patch.object(device_stepper, "DeviceStep", TorchStep):
-            self.stepper = make_stepper(self.model, kv, self.limits, ranks=self.ranks)
+        self.stepper = make_stepper(self.model, kv, self.limits, ranks=self.ranks)
         self.stepper.step.adjust = self.adjust
         slots = DeviceSlots(self.stepper)
         return Executor(self.forward, self.memory.copy_page, self.place, self.queued, slots)

@@ -11,7 +11,7 @@ from decoding.scripts import MASK_ID, STOP_ID, Case
 from effuse.config.decoding import Stopping
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome, StepPlan
-from effuse.decode_worker.sequence import BlockPhase, Sequence
+from effuse.decode_worker.sequence import Sequence
 
 
 class Broken(AssertionError):
@@ -37,8 +37,8 @@ class Watch:
 
     def before_forward(self, plan: StepPlan) -> None:
         sequence, blocks = self.sequence, self.sequence.blocks
-        active = [block for block in blocks if block.state is BlockPhase.ACTIVE]
-        settled = [block for block in blocks if block.state is BlockPhase.SETTLED]
+        active = sequence.active
+        settled = [block for block in blocks if block.end <= sequence.final_len]
         cached = sequence.first_block_start + self.num_committed * self.case.block_size
         hold(sequence.committed_len == plan.start == cached, "(a) cached length")
         hold(blocks[: len(settled)] == settled, "(b) settled blocks lead")
@@ -69,7 +69,7 @@ class Watch:
         hold(STOP_ID not in outcome.tokens, "a stop id was emitted")
         hold(self.emitted <= self.case.max_tokens, "max_tokens")
         for block in sequence.blocks:
-            if block.state is BlockPhase.SETTLED:
+            if block.end <= sequence.final_len:
                 hold(not block.masks_left, "a settled block holds a mask")
 
 

@@ -23,8 +23,8 @@ from effuse.config.decoding import Sampling
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import AnswerEnd
 from effuse.decode_worker.device_slots import Record, apply_record, slot_row
-from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.sequence import HostCandidates as Proposed
+from effuse.decode_worker.sequence import Sequence
 from effuse.kernels.step_slots import (
     BlockColumn,
     Column,
@@ -345,7 +345,7 @@ class Lockstep:
         blocks, size = sequence.blocks, self.block_size
         span = slice(sequence.in_flight_start, sequence.in_flight_end)
         shown = np.where(sequence.masked[span], -1, sequence.token_ids[span])
-        num_settled = sum(block.state is BlockPhase.SETTLED for block in blocks)
+        num_settled = len(blocks) - len(sequence.active)
         views = Views(self.table)
         places = [(block.start - sequence.origin) // size % self.layout.ring for block in blocks]
         full, counts = (
