@@ -83,6 +83,14 @@ class Rivals:
         default = read_defaults(self.directory, self.config).max_tokens
         return self.params.max_tokens or default
 
+    def begin(self, tally: Tally) -> list[int]:
+        """Begins to measure a row whose engine is loaded; returns the indices of its prompts."""
+        taken = self.taken()
+        tally.begin()
+        for _ in range(len(self.prompts) - len(taken)):
+            tally.add(TOO_LONG)
+        return taken
+
     def described(self) -> str:
         """Model, configuration and loop, in words."""
         adapter = "" if self.adapter is None else f" with adapter {self.adapter.name}"
@@ -144,10 +152,9 @@ def _answer(
     rivals: Rivals, adapter: Path | None, params: Params, algorithm: Algorithm, tally: Tally
 ) -> None:
     """All prompts by an engine of this process. Ctrl-C leaves complete answers in the tally."""
-    taken = rivals.taken()
-    longest = max((len(rivals.prompts[at]) for at in taken), default=1) + rivals.max_tokens
+    longest = max((len(rivals.prompts[at]) for at in rivals.taken()), default=1)
     # Only as much as needed, because the fleet may use the same GPU.
-    num_pages = rivals.concurrency * -(-longest // DecodeConfig.page_size)
+    pages_each = -(-(longest + rivals.max_tokens) // DecodeConfig.page_size)
     try:
         llm = LLM(
             rivals.directory,
@@ -155,15 +162,13 @@ def _answer(
             device=rivals.device,
             dtype=rivals.dtype,
             max_num_seqs=rivals.concurrency,
-            num_pages=num_pages,
+            num_pages=rivals.concurrency * pages_each,
             default_algorithm=algorithm,
         )
     except (ValueError, RuntimeError) as error:  # such as one too large for the device
         raise BenchError(str(error)) from error
     with llm:
-        tally.begin()
-        for _ in range(len(rivals.prompts) - len(taken)):
-            tally.add(TOO_LONG)
+        taken = rivals.begin(tally)
         llm.generate(
             [rivals.prompts[at] for at in taken],
             params,

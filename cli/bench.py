@@ -12,23 +12,27 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from effuse.cli import comparison, served
+from effuse.cli import figures
 from effuse.cli.arguments import explain
 from effuse.cli.bench_job import BenchError, BenchJob, make_parser, parse
-from effuse.cli.dataset import DatasetError, Item
-from effuse.cli.figures import Run, as_json, table
-from effuse.cli.graders import Scorer, grader
-from effuse.cli.load import Tally, send_as_they_arrive, send_in_turn
+from effuse.cli.dataset import DatasetError, fits, too_long
+from effuse.cli.figures import Run
+from effuse.cli.graders import grader
+from effuse.cli.load import Tally, Traffic, send_as_they_arrive, send_in_turn
 from effuse.cli.sandbox import works
 from effuse.cli.sweep import next_rate, verdict
-from effuse.protos.errors import EffuseError
+from effuse.client.client import Client
+from effuse.client.params import Params
+from effuse.protos.errors import EffuseError, InvalidRequest
+from effuse.v1 import model_pb2
 
 if TYPE_CHECKING:
     from effuse.cli.baseline import Rivals
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "make_parser"]
 
 RULE = "tokens: generated tokens by the server's count; times: from when a request was due"
+_LOOK_S = 10.0
+_SHOWN = ("algorithm", "max_tokens", "window", "confidence_threshold", "temperature")
 
 Way = Callable[[Tally], None]
 """A way to answer all prompts: adds each outcome to a tally as it arrives."""
@@ -71,45 +77,47 @@ class Bench:
         self.status = 0
         self.runs: list[Run] = []
         self._job, self._rivals = job, rivals
-        self._fleet = "fleet"
         self._heading = ""
 
     def run(self) -> None:
         """Measures every row. Raises KeyboardInterrupt after it has kept an interrupted row."""
-        self._look()
-        print(comparison.headings(), flush=True)
+        fleet = self._introduce()
+        print(figures.headings(), flush=True)
         if self._rivals is not None:
             for name, way in ways(self._job, self._rivals):
                 self._measure(name, way)
-        self._run_fleet()
+        rate = self._job.rate
+        if rate is None or not self._job.sweep:
+            self._measure(fleet, partial(send, self._job, rate), rate)
+            return
+        swept: list[Run] = []
+        while (rate := next_rate(swept, self._job.rate)) is not None:
+            self._measure(f"fleet, {rate:.3g}/s", partial(send, self._job, rate), rate)
+            swept.append(self.runs[-1])
 
     def finish(self) -> None:
         """Prints all figures and writes the files."""
         if not self.runs:
             print("effuse bench: stopped before the first measurement", file=sys.stderr)
-        elif not save(self._job, self.runs, self._heading) and not self.status:
-            self.status = 1
-        if self.runs:
-            tell(self._job, self.runs)
-        if self.runs and self.status == 130:
+            return
+        is_saved = self._save()
+        self._print_figures()
+        if self.status == 130:
             print(
                 "effuse bench: stopped early; the figures cover the requests until then",
                 file=sys.stderr,
             )
-        if not self.status and any(run.failed for run in self.runs):
+        elif not is_saved or any(run.failed for run in self.runs):
             self.status = 1
 
-    def _look(self) -> None:
-        """Prints the heading and the refused prompts before the first measurement."""
-        job, about = self._job, ""
+    def _introduce(self) -> str:
+        """Prints the heading and the refused prompts before the first measurement; returns the name
+        of the fleet's row."""
+        job, name, about, refused = self._job, "fleet", "", ""
         try:
-            found = served.look(job.traffic, job.items)
+            name, about, refused = look(job.traffic, [one.name for one in job.items])
         except EffuseError as error:
-            refused = ""
             print(f"effuse bench: {explain(error, job.traffic.target)}", file=sys.stderr)
-        else:
-            self._fleet, refused = f"fleet {found.workers}", found.refused
-            about = f"; {found.model.name}, {served.settings(found, job.traffic.params)}"
         self._heading = f"{job.dataset.name}, {len(job.items)} prompts, {_how(job)}{about}"
         print(self._heading)
         if self._rivals is not None:
@@ -118,21 +126,13 @@ class Bench:
             print(beside)
         if refused:
             print(refused)
-
-    def _run_fleet(self) -> None:
-        job = self._job
-        if job.rate is None or not job.sweep:
-            self._measure(self._fleet, partial(send, job, job.rate), job.rate)
-            return
-        swept: list[Run] = []
-        while (rate := next_rate(swept, job.rate)) is not None:
-            self._measure(f"fleet, {rate:.3g}/s", partial(send, job, rate), rate)
-            swept.append(self.runs[-1])
+        return name
 
     def _measure(self, name: str, way: Way, rate: float | None = None) -> None:
         """Measures and keeps one row, even if interrupted; a complete one is graded and printed."""
         progress = _progress()
-        tally = Tally(_ticker(progress, name, len(self._job.items)))
+        task = progress.add_task(name, total=len(self._job.items))
+        tally = Tally(partial(progress.advance, task))
         try:
             with progress:
                 way(tally)
@@ -146,43 +146,37 @@ class Bench:
             for line in tally.tell_failures():
                 print(f"effuse bench: {name}: {line}", file=sys.stderr)
         if self.runs and self.runs[-1] is run:
-            if self._job.scorer is not None:
-                self.runs[-1] = graded(run, self._job.items, self._job.scorer)
-            print(comparison.row(self.runs[-1], self.runs[0]), flush=True)
+            self.runs[-1] = _graded(run, self._job)
+            print(figures.row(self.runs[-1], self.runs[0]), flush=True)
+
+    def _save(self) -> bool:
+        """Writes the requested files. If one cannot be written, prints why and returns False."""
+        try:
+            if self._job.json is not None:
+                rows = [{"heading": self._heading, **row} for row in figures.as_json(self.runs)]
+                self._job.json.write_text(json.dumps(rows, indent=1) + "\n")
+            if self._job.plot is not None:
+                figures.plot(self.runs, self._job.plot)
+        except OSError as error:
+            print(f"effuse bench: {error}", file=sys.stderr)
+            return False
+        return True
+
+    def _print_figures(self) -> None:
+        print(f"{figures.RULE}\n\n{figures.table(self.runs)}")
+        print(f"{len(self._job.items)} prompts, {_how(self._job)}; {RULE}")
+        if self._job.sweep:
+            print(verdict([run for run in self.runs if not math.isnan(run.rate)]))
 
 
-def save(job: BenchJob, runs: Sequence[Run], heading: str) -> bool:
-    """Writes the requested files. If one cannot be written, prints why and returns False."""
-    try:
-        if job.json is not None:
-            rows = zip(as_json(runs), runs, strict=True)
-            fields = [
-                {"heading": heading, **row, **comparison.as_fields(run, runs[0])}
-                for row, run in rows
-            ]
-            job.json.write_text(json.dumps(fields, indent=1) + "\n")
-        if job.plot is not None:
-            from effuse.cli.plots import plot  # imports matplotlib
-
-            plot(runs, job.plot)
-    except OSError as error:
-        print(f"effuse bench: {error}", file=sys.stderr)
-        return False
-    return True
-
-
-def tell(job: BenchJob, runs: Sequence[Run]) -> None:
-    """Prints all figures."""
-    print(f"{comparison.RULE}\n\n{table(runs)}")
-    print(f"{len(job.items)} prompts, {_how(job)}; {RULE}")
-    if job.sweep:
-        print(verdict([run for run in runs if not math.isnan(run.rate)]))
-
-
-def graded(run: Run, items: Sequence[Item], scorer: Scorer) -> Run:
-    """The same run with each of its answers graded."""
-    is_right = grader(scorer)
-    samples = [replace(one, is_right=is_right(items[one.prompt], one.text)) for one in run.samples]
+def _graded(run: Run, job: BenchJob) -> Run:
+    """The same run with each of its answers graded, if the job has a scorer."""
+    if job.scorer is None:
+        return run
+    is_right = grader(job.scorer)
+    samples = [
+        replace(one, is_right=is_right(job.items[one.prompt], one.text)) for one in run.samples
+    ]
     return replace(run, samples=tuple(samples))
 
 
@@ -222,6 +216,60 @@ def ways(job: BenchJob, rivals: "Rivals") -> Iterator[tuple[str, Way]]:
     yield "single-process D2F", partial(baseline.single_process, rivals)
 
 
+def look(traffic: Traffic, names: Sequence[str]) -> tuple[str, str, str]:
+    """Asks the router about its fleet: a name such as "fleet 1P1D" (one prefill and one decode
+    worker), the model with its settings, and a line about the prompts that do not fit, or "".
+
+    Raises EffuseError if it does not answer or does not serve the model of `traffic`.
+    """
+    shown, params = traffic.credentials, traffic.params
+    with Client(
+        traffic.target, timeout_s=_LOOK_S, max_attempts=1, tls=shown.tls, token=shown.token
+    ) as client:
+        model = _model(client.models(), params.model)
+        workers = [one for one in client.workers() if one.model == model.name]
+        by_prompt = dict(zip(traffic.prompts, names, strict=True))
+        taken = [_takes(client, model, prompt, params) for prompt in by_prompt]
+    prefill = sum(one.role == model_pb2.WORKER_ROLE_PREFILL for one in workers)
+    asked = "" if params.max_tokens is None else f" with --max-tokens {params.max_tokens}"
+    refused = too_long([*by_prompt.values()], taken, f"{model.max_model_len} tokens{asked}")
+    about = f"; {model.name}, {_settings(model, params)}"
+    return f"fleet {prefill}P{len(workers) - prefill}D", about, refused
+
+
+def _settings(model: model_pb2.Model, params: Params) -> str:
+    """The most important settings, from the request or otherwise the model's own."""
+    defaults = MessageToDict(model.defaults, preserving_proto_field_name=True)
+    known: dict[str, Any] = {
+        **defaults.get("decoding", {}),
+        **defaults.get("sampling", {}),
+        "max_tokens": model.defaults.max_tokens,
+    }
+    known["algorithm"] = str(known.get("algorithm", "")).removeprefix("ALGORITHM_").lower()
+    known |= {name: value for name, value in asdict(params).items() if value is not None}
+    shown = [(name, known[name]) for name in _SHOWN if name in known]
+    return ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in shown
+    )
+
+
+def _model(models: Sequence[model_pb2.Model], name: str | None) -> model_pb2.Model:
+    found = [one for one in models if name in (None, one.name)]
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(one.name for one in models) or "none"
+    raise InvalidRequest.of("model", f"expected one of the served models with --model: {listed}")
+
+
+def _takes(client: Client, model: model_pb2.Model, prompt: str, params: Params) -> bool:
+    try:
+        ids = client.tokenize(prompt, model=model.name)
+    except InvalidRequest:
+        return False
+    return fits(len(ids), params.max_tokens, model.max_model_len)
+
+
 def _how(job: BenchJob) -> str:
     return f"{job.concurrency} at a time" if job.rate is None else "as they arrive"
 
@@ -230,8 +278,3 @@ def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     return Progress(*columns, TimeElapsedColumn(), console=console, redirect_stdout=False)
-
-
-def _ticker(progress: Progress, name: str, total: int) -> Callable[[], None]:
-    task = progress.add_task(name, total=total)
-    return partial(progress.advance, task)

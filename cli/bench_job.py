@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,7 +26,6 @@ from effuse.cli.figures import ServiceGoals
 from effuse.cli.graders import Scorer, check_item
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.load import Traffic
-from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params
 from effuse.config.extras import lacking
@@ -42,25 +41,29 @@ _BASELINE: Final = {"model", "max_tokens", "window", "confidence_threshold"}
 _BASELINE_FLAGS: Final = "--model, --max-tokens, --window and --confidence-threshold"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchJob:
-    """The prompts, the way to send them, and the comparisons."""
+class BenchJob(argparse.Namespace):
+    """The values of the flags, and what follows from them."""
 
     dataset: Path
-    items: tuple[Item, ...]  # one for each prompt
-    traffic: Traffic
+    limit: int | None
+    target: str
+    timeout: float
     concurrency: int  # clients that wait for their answers, if there is no rate
     rate: float | None  # arrivals per second; the first rate of a sweep
     sweep: bool
     arrival_seed: int
-    goals: ServiceGoals
     scorer: Scorer | None
+    run_model_code: bool
     plot: Path | None
+    json: Path | None
     baseline: bool
     d2f_repo: Path | None
     model_dir: Path
     adapter: Path | None
-    json: Path | None
+
+    items: tuple[Item, ...]  # one for each prompt
+    traffic: Traffic
+    goals: ServiceGoals
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -121,36 +124,41 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 def parse(argv: Sequence[str]) -> BenchJob:
     """The job from the flags; exits with status 2 on bad ones. Raises DatasetError."""
     parser = make_parser()
-    found = parser.parse_args(argv)
-    params = params_from(parser, found)
-    _check_comparison(parser, found, params)
-    if found.baseline:  # all rows have these settings instead of the model's own
+    job: BenchJob = parser.parse_args(argv, BenchJob())
+    params = params_from(parser, job)
+    objectives = (job.first_block_within, job.gap_within, job.total_within)
+    job.goals = ServiceGoals(*objectives)
+    _check(parser, job, params)
+    if job.baseline:  # all rows have these settings instead of the model's own
         params = replace(params, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0)
-    job = _job(found, params, credentials_of(parser, found))
-    if job.sweep and (job.rate is None or job.goals.asks_nothing):
-        parser.error("--sweep: expected --rate and an objective, such as --total-within")
-    if job.plot is not None:
-        _check_plot(parser, job.plot)
+    credentials = credentials_of(parser, job)
+    listed = read_items(job.dataset)
+    for item in listed if job.scorer is not None else ():
+        check_item(job.scorer, item)
+    job.items = tuple(islice(cycle(listed), job.limit or len(listed)))
+    prompts = tuple(item.prompt for item in job.items)
+    job.traffic = Traffic(prompts, params, job.target, job.timeout, credentials)
     return job
 
 
-def _check_comparison(
-    parser: argparse.ArgumentParser, found: argparse.Namespace, params: Params
-) -> None:
-    if found.baseline and (others := sorted(_unknown_to_baseline(params))):
+def _check(parser: argparse.ArgumentParser, job: BenchJob, params: Params) -> None:
+    """Exits with status 2 if flags contradict each other."""
+    if job.baseline and (others := sorted(_unknown_to_baseline(params))):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
         parser.error(f"--baseline: expected no settings except {_BASELINE_FLAGS}, got also {flags}")
-    if found.d2f_repo is not None and not found.baseline:
+    if job.d2f_repo is not None and not job.baseline:
         parser.error("--d2f-repo: expected together with --baseline")
-    if found.scorer == "humaneval" and not found.run_model_code:
+    if job.scorer == "humaneval" and not job.run_model_code:
         parser.error(
             "--scorer humaneval: expected --run-model-code, because it runs code that a model wrote"
         )
-
-
-def _check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        parser.error(f"--plot: expected a name that ends with .svg, .png or .pdf, got {path.name}")
+    if job.sweep and (job.rate is None or job.goals.asks_nothing):
+        parser.error("--sweep: expected --rate and an objective, such as --total-within")
+    if job.plot is None:
+        return
+    if job.plot.suffix not in (".svg", ".png", ".pdf"):
+        form = "a name that ends with .svg, .png or .pdf"
+        parser.error(f"--plot: expected {form}, got {job.plot.name}")
     if find_spec("matplotlib") is None:
         parser.error(f"--plot: {lacking('matplotlib')}")
 
@@ -159,38 +167,3 @@ def _unknown_to_baseline(params: Params) -> set[str]:
     """Given params that the greedy rows beside the fleet do not support."""
     unset = asdict(Params())
     return {name for name, value in asdict(params).items() if value != unset[name]} - _BASELINE
-
-
-def _job(found: argparse.Namespace, params: Params, credentials: Credentials) -> BenchJob:
-    listed = read_items(found.dataset)
-    items = tuple(islice(cycle(listed), found.limit or len(listed)))
-    if found.scorer is not None:
-        for item in items[: len(listed)]:
-            check_item(found.scorer, item)
-    return BenchJob(
-        dataset=found.dataset,
-        items=items,
-        traffic=Traffic(
-            prompts=tuple(item.prompt for item in items),
-            params=params,
-            target=found.target,
-            credentials=credentials,
-            timeout_s=found.timeout,
-        ),
-        concurrency=found.concurrency,
-        rate=found.rate,
-        sweep=found.sweep,
-        arrival_seed=found.arrival_seed,
-        goals=ServiceGoals(
-            first_block_s=found.first_block_within,
-            gap_s=found.gap_within,
-            total_s=found.total_within,
-        ),
-        scorer=found.scorer,
-        plot=found.plot,
-        baseline=found.baseline,
-        d2f_repo=found.d2f_repo,
-        model_dir=found.model_dir,
-        adapter=found.adapter,
-        json=found.json,
-    )

@@ -9,7 +9,6 @@ with a method `_generate_block_single` of ids [1, P].
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,18 +19,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
-from effuse.cli.baseline import TOO_LONG, Rivals
+from effuse.cli.baseline import Rivals
 from effuse.cli.bench_job import BenchError
 from effuse.cli.figures import Sample
 from effuse.cli.load import Tally
-from effuse.cli.process import last_lines
+from effuse.cli.process import KILLED_S, kill_group, last_lines
 from effuse.cli.sandbox import hidden_environment
 
 _CHILD: Final = Path(__file__).with_name("d2f_child.py")
 _MODULES: Final = {"dream": "eval_dream", "llada": "eval_llada"}  # by the family's architecture
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES")
 _PIECE = 1 << 16
-_KILLED_S = 10.0  # time limit for the kernel to end a killed process
 
 
 def check(repo: Path, rivals: Rivals) -> None:
@@ -52,13 +50,9 @@ def authors_loop(repo: Path, rivals: Rivals, timeout_s: float, tally: Tally) -> 
     """Answers all prompts with the checkout's loop. `timeout_s` is for loading and for each answer.
     Raises BenchError; complete answers are in the tally.
     """
-    taken = rivals.taken()
     with _child(repo, rivals, timeout_s) as lines:
         next(lines)  # the model is loaded
-        tally.begin()
-        for _ in range(len(rivals.prompts) - len(taken)):
-            tally.add(TOO_LONG)
-        for _ in taken:
+        for _ in rivals.begin(tally):
             tally.add(_sample(next(lines)))
 
 
@@ -119,7 +113,7 @@ def _child(repo: Path, rivals: Rivals, timeout_s: float) -> Iterator[Iterator[di
                 pass_fds=(writer,),
                 start_new_session=True,
             )
-        opened.callback(_end, child)
+        opened.callback(kill_group, child)
         with hidden_environment():
             yield _lines(reader, child, log, timeout_s)
 
@@ -138,7 +132,7 @@ def _lines(
             piece = reader.read(_PIECE)
             if not piece:
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(_KILLED_S)
+                    child.wait(KILLED_S)
                 last = (last_lines(log, 1) or ["it printed nothing"])[0]
                 raise BenchError(f"the D2F checkout ended with status {child.returncode}: {last}")
             buffer += piece
@@ -150,13 +144,6 @@ def _python(repo: Path) -> str:
     """The checkout's own interpreter, if `uv sync` made one; otherwise the one that runs effuse."""
     own = repo.resolve() / ".venv" / "bin" / "python"
     return str(own) if own.exists() else sys.executable
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        child.wait(_KILLED_S)
 
 
 def _sample(told: dict[str, Any]) -> Sample:

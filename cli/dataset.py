@@ -46,18 +46,18 @@ def fits(prompt_len: int, max_tokens: int | None, max_model_len: int) -> bool:
     return prompt_len > 0 and prompt_len + (max_tokens or 1) <= max_model_len
 
 
-def too_long(items: Sequence[Item], taken: Sequence[bool], room: str) -> str:
+def too_long(names: Sequence[str], taken: Sequence[bool], room: str) -> str:
     """One line that names the refused prompts; empty if there are none.
 
     room: the model's limit, in words.
     """
-    names = [one.name for one, is_taken in zip(items, taken, strict=True) if not is_taken]
-    if not names:
+    refused = [one for one, is_taken in zip(names, taken, strict=True) if not is_taken]
+    if not refused:
         return ""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    shown = ", ".join(names[:_SHOWN])
+    more = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+    shown = ", ".join(refused[:_SHOWN])
     return (
-        f"{len(names)} of {len(items)} prompts do not fit {room}; they count as failed: "
+        f"{len(refused)} of {len(names)} prompts do not fit {room}; they count as failed: "
         f"{shown}{more}"
     )
 

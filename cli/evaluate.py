@@ -7,8 +7,7 @@ per forward. Only tokens before the end-of-sequence id count.
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Final, get_args
 
 from rich.console import Console
@@ -22,43 +21,22 @@ from effuse.problems.problem import Problem, problem
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.worker.config import Dtype
 
-_MAX_TOKENS = 176
 _DTYPES = tuple(one for one in get_args(Dtype) if one != "auto")
-
+_BLOCKS: Final = Params(max_tokens=176, algorithm="block_diffusion", confidence_threshold=0.9)
+_D2F: Final = replace(_BLOCKS, algorithm="d2f")
 
 WAYS: Final = {  # the other settings as published with D2F and SDAR
-    "one token per forward": Params(
-        max_tokens=_MAX_TOKENS, algorithm="block_diffusion", confidence_threshold=1.0
-    ),
-    "block diffusion, 0.9": Params(
-        max_tokens=_MAX_TOKENS, algorithm="block_diffusion", confidence_threshold=0.9
-    ),
-    "D2F, 0.9, window 2": Params(
-        max_tokens=_MAX_TOKENS, algorithm="d2f", confidence_threshold=0.9, window=2
-    ),
-    "D2F, 0.9, window 4": Params(
-        max_tokens=_MAX_TOKENS, algorithm="d2f", confidence_threshold=0.9, window=4
-    ),
-    "D2F, 0.8, window 4": Params(
-        max_tokens=_MAX_TOKENS, algorithm="d2f", confidence_threshold=0.8, window=4
-    ),
+    "one token per forward": replace(_BLOCKS, confidence_threshold=1.0),
+    "block diffusion, 0.9": _BLOCKS,
+    "D2F, 0.9, window 2": replace(_D2F, window=2),
+    "D2F, 0.9, window 4": replace(_D2F, window=4),
+    "D2F, 0.8, window 4": replace(_D2F, window=4, confidence_threshold=0.8),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class EvalJob:
-    """Settings of the measurement."""
-
-    model: Path
-    seed: int
-    count: int
-    batch: int
-    dtype: Dtype
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
-    job = parse(argv)
+    job = make_parser().parse_args(argv)
     import torch  # slow, and not needed to list the flags
 
     from effuse.offline.llm import LLM
@@ -100,18 +78,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=_DTYPES, default="float32",
         help="type of weights and KV (default: float32)")  # fmt: skip
     return parser
-
-
-def parse(argv: Sequence[str]) -> EvalJob:
-    """The measurement from the flags; exits with status 2 on bad ones."""
-    found = make_parser().parse_args(argv)
-    return EvalJob(
-        model=found.model,
-        seed=found.seed,
-        count=found.count,
-        batch=found.batch,
-        dtype=found.dtype,
-    )
 
 
 def judge_all(

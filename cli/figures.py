@@ -1,14 +1,33 @@
-"""The figures of a benchmark run and their table: pure arithmetic.
+"""The figures of benchmark runs, as tables, as JSON and as a plot.
 
 Times are those that a client sees: until its first block, from block to block, and until its end.
 Tokens are the server's count of generated tokens. Goodput counts requests that met every objective,
-as in DistServe (arXiv 2401.09670).
+as in DistServe (arXiv 2401.09670). All is pure arithmetic and text, apart from `plot`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH: Final = 80  # columns of a table
+RULE: Final = (
+    "in brackets: speed relative to the first row; latency: average of answers' total times"
+)
+_NONE: Final = "-"  # instead of a figure
+_NAME: Final = 19  # columns of a row's name
+_HEADINGS: Final = {"total s": 18, "TPS": 18, "avg latency s": 16, "accuracy": 9}  # with columns
+_CONTENT: Final = ("prompt", "text", "is_right")  # of samples; all others are figures
+_TIMES: Final = {
+    "first_block": "time to the first block",
+    "gap": "between blocks",
+    "latency": "to the end",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +44,7 @@ class Sample:
     is_right: bool | None = None  # None: not graded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ServiceGoals:
     """A client's objectives for each request, in seconds; infinity means none."""
 
@@ -96,64 +115,47 @@ class Run:
         """Tokens divided by the forward passes of their requests."""
         return self.tokens / max(1, sum(sample.forward_passes for sample in self.samples))
 
+    def times_s(self, kind: str) -> list[float]:
+        """Its times of a kind in `_TIMES`; one for each request or, for "gap", each gap."""
+        if kind == "gap":
+            return [gap for sample in self.samples for gap in sample.gaps_s]
+        return [one.first_block_s if kind == "first_block" else one.total_s for one in self.samples]
 
-WIDTH: Final = 80  # columns of a table
-_NONE: Final = "-"  # instead of a figure
 
-COLUMNS = (
-    ("rate", "arrive/s"),
-    ("samples", "answers"),
-    ("failed", "failed"),
-    ("total_s", "total s"),
-    ("tokens", "tokens"),
-    ("tokens_per_s", "tokens/s"),
-    ("requests_per_s", "answers/s"),
-    ("goodput_per_s", "goodput/s"),
-    ("met_share", "met"),
-    ("latency_mean_s", "mean s"),
-    ("latency_p50_s", "p50 s"),
-    ("latency_p99_s", "p99 s"),
-    ("first_block_p50_s", "1st block p50 s"),
-    ("first_block_p99_s", "1st block p99 s"),
-    ("gap_p50_s", "gap p50 s"),
-    ("gap_p99_s", "gap p99 s"),
-    ("tokens_per_forward", "tokens/fwd"),
+def _percentile_of(kind: str, share: float) -> Callable[[Run], float]:
+    return lambda run: percentile(run.times_s(kind), share)
+
+
+def _if_asked(figure: Callable[[Run], float]) -> Callable[[Run], float]:
+    """There is no goodput without objectives."""
+    return lambda run: math.nan if run.goals.asks_nothing else figure(run)
+
+
+FIGURES: Final[Sequence[tuple[str, str, Callable[[Run], float]]]] = (
+    ("rate", "arrive/s", lambda run: run.rate),
+    ("samples", "answers", lambda run: len(run.samples)),
+    ("failed", "failed", lambda run: run.failed),
+    ("total_s", "total s", lambda run: run.total_s),
+    ("tokens", "tokens", lambda run: run.tokens),
+    ("tokens_per_s", "tokens/s", lambda run: run.tokens_per_s),
+    ("requests_per_s", "answers/s", lambda run: len(run.samples) / run.total_s),
+    ("goodput_per_s", "goodput/s", _if_asked(lambda run: run.num_met / run.total_s)),
+    ("met_share", "met", _if_asked(lambda run: run.met_share)),
+    ("latency_mean_s", "mean s", lambda run: fmean(run.times_s("latency") or [math.nan])),
+    ("latency_p50_s", "p50 s", _percentile_of("latency", 0.5)),
+    ("latency_p99_s", "p99 s", _percentile_of("latency", 0.99)),
+    ("first_block_p50_s", "1st block p50 s", _percentile_of("first_block", 0.5)),
+    ("first_block_p99_s", "1st block p99 s", _percentile_of("first_block", 0.99)),
+    ("gap_p50_s", "gap p50 s", _percentile_of("gap", 0.5)),
+    ("gap_p99_s", "gap p99 s", _percentile_of("gap", 0.99)),
+    ("tokens_per_forward", "tokens/fwd", lambda run: run.tokens_per_forward),
 )
-
-
-_CONTENT = ("prompt", "text", "is_right")  # of samples; all others are figures
+"""Every figure of a run: its name, its heading in a table, and its value; times in seconds."""
 
 
 def figures(run: Run) -> dict[str, float]:
-    """Every figure of a run by name; times in seconds. There is no goodput without objectives."""
-    latencies = [sample.total_s for sample in run.samples]
-    firsts = [sample.first_block_s for sample in run.samples]
-    gaps = [gap for sample in run.samples for gap in sample.gaps_s]
-    without = run.goals.asks_nothing
-    return {
-        "rate": run.rate,
-        "samples": len(run.samples),
-        "failed": run.failed,
-        "total_s": run.total_s,
-        "tokens": run.tokens,
-        "tokens_per_s": run.tokens_per_s,
-        "requests_per_s": len(run.samples) / run.total_s,
-        "goodput_per_s": math.nan if without else run.num_met / run.total_s,
-        "met_share": math.nan if without else run.met_share,
-        "latency_mean_s": mean(latencies),
-        "latency_p50_s": percentile(latencies, 0.5),
-        "latency_p99_s": percentile(latencies, 0.99),
-        "first_block_p50_s": percentile(firsts, 0.5),
-        "first_block_p99_s": percentile(firsts, 0.99),
-        "gap_p50_s": percentile(gaps, 0.5),
-        "gap_p99_s": percentile(gaps, 0.99),
-        "tokens_per_forward": run.tokens_per_forward,
-    }
-
-
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; NaN without values."""
-    return sum(values) / len(values) if values else math.nan
+    """Every figure of a run by name."""
+    return {name: value(run) for name, _, value in FIGURES}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -169,11 +171,10 @@ def table(runs: Sequence[Run]) -> str:
     Figures that no run has are left out.
     """
     width = max(len(run.name) for run in runs)
-    rows = [figures(run) for run in runs]
     columns: list[list[str]] = []
-    for key, heading in COLUMNS:
-        cells = [_cell(row[key]) for row in rows]
-        if any(cell != _NONE for cell in cells) or key == "latency_mean_s":
+    for name, heading, value in FIGURES:
+        cells = [_cell(value(run)) for run in runs]
+        if any(cell != _NONE for cell in cells) or name == "latency_mean_s":
             length = max(len(heading), *map(len, cells))
             columns.append([cell.rjust(length) for cell in (heading, *cells)])
     names = [name.ljust(width) for name in ("", *(run.name for run in runs))]
@@ -192,22 +193,121 @@ def _parts(columns: Iterable[list[str]], width: int) -> list[list[list[str]]]:
     return parts
 
 
-def as_json(runs: Iterable[Run]) -> list[dict[str, object]]:
-    """Figures and samples of every run, for a file; null replaces NaN, which JSON does not have."""
-    return [
-        {
-            "name": run.name,
-            **{name: None if math.isnan(value) else value for name, value in figures(run).items()},
-            "requests": [
-                {name: value for name, value in asdict(one).items() if name not in _CONTENT}
-                for one in run.samples
-            ],
-        }
-        for run in runs
-    ]
-
-
 def _cell(value: float) -> str:
     if math.isnan(value):
         return _NONE
     return str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
+def headings() -> str:
+    """The line above the rows of the short table, which is like D2F-vLLM's demo benchmark."""
+    return _joined("", list(_HEADINGS))
+
+
+def row(run: Run, first: Run) -> str:
+    """The line of one run: total time, tokens a second and average latency, each with its multiple
+    of the first row's speed in brackets, and the accuracy."""
+    values = (run.total_s, run.tokens_per_s, run.latency_s)
+    cells = [_NONE if math.isnan(value) else f"{value:.2f}" for value in values]
+    for at, multiple in enumerate(_multiples(run, first).values()):
+        cells[at] += "" if math.isnan(multiple) else f" ({multiple:.1f}x)"
+    accuracy = _NONE if math.isnan(run.accuracy) else f"{100 * run.accuracy:.1f} %"
+    return _joined(run.name, [*cells, accuracy])
+
+
+def _multiples(run: Run, first: Run) -> dict[str, float]:
+    """How many times as fast as `first` a run is, by figure; NaN if one of them has no answer."""
+    is_answered = run.samples and first.samples
+    return {
+        "total_s": _ratio(first.total_s, run.total_s) if is_answered else math.nan,
+        "tokens_per_s": _ratio(run.tokens_per_s, first.tokens_per_s),
+        "latency_s": _ratio(first.latency_s, run.latency_s),
+    }
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else math.nan
+
+
+def _joined(name: str, cells: Sequence[str]) -> str:
+    widths = _HEADINGS.values()
+    return name.ljust(_NAME) + "".join(
+        text.rjust(width) for text, width in zip(cells, widths, strict=True)
+    )
+
+
+def as_json(runs: Sequence[Run]) -> list[dict[str, object]]:
+    """Figures, samples and answers of every run, for a file; null replaces NaN, which JSON does not
+    have."""
+    return [_fields(run, runs[0]) for run in runs]
+
+
+def _fields(run: Run, first: Run) -> dict[str, object]:
+    numbers = {
+        **figures(run),
+        "latency_s": run.latency_s,
+        "accuracy": run.accuracy,
+        **{f"{name}_multiple": value for name, value in _multiples(run, first).items()},
+    }
+    samples = [asdict(one) for one in run.samples]
+    return {
+        "name": run.name,
+        **{name: None if math.isnan(value) else value for name, value in numbers.items()},
+        "requests": [
+            {name: value for name, value in one.items() if name not in _CONTENT} for one in samples
+        ],
+        "answers": [{name: one[name] for name in _CONTENT} for one in samples],
+    }
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Draws the runs with matplotlib, into a file whose type is its suffix.
+
+    Runs at several arrival rates are drawn by rate, with the objectives. Others are drawn by the
+    share of requests below each latency.
+    """
+    from matplotlib.figure import Figure
+
+    by_rate = sorted((run for run in runs if not math.isnan(run.rate)), key=lambda run: run.rate)
+    figure = Figure(figsize=(14, 3.6), layout="constrained")
+    first, *others = figure.subplots(1, 4)
+    if len(by_rate) > 1:
+        _draw_goodput(first, by_rate)
+    else:
+        first.barh([run.name for run in runs], [run.tokens_per_s for run in runs])
+        first.set_xlabel("tokens/s")
+    for panel, (kind, about) in zip(others, _TIMES.items(), strict=True):
+        if len(by_rate) > 1:
+            _draw_latency(panel, by_rate, kind, about)
+        else:
+            _draw_shares(panel, runs, kind, about)
+        panel.legend(fontsize=7)
+    figure.savefig(path)
+
+
+def _draw_goodput(panel: "Axes", runs: Sequence[Run]) -> None:
+    rates = [run.rate for run in runs]
+    panel.plot(rates, rates, ":", color="grey", label="all requests")
+    panel.plot(rates, [len(run.samples) / run.total_s for run in runs], "--s", label="answered")
+    if not runs[0].goals.asks_nothing:
+        panel.plot(rates, [run.num_met / run.total_s for run in runs], "-o", label="goodput")
+    panel.set_xlabel("requests per second")
+    panel.set_ylabel("requests a second")
+    panel.legend(fontsize=7)
+
+
+def _draw_latency(panel: "Axes", runs: Sequence[Run], kind: str, about: str) -> None:
+    for label, share, style in (("p50", 0.5, "-o"), ("p99", 0.99, "--s")):
+        values = [percentile(run.times_s(kind), share) for run in runs]
+        panel.plot([run.rate for run in runs], values, style, label=label)
+    panel.set_xlabel("requests per second")
+    panel.set_ylabel(f"{about}, seconds")
+
+
+def _draw_shares(panel: "Axes", runs: Sequence[Run], kind: str, about: str) -> None:
+    for run in runs:
+        values = sorted(run.times_s(kind))
+        shares = [(at + 1) / len(values) for at in range(len(values))]
+        panel.step(values, shares, where="post", label=run.name)
+    panel.set_xlabel(f"{about}, seconds")
+    panel.set_ylabel("share of requests")

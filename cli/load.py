@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 _NOTHING = Credentials()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """The prompts and their destination."""
 
     prompts: tuple[str, ...]
     params: Params
     target: str
-    credentials: Credentials = _NOTHING
     timeout_s: float
+    credentials: Credentials = _NOTHING
 
 
 class Tally:

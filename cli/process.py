@@ -22,7 +22,7 @@ _TAIL_BYTES = 1 << 16
 _LINE_BYTES = 256
 _POLL_S = 0.1
 _LOOK_S = 0.02
-_KILLED_S = 10.0  # time limit for the kernel to end a killed process
+KILLED_S = 10.0  # time limit for the kernel to end a killed process
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
 # option 1), and exits if the parent has already died.
 _LAUNCH = """
@@ -69,13 +69,9 @@ class Process:
         """Kill it and all its remaining children; only once, because another process may have its
         id later. A process that waits for a device in the kernel may survive.
         """
-        if self._is_cleared:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if not self._is_cleared:
+            kill_group(self._child)
         self._is_cleared = True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(_KILLED_S)
 
     def tail(self, lines: int = 20) -> str:
         """The last lines of its log, for an error message."""
@@ -92,6 +88,14 @@ class Process:
             by = names.get(-code, f"signal {-code}")
             return f"{self.name} (pid {self.pid}) was ended by {by}"
         return f"{self.name} (pid {self.pid}) exited with status {code}"
+
+
+def kill_group(child: subprocess.Popen[bytes]) -> None:
+    """Kill the leader of a process group together with its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(KILLED_S)
 
 
 def last_lines(log: Path, lines: int) -> list[str]:

@@ -10,20 +10,20 @@ import contextlib
 import ctypes
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from effuse.cli.process import kill_group
 
 NOBODY: Final = 65534
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _CHILD: Final = Path(__file__).with_name("sandbox_child.py")
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
-_KILLED_S = 10.0  # time limit for the kernel to end a killed process
 _SELF_CHECK: Final = "import colorsys, math, typing\nassert math.gcd(4, 6) == 2\n"
 
 
@@ -42,9 +42,7 @@ USUAL: Final = CodeLimits()
 
 def passes(source: str, limits: CodeLimits = USUAL) -> bool:
     """Whether a program runs to its end within the limits, without an exception."""
-    word = secrets.token_hex(
-        16
-    )  # a program that exits early, even with status 0, does not write it
+    word = secrets.token_hex(16)  # a program that exits early does not write it
     with _directory() as home, _program(word, source) as code:
         if os.geteuid() == 0:
             os.chown(home, NOBODY, NOBODY)
@@ -103,19 +101,13 @@ def _program(word: str, source: str) -> "tempfile._TemporaryFileWrapper[bytes]":
 
 def _start(home: str, code: int, writer: int, limits: CodeLimits) -> "subprocess.Popen[bytes]":
     numbers = (writer, limits.cpu_s, limits.memory_bytes, limits.file_bytes, NOBODY)
-    environment: Mapping[str, str] = {
-        "HOME": home,
-        "TMPDIR": home,
-        "LANG": "C.UTF-8",
-        **_ONE_THREAD,
-    }
     return subprocess.Popen(
         [sys.executable, "-I", str(_CHILD), *map(str, numbers)],
         stdin=code,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd=home,
-        env=environment,
+        env={"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", **_ONE_THREAD},
         pass_fds=(writer,),
         start_new_session=True,
     )
@@ -127,7 +119,4 @@ def _await(child: "subprocess.Popen[bytes]", wall_s: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(wall_s)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_KILLED_S)
+        kill_group(child)

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from effuse.cli import bench, served
+from effuse.cli import bench
 from effuse.cli.bench_job import BenchError, parse
 from effuse.cli.dataset import DatasetError, read_items, too_long
 from effuse.cli.figures import Run, Sample, ServiceGoals
@@ -101,7 +101,7 @@ def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(*_: object) -> None:
         raise Unavailable("no router answers")
 
-    monkeypatch.setattr(served, "look", look)
+    monkeypatch.setattr(bench, "look", look)
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_figures_are_told_though_their_file_cannot_be_written(
 
 
 def test_a_plot_of_one_way_beside_another(tmp_path: Path) -> None:
-    from effuse.cli.plots import plot
+    from effuse.cli.figures import plot
 
     runs = [Run("fleet", 1.0, [Sample(4, 2, 0.1, 0.2, (0.1,))]), Run("alone", 2.0, [])]
     plot(runs, tmp_path / "runs.svg")
@@ -260,7 +260,7 @@ def test_prompts_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     lines = [json.dumps({"prompt": "a", "task_id": f"T/{number}"}) for number in range(12)]
     path.write_text("\n".join(lines))
-    items = read_items(path)
+    items = [one.name for one in read_items(path)]
     assert too_long(items, [True] * 12, "512 tokens") == ""
     assert too_long(items, [at % 2 == 0 for at in range(12)], "512 tokens") == (
         "6 of 12 prompts do not fit 512 tokens; they count as failed: T/1, T/3, T/5, T/7, T/9, T/11"

@@ -94,9 +94,7 @@ def _sent(prompts: tuple[str, ...], send: Send) -> tuple[Run, FakeRouter, Tally,
         pb_grpc.add_GenerationServiceServicer_to_server(router, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        traffic = Traffic(
-            prompts=prompts, params=Params(), target=f"127.0.0.1:{port}", timeout_s=20.0
-        )
+        traffic = Traffic(prompts, Params(), f"127.0.0.1:{port}", 20.0)
         tally = Tally(lambda: ticks.append(1))
         try:
             await send(traffic, tally)

@@ -78,7 +78,8 @@ def load(ghz: Path, target: str, totals: Totals) -> list[str]:
             subprocess.run(command, check=True, timeout=60 + total / CALLS_A_SECOND)
             run = check_ghz.read(told)
             print(f"{asked['call']}: {run.line()}", flush=True)
-            faults += check_ghz.faults(run, check_ghz.GhzLimits(count=total))
+            limits = check_ghz.make_parser().parse_args([str(told), "--count", str(total)])
+            faults += check_ghz.faults(run, limits)
     return faults
 
 
