@@ -10,12 +10,14 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
 import grpc.aio
 
+from effuse.client.client import Client
 from effuse.client.credentials import Credentials, read_target, read_token
+from effuse.client.options import DEFAULT_TARGET
 from effuse.config.checks import is_redis_url, without_password
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.flags import add_switch, make_parser
@@ -23,6 +25,7 @@ from effuse.placement.keys import check_name
 from effuse.protos.errors import EffuseError, from_rpc_error
 from effuse.protos.tls import TlsFiles
 
+Number = TypeVar("Number", int, float)
 _GRPC_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")
 
 
@@ -34,17 +37,7 @@ def command(name: str, about: str) -> argparse.ArgumentParser:
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """A whole number from `least` to `most`, both included."""
     form = f"a whole number of {least} or more" if most is None else f"{least} to {most}"
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}") from None
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"expected {form}, got {text}")
-        return value
-
-    return parse
+    return reader(int, form, lambda value: least <= value and (most is None or value <= most))
 
 
 def number(
@@ -53,15 +46,25 @@ def number(
     """A finite number in [least, most], or in (least, most] if `open_left`."""
     bracket = "(" if open_left else "["
     right = "infinity)" if math.isinf(most) else f"{most:g}]"
-    form = f"a number in {bracket}{least:g}, {right}"
 
-    def parse(text: str) -> float:
+    def is_inside(value: float) -> bool:
+        left = least < value if open_left else least <= value
+        return math.isfinite(value) and left and value <= most
+
+    return reader(float, f"a number in {bracket}{least:g}, {right}", is_inside)
+
+
+def reader(
+    kind: Callable[[str], Number], form: str, accepts: Callable[[Number], bool]
+) -> Callable[[str], Number]:
+    """The type of a flag whose number `accepts` accepts; `form` is the accepted form in words."""
+
+    def parse(text: str) -> Number:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}") from None
-        inside = math.isfinite(value) and least <= value <= most
-        if not inside or (open_left and value == least):
+        if not accepts(value):
             raise argparse.ArgumentTypeError(f"expected {form}, got {text}")
         return value
 
@@ -154,8 +157,13 @@ def target(text: str) -> str:
     return text
 
 
-def add_credentials(parser: argparse.ArgumentParser) -> None:
+def add_router(
+    parser: argparse.ArgumentParser,
+    default: str | None = DEFAULT_TARGET,
+    about: str = "the router",
+) -> None:
     """Adds the flags of a command that calls a router."""
+    parser.add_argument("--target", type=target, default=default, metavar="HOST:PORT", help=about)
     group = parser.add_argument_group("TLS and token of the connection to the router")
     add = group.add_argument
     add_switch(group, "--tls", "use TLS and trust the system's certificate authorities")
@@ -184,6 +192,12 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
         return Credentials(tls=files if speaks_tls else None, token=token)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+
+
+def client_of(target: str, credentials: Credentials, timeout_s: float) -> Client:
+    """A client for a look at a fleet, which tries every call once."""
+    shown = credentials
+    return Client(target, timeout_s=timeout_s, max_attempts=1, tls=shown.tls, token=shown.token)
 
 
 def explain(error: EffuseError | grpc.aio.AioRpcError, target: str) -> str:

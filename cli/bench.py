@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from effuse.cli import figures
-from effuse.cli.arguments import explain
+from effuse.cli.arguments import client_of, explain
 from effuse.cli.bench_job import BenchError, BenchJob, make_parser, parse
 from effuse.cli.dataset import DatasetError, fits, too_long
 from effuse.cli.figures import Run
@@ -86,12 +86,12 @@ class Bench:
         if self._rivals is not None:
             for name, way in ways(self._job, self._rivals):
                 self._measure(name, way)
-        rate = self._job.rate
-        if rate is None or not self._job.sweep:
-            self._measure(fleet, partial(send, self._job, rate), rate)
+        first = self._job.rate
+        if first is None or not self._job.sweep:
+            self._measure(fleet, partial(send, self._job, first), first)
             return
         swept: list[Run] = []
-        while (rate := next_rate(swept, self._job.rate)) is not None:
+        while (rate := next_rate(swept, first)) is not None:
             self._measure(f"fleet, {rate:.3g}/s", partial(send, self._job, rate), rate)
             swept.append(self.runs[-1])
 
@@ -222,10 +222,8 @@ def look(traffic: Traffic, names: Sequence[str]) -> tuple[str, str, str]:
 
     Raises EffuseError if it does not answer or does not serve the model of `traffic`.
     """
-    shown, params = traffic.credentials, traffic.params
-    with Client(
-        traffic.target, timeout_s=_LOOK_S, max_attempts=1, tls=shown.tls, token=shown.token
-    ) as client:
+    params = traffic.params
+    with client_of(traffic.target, traffic.credentials, _LOOK_S) as client:
         model = _model(client.models(), params.model)
         workers = [one for one in client.workers() if one.model == model.name]
         by_prompt = dict(zip(traffic.prompts, names, strict=True))

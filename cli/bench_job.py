@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from effuse.cli.arguments import (
-    add_credentials,
+    add_router,
     command,
     credentials_of,
     directory,
@@ -18,7 +18,6 @@ from effuse.cli.arguments import (
     new_file,
     number,
     seconds,
-    target,
     whole,
 )
 from effuse.cli.dataset import Item, read_items
@@ -26,7 +25,6 @@ from effuse.cli.figures import ServiceGoals
 from effuse.cli.graders import Scorer, check_item
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.load import Traffic
-from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params
 from effuse.config.extras import lacking
 from effuse.config.flags import add_switch
@@ -71,7 +69,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("bench", "Send a dataset's prompts to a running fleet; print times and rates.")
     add = parser.add_argument
     add("--dataset", type=file, required=True, metavar="FILE", help='lines of {"prompt": ...}')
-    add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--limit", type=whole(1), metavar="N",
         help="send this many prompts, repeating the dataset (default: each once)")  # fmt: skip
     add("--timeout", type=seconds, default=600.0, metavar="S", help="deadline of each request")
@@ -80,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=new_file, metavar="FILE", help="write all figures to this file")
     add("--plot", type=new_file, metavar="FILE",
         help="draw the figures to this file, as .svg, .png or .pdf; needs matplotlib")  # fmt: skip
-    add_credentials(parser)
+    add_router(parser)
     add_knobs(parser)
     return parser
 
@@ -133,7 +130,7 @@ def parse(argv: Sequence[str]) -> BenchJob:
         params = replace(params, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0)
     credentials = credentials_of(parser, job)
     listed = read_items(job.dataset)
-    for item in listed if job.scorer is not None else ():
+    for item in listed:
         check_item(job.scorer, item)
     job.items = tuple(islice(cycle(listed), job.limit or len(listed)))
     prompts = tuple(item.prompt for item in job.items)

@@ -11,12 +11,11 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import grpc
 from rich.console import Console
 
-from effuse.cli.arguments import add_credentials, command, credentials_of, explain, target, whole
+from effuse.cli.arguments import add_router, command, credentials_of, explain, whole
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.generate import ask
@@ -39,20 +38,16 @@ _WATCHED = Params(
 )  # fmt: skip
 
 
-_NOBODYS = Credentials()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
-    """Settings of the demo."""
+class Demo(argparse.Namespace):
+    """The values of the flags."""
 
     problems: int
     seed: int
     connector: str
     prefill: int
     decode: int
-    target: str | None = None  # of a running fleet; None starts one
-    credentials: Credentials = _NOBODYS  # of the shown answers
+    target: str | None  # of a running fleet; None starts one
+    credentials: Credentials
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,25 +96,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--connector", choices=("auto", "nixl", "zmq"), default="auto", help="how KV pages move")
     add("--prefill", type=whole(0), default=1, metavar="X", help="prefill workers (default: 1)")
     add("--decode", type=whole(1), default=1, metavar="Y", help="decode workers (default: 1)")
-    add("--target", type=target, metavar="HOST:PORT",
-        help="use a running fleet that serves the bundled model (default: start one)")  # fmt: skip
-    add_credentials(parser)
+    about = "use a running fleet that serves the bundled model (default: start one)"
+    add_router(parser, None, about)
     return parser
 
 
 def parse(argv: Sequence[str]) -> Demo:
     """The demo from the flags; exits with status 2 on bad ones."""
     parser = make_parser()
-    found = parser.parse_args(argv)
-    return Demo(
-        problems=found.problems,
-        seed=secrets.randbits(32) if found.seed is None else found.seed,
-        connector=found.connector,
-        prefill=found.prefill,
-        decode=found.decode,
-        target=found.target,
-        credentials=credentials_of(parser, found) if found.target else _NOBODYS,
-    )
+    demo: Demo = parser.parse_args(argv, Demo())
+    demo.seed = secrets.randbits(32) if demo.seed is None else demo.seed
+    demo.credentials = credentials_of(parser, demo) if demo.target else Credentials()
+    return demo
 
 
 def fleet_of(demo: Demo) -> FleetConfig:

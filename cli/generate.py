@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import grpc
@@ -20,13 +20,12 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from effuse.cli.arguments import (
-    add_credentials,
+    add_router,
     command,
     credentials_of,
     explain,
     file,
     seconds,
-    target,
     text,
     token_ids,
 )
@@ -36,7 +35,6 @@ from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Event, Gathering, StreamBroken
 from effuse.client.chat import Chat, to_json
 from effuse.client.credentials import Credentials
-from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import SettingError
 from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
@@ -53,20 +51,20 @@ _TOLD = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateJob:
-    """The prompts, and how to show their answers."""
+class GenerateJob(argparse.Namespace):
+    """The values of the flags, and what follows from them."""
 
-    prompts: tuple[Prompt, ...]  # the first turns of a chat, all of them text
-    chat: Chat | None  # the beginning of a chat; None if each prompt is independent
-    params: Params
     target: str
-    credentials: Credentials
-    timeout_s: float
+    timeout: float
     watch: bool
     stats: bool
     json: bool
     request_id: str | None
+
+    prompts: tuple[Prompt, ...]  # the first turns of a chat, all of them text
+    begun: Chat | None  # the beginning of a chat; None if each prompt is independent
+    params: Params
+    credentials: Credentials
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,7 +98,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--system", type=text, metavar="TEXT", help="system message at the beginning of a chat")
     add("--template-argument", action="append", type=_argument, default=[], metavar="NAME=JSON",
         help="variable for the chat template, such as enable_thinking=false")  # fmt: skip
-    add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--watch", action="store_true", help="show the blocks while they are denoised")
     add("--stats", action="store_true", help="print the figures of each answer to standard error")
     add("--json", action="store_true",
@@ -111,14 +108,21 @@ def make_parser() -> argparse.ArgumentParser:
     add("--request-id", type=text, metavar="ID",
         help="id of the request; only with one prompt (default: a new one)")  # fmt: skip
     add_knobs(parser)
-    add_credentials(parser)
+    add_router(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> GenerateJob:
     """The job from the flags; exits with status 2 on bad ones."""
     parser = make_parser()
-    return _job(parser, parser.parse_args(argv))
+    job: GenerateJob = parser.parse_args(argv, GenerateJob())
+    job.prompts = tuple(_prompts(parser, job))
+    _check(parser, job)
+    chat = Chat(template_arguments=dict(job.template_argument)) if job.chat else None
+    job.begun = chat.system(job.system) if chat is not None and job.system else chat
+    job.params = params_from(parser, job)
+    job.credentials = credentials_of(parser, job)
+    return job
 
 
 def _argument(given: str) -> tuple[str, object]:
@@ -136,32 +140,19 @@ def _argument(given: str) -> tuple[str, object]:
     return name, found
 
 
-def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> GenerateJob:
-    prompts = _prompts(parser, found)
-    if found.json and found.watch:
+def _check(parser: argparse.ArgumentParser, job: GenerateJob) -> None:
+    """Exits with status 2 if flags contradict each other."""
+    if job.json and job.watch:
         parser.error("--json: expected without --watch")
-    if found.chat and (found.n or 1) > 1:
-        parser.error(f"--n: expected 1 with --chat, which continues a single answer, got {found.n}")
-    if found.chat and found.ids:
+    if job.chat and (job.n or 1) > 1:
+        parser.error(f"--n: expected 1 with --chat, which continues a single answer, got {job.n}")
+    if job.chat and job.ids:
         parser.error("--ids: expected text with --chat, got ids")
-    if not found.chat and (found.system or found.template_argument):
+    if not job.chat and (job.system or job.template_argument):
         parser.error("--system, --template-argument: expected together with --chat")
-    if found.request_id is not None and (found.chat or len(prompts) > 1):
-        got = "a chat" if found.chat else len(prompts)
+    if job.request_id is not None and (job.chat or len(job.prompts) > 1):
+        got = "a chat" if job.chat else len(job.prompts)
         parser.error(f"--request-id: expected one prompt, got {got}")
-    chat = Chat(template_arguments=dict(found.template_argument)) if found.chat else None
-    return GenerateJob(
-        prompts=tuple(prompts),
-        chat=chat.system(found.system) if chat is not None and found.system else chat,
-        params=params_from(parser, found),
-        target=found.target,
-        credentials=credentials_of(parser, found),
-        timeout_s=found.timeout,
-        watch=found.watch,
-        stats=found.stats,
-        json=found.json,
-        request_id=found.request_id,
-    )
 
 
 def _prompts(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list[Prompt]:
@@ -183,11 +174,11 @@ async def run(job: GenerateJob) -> None:
     options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
     async with job.credentials.aio_channel(job.target, options) as channel:
         stub = generation_stub(channel)
-        if job.chat is None:
+        if job.begun is None:
             for at, prompt in enumerate(job.prompts):
                 await _show_answer(stub, job, prompt, at)
             return
-        chat = job.chat
+        chat = job.begun
         for at, said in enumerate(_turns(job.prompts)):
             asked = chat.user(said)
             try:
@@ -238,7 +229,7 @@ async def _show_answer(
     )
     names = answer_names(1 if job.chat else len(job.prompts), job.params.n or 1, at)
     if job.json:
-        answer = await ask(stub, request, timeout_s=job.timeout_s)
+        answer = await ask(stub, request, timeout_s=job.timeout)
         print("\n".join(json_lines(answer, at)), flush=True)
     else:
         answer = await _print_answers(stub, job, request, names)
@@ -261,10 +252,10 @@ async def _print_answers(
     _print_heading(names[0])
     if job.watch:
         with watch(Console(), indent=0) as show:
-            answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=_of_first(show))
+            answer = await ask(stub, request, timeout_s=job.timeout, on_event=_of_first(show))
     else:
         show_text = _of_first(_print_text)
-        answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show_text)
+        answer = await ask(stub, request, timeout_s=job.timeout, on_event=show_text)
         print()
     for name, other in zip(names[1:], answer.others, strict=False):
         _print_heading(name)

@@ -65,7 +65,7 @@ def is_defined(name: str, code: str) -> bool:
     return re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE) is not None
 
 
-def check_item(scorer: Scorer, item: Item) -> None:
+def check_item(scorer: Scorer | None, item: Item) -> None:
     """Raises DatasetError if a line lacks a field that a scorer needs."""
     if scorer == "gsm8k" and last_number(item.answer) is None:
         raise DatasetError(f'--scorer gsm8k: {item.name}: expected an "answer" with a number')

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
 
-from effuse.cli.arguments import explain
+from effuse.cli.arguments import client_of, explain
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
 from effuse.client.credentials import Credentials
@@ -38,13 +38,7 @@ def looks(target: str, interval_s: float, shown: Credentials = _NOTHING) -> Iter
     """A view every `interval_s` seconds, without end; the first one immediately."""
     while True:
         try:
-            with Client(
-                target,
-                timeout_s=_TIMEOUT_S,
-                max_attempts=1,
-                tls=shown.tls,
-                token=shown.token,
-            ) as client:
+            with client_of(target, shown, _TIMEOUT_S) as client:
                 yield from _looks(client, interval_s)
         except EffuseError as error:
             yield Look(error=explain(error, target))

@@ -14,15 +14,13 @@ from rich.table import Table
 
 from effuse.cli.addresses import addresses
 from effuse.cli.arguments import (
-    add_credentials,
+    add_router,
+    client_of,
     command,
     credentials_of,
     explain,
     seconds,
-    target,
 )
-from effuse.client.client import Client
-from effuse.client.options import DEFAULT_TARGET
 from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2
 
@@ -48,16 +46,11 @@ _HEADINGS = (
 
 def main(argv: Sequence[str]) -> int:
     """Run the command: 0 if a decode worker is ready, 1 if none is or no router answers."""
-    asked = parse(argv)
+    parser = make_parser()
+    asked = parser.parse_args(argv)
+    shown = credentials_of(parser, asked)
     try:
-        shown = asked.credentials
-        with Client(
-            asked.target,
-            timeout_s=asked.timeout,
-            max_attempts=1,
-            tls=shown.tls,
-            token=shown.token,
-        ) as client:
+        with client_of(asked.target, shown, asked.timeout) as client:
             workers, models = client.workers(), client.models()
     except EffuseError as error:
         print(f"effuse status: {explain(error, asked.target)}", file=sys.stderr)
@@ -73,20 +66,11 @@ def make_parser() -> argparse.ArgumentParser:
         "status", "Show the workers of a running fleet, their load and links, and its addresses."
     )
     add = parser.add_argument
-    add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--json", action="store_true", help="print everything about the workers, as a JSON list")
     add("--timeout", type=seconds, default=5.0, metavar="S",
         help="longest time for the router's answer, in seconds (default: 5)")  # fmt: skip
-    add_credentials(parser)
+    add_router(parser)
     return parser
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The values of the flags; bad ones end the process with status 2."""
-    parser = make_parser()
-    found = parser.parse_args(argv)
-    found.credentials = credentials_of(parser, found)
-    return found
 
 
 def as_json(workers: Sequence[model_pb2.Worker]) -> str:

@@ -23,11 +23,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from effuse.cli.arguments import add_credentials, command, credentials_of, number, target
+from effuse.cli.arguments import add_router, command, credentials_of, number
 from effuse.cli.look import Look, cells, looks
 from effuse.cli.process import end_as_by_ctrl_c
 from effuse.cli.status import fitted_table, worker_lines, worker_table
-from effuse.client.options import DEFAULT_TARGET
 from effuse.v1 import monitor_pb2
 
 FILE_WIDTH: Final = 160  # columns of a file or a pipe
@@ -68,10 +67,12 @@ class TokenPace:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns 1 if it drew once and no router answered."""
-    asked = parse(argv)
+    parser = make_parser()
+    asked = parser.parse_args(argv)
+    shown = credentials_of(parser, asked)
     console = Console(markup=False, emoji=False, highlight=False)
     if asked.once or not console.is_terminal:
-        look = next(looks(asked.target, asked.interval, asked.credentials))
+        look = next(looks(asked.target, asked.interval, shown))
         if look.error:
             print(f"effuse top: {look.error}", file=sys.stderr)
             return 1
@@ -82,19 +83,19 @@ def main(argv: Sequence[str]) -> int:
     end_as_by_ctrl_c()  # otherwise SIGTERM would leave the terminal in this mode
     with _ended_by_q() as is_ended:
         try:
-            _show(console, asked)
+            _show(console, looks(asked.target, asked.interval, shown))
         except KeyboardInterrupt:
             if not is_ended.is_set():
                 raise
     return 0
 
 
-def _show(console: Console, asked: argparse.Namespace) -> None:
+def _show(console: Console, views: Iterator[Look]) -> None:
     """Draws until KeyboardInterrupt."""
     ends = "q or Ctrl-C ends" if sys.stdin.isatty() else "Ctrl-C ends"
     pace = TokenPace()
     with Live(console=console, screen=True, auto_refresh=False) as live, _not_paused():
-        for look in looks(asked.target, asked.interval, asked.credentials):
+        for look in views:
             if look.requests is not None:
                 pace.add(time.monotonic(), look.requests)
             drawn = draw(look, console.width, pace.tokens_per_s)
@@ -152,20 +153,11 @@ def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     parser = command("top", "Watch a fleet's workers and running requests; q or Ctrl-C quits.")
     add = parser.add_argument
-    add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--interval", type=number(0.05, 60), default=0.25, metavar="S",
         help="seconds between updates, 0.05 to 60 (default: 0.25)")  # fmt: skip
     add("--once", action="store_true", help="print one snapshot, as without a terminal")
-    add_credentials(parser)
+    add_router(parser)
     return parser
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The values of the flags; bad ones end the process with status 2."""
-    parser = make_parser()
-    found = parser.parse_args(argv)
-    found.credentials = credentials_of(parser, found)
-    return found
 
 
 def draw(look: Look, width: int, tokens_per_s: float | None = None) -> RenderableType:

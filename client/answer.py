@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from google.protobuf.duration_pb2 import Duration
@@ -47,16 +47,12 @@ class Stats:
             handoff_s=_seconds(stats.handoff_duration),
             first_block_s=_seconds(stats.time_to_first_block),
             total_s=_seconds(stats.total_duration),
-            forward_passes=stats.forward_passes,
-            tokens_per_forward=stats.tokens_per_forward,
-            kv_bytes=stats.kv_bytes,
-            kv_pages=stats.kv_pages,
-            cached_prompt_tokens=stats.cached_prompt_tokens,
-            connector=stats.connector,
-            prefill_worker=stats.prefill_worker,
-            decode_worker=stats.decode_worker,
-            preemptions=stats.preemptions,
+            **{name: getattr(stats, name) for name in _SAME},
         )
+
+
+_SAME = tuple(one.name for one in fields(Stats) if not one.name.endswith("_s"))
+"""Fields that have the same name and value on the wire."""
 
 
 def _seconds(duration: Duration) -> float:
@@ -106,24 +102,15 @@ class Answer:
     @classmethod
     def of(cls, response: pb.GenerateResponse, total_s: float) -> Answer:
         """From a unary response."""
-        stats = Stats.of(response.stats)
-        return cls(
-            text=response.text,
-            token_ids=tuple(response.token_ids),
-            logprobs=tuple(map(Logprob.of, response.logprobs)),
+        part = _Part(
+            texts=[response.text],
+            token_ids=list(response.token_ids),
+            logprobs=list(map(Logprob.of, response.logprobs)),
             prompt=response.echo.text if response.HasField("echo") else None,
-            commits=(),
-            finish_reason=_REASONS.get(response.finish_reason, "unknown"),
-            usage=response.usage,
-            stats=stats,
-            request_id=response.request_id,
-            model=response.model,
-            first_block_s=stats.first_block_s,
-            seed=response.seed,
-            stopped_by=_stopped_by(response),
-            total_s=total_s,
-            others=tuple(cls.of(one, total_s) for one in response.others),
+            first_block_s=_seconds(response.stats.time_to_first_block),
         )
+        others = tuple(cls.of(one, total_s) for one in response.others)
+        return replace(part.answer(response, response.request_id, total_s), others=others)
 
 
 def _stopped_by(said: pb.GenerateResponse | pb.Finished) -> str | int | None:
@@ -158,11 +145,15 @@ class Gathering:
 
     def answer(self) -> Answer:
         """The complete first answer, with the others in it. Raises StreamBroken."""
-        parts = [part for _, part in sorted(self._parts.items())]
-        if not parts or any(part.finished is None for part in parts):
+        total_s, parts = self._now() - self._began, sorted(self._parts.items())
+        answers = [
+            part.answer(part.end.finished, part.end.request_id, total_s)
+            for _, part in parts
+            if part.end is not None
+        ]
+        if not answers or len(answers) < len(parts):
             raise StreamBroken(f"request {self._request_id!r}: the stream ended without Finished")
-        first, *others = (part.answer(self._now() - self._began) for part in parts)
-        return replace(first, others=tuple(others))
+        return replace(answers[0], others=tuple(answers[1:]))
 
 
 @dataclass(slots=True)
@@ -175,12 +166,12 @@ class _Part:
     commits: list[tuple[int, int]] = field(default_factory=list)
     prompt: str | None = None
     first_block_s: float | None = None
-    finished: Event | None = None
+    end: Event | None = None
 
     def take(self, event: Event, now_s: float) -> None:
         """Takes an event that arrived after this time."""
         if event.HasField("finished"):
-            self.finished = event
+            self.end = event
         if event.HasField("echo"):
             self.prompt = event.echo.text
         if not event.HasField("commit"):
@@ -193,23 +184,23 @@ class _Part:
         tokens = event.commit.token_offset + event.commit.num_tokens
         self.commits.append((tokens, event.commit.forward_passes))
 
-    def answer(self, total_s: float) -> Answer:
-        """The complete answer, which took this time."""
-        assert self.finished is not None, "the stream has ended"
-        finished = self.finished.finished
+    def answer(
+        self, end: pb.Finished | pb.GenerateResponse, request_id: str, total_s: float
+    ) -> Answer:
+        """The complete answer, which took this time; `end` has the facts about all of it."""
         return Answer(
             text="".join(self.texts),
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             prompt=self.prompt,
             commits=tuple(self.commits),
-            finish_reason=_REASONS.get(finished.finish_reason, "unknown"),
-            usage=finished.usage,
-            stats=Stats.of(finished.stats),
-            request_id=self.finished.request_id,
-            model=finished.model,
-            seed=finished.seed,
-            stopped_by=_stopped_by(finished),
+            finish_reason=_REASONS.get(end.finish_reason, "unknown"),
+            usage=end.usage,
+            stats=Stats.of(end.stats),
+            request_id=request_id,
+            model=end.model,
+            seed=end.seed,
+            stopped_by=_stopped_by(end),
             first_block_s=total_s if self.first_block_s is None else self.first_block_s,
             total_s=total_s,
         )

@@ -6,23 +6,23 @@ and Unavailable with the time to wait, DeadlineExceeded, and PeerLost if no rout
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from effuse.client.answer import Answer, Event, Gathering
+from effuse.client.answer import Answer
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, Text, ids_of, make_request, make_tokenize_request
-from effuse.client.resuming import Resumption
-from effuse.client.retries import Call, RepeatedStream, Retries, Waiter, raising, wait
-from effuse.protos.errors import Cancelled, EffuseError
+from effuse.client.retries import Retries, Waiter, raising, wait
+from effuse.client.streams import AsyncMethod, AsyncStream, Stream
+from effuse.protos.errors import EffuseError
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.protos.tls import TlsFiles
 from effuse.v1 import (
@@ -93,14 +93,8 @@ class Client:
         """The answer as a stream: iterate for its text, block by block."""
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
         retries = self._options.retries(timeout_s)
-
-        def begin(request: generation_pb2.GenerateRequest) -> Call:
-            return self._generation.GenerateStream(
-                _streamed(request), timeout=retries.left_s, metadata=retries.metadata
-            )
-
-        waiter = Waiter(self._channel)
-        return Stream(RepeatedStream(begin, request, retries, waiter, self._target))
+        begin, waiter = self._generation.GenerateStream, Waiter(self._channel)
+        return Stream(begin, request, retries, waiter, self._target)
 
     def cancel(self, request_id: str) -> bool:
         """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
@@ -182,62 +176,12 @@ class Client:
         self.close()
 
 
-class Stream:
-    """The text of the first answer, piece by piece; `answer` is complete at the end."""
+class _Opened:
+    """A channel with its stubs."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._gathering = Gathering()
-        self._answer: Answer | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        """Pieces of text, none of them empty. Raises EffuseError and StreamBroken."""
-        for event in self._call:
-            if piece := self._gathering.take(event):
-                yield piece
-        self._answer = self._gathering.answer()
-
-    @property
-    def answer(self) -> Answer:
-        """The whole answer; reads the rest of the stream first. Raises like iterating."""
-        if self._answer is None:
-            for _ in self:
-                pass
-        assert self._answer is not None, "the whole stream was read"
-        return self._answer
-
-    def cancel(self) -> None:
-        """Ends the request; the fleet immediately frees its resources."""
-        self._call.cancel()
-
-
-class AsyncStream:
-    """The same for asyncio: `await stream.answer` at the end. Closing it ends the request."""
-
-    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
-        self._answers: list[Answer] = []
-        # It has no reference to this object, so that it ends with it when a loop is left.
-        self._pieces = _pieces(events, self._answers)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> str:
-        """A piece of text, not empty. Raises EffuseError and StreamBroken."""
-        return await anext(self._pieces)
-
-    @property
-    async def answer(self) -> Answer:
-        """The whole answer; reads the rest of the stream first. Raises like iterating."""
-        async for _ in self:
-            pass
-        if not self._answers:
-            raise Cancelled("the stream was closed before its answer was complete")
-        return self._answers[0]
-
-    async def aclose(self) -> None:
-        """Ends the request; the fleet immediately frees its resources."""
-        await self._pieces.aclose()
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.generation, self.models = generation_stub(channel), model_stub(channel)
 
 
 class AsyncClient:
@@ -258,9 +202,21 @@ class AsyncClient:
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
         self._target, self._options = target, options
-        self._channel = credentials.aio_channel(target, options.channel_arguments(target))
-        self._generation = generation_stub(self._channel)
-        self._models = model_stub(self._channel)
+        self._open = credentials.aio_opener(target, options.channel_arguments(target))
+        self._opened: tuple[asyncio.AbstractEventLoop, _Opened] | None = None
+
+    def _router(self) -> _Opened:
+        """The channel, which belongs to the first event loop that uses it. Raises RuntimeError in
+        another one."""
+        loop = asyncio.get_running_loop()
+        if self._opened is None:
+            self._opened = loop, _Opened(self._open())
+        if loop is not self._opened[0]:
+            raise RuntimeError(
+                "this client belongs to the first event loop that used it; make another client for "
+                "each further loop"
+            )
+        return self._opened[1]
 
     async def generate(
         self,
@@ -273,7 +229,7 @@ class AsyncClient:
         """The whole answer to one prompt, including token ids. Raises EffuseError."""
         began, retries = time.monotonic(), self._options.retries(timeout_s)
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
-        response = await self._ask(self._generation.Generate, request, retries)
+        response = await self._ask(self._router().generation.Generate, request, retries)
         return Answer.of(response, time.monotonic() - began)
 
     def stream(
@@ -286,35 +242,18 @@ class AsyncClient:
     ) -> AsyncStream:
         """The answer as a stream: iterate for its text. Begins at the first awaited piece."""
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
-        return AsyncStream(self._events(request, self._options.deadline_s(timeout_s)))
+        limit_s = self._options.deadline_s(timeout_s)
 
-    async def _events(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float
-    ) -> AsyncGenerator[Event, None]:
-        """The events of a stream that another attempt goes on with if it breaks off."""
-        resumption, retries, asked = Resumption(), self._options.retries(timeout_s), request
-        while True:
-            call = self._generation.GenerateStream(
-                _streamed(asked), timeout=retries.left_s, metadata=retries.metadata
-            )
-            try:
-                with raising(self._target):
-                    async for event in call:
-                        if (rest := resumption.take(event)) is not None:
-                            yield rest
-                return
-            except EffuseError as error:
-                if (pause_s := retries.pause_s(error)) is None:
-                    raise
-            finally:
-                call.cancel()
-            await wait(self._channel, pause_s)
-            asked = resumption.begin(request)
+        def begin() -> tuple[grpc.aio.Channel, AsyncMethod, Retries]:
+            router = self._router()
+            return router.channel, router.generation.GenerateStream, self._options.retries(limit_s)
+
+        return AsyncStream(begin, request, self._target)
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
-        response = await self._ask(self._generation.CancelRequest, request)
+        response = await self._ask(self._router().generation.CancelRequest, request)
         return response.was_running
 
     async def tokenize(
@@ -322,18 +261,18 @@ class AsyncClient:
     ) -> tuple[int, ...]:
         """The token ids of a prompt. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)
-        response = await self._ask(self._models.Tokenize, request)
+        response = await self._ask(self._router().models.Tokenize, request)
         return tuple(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer with these ids would have. Raises EffuseError."""
         request = model_pb2.DetokenizeRequest(token_ids=ids_of("token_ids", token_ids), model=model)
-        response = await self._ask(self._models.Detokenize, request)
+        response = await self._ask(self._router().models.Detokenize, request)
         return response.text
 
     async def models(self) -> list[model_pb2.Model]:
         """The fleet's models, with limits and defaults. Raises EffuseError."""
-        response = await self._ask(self._models.ListModels, model_pb2.ListModelsRequest())
+        response = await self._ask(self._router().models.ListModels, model_pb2.ListModelsRequest())
         return list(response.models)
 
     async def workers(self) -> list[model_pb2.Worker]:
@@ -341,7 +280,7 @@ class AsyncClient:
         found: list[model_pb2.Worker] = []
         request = model_pb2.ListWorkersRequest()
         while True:
-            response = await self._ask(self._models.ListWorkers, request)
+            response = await self._ask(self._router().models.ListWorkers, request)
             found += response.workers
             if not response.next_page_token:
                 return found
@@ -349,7 +288,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection and ends the calls on it."""
-        await self._channel.close()
+        if self._opened is not None:
+            await self._router().channel.close()
 
     async def _ask(
         self,
@@ -366,26 +306,10 @@ class AsyncClient:
             except EffuseError as error:
                 if (pause_s := retries.pause_s(error)) is None:
                     raise
-            await wait(self._channel, pause_s)
+            await wait(self._router().channel, pause_s)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-
-async def _pieces(
-    events: AsyncGenerator[Event, None], answers: list[Answer]
-) -> AsyncGenerator[str, None]:
-    """The text of these events, piece by piece; appends the whole answer to `answers`."""
-    gathering = Gathering()
-    async with contextlib.aclosing(events):
-        async for event in events:
-            if piece := gathering.take(event):
-                yield piece
-    answers.append(gathering.answer())
-
-
-def _streamed(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateStreamRequest:
-    return generation_pb2.GenerateStreamRequest(request=request)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from effuse.config.checks import is_loopback
-from effuse.protos.channels import LoopChannel
+from effuse.protos.channels import MetadataChannel
 from effuse.protos.rpc import near_options
 from effuse.protos.tls import ChannelTls, TlsFiles
 
@@ -57,25 +57,36 @@ class Credentials:
         """A blocking channel, whose calls carry `metadata`. Raises OSError for certificates that
         cannot be used, and ValueError for a target like `read_target`.
         """
-        target, tls = read_target(target, self.tls)
-        arguments = _near(target, arguments)
+        target, tls, arguments = self._read(target, arguments)
         if tls is None:
             channel = grpc.insecure_channel(target, arguments)
         else:
-            channel = grpc.secure_channel(target, ChannelTls(tls).credentials, arguments)
+            channel = grpc.secure_channel(target, tls.credentials, arguments)
         shown = self.metadata()
         return grpc.intercept_channel(channel, _Shower(shown)) if shown else channel
 
     def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
-        """The same for asyncio, for the first event loop that uses it. Raises like `channel`."""
-        target, tls = read_target(target, self.tls)
-        arguments = _near(target, arguments)
+        """The same for asyncio, for the running event loop. Raises like `channel`."""
+        return self.aio_opener(target, arguments)()
+
+    def aio_opener(self, target: str, arguments: Arguments) -> Callable[[], grpc.aio.Channel]:
+        """A function that makes such a channel in the event loop that is to use it. Raises like
+        `channel`."""
+        target, tls, arguments = self._read(target, arguments)
         if tls is None:
             make = partial(grpc.aio.insecure_channel, target, arguments)
         else:
-            shown = ChannelTls(tls).credentials
-            make = partial(grpc.aio.secure_channel, target, shown, arguments)
-        return LoopChannel(make, self.metadata())
+            make = partial(grpc.aio.secure_channel, target, tls.credentials, arguments)
+        return lambda: MetadataChannel(make(), self.metadata())
+
+    def _read(self, target: str, arguments: Arguments) -> tuple[str, ChannelTls | None, Arguments]:
+        """Target, certificates and arguments of a channel; without a proxy if the router is on this
+        machine."""
+        target, tls = read_target(target, self.tls)
+        host = _SCHEME.sub("", target).rpartition(":")[0]
+        is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # for a client, this machine
+        arguments = [*arguments, *near_options()] if is_near else arguments
+        return target, None if tls is None else ChannelTls(tls), arguments
 
 
 class _Shower(
@@ -121,13 +132,6 @@ def read_target(target: str, tls: TlsFiles | None) -> tuple[str, TlsFiles | None
         raise ValueError(f"target: expected https:// with certificates, got {target!r}")
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
     return f"{host}:{port}", tls or (TlsFiles() if scheme == "https" else None)
-
-
-def _near(target: str, arguments: Arguments) -> Arguments:
-    """`arguments`, and no proxy if the router is on this machine."""
-    host = _SCHEME.sub("", target).rpartition(":")[0]
-    is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # for a client, this machine
-    return [*arguments, *near_options()] if is_near else arguments
 
 
 def read_token(path: Path | None) -> str | None:

@@ -1,10 +1,7 @@
-"""Options of a client's calls: their deadlines, and retries as a gRPC service config.
+"""Options of a client's calls: their deadlines, attempts and channel.
 
-Each call carries its own deadline. A deadline in the service config would lose 1 to 2 s in the
+Each call carries its own deadline. A deadline in gRPC's service config would lose 1 to 2 s in the
 library, and the server would not receive it.
-
-A call without an answer is tried again, with growing pauses. If a stream breaks off, another
-attempt goes on with it (`resuming.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from effuse.config.decoding import SettingError
 from effuse.protos import rpc
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-_SERVICES = ("effuse.v1.GenerationService", "effuse.v1.ModelService")
 _MOST_ATTEMPTS = 5  # gRPC accepts no more
 _LEAST_S, _MOST_S = 1e-9, 1e9  # gRPC counts time in nanoseconds, with 64 bits
 _TARGET = re.compile(r"(?:https?://)?(?:dns:(?://[^/]*/)?)?(?P<host>\[[^\]]*\]|[^:/]+)(?::\w+)?")
@@ -55,38 +51,22 @@ class Options:
         """The attempts at a call with this time limit, or none. Raises ValueError."""
         return Retries(self.max_attempts, time.monotonic() + self.deadline_s(asked_s))
 
-    def channel_arguments(self, target: str | None = None) -> list[tuple[str, str | int]]:
-        """Arguments for grpc.insecure_channel and its asyncio twin. With `target` for a client that
-        retries calls itself (`retries.py`); without it gRPC does.
+    def channel_arguments(self, target: str) -> list[tuple[str, str | int]]:
+        """Arguments for the channel of a client that retries calls itself (`retries.py`). Its calls
+        are spread over the routers of a name.
         """
+        config = {"loadBalancingConfig": [{"round_robin": {}}]} if is_name(target) else {}
         return [
-            ("grpc.service_config", json.dumps(self.service_config(target))),
+            ("grpc.service_config", json.dumps(config)),
             # gRPC itself only repeats calls that no server has accepted, for example while a
             # connection is renewed.
-            ("grpc.enable_retries", int(target is not None or self.max_attempts > 1)),
+            ("grpc.enable_retries", 1),
             *rpc.reconnect_options(),
             ("grpc.max_receive_message_length", _MESSAGE_BYTES),
             ("grpc.max_send_message_length", _MESSAGE_BYTES),
             # Otherwise a call to a silent router would last until its deadline.
             *rpc.keepalive_options(rpc.CALLER_KEEPALIVE),
         ]
-
-    def service_config(self, target: str | None = None) -> dict[str, object]:
-        """Keys of gRPC's service config. Calls are spread over the routers of a name."""
-        if target is not None:
-            return {"loadBalancingConfig": [{"round_robin": {}}]} if is_name(target) else {}
-        method: dict[str, object] = {"name": [{"service": name} for name in _SERVICES]}
-        if self.max_attempts > 1:
-            method["retryPolicy"] = {
-                "maxAttempts": self.max_attempts,
-                "initialBackoff": "0.5s",
-                "maxBackoff": "10s",
-                "backoffMultiplier": 4.5,  # four attempts span at least 10 s
-                # A stopping server cancels calls that it has not accepted yet; calls that the
-                # client cancels have ended before.
-                "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
-            }
-        return {"methodConfig": [method]}
 
 
 def is_name(target: str) -> bool:

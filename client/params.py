@@ -1,4 +1,5 @@
 """The settings of a request as one value, and the request made from them."""
+# ruff: noqa: RUF009  # `_setting` makes a field, like dataclasses.field
 
 from __future__ import annotations
 
@@ -61,54 +62,131 @@ NUMBERS: Final[Mapping[str, Bounds]] = {
 """Settings that are numbers."""
 
 
+def _setting(form: str, about: str, default: Any = None) -> Any:
+    """A field: the form of its flag's value, if it has one, and its description."""
+    told = {"form": form, "about": about}
+    if default is dict:
+        return field(default_factory=dict, hash=False, metadata=told)
+    return field(default=default, metadata=told)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Params:
+class AnswerSettings:
+    """Which model answers how often, and what the answer has."""
+
+    model: str | None = _setting(
+        "NAME", "model to ask for, if the fleet serves several (default: the only one)"
+    )
+    n: int | None = _setting("N", "answers to each prompt (default: 1)")
+    logprobs: int | None = _setting(
+        "N", "log-probability of each token and of the N likeliest (default: none)"
+    )
+    echo: bool | None = _setting("", "print the prompt before the answer (default: off)")
+    priority: Priority | None = _setting(
+        "", "which requests go first if some must wait (default: normal)"
+    )
+    parse_special_tokens: bool | None = _setting(
+        "", "read special tokens in a prompt as tokens, not as text (default: off)"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingSettings(AnswerSettings):
+    """What ends an answer."""
+
+    max_tokens: int | None = _setting("N", "most tokens to generate")
+    stop: str | Sequence[str] = _setting("TEXT", "text that ends the answer (default: none)", ())
+    stop_token_ids: Sequence[int] = _setting(
+        "ID", "id of a token that ends the answer (default: only the model's)", ()
+    )
+    min_tokens: int | None = _setting("N", "tokens that the answer has at least (default: 0)")
+    ignore_eos: bool | None = _setting("", "do not stop at an end-of-sequence token (default: off)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings(StoppingSettings):
+    """How tokens are drawn."""
+
+    temperature: float | None = _setting("T", "randomness of sampling; 0 takes the likeliest token")
+    top_p: float | None = _setting(
+        "P", "keep the likeliest tokens up to this probability; 1 keeps all"
+    )
+    top_k: int | None = _setting("K", "keep the K likeliest tokens; 0 keeps all")
+    min_p: float | None = _setting(
+        "P", "keep tokens with this share of the highest probability; 0 keeps all"
+    )
+    presence_penalty: float | None = _setting(
+        "X", "subtract X from the logits of tokens that the text contains (default: 0)"
+    )
+    frequency_penalty: float | None = _setting(
+        "X", "subtract X once for each time that a token occurs (default: 0)"
+    )
+    repetition_penalty: float | None = _setting(
+        "X", "divide the logits of tokens in prompt and answer by X; 1 is off"
+    )
+    logit_bias: Mapping[int, float] = _setting(
+        "ID=X", "add X to the logit of this token (default: none)", dict
+    )
+    seed: int | None = _setting("N", "seed of the randomness (default: a new one)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSettings(SamplingSettings):
+    """How blocks are denoised."""
+
+    algorithm: Algorithm | None = _setting("", "how blocks are denoised")
+    window: int | None = _setting("N", "most blocks that are denoised together (D2F)")
+    confidence_threshold: float | None = _setting(
+        "P", "write tokens whose confidence is higher than this"
+    )
+    block_add_threshold: float | None = _setting(
+        "R", "append a block once this share of the last one is written"
+    )
+    full_activation_threshold: float | None = _setting(
+        "R", "let the next block advance in each step once this share is written"
+    )
+    score: Score | None = _setting("", "ranking of the masks if none passes the threshold")
+    remasking: Remasking | None = _setting("", "order in which masks are filled")
+    denoising_steps: int | None = _setting("N", "steps for each block (block diffusion)")
+    entropy_bound: float | None = _setting(
+        "H", "most entropy that a step writes, in nats (entropy_bounded)"
+    )
+    editing_threshold: float | None = _setting(
+        "P", "replace written tokens by ones of a higher confidence (block diffusion)"
+    )
+    max_post_steps: int | None = _setting(
+        "N", "forward passes that edit a full block (block diffusion)"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasSettings(BlockSettings):
+    """How a whole answer is denoised."""
+
+    block_length: int | None = _setting(
+        "N", "tokens that are denoised together (LLaDA, Fast-dLLM, its v2)"
+    )
+    steps: int | None = _setting(
+        "N", "forward passes for the whole answer; 0 is one per token (LLaDA, Dream)"
+    )
+    cfg_scale: float | None = _setting("S", "classifier-free guidance; 0 is off (LLaDA)")
+    logits_eos_inf: bool | None = _setting("", "never write an end-of-sequence token (LLaDA)")
+    confidence_eos_eot_inf: bool | None = _setting("", "write end-of-sequence tokens last (LLaDA)")
+    alg: Alg | None = _setting("", "which masks a step fills (Dream)")
+    eps: float | None = _setting("T", "last value of the time, which begins at 1 (Dream)")
+    alg_temp: float | None = _setting("T", "randomness in the choice of masks; 0 is none (Dream)")
+    factor: float | None = _setting(
+        "F", "write by rank, not by the threshold; 0 is off (Fast-dLLM)"
+    )
+    cache: Cache | None = _setting("", "which keys and values a block reuses (Fast-dLLM)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params(CanvasSettings):
     """Settings of a request. None leaves the choice to the server, whose defaults are in
     `protos/effuse/v1/generation.proto`. Raises ValueError that names each field with a value that
     every router refuses. The router checks the limits of a model, such as its vocabulary.
     """
-
-    model: str | None = None  # needed if the fleet serves several
-    n: int | None = None  # number of answers; each is drawn separately
-    max_tokens: int | None = None
-    stop: str | Sequence[str] = ()  # text that ends the answer and is not part of it
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None  # only max_tokens ends the answer before this
-    temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None  # share of the likeliest token's probability
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None  # 1 turns it off
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id
-    seed: int | None = None  # same seed, same answer; drawn by the server if absent
-    algorithm: Algorithm | None = None
-    window: int | None = None  # blocks in flight (D2F)
-    confidence_threshold: float | None = None
-    block_add_threshold: float | None = None
-    full_activation_threshold: float | None = None
-    score: Score | None = None
-    remasking: Remasking | None = None  # (block diffusion, LLaDA)
-    denoising_steps: int | None = None  # of a block (block diffusion)
-    entropy_bound: float | None = None  # in nats (block diffusion, entropy_bounded)
-    editing_threshold: float | None = None  # replaces written tokens above this; 1 edits none
-    max_post_steps: int | None = None  # forwards that edit a block without masks
-    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM, its v2)
-    steps: int | None = None  # of the whole answer; 0 is one per token (LLaDA, Dream)
-    cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
-    logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)
-    confidence_eos_eot_inf: bool | None = None  # write ends of sequence last (LLaDA)
-    alg: Alg | None = None  # which masks a step writes (Dream)
-    eps: float | None = None  # end of the time that begins at 1 (Dream)
-    alg_temp: float | None = None  # draws the best masks at random; 0 does not (Dream)
-    factor: float | None = None  # writes by rank instead of the threshold (Fast-dLLM)
-    cache: Cache | None = None  # what a block does not compute again (Fast-dLLM)
-    logprobs: int | None = None  # of each token, and of this many likeliest ones
-    echo: bool | None = None  # also return the prompt as the model gets it
-    priority: Priority | None = None  # in a router's queue
-    parse_special_tokens: bool | None = None  # spelled in the prompt; otherwise they stay text
 
     def __post_init__(self) -> None:
         given = {one.name: getattr(self, one.name) for one in fields(self)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,12 +35,6 @@ class Resumption:
         again.CopyFrom(asked)
         again.sampling.seed = self._seed
         return again
-
-    def rest_of(self, attempt: Iterable[Event]) -> Iterator[Event]:
-        """Yields what the caller does not have of an attempt. Raises as `take`."""
-        for event in attempt:
-            if (rest := self.take(event)) is not None:
-                yield rest
 
     def take(self, event: Event) -> Event | None:
         """Returns what the caller does not have of an event; None if that is nothing. Raises

@@ -15,15 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import grpc
 import grpc.aio
 
-from effuse.client.answer import Event
-from effuse.client.resuming import Resumption
 from effuse.protos.errors import AlreadyRunning, Cancelled, EffuseError, PeerLost, from_rpc_error
-from effuse.v1 import generation_pb2 as pb
 
 SPAN_S: Final = 10.5
 """Least seconds from the first failed attempt to the last attempt; replacing a router takes 2."""
@@ -143,56 +140,6 @@ async def wait(channel: grpc.aio.Channel, pause_s: float) -> None:
                 await channel.wait_for_state_change(state)
     except TimeoutError:
         return
-
-
-class Call(Protocol):
-    """A stream of events that can be closed."""
-
-    def __iter__(self) -> Iterator[Event]: ...
-
-    def cancel(self) -> object: ...
-
-
-class RepeatedStream:
-    """The events of a stream that another attempt goes on with if it breaks off."""
-
-    def __init__(
-        self,
-        begin: Callable[[pb.GenerateRequest], Call],
-        request: pb.GenerateRequest,
-        retries: Retries,
-        waiter: Waiter,
-        target: str,
-    ) -> None:
-        self._begin = begin
-        self._request = request
-        self._retries = retries
-        self._waiter = waiter
-        self._target = target
-        self._call = begin(request)
-
-    def __iter__(self) -> Iterator[Event]:
-        """Raises EffuseError."""
-        resumption = Resumption()
-        while True:
-            try:
-                with raising(self._target):
-                    yield from resumption.rest_of(self._call)
-                return
-            except EffuseError as error:
-                is_over = self._waiter.is_cancelled
-                pause_s = None if is_over else self._retries.pause_s(error)
-                if pause_s is None or not self._waiter.wait(pause_s):
-                    self._call.cancel()
-                    raise
-            self._call = self._begin(resumption.begin(self._request))
-            if self._waiter.is_cancelled:
-                self._call.cancel()
-
-    def cancel(self) -> None:
-        """Ends the call, or the wait for the next attempt."""
-        self._waiter.cancel()
-        self._call.cancel()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import effuse
 from effuse.cli.__main__ import COMMANDS, find
 from effuse.client.answer import Logprob, Stats
 from effuse.client.chat import Message
-from effuse.client.client import AsyncStream, Stream
+from effuse.client.streams import AsyncStream, Stream
 from effuse.config.flags import HelpWithDefaults, add_flags, make_parser
 from effuse.offline.options import EngineOptions
 from effuse.protos import errors
@@ -279,7 +279,13 @@ def _class(title: str, kind: type[Any], *, level: str = "##") -> Iterator[str]:
 
 
 def _stated(kind: type[Any]) -> str:
-    """The lines of a class's source with its fields and their comments."""
+    """The lines of a class's source, and of its bases', with its fields and their comments."""
+    return "\n".join(filter(None, map(_own_fields, reversed(kind.__mro__[:-1]))))
+
+
+def _own_fields(kind: type[Any]) -> str:
+    if not kind.__module__.startswith("effuse."):
+        return ""
     lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
     (found,) = ast.parse("\n".join(lines)).body
     assert isinstance(found, ast.ClassDef)

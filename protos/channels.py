@@ -10,10 +10,9 @@ asks the other end for one. `gate.py` decides which calls a server accepts.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -34,102 +33,50 @@ PROVE_S: Final = 2.0
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
+def _carrying(kind: str) -> Callable[..., Any]:
+    """The method of a `MetadataChannel` that makes the calls of this kind."""
+
+    def make(channel: MetadataChannel, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        call = getattr(channel.inner, kind)(*args, **kwargs)
+
+        def with_metadata(*args: Any, metadata: Metadata | None = None, **kwargs: Any) -> Any:
+            return call(*args, metadata=(*(metadata or ()), *channel.metadata), **kwargs)
+
+        return with_metadata
+
+    return make
+
+
 class MetadataChannel(grpc.aio.Channel):
     """Wraps another channel and adds `metadata` to the metadata of each call."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
-        self._channel = channel
-        self._metadata = tuple(metadata)
+        self.inner = channel
+        self.metadata = tuple(metadata)
 
-    def _carry(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def with_metadata(*args: Any, metadata: Metadata | None = None, **kwargs: Any) -> Any:
-            return call(*args, metadata=(*(metadata or ()), *self._metadata), **kwargs)
-
-        return with_metadata
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As in grpc.aio.Channel."""
-        return self._carry_of("unary_unary", args, kwargs)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As in grpc.aio.Channel."""
-        return self._carry_of("unary_stream", args, kwargs)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As in grpc.aio.Channel."""
-        return self._carry_of("stream_unary", args, kwargs)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As in grpc.aio.Channel."""
-        return self._carry_of("stream_stream", args, kwargs)
-
-    def _carry_of(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The calls of one method, with `metadata`."""
-        return self._carry(getattr(self._channel, kind)(*args, **kwargs))
+    unary_unary = _carrying("unary_unary")
+    unary_stream = _carrying("unary_stream")
+    stream_unary = _carrying("stream_unary")
+    stream_stream = _carrying("stream_stream")
 
     async def close(self, grace: float | None = None) -> None:
         """As in grpc.aio.Channel."""
-        await self._channel.close(grace)
+        await self.inner.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """As in grpc.aio.Channel."""
-        return self._channel.get_state(try_to_connect)
+        return self.inner.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """As in grpc.aio.Channel."""
-        await self._channel.wait_for_state_change(last_observed_state)
+        await self.inner.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
         """As in grpc.aio.Channel."""
-        await self._channel.channel_ready()
+        await self.inner.channel_ready()
 
     async def __aenter__(self) -> Self:
         return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._channel.close()
-
-
-class LoopChannel(MetadataChannel):
-    """A channel that is made in the first event loop that uses it, and belongs to that loop.
-
-    A use in another loop, or outside of loops, raises RuntimeError.
-    """
-
-    def __init__(self, make: Callable[[], grpc.aio.Channel], metadata: Metadata) -> None:
-        """make: called in that loop."""
-        self._make = make
-        self._metadata = tuple(metadata)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._inner: grpc.aio.Channel | None = None
-
-    @property
-    def _channel(self) -> grpc.aio.Channel:  # type: ignore[override]
-        loop = asyncio.get_running_loop()
-        if self._inner is None:
-            self._loop, self._inner = loop, self._make()
-        elif loop is not self._loop:
-            raise RuntimeError(
-                "this client belongs to the first event loop that used it; make another client for "
-                "each further loop"
-            )
-        return self._inner
-
-    def _carry_of(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        made: list[Callable[..., Any]] = []
-
-        def call(*given: Any, **more: Any) -> Any:
-            channel = self._channel
-            if not made:
-                made.append(getattr(channel, kind)(*args, **kwargs))
-            return made[0](*given, **more)
-
-        return self._carry(call)
-
-    async def close(self, grace: float | None = None) -> None:
-        """As in grpc.aio.Channel; if the channel is not made yet, there is nothing to close."""
-        if self._inner is not None:
-            await self._channel.close(grace)
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
@@ -208,7 +155,7 @@ class FleetChannel(MetadataChannel):
             return
         self._is_proven = False
         nonce = secrets.token_bytes(NONCE_BYTES)
-        stub = proof_stub(self._channel)
+        stub = proof_stub(self.inner)
         try:
             request = proof_pb2.ProveRequest(nonce=nonce)
             answer = await stub.Prove(request, timeout=PROVE_S)

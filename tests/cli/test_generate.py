@@ -93,7 +93,7 @@ def test_one_id_names_one_prompt(capsys: pytest.CaptureFixture[str]) -> None:
 def test_prompts_come_from_files_and_as_ids(tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text("é\n")
     job = parse(["typed", "--file", str(tmp_path / "prompt"), "--ids", "5,6"])
-    assert job.prompts == ("typed", "é\n", [5, 6]) and job.chat is None
+    assert job.prompts == ("typed", "é\n", [5, 6]) and job.begun is None
 
 
 def test_without_a_prompt_standard_input_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_what_a_chat_begins_with() -> None:
     flags = ["--template-argument", "enable_thinking=false", "--template-argument", "style=terse"]
     job = parse(["--chat", "hi", "--system", "Be kind.", *flags])
     arguments = {"enable_thinking": False, "style": "terse"}
-    assert job.chat == Chat(template_arguments=arguments).system("Be kind.")
+    assert job.begun == Chat(template_arguments=arguments).system("Be kind.")
     assert job.prompts == ("hi",)
 
 

@@ -127,7 +127,7 @@ def test_what_not_even_a_kill_ends_keeps_nobody_else_alive(
             kill(group, number)
 
     monkeypatch.setattr(os, "killpg", kill_others)
-    monkeypatch.setattr("effuse.cli.process._KILLED_S", 0.1)
+    monkeypatch.setattr("effuse.cli.process.KILLED_S", 0.1)
     stop_all([stuck, other], 0.0, lambda: True)
     assert other.wait(10) == -signal.SIGKILL
     assert stuck.returncode is None

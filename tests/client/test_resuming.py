@@ -49,7 +49,7 @@ def through(*attempts: Sequence[pb.GenerateStreamResponse]) -> list[pb.GenerateS
     resumption, told = Resumption(), list[pb.GenerateStreamResponse]()
     for events in attempts:
         resumption.begin(pb.GenerateRequest())
-        told += resumption.rest_of(events)
+        told += filter(None, map(resumption.take, events))
     return told
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -120,7 +121,8 @@ def test_calls_to_a_name_are_spread_over_all_that_it_stands_for(
     target: str, expected: bool
 ) -> None:
     assert is_name(target) is expected
-    assert ("loadBalancingConfig" in Options().service_config(target)) is expected
+    config = dict(Options().channel_arguments(target))["grpc.service_config"]
+    assert ("loadBalancingConfig" in json.loads(str(config))) is expected
 
 
 # Against real connections.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -17,18 +18,29 @@ from e2e.workload import Job, draw_jobs
 
 from effuse.cli.fleet import Fleet
 from effuse.cli.keeper import Rolling
-from effuse.client.options import Options
+from effuse.protos.rpc import CALLER_KEEPALIVE, keepalive_options, reconnect_options
 from effuse.v1 import generation_pb2, generation_pb2_grpc
 
 CONCURRENT = 3
 ROUTERS = 2
+METHOD = {
+    "name": [{"service": "effuse.v1.GenerationService"}],
+    "retryPolicy": {
+        "maxAttempts": 4,
+        "initialBackoff": "0.5s",
+        "maxBackoff": "10s",
+        "backoffMultiplier": 4.5,  # four attempts span at least 10 s
+        # A stopping server cancels calls that it has not accepted yet.
+        "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
+    },
+}
 THINK_S = 0.1  # which leaves the processes that start some of a small machine
 
 
 @dataclass
 class Load:
     """Streams that each of several threads reads one after another, each over its own connection
-    and with the retries of an effuse client, until they are stopped.
+    and with gRPC's own retries, until they are stopped.
     """
 
     address: str
@@ -39,7 +51,12 @@ class Load:
 
     def send(self, thread: int) -> None:
         draw = random.Random(thread)
-        arguments = [*Options().channel_arguments(), ("grpc.use_local_subchannel_pool", 1)]
+        arguments = [
+            ("grpc.service_config", json.dumps({"methodConfig": [METHOD]})),
+            ("grpc.use_local_subchannel_pool", 1),
+            *reconnect_options(),
+            *keepalive_options(CALLER_KEEPALIVE),
+        ]
         with grpc.insecure_channel(self.address, arguments) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             while not self.stop.is_set():
