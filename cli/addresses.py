@@ -7,6 +7,7 @@ needs no server code.
 import json
 import re
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -15,7 +16,7 @@ from effuse.config.checks import is_loopback
 from effuse.worker.engine_home import is_ours, is_running
 
 PREFIX: Final = "effuse-fleet-"
-NAME: Final = re.compile(re.escape(PREFIX) + r"(\d{1,10})-.+")
+_NAME: Final = re.compile(re.escape(PREFIX) + r"(\d{1,10})-.+")
 """Name of a fleet's directory; it ends with the id of the process that made it."""
 READY: Final = ".ready.json"
 """Suffix of the file that a process writes once it is ready."""
@@ -42,10 +43,7 @@ def _facts_of(target: str) -> dict[str, dict[str, str]]:
     """The facts in the ready files of this user's fleet at `target`, by process; empty if there is
     no such fleet here."""
     host, _, port = target.rpartition("://")[2].strip("/").rpartition(":")
-    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        found = NAME.fullmatch(home.name)
-        if found is None or not is_running(int(found[1])) or not is_ours(home):
-            continue
+    for home in homes(are_running=True):
         told: dict[str, dict[str, str]] = {}
         for file in home.glob(f"*{READY}"):
             with suppress(OSError, ValueError):  # it is being replaced
@@ -56,6 +54,14 @@ def _facts_of(target: str) -> dict[str, dict[str, str]]:
             if name.startswith("router") and at == port and is_near:
                 return told
     return {}
+
+
+def homes(*, are_running: bool) -> Iterator[Path]:
+    """The directories of this user's fleets whose process runs, or of those whose does not."""
+    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        found = _NAME.fullmatch(home.name)
+        if found is not None and is_running(int(found[1])) is are_running and is_ours(home):
+            yield home
 
 
 def read_facts(ready: Path) -> dict[str, str]:

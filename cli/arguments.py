@@ -1,5 +1,5 @@
-"""Shared parts of all commands: types of values, connections to a router, and texts of failed
-calls.
+"""Shared parts of all commands: types of values, connections to a router, the settings of a
+request, and texts of failed calls.
 
 Each type refuses a bad value with the accepted form. Each command's own options are in its module.
 """
@@ -8,25 +8,27 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
 
 from effuse.client.client import Client
-from effuse.client.credentials import Credentials, read_target, read_token
-from effuse.client.options import DEFAULT_TARGET
+from effuse.client.credentials import GRPC_SCHEME, Credentials, read_target, read_token
+from effuse.client.params import NAMES, NUMBERS, Params
+from effuse.client.retries import DEFAULT_TARGET
 from effuse.config.checks import is_redis_url, without_password
 from effuse.config.checks import redis_url as check_redis_url
-from effuse.config.flags import add_switch, make_parser
+from effuse.config.decoding import BIAS, Bounds
+from effuse.config.flags import add_switch, flag_of, make_parser
 from effuse.placement.keys import check_name
 from effuse.protos.errors import EffuseError, from_rpc_error
 from effuse.protos.tls import TlsFiles
 
 Number = TypeVar("Number", int, float)
-_GRPC_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")
 
 
 def command(name: str, about: str) -> argparse.ArgumentParser:
@@ -71,28 +73,24 @@ def reader(
     return parse
 
 
-def directory(text: str) -> Path:
-    """A directory that exists."""
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a directory, got {text!r}")
-    return path
+_TOKEN_ID = whole(0, 2**32 - 1)  # the range of the wire
 
 
-def file(text: str) -> Path:
-    """A file that exists; a pipe also counts."""
-    path = Path(text)
-    if path.is_dir() or not path.exists():
-        raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
-    return path
+def _path(form: str, accepts: Callable[[Path], bool]) -> Callable[[str], Path]:
+    def parse(text: str) -> Path:
+        if not accepts(path := Path(text)):
+            raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}")
+        return path
+
+    return parse
 
 
-def new_file(text: str) -> Path:
-    """A path to write to, in a directory that exists."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in an existing directory, got {text!r}")
-    return path
+directory: Final = _path("a directory", Path.is_dir)
+file: Final = _path("a file", lambda path: path.exists() and not path.is_dir())
+"""A pipe also counts."""
+new_file: Final = _path(
+    "a file in an existing directory", lambda path: path.parent.is_dir() and not path.is_dir()
+)
 
 
 def redis_url(text: str) -> str:
@@ -132,8 +130,7 @@ def is_unicode(given: str) -> bool:
 
 def token_ids(given: str) -> list[int]:
     """Token ids, with commas between them."""
-    parse = whole(0, 2**32 - 1)  # most ids in a message
-    return [parse(one) for one in given.split(",")]
+    return [int(_TOKEN_ID(one)) for one in given.split(",")]
 
 
 def seconds(given: str) -> float:
@@ -148,9 +145,9 @@ def target(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("target: ")) from error
     scheme, _, rest = address.partition("://")
-    if rest and not _GRPC_SCHEME.match(address):
+    if rest and not GRPC_SCHEME.match(address):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT without {scheme}://, got {text!r}")
-    host, _, port = _GRPC_SCHEME.sub("", address).rpartition(":")
+    host, _, port = GRPC_SCHEME.sub("", address).rpartition(":")
     is_host = bool(re.fullmatch(r"[^\s:/\[\]]+|\[[^\s/\[\]]+\]", host))
     if not (is_host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
@@ -191,6 +188,57 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
             read_target(target, files if speaks_tls else None)
         return Credentials(tls=files if speaks_tls else None, token=token)
     except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def add_knobs(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for every setting."""
+    for one in fields(Params):
+        about = one.metadata["about"]
+        told = about if "(default: " in about else f"{about} (default: the model's)"
+        flag = "--stop-token-id" if one.name == "stop_token_ids" else flag_of(one.name)
+        kind = _kind_of(one.name, one.metadata["form"])
+        parser.add_argument(flag, dest=one.name, help=told, **kind)
+
+
+def _kind_of(name: str, metavar: str) -> dict[str, Any]:
+    """The arguments of `add_argument` for a setting."""
+    if name in NAMES:
+        return {"choices": NAMES[name]}
+    if name in NUMBERS:
+        return {"type": within(NUMBERS[name]), "metavar": metavar}
+    if name in _REPEATED:
+        return {"action": "append", "default": [], "type": _REPEATED[name], "metavar": metavar}
+    if name == "model":
+        return {"type": text, "metavar": metavar}
+    return {"action": "store_true", "default": None}
+
+
+def within(bounds: Bounds) -> Callable[[str], float]:
+    """The type of a flag whose number lies within `bounds`."""
+    kind: type[float] = int if bounds.is_whole else float
+    return reader(kind, bounds.form, bounds.__contains__)
+
+
+def _bias(given: str) -> tuple[int, float]:
+    token, equals, added = given.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected ID=X, got {given!r}")
+    return int(_TOKEN_ID(token)), within(BIAS)(added)
+
+
+_REPEATED: Final[Mapping[str, Callable[[str], Any]]] = {
+    "stop": text, "stop_token_ids": _TOKEN_ID, "logit_bias": _bias
+}  # fmt: skip
+"""Settings whose flags may be given several times."""
+
+
+def params_from(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Params:
+    """The settings from the parsed flags; ends with status 2 if they contradict each other."""
+    try:
+        given = {one.name: getattr(found, one.name) for one in fields(Params)}
+        return Params(**{**given, "logit_bias": dict(found.logit_bias)})
+    except ValueError as error:
         parser.error(str(error))
 
 

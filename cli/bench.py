@@ -23,9 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from effuse.cli import figures
 from effuse.cli.arguments import client_of, explain
 from effuse.cli.bench_job import BenchError, BenchJob, make_parser, parse
-from effuse.cli.dataset import DatasetError, fits, too_long
+from effuse.cli.dataset import DatasetError, fits, grader, too_long
 from effuse.cli.figures import Run
-from effuse.cli.graders import grader
 from effuse.cli.load import Tally, Traffic, send_as_they_arrive, send_in_turn
 from effuse.cli.sandbox import works
 from effuse.cli.sweep import next_rate, verdict

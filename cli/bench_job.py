@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from effuse.cli.arguments import (
+    add_knobs,
     add_router,
     command,
     credentials_of,
@@ -17,13 +18,12 @@ from effuse.cli.arguments import (
     file,
     new_file,
     number,
+    params_from,
     seconds,
     whole,
 )
-from effuse.cli.dataset import Item, read_items
+from effuse.cli.dataset import Item, Scorer, check_item, read_items
 from effuse.cli.figures import ServiceGoals
-from effuse.cli.graders import Scorer, check_item
-from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.load import Traffic
 from effuse.client.params import Params
 from effuse.config.extras import lacking

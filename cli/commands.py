@@ -19,12 +19,15 @@ from effuse.cli.ports import free_port
 from effuse.config.access import host_and_port
 from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
+from effuse.worker.gpus import Memory, gpus_here, memory_of
 
 LOOPBACK = "127.0.0.1"
 SIZE_FLAG = "--tensor-parallel-size"
 HTTP_PORT = 8000
 _MEMORY = "--gpu-memory-utilization"
+Flags = Sequence[str]
 _MORE_S = 30.0  # seconds for the rest of a start
+_MORE_MIB = 2048  # in addition to a worker's share: CUDA's context, captured graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +105,6 @@ class FleetConfig:
         return "cpu" in [value_of((*self.worker_flags, *flags), "--device") for flags in roles]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """Values that the processes of one fleet share, known once it starts."""
-
-    fleet: str
-    redis_url: str
-    port: int  # of the routers together
-    gpus: Mapping[str, Assignment]  # by worker
-    ready_file: Callable[[str], Path]  # by process
-    secret_file: Path | None = None
-    redis_credentials: Path | None = None
-
-
 def new_name() -> str:
     """A name for a fleet that has none."""
     return f"fleet-{secrets.token_hex(4)}"
@@ -127,17 +117,36 @@ def router_names(config: FleetConfig) -> list[str]:
     return [f"router-{index}" for index in range(config.routers)]
 
 
-def member_commands(config: FleetConfig, around: Surroundings) -> dict[str, list[str]]:
-    """The command line of every process except Redis, by name."""
-    members = {name: _router_command(config, around, name) for name in router_names(config)}
+def member_commands(
+    config: FleetConfig, port: int, gpus: Mapping[str, Assignment], shared: Callable[[str], Flags]
+) -> dict[str, list[str]]:
+    """The command line of every process except Redis, by name.
+
+    port: of the routers together. gpus: by worker. shared: the flags of the process of this name
+    that depend on the running fleet, such as its ready file.
+    """
+    model = ("--model", str(config.model)) if config.model else ()
+    adapter = ("--adapter", str(config.adapter)) if config.adapter else ()
+    members = {
+        name: [
+            *_python("effuse.router"),
+            *("--host", config.host, "--port", str(port), "--share-port"),
+            *(*shared(name), *model, *config.router_flags),
+        ]
+        for name in router_names(config)
+    }
     for role, count, flags in (
         ("prefill", config.prefill, config.prefill_flags),
         ("decode", config.decode, config.decode_flags),
     ):
         for name in (f"{role}-{index}" for index in range(count)):
             given = (*config.worker_flags, *flags)
-            memory = _memory_flags(around.gpus.get(name), given)
-            members[name] = [*_worker_command(config, around, role, name), *given, *memory]
+            members[name] = [
+                *_python(f"effuse.{role}_worker"),
+                *("--host", LOOPBACK, "--port", "0", "--worker-id", name),
+                *(*shared(name), *model, *adapter, "--connector", config.connector),
+                *(*given, *_memory_flags(gpus.get(name), given)),
+            ]
     return members
 
 
@@ -175,6 +184,36 @@ def value_of(flags: Sequence[str], flag: str) -> str | None:
     return value
 
 
+def renamed(command: Sequence[str], worker_id: str, before: Path, after: Path) -> list[str]:
+    """The command of a worker with another id, and `after` as ready file instead of `before`."""
+    words = [str(after) if word == str(before) else word for word in command]
+    if "--worker-id" in words:
+        words[words.index("--worker-id") + 1] = worker_id
+    return words
+
+
+def has_room_beside(
+    command: Sequence[str],
+    gpu: Assignment | None,
+    *,
+    gpus: Callable[[], Sequence[str]] = gpus_here,
+    memory: Callable[[str], Memory | None] = memory_of,
+) -> bool:
+    """Whether a worker's device has memory for a second one with this command.
+
+    A CPU always has it. A worker on a GPU takes its share of all memory, so that much must be free
+    now according to the driver; without the driver's figure there is no room.
+    """
+    if value_of(command, "--device") == "cpu" or not (gpu or gpus()):
+        return True
+    found = [] if gpu is None else [memory(name) for name in gpu.names]
+    share = value_of(command, _MEMORY) or WorkerConfig.gpu_memory_utilization
+    return bool(found) and all(
+        one is not None and one.free_mib >= float(share) * one.total_mib + _MORE_MIB
+        for one in found
+    )
+
+
 def longest_start_s(config: FleetConfig) -> float:
     """Time limit for the fleet's start: that of its workers, and a little more.
 
@@ -199,26 +238,6 @@ def _flags_of_workers(config: FleetConfig) -> Iterator[tuple[str, ...]]:
         yield (*config.worker_flags, *flags)
 
 
-def _router_command(config: FleetConfig, around: Surroundings, name: str) -> list[str]:
-    return [
-        *_python("effuse.router"),
-        *("--host", config.host, "--port", str(around.port), "--share-port"),
-        *_shared_flags(config, around, name),
-        *config.router_flags,
-    ]
-
-
-def _worker_command(config: FleetConfig, around: Surroundings, role: str, name: str) -> list[str]:
-    adapter = ("--adapter", str(config.adapter)) if config.adapter else ()
-    return [
-        *_python(f"effuse.{role}_worker"),
-        *("--host", LOOPBACK, "--port", "0", "--worker-id", name),
-        *_shared_flags(config, around, name),
-        *adapter,
-        *("--connector", config.connector),
-    ]
-
-
 def _memory_flags(gpu: Assignment | None, given: Sequence[str]) -> list[str]:
     """Memory share of a worker that shares its GPU: its part of the share in its flags.
 
@@ -228,19 +247,6 @@ def _memory_flags(gpu: Assignment | None, given: Sequence[str]) -> list[str]:
         return []
     told = value_of(given, _MEMORY) or WorkerConfig.gpu_memory_utilization
     return [_MEMORY, f"{float(told) * gpu.share:g}"]
-
-
-def _shared_flags(config: FleetConfig, around: Surroundings, name: str) -> list[str]:
-    model = ["--model", str(config.model)] if config.model else []
-    secret = ["--fleet-secret", str(around.secret_file)] if around.secret_file else []
-    if around.redis_credentials is not None:
-        secret += ["--redis-credentials", str(around.redis_credentials)]
-    return [
-        *("--redis-url", around.redis_url, "--fleet", around.fleet),
-        *secret,
-        *model,
-        *("--ready-file", str(around.ready_file(name))),
-    ]
 
 
 def _python(module: str) -> list[str]:

@@ -1,27 +1,31 @@
 """`effuse eval`: the model card's table, on problems that training never used.
 
 Accuracy of the bundled model with five ways of decoding, in the engine that serves it, with tokens
-per forward. Only tokens before the end-of-sequence id count.
+per forward. Only tokens before the end-of-sequence id count. The *worked part* of an answer is
+everything before the line with the final answer; its forwards are those until all of it was final.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
 from typing import Final, get_args
 
 from rich.console import Console
 from rich.progress import Progress
 
 from effuse.cli.arguments import command, directory, whole
-from effuse.cli.scores import Outcome, judge, table
 from effuse.client.answer import Answer
 from effuse.client.params import Params
-from effuse.problems.problem import Problem, problem
+from effuse.problems.problem import ANSWER_PREFIX, Problem, check, problem
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.worker.config import Dtype
 
 _DTYPES = tuple(one for one in get_args(Dtype) if one != "auto")
+_Z95 = 1.96
 _BLOCKS: Final = Params(max_tokens=176, algorithm="block_diffusion", confidence_threshold=0.9)
 _D2F: Final = replace(_BLOCKS, algorithm="d2f")
 
@@ -32,6 +36,18 @@ WAYS: Final = {  # the other settings as published with D2F and SDAR
     "D2F, 0.9, window 4": replace(_D2F, window=4),
     "D2F, 0.8, window 4": replace(_D2F, window=4, confidence_threshold=0.8),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one problem."""
+
+    exact: bool  # the whole text is right
+    final: bool  # the final answer is right
+    tokens: int
+    forwards: int
+    worked_tokens: int
+    worked_forwards: int
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,3 +104,68 @@ def judge_all(
         judge(each, answer.token_ids, answer.commits, answer.stats.forward_passes, tokenizer.decode)
         for each, answer in zip(problems, answers, strict=True)
     ]
+
+
+def judge(
+    asked: Problem,
+    token_ids: Sequence[int],
+    commits: Sequence[tuple[int, int]],
+    forwards: int,
+    decode: Callable[[Sequence[int]], str],
+) -> Outcome:
+    """Compare an answer with the right one; `commits` are (tokens, forwards) so far, ascending."""
+    text = decode(token_ids)
+    verdict = check(asked, text)
+    worked = worked_tokens(text, token_ids, decode)
+    return Outcome(
+        exact=verdict.exact,
+        final=verdict.final,
+        tokens=len(token_ids),
+        forwards=forwards,
+        worked_tokens=worked,
+        worked_forwards=next((done for tokens, done in commits if tokens >= worked), forwards),
+    )
+
+
+def worked_tokens(
+    text: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> int:
+    """Tokens of the text before the last line that gives the final answer."""
+    start = f"\n{text}".rfind(f"\n{ANSWER_PREFIX}")
+    if start < 0:
+        return len(token_ids)
+    lengths = range(len(token_ids) + 1)
+    return bisect_left(lengths, start, key=lambda tokens: len(decode(token_ids[:tokens])))
+
+
+def table(rows: Sequence[tuple[str, Sequence[Outcome]]]) -> str:
+    """One line for each way of decoding; differences are to the first, in points of exact match."""
+    head = (
+        f"{'':<24}{'whole text':>12}{'final answer':>14}{'tokens/forward':>16}"
+        f"{'worked part':>13}{'difference, 95 % interval':>28}"
+    )
+    lines = [_line(name, outcomes, rows[0][1]) for name, outcomes in rows]
+    return "\n".join([head, *lines])
+
+
+def paired_difference(
+    outcomes: Sequence[Outcome], base: Sequence[Outcome]
+) -> tuple[float, float, float]:
+    """Mean difference in exact match to `base` and its 95 % interval, in points."""
+    gains = [100.0 * (ours.exact - its.exact) for ours, its in zip(outcomes, base, strict=True)]
+    mean = fmean(gains)
+    half = _Z95 * stdev(gains) / math.sqrt(len(gains))
+    return mean, mean - half, mean + half
+
+
+def _line(name: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> str:
+    exact = 100 * fmean(each.exact for each in outcomes)
+    final = 100 * fmean(each.final for each in outcomes)
+    rate = sum(each.tokens for each in outcomes) / sum(each.forwards for each in outcomes)
+    worked = sum(each.worked_tokens for each in outcomes)
+    worked_rate = worked / max(1, sum(each.worked_forwards for each in outcomes))
+    line = f"{name:<24}{exact:>10.2f} %{final:>12.2f} %{rate:>16.2f}{worked_rate:>13.2f}"
+    if outcomes is base:
+        return line
+    mean, low, high = paired_difference(outcomes, base)
+    return line + f"{f'{mean:+.2f} [{low:+.2f}, {high:+.2f}]':>28}"

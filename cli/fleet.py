@@ -18,19 +18,19 @@ import grpc
 from effuse.cli.commands import (
     LOOPBACK,
     FleetConfig,
-    Surroundings,
+    has_room_beside,
     longest_end_s,
     longest_start_s,
     member_commands,
     new_name,
     redis_command,
+    renamed,
     router_names,
 )
 from effuse.cli.gpus import VARIABLE
 from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
-from effuse.cli.successors import has_room_beside, renamed
 from effuse.placement.access import RedisAccess, Silence
 from effuse.protos.rpc import near_options
 
@@ -54,10 +54,6 @@ class FleetError(Exception):
         self.why = why
 
 
-class ProcessEnded(FleetError):
-    """A process ended before it was ready."""
-
-
 class Fleet:
     """A running fleet. Processes are named redis, router, prefill-0, decode-0 and so on."""
 
@@ -77,9 +73,8 @@ class Fleet:
         self._port: socket.socket | None = None  # reserved for the routers
         if config.log_dir is not None:
             config.log_dir.mkdir(parents=True, exist_ok=True)
-        self._home = Home(config.router_flags)
-        self.tell_page = self._home.tell_page  # called with the address of the page about the fleet
-        self.log_dir = config.log_dir or self._home.path
+        self.home = Home(config.router_flags)
+        self.log_dir = config.log_dir or self.home.path
 
     def __enter__(self) -> Self:
         self.start()
@@ -102,7 +97,7 @@ class Fleet:
         told = self._told.copy()
         for name in told:
             with contextlib.suppress(FileNotFoundError):  # it is starting again
-                told[name] = self._home.told(self._id(name))
+                told[name] = self.home.told(self._id(name))
         return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
 
     def names(self, role: Role) -> list[str]:
@@ -121,13 +116,14 @@ class Fleet:
             if find_spec("torch") is None:
                 raise ModuleNotFoundError("workers need torch", name="torch")
             if self.config.has_secret:
-                self._home.make_secret()
+                self.home.make_secret()
             try:
                 self._port = hold_port(self.config.host, self.config.port)
             except OSError as error:
                 raise FleetError(str(error)) from error
             self._start_redis(deadline)
-            members = member_commands(self.config, self._surroundings(self._port))
+            port = self._port.getsockname()[1]
+            members = member_commands(self.config, port, self.gpus, self._shared_flags)
             self._commands.update(members)
             for name in members:
                 self._spawn(name)
@@ -153,7 +149,7 @@ class Fleet:
         self._spawner.close()
         if self._port is not None:
             self._port.close()
-        self._home.remove()
+        self.home.remove()
 
     def roll(self, name: str) -> Iterator[None]:
         """Replace one process without losing a request: its successor is ready, and known to the
@@ -178,7 +174,7 @@ class Fleet:
     def _rename(self, name: str) -> None:
         """Gives a worker its other id from its next start on: two living ones need two ids."""
         before, worker_id = self._id(name), name if self._id(name) != name else f"{name}.2"
-        files = (self._home.ready_file(before), self._home.ready_file(worker_id))
+        files = (self.home.ready_file(before), self.home.ready_file(worker_id))
         files[0].unlink(missing_ok=True)
         self._commands[name] = renamed(self._commands[name], worker_id, *files)
         self._ids[name] = worker_id
@@ -190,7 +186,7 @@ class Fleet:
     def _is_known(self, name: str) -> bool:
         """Whether each router uses a worker; true for other processes."""
         routers = self.names("router") if _role_of(name) in ("prefill", "decode") else []
-        return all(self._home.knows(router, self._id(name)) for router in routers)
+        return all(self.home.knows(router, self._id(name)) for router in routers)
 
     def _bring(self, name: str) -> Iterator[None]:
         """Start a missing process, and wait until it and all routers are ready."""
@@ -217,7 +213,7 @@ class Fleet:
     def restart(self, name: str, timeout_s: float = 60.0) -> None:
         """Start a process that has ended again, with the same name and flags.
 
-        Raises ProcessEnded if it ends once more; other processes that have ended do not matter.
+        Raises FleetError if it ends once more; other processes that have ended do not matter.
         """
         self.begin_restart(name)
         self._await_ready(name, time.monotonic() + timeout_s, name)
@@ -233,7 +229,7 @@ class Fleet:
         if name == "redis":
             return self.redis_access.silence(self.redis_url, self.name) is None
         try:
-            self._told[name] = self._home.told(self._id(name))
+            self._told[name] = self.home.told(self._id(name))
         except FileNotFoundError:
             return False
         return True
@@ -252,7 +248,7 @@ class Fleet:
 
         def enough() -> bool:
             nonlocal seen
-            told = [self._home.live_workers(name) for name in router_names(self.config)]
+            told = [self.home.live_workers(name) for name in router_names(self.config)]
             seen = min(one for one, _ in told), min(one for _, one in told)
             return seen[0] >= prefill and seen[1] >= decode
 
@@ -264,10 +260,10 @@ class Fleet:
             )
 
     def _wait(self, deadline: float, done: Callable[[], bool], only: str | None = None) -> bool:
-        """Whether `done()` became true in time. Raises ProcessEnded if any, or `only`, ends."""
+        """Whether `done()` became true in time. Raises FleetError if any, or `only`, ends."""
         while not done():
             if dead := [one for one in self.dead() if only in (None, one.name)]:
-                raise ProcessEnded(dead[0].ending(), dead[0])
+                raise FleetError(dead[0].ending(), dead[0])
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
@@ -281,7 +277,7 @@ class Fleet:
         return status
 
     def _spawn(self, name: str) -> None:
-        self._home.ready_file(self._id(name)).unlink(missing_ok=True)
+        self.home.ready_file(self._id(name)).unlink(missing_ok=True)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log, env = self.log_dir / f"{name}.log", {**_QUIET, **self.config.env}
         if gpu := self.gpus.get(name):
@@ -293,7 +289,7 @@ class Fleet:
     @property
     def redis_access(self) -> RedisAccess:
         """Access of its Redis."""
-        return self._home.redis_access
+        return self.home.redis_access
 
     def _await_ready(self, name: str, deadline: float, only: str | None = None) -> None:
         if not self._wait(deadline, lambda: self.is_back(name), only):
@@ -303,8 +299,8 @@ class Fleet:
         if not self.redis_url:
             port = free_port()
             self.redis_url = f"redis://{LOOPBACK}:{port}/0"
-            users = self._home.make_redis_user()
-            self._commands["redis"] = redis_command(port, self._home.path, users)
+            users = self.home.make_redis_user()
+            self._commands["redis"] = redis_command(port, self.home.path, users)
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
 
@@ -322,16 +318,15 @@ class Fleet:
         if last is not None:
             raise FleetError(f"Redis does not answer on {self.redis_url}: {last.why}")
 
-    def _surroundings(self, port: socket.socket) -> Surroundings:
-        return Surroundings(
-            fleet=self.name,
-            redis_url=self.redis_url,
-            port=port.getsockname()[1],
-            gpus=self.gpus,
-            ready_file=self._home.ready_file,
-            secret_file=self._home.secret_file,
-            redis_credentials=self.redis_access.credentials,
-        )
+    def _shared_flags(self, name: str) -> list[str]:
+        """The flags of a process that depend on this fleet."""
+        files = {
+            "--fleet-secret": self.home.secret_file,
+            "--redis-credentials": self.redis_access.credentials,
+            "--ready-file": self.home.ready_file(name),
+        }
+        given = [word for flag, path in files.items() if path for word in (flag, str(path))]
+        return ["--redis-url", self.redis_url, "--fleet", self.name, *given]
 
 
 def _role_of(name: str) -> str:

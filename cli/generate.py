@@ -20,16 +20,17 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from effuse.cli.arguments import (
+    add_knobs,
     add_router,
     command,
     credentials_of,
     explain,
     file,
+    params_from,
     seconds,
     text,
     token_ids,
 )
-from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.streams import read_standard_input, read_text
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Event, Gathering, StreamBroken

@@ -7,7 +7,6 @@ values, apart from `greeting`, which asks the router.
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -31,21 +30,13 @@ Entry = tuple[str, str]
 """A label, and the text behind it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """The router's answer about its fleet; empty if it answers only clients that it knows."""
-
-    models: Sequence[model_pb2.Model] = ()
-    workers: Sequence[model_pb2.Worker] = ()
-
-
 def greeting(fleet: Fleet, page: str | None, *, width: int | None, verbose: bool) -> list[str]:
     """The lines about a fleet that is ready, for a terminal of `width` columns or, with None, a
     file. `page` is the address of the page about it."""
-    config, known = fleet.config, _ask(fleet)
+    config, (models, workers) = fleet.config, _ask(fleet)
     entries = [
-        ("model", model_text(config, known.models)),
-        ("workers", workers_text(config, fleet.gpus, known.workers)),
+        ("model", model_text(config, models)),
+        ("workers", workers_text(config, fleet.gpus, workers)),
         ("gRPC", f"effuse is ready on {fleet.address} after {fleet.ready_s:.1f} s"),
         ("HTTP", http_url(config) or ""),
         ("page", page or ""),
@@ -53,7 +44,7 @@ def greeting(fleet: Fleet, page: str | None, *, width: int | None, verbose: bool
     ]
     if verbose:
         entries += [(name, f"on {gpu}") for name, gpu in fleet.gpus.items()]
-        entries += [("link", line) for line in link_lines(known.workers)]
+        entries += [("link", line) for line in link_lines(workers)]
         entries += [("redis", fleet.redis_url), ("logs", str(fleet.log_dir))]
     entries = [(label, text) for label, text in entries if text]
     return laid_out(entries, None if verbose else width)
@@ -141,10 +132,11 @@ def metrics_text(metrics: Mapping[str, str], width: int | None) -> str:
     return f"{name} {at}; `effuse status` has {len(metrics) - 1} more"
 
 
-def _ask(fleet: Fleet) -> Known:
-    """Asks the router for models and workers, once its links are measured or after `_LINKS_S`."""
+def _ask(fleet: Fleet) -> tuple[Sequence[model_pb2.Model], Sequence[model_pb2.Worker]]:
+    """The models and workers that the router lists, once its links are measured or after
+    `_LINKS_S`; none if it answers only clients that it knows."""
     if asks_who_calls(fleet.config):
-        return Known()
+        return (), ()
     pairs = set(product(fleet.names("prefill"), fleet.names("decode")))
     deadline = time.monotonic() + _LINKS_S
     try:
@@ -153,10 +145,10 @@ def _ask(fleet: Fleet) -> Known:
                 workers = client.workers()
                 linked = {(one.worker_id, link.peer) for one in workers for link in one.links}
                 if pairs <= linked or time.monotonic() > deadline:
-                    return Known(models=client.models(), workers=workers)
+                    return client.models(), workers
                 time.sleep(_POLL_S)
     except EffuseError:
-        return Known()
+        return (), ()
 
 
 def asks_who_calls(config: FleetConfig) -> bool:

@@ -14,12 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from effuse.cli.addresses import NAME, PAGE, PREFIX, READY, read_facts
+from effuse.cli.addresses import PAGE, PREFIX, READY, homes, read_facts
 from effuse.cli.commands import value_of
 from effuse.placement.access import RIGHTS, RedisAccess
 from effuse.protos.gate import FleetSecret
 from effuse.protos.rpc import write_ready_file
-from effuse.worker.engine_home import is_ours, is_running
 
 _LOCK: Final = "in-use"  # locked as long as the fleet's process lives
 
@@ -105,10 +104,7 @@ def _sweep() -> None:
     No process has its id, and none has its lock. The id alone would not suffice if processes that
     do not see each other share a directory. The lock alone would not suffice while a fleet begins.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        found = NAME.fullmatch(left.name)
-        if found is None or is_running(int(found[1])) or not is_ours(left):
-            continue
+    for left in homes(are_running=False):
         with suppress(OSError), (left / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if it is in use
             shutil.rmtree(left, ignore_errors=True)

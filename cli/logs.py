@@ -11,11 +11,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Self, TextIO
+from typing import Final, TextIO
 
 from effuse.cli.arguments import command, directory, whole
 from effuse.cli.commands import FleetConfig, new_name
@@ -101,25 +101,19 @@ def _started(home: Path) -> list[Path]:
     return sorted(one for one in home.glob("*_*") if one.is_dir())
 
 
-class KeptLogs:
-    """A directory for a fleet's logs. Of ended fleets, the last KEPT stay."""
-
-    def __init__(self, home: Path, fleet: str, now: float) -> None:
-        """now: seconds since the epoch. Raises OSError if the directory cannot be made."""
-        moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
-        self.directory = home / f"{moment}.{int(now * 1000) % 1000:03d}_{fleet}"
-        self.directory.mkdir(mode=0o700, parents=True)
-        self._lock = (self.directory / _LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        ended = [one for one in _started(home) if one != self.directory and not _is_in_use(one)]
+@contextmanager
+def kept_logs(home: Path, fleet: str, now: float) -> Iterator[Path]:
+    """A directory for a fleet's logs, in use as long as the context. Of ended fleets, the last KEPT
+    stay. now: seconds since the epoch. Raises OSError if the directory cannot be made."""
+    moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    directory = home / f"{moment}.{int(now * 1000) % 1000:03d}_{fleet}"
+    directory.mkdir(mode=0o700, parents=True)
+    with (directory / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        ended = [one for one in _started(home) if one != directory and not _is_in_use(one)]
         for old in ended[: max(0, len(ended) - KEPT)]:
             shutil.rmtree(old, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.close()
+        yield directory
 
 
 def _is_in_use(where: Path) -> bool:
@@ -139,8 +133,8 @@ def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
         return config
     name = config.name or new_name()
     try:
-        kept = stack.enter_context(KeptLogs(logs_home(), name, time.time()))
+        directory = stack.enter_context(kept_logs(logs_home(), name, time.time()))
     except (OSError, RuntimeError) as error:  # the latter without a home
         print(f"effuse up: logs are not written to files: {error}", file=sys.stderr)
         return config
-    return replace(config, name=name, log_dir=kept.directory)
+    return replace(config, name=name, log_dir=directory)

@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from google.protobuf.json_format import MessageToDict
-
 from effuse.cli.arguments import client_of, explain
+from effuse.cli.status import all_fields
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
 from effuse.client.credentials import Credentials
@@ -64,21 +63,10 @@ def cells(block: monitor_pb2.RunningBlock) -> str:
 
 def as_json(look: Look) -> str:
     """The view as one JSON object, on one line."""
-    told: dict[str, object] = {"error": look.error}
-    told["workers"] = [
-        MessageToDict(
-            one, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        for one in look.workers
-    ]
     running = look.requests or monitor_pb2.WatchRequestsResponse()
-    told |= {
-        name: getattr(running, name)
-        for name in (
-            *("router", "num_running", "num_waiting", "num_tokens"),
-            *("num_first_blocks", "first_block_seconds"),
-        )
-    }
+    names = ("router", "num_running", "num_waiting", "num_tokens", "num_first_blocks")
+    told: dict[str, object] = {"error": look.error, "workers": all_fields(look.workers)}
+    told |= {name: getattr(running, name) for name in (*names, "first_block_seconds")}
     told["requests"] = [_request(one) for one in running.requests]
     return json.dumps(told)
 

@@ -10,10 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Self, TextIO
-
-from effuse.cli.process import LogFollower
 
 EVERY_S: Final = 30.0
 """Seconds between two lines about the start on a pipe."""
@@ -160,12 +157,3 @@ class Screen:
 def columns() -> int:
     """The width of the terminal."""
     return shutil.get_terminal_size().columns
-
-
-def follower(directory: Path, screen: Screen, *, verbose: bool, as_json: bool) -> LogFollower:
-    """Shows the logs in a directory: through `screen` or, if `verbose`, every line but Redis's."""
-    if not verbose:
-        return LogFollower(directory, screen, shows=screen.shows)
-    return LogFollower(
-        directory, sys.stderr, as_json=as_json, shows=lambda process, _: process != "redis"
-    )

@@ -75,13 +75,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 def as_json(workers: Sequence[model_pb2.Worker]) -> str:
     """Every field of every worker, including zeros, under its name in `model.proto`."""
-    listed = [
+    return json.dumps(all_fields(workers), indent=1) + "\n"
+
+
+def all_fields(workers: Sequence[model_pb2.Worker]) -> list[dict[str, object]]:
+    """The same as values of JSON."""
+    return [
         MessageToDict(
             worker, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
         for worker in workers
     ]
-    return json.dumps(listed, indent=1) + "\n"
 
 
 def as_text(

@@ -7,24 +7,26 @@ SIGUSR1 replaces all of them.
 
 import argparse
 import logging
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
 from effuse.cli.commands import LOOPBACK, SIZE_FLAG, FleetConfig, http_flags, value_of
-from effuse.cli.fleet import Fleet
+from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.gpus import fleet_gpus, gpu_list
-from effuse.cli.greeting import asks_who_calls
+from effuse.cli.greeting import asks_who_calls, greeting
+from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_ports
-from effuse.cli.process import end_as_by_ctrl_c
-from effuse.cli.run_up import UpView, run
-from effuse.cli.screen import Screen, follower
+from effuse.cli.process import LogFollower, end_as_by_ctrl_c
+from effuse.cli.screen import Screen, columns
 from effuse.config.decoding import Algorithm
 from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
@@ -42,32 +44,29 @@ from effuse.worker.gpus import gpus_here, no_gpu
 # Flags that the fleet itself sets for each of its processes.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
 _ROUTERS_ALONE = {"metrics_port", "metrics_host", "health_port"}
+# Flags that are fields of the fleet's config, unchanged.
+_SAME = (
+    *("prefill", "decode", "routers", "connector", "model", "adapter", "host", "port"),
+    *("redis_url", "prefill_gpus", "decode_gpus", "gpu_sharing", "log_dir"),
+)
 
 Config = WorkerConfig | RouterConfig
 
 
-@dataclass(frozen=True, slots=True)
-class FlagGroup:
+class UpView(argparse.Namespace):
+    """The visible parts of the fleet, among the values of the flags."""
+
+    quiet: bool  # its logs stay in their files
+    verbose: bool  # all of its logs are shown, and all that is known of it
+    page_port: int | None  # where the page about it is; None serves none
+
+
+class FlagGroup(NamedTuple):
     """Flags that are passed on to the same processes."""
 
     title: str
     config: type[Config]  # which checks them
     names: set[str]  # the fields of it that they set
-
-
-@dataclass(frozen=True, slots=True)
-class FlagGroups:
-    """All flags that are passed on, by the processes that accept them."""
-
-    every: FlagGroup
-    router: FlagGroup
-    workers: FlagGroup
-    prefill: FlagGroup
-    decode: FlagGroup
-
-    def all(self) -> tuple[FlagGroup, ...]:
-        """The groups in the order in which help lists them."""
-        return (self.every, self.router, self.workers, self.prefill, self.decode)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,14 +88,21 @@ def main(argv: Sequence[str]) -> int:
         is_json = value_of(config.router_flags, "--log-format") == "json"
         if is_json:  # which is for programs, and they get every line
             logs.set_up("up", "info", "json")
-            view = replace(view, verbose=True)
+            view.verbose = True
         else:
             logs.log_by(logging.Formatter("effuse up: %(message)s"))
         screen = Screen.of_errors(config.prefill + config.decode)
         if not view.quiet:
-            shown = follower(fleet.log_dir, screen, verbose=view.verbose, as_json=is_json)
-            stack.enter_context(shown)
+            stack.enter_context(
+                LogFollower(fleet.log_dir, sys.stderr, as_json=is_json, shows=_is_not_of_redis)
+                if view.verbose
+                else LogFollower(fleet.log_dir, screen, shows=screen.shows)
+            )
         return run(fleet, view, screen)
+
+
+def _is_not_of_redis(process: str, _: str) -> bool:
+    return process != "redis"
 
 
 def refuse_early(config: FleetConfig, view: UpView) -> None:
@@ -148,7 +154,7 @@ def _places(config: FleetConfig, view: UpView) -> Iterator[tuple[str, int]]:
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: its own, and by group those that are passed on."""
     parser = _own_parser()
-    for group in _groups().all():
+    for group in _groups().values():
         add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
     return parser
 
@@ -166,19 +172,22 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
     words = [word for word in argv if word not in ("-h", "--help")]
     _, rest = _own_parser().parse_known_args(words)
     found = _check_flags(parser, argv, rest, groups)
+    found.page_port = found.page_port if found.page else None
     try:
-        page_port = found.page_port if found.page else None
-        view = UpView(quiet=found.quiet, verbose=found.verbose, page_port=page_port)
-        return _config(found, rest, groups), view
+        return _config(found, rest, groups), found
     except ValueError as error:
         parser.error(str(error))
 
 
-def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) -> FleetConfig:
+def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup]) -> FleetConfig:
     """The fleet from the flags. Raises ValueError if there are too few GPUs."""
 
-    def words(*wanted: FlagGroup) -> tuple[str, ...]:
-        return _words_of(wanted, rest, groups.all())
+    def words(*wanted: str) -> tuple[str, ...]:
+        """The words of `rest` for these groups: those whose flag belongs to no other group."""
+        others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for name in groups.keys() - wanted:
+            add_flags(others, groups[name].config, only=groups[name].names)
+        return tuple(others.parse_known_args(rest)[1])
 
     http = http_flags(found.http_port, beside=found.port) if found.http else ()
     asked = _asks_for_gpus(found)
@@ -186,25 +195,13 @@ def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) 
     # the CPU. A given --device comes later and takes precedence.
     device = ("--device", "cuda") if asked else ()
     return FleetConfig(
-        prefill=found.prefill,
-        decode=found.decode,
-        routers=found.routers,
-        connector=found.connector,
-        model=found.model,
-        adapter=found.adapter,
-        host=found.host,
-        port=found.port,
-        redis_url=found.redis_url,
+        **{name: getattr(found, name) for name in _SAME},
         name=found.fleet,
-        router_flags=(*words(groups.every, groups.router), *http),
-        worker_flags=(*device, *words(groups.every, groups.workers)),
-        prefill_flags=(*words(groups.prefill), *_of_role(found, "prefill")),
-        decode_flags=(*words(groups.decode), *_of_role(found, "decode")),
+        router_flags=(*words("every", "router"), *http),
+        worker_flags=(*device, *words("every", "workers")),
+        prefill_flags=(*words("prefill"), *_of_role(found, "prefill")),
+        decode_flags=(*words("decode"), *_of_role(found, "decode")),
         gpus=_gpus(found, asked),
-        prefill_gpus=found.prefill_gpus,
-        decode_gpus=found.decode_gpus,
-        gpu_sharing=found.gpu_sharing,
-        log_dir=found.log_dir,
     )
 
 
@@ -289,55 +286,100 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _groups() -> FlagGroups:
-    """Flags of the processes by the processes that accept them, without those of `up` itself."""
-    own = set(vars(_own_parser().parse_args([])))
+def _groups() -> dict[str, FlagGroup]:
+    """Flags of the processes by the processes that accept them, without those of `up` itself; in
+    the order in which help lists them."""
+    own = set(vars(_own_parser().parse_args([]))) | _GIVEN
     worker, router, prefill, decode = (
         {one.name for one in fields(config)}
         for config in (WorkerConfig, RouterConfig, PrefillConfig, DecodeConfig)
     )
-    both = (worker & router) - own - _GIVEN - _ROUTERS_ALONE
-    return FlagGroups(
-        every=FlagGroup("flags of every process", WorkerConfig, both),
-        router=FlagGroup(
-            "flags of the routers",
-            RouterConfig,
-            (router - worker - own - _GIVEN) | _ROUTERS_ALONE,
-        ),
-        workers=FlagGroup("flags of every worker", WorkerConfig, worker - router - own - _GIVEN),
-        prefill=FlagGroup("flags of prefill workers", PrefillConfig, prefill - worker),
-        decode=FlagGroup("flags of decode workers", DecodeConfig, decode - worker),
-    )
+    both = (worker & router) - own - _ROUTERS_ALONE
+    of_routers = (router - worker - own) | _ROUTERS_ALONE
+    return {
+        "every": FlagGroup("flags of every process", WorkerConfig, both),
+        "router": FlagGroup("flags of the routers", RouterConfig, of_routers),
+        "workers": FlagGroup("flags of every worker", WorkerConfig, worker - router - own),
+        "prefill": FlagGroup("flags of prefill workers", PrefillConfig, prefill - worker),
+        "decode": FlagGroup("flags of decode workers", DecodeConfig, decode - worker),
+    }
 
 
 def _check_flags(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
     rest: Sequence[str],
-    groups: FlagGroups,
-) -> argparse.Namespace:
+    groups: Mapping[str, FlagGroup],
+) -> UpView:
     """The values of all flags; exits with status 2 on a bad one."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
             parser.error(f"{flag}: not a flag of `effuse up`, which sets it for each process")
-    found = parser.parse_args(argv)
+    found: UpView = parser.parse_args(argv, UpView())
     try:
-        for group in groups.all():
-            names = group.names | groups.every.names  # may be checked together
-            if group is groups.router:
+        for name, group in groups.items():
+            names = group.names | groups["every"].names  # may be checked together
+            if name == "router":
                 names = names | {"host"}  # which only the routers have
-            group.config(**{name: getattr(found, name) for name in names})
+            group.config(**{one: getattr(found, one) for one in names})
     except ValueError as error:
         parser.error(str(error))
     return found
 
 
-def _words_of(
-    wanted: Sequence[FlagGroup], rest: Sequence[str], groups: Sequence[FlagGroup]
-) -> tuple[str, ...]:
-    """The words of `rest` for the wanted groups: those whose flag belongs to no other group."""
-    others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for group in groups:
-        if group not in wanted:
-            add_flags(others, group.config, only=group.names)
-    return tuple(others.parse_known_args(rest)[1])
+def run(fleet: Fleet, view: UpView, screen: Screen) -> int:
+    """Start the fleet, watch over it until it is told to end; the exit status."""
+    rolling = Rolling(fleet)
+    signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
+    shows_logs = view.verbose and not view.quiet
+    try:
+        with screen:
+            fleet.start()
+        with _page(fleet, view) as page_address:
+            width = columns() if sys.stdout.isatty() else None
+            _say(greeting(fleet, page_address, width=width, verbose=view.verbose))
+            watch_over(fleet, rolling, shows_logs=shows_logs)
+    except FleetError as error:
+        LOG.error("%s", error.why if shows_logs else error)
+        return 1
+    except OSError as error:
+        LOG.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        stop(fleet)
+
+
+def stop(fleet: Fleet) -> None:
+    """End the fleet once running requests have ended; at a second signal, immediately."""
+    is_told_again = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: is_told_again.set())
+    # a shell passes on a signal that it received itself
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if fleet.processes:
+        _say(["effuse up: stopping after running requests end; press Ctrl-C again to stop now"])
+    fleet.stop(is_told_again.is_set)
+
+
+def _say(lines: Sequence[str]) -> None:
+    """With one write: on unbuffered output a log line could come before the line end."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+@contextmanager
+def _page(fleet: Fleet, view: UpView) -> Iterator[str | None]:
+    """Serves the page about it; yields its address. Raises OSError.
+
+    Every client that reaches the page may look at it, so there is none if the fleet requires
+    tokens.
+    """
+    if view.page_port is None or asks_who_calls(fleet.config):
+        yield None
+        return
+    source = page.PageSource(fleet.address, fleet.metrics)
+    with page.served(source, view.page_port) as address:
+        fleet.home.tell_page(address)
+        yield address

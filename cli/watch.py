@@ -16,7 +16,6 @@ from rich.live import Live
 from rich.text import Text
 
 from effuse.client.answer import Event
-from effuse.v1 import generation_pb2
 
 MASK = "\u2591"
 
@@ -36,24 +35,21 @@ class Canvas:
     forward_passes: int = 0
     _drafts: dict[int, str] = field(default_factory=dict)
 
-    def echo(self, prompt: generation_pb2.PromptEcho) -> None:
-        """The prompt, which comes first."""
-        self.text = prompt.text
-
-    def commit(self, commit: generation_pb2.BlockCommit) -> None:
-        """Final text was added; it replaces the drafts that it covers."""
-        self.text += commit.text
-        self.num_tokens = commit.token_offset + commit.num_tokens
-        self.forward_passes = commit.forward_passes
-        self._drafts = {at: text for at, text in self._drafts.items() if at >= self.num_tokens}
-
-    def draft(self, draft: generation_pb2.BlockDraft) -> None:
-        """A block in flight changed."""
-        self._drafts[draft.token_offset] = draft.text
-
-    def finish(self) -> None:
-        """The answer ended; blocks after its end are dropped."""
-        self._drafts.clear()
+    def apply(self, event: Event) -> None:
+        """Takes in the next event."""
+        if event.HasField("echo"):
+            self.text = event.echo.text  # the prompt comes first
+        elif event.HasField("commit"):
+            commit = event.commit
+            self.text += commit.text
+            self.num_tokens = commit.token_offset + commit.num_tokens
+            self.forward_passes = commit.forward_passes
+            # Final text replaces the drafts that it covers.
+            self._drafts = {at: text for at, text in self._drafts.items() if at >= self.num_tokens}
+        elif event.HasField("draft"):
+            self._drafts[event.draft.token_offset] = event.draft.text
+        else:  # the answer ended; blocks after its end are dropped
+            self._drafts.clear()
 
     def blocks(self) -> list[str]:
         """Text of the blocks in flight, in order, with masks as shades."""
@@ -84,7 +80,7 @@ def watch(console: Console, indent: int = 2) -> Iterator[Callable[[Event], None]
     ) as live:
 
         def show(event: Event) -> None:
-            apply(canvas, event)
+            canvas.apply(event)
             film.add(_draw(canvas, indent))
 
         yield show
@@ -118,21 +114,9 @@ class Film:
         return self._shown
 
 
-def apply(canvas: Canvas, event: Event) -> None:
-    """Apply one event to the canvas."""
-    if event.HasField("echo"):
-        canvas.echo(event.echo)
-    elif event.HasField("commit"):
-        canvas.commit(event.commit)
-    elif event.HasField("draft"):
-        canvas.draft(event.draft)
-    else:
-        canvas.finish()
-
-
 def _print_change(console: Console, canvas: Canvas, event: Event, indent: int) -> None:
     before = canvas.line()
-    apply(canvas, event)
+    canvas.apply(event)
     if canvas.line() != before:
         console.print(" " * indent + canvas.line(), markup=False, highlight=False, soft_wrap=True)
 

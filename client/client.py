@@ -18,9 +18,8 @@ import grpc.aio
 
 from effuse.client.answer import Answer
 from effuse.client.credentials import Credentials
-from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, Text, ids_of, make_request, make_tokenize_request
-from effuse.client.retries import Retries, Waiter, raising, wait
+from effuse.client.retries import DEFAULT_TARGET, Options, Retries, Waiter, raising, wait
 from effuse.client.streams import AsyncMethod, AsyncStream, Stream
 from effuse.protos.errors import EffuseError
 from effuse.protos.stubs import generation_stub, model_stub

@@ -1,6 +1,6 @@
 """How client and router authenticate each other: by a token, by certificates, or not at all.
 
-Deadlines and retries are in `options.py`.
+Deadlines and retries are in `retries.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from effuse.protos.tls import ChannelTls, TlsFiles
 
 AUTHORIZATION: Final = "authorization"
 TOKEN_VARIABLE: Final = "EFFUSE_TOKEN"
-_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")  # schemes of gRPC's targets
+GRPC_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")  # schemes of gRPC's targets
 
 Arguments = Sequence[tuple[str, str | int]]
 
@@ -83,7 +83,7 @@ class Credentials:
         """Target, certificates and arguments of a channel; without a proxy if the router is on this
         machine."""
         target, tls = read_target(target, self.tls)
-        host = _SCHEME.sub("", target).rpartition(":")[0]
+        host = GRPC_SCHEME.sub("", target).rpartition(":")[0]
         is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # for a client, this machine
         arguments = [*arguments, *near_options()] if is_near else arguments
         return target, None if tls is None else ChannelTls(tls), arguments

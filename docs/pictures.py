@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
-from effuse.cli.watch import Canvas, Style, apply
+from effuse.cli.watch import Canvas, Style
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.protos.stubs import generation_stub
@@ -76,7 +76,7 @@ async def _record(fleet: Fleet) -> list[Spans]:
             pb.GenerateStreamRequest(request=request), timeout=60
         )
         async for event in call:
-            apply(canvas, event)
+            canvas.apply(event)
             if (spans := canvas.spans()) and (not frames or frames[-1] != spans):
                 frames.append(spans)
     return frames

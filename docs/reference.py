@@ -27,7 +27,7 @@ from effuse.client.answer import Logprob, Stats
 from effuse.client.chat import Message
 from effuse.client.streams import AsyncStream, Stream
 from effuse.config.flags import HelpWithDefaults, add_flags, make_parser
-from effuse.offline.options import EngineOptions
+from effuse.offline.llm import EngineOptions
 from effuse.protos import errors
 from effuse.router.config import RouterConfig
 from effuse.router.openai_answers import error_body, status_of

@@ -15,20 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, SupportsIndex, TypeVar, Unpack
+from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack
 
 import msgspec
 import torch
 
 from effuse.client.answer import Answer, Logprob, Stats
 from effuse.client.params import Params, Prompt, make_request, read_prompt
-from effuse.config.decoding import Stopping
+from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
-from effuse.offline.options import EngineOptions, check_options
 from effuse.protos.errors import InvalidRequest, NotFound
 from effuse.router.detokenizer import AnswerText
 from effuse.router.prompt import encode_prompt
@@ -36,7 +35,7 @@ from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.worker.attempts import to_error
-from effuse.worker.config import DecodeConfig
+from effuse.worker.config import Attention, DecodeConfig, Device, Dtype, KVLayoutKind
 from effuse.worker.gpus import check_device
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
@@ -45,6 +44,29 @@ Progress = Callable[[int, int], None]
 _DEFAULTS = Params()
 _MOST_REQUEST_S = 1e9  # the caller waits for its batch, for days on a slow machine
 Result = TypeVar("Result")
+
+
+class EngineOptions(TypedDict, total=False):
+    """A decode worker's flags with these names, and its defaults."""
+
+    device: Device
+    dtype: Dtype
+    block_size: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_window: int
+    max_stop_ids: int
+    page_size: int
+    num_pages: int | None
+    gpu_memory_utilization: float
+    kv_layout: KVLayoutKind
+    attention: Attention
+    enforce_eager: bool
+    default_algorithm: Algorithm | None
+    served_model_name: str | None
+    tensor_parallel_size: int
+    expert_parallel: bool
 
 
 class LLM:
@@ -63,7 +85,9 @@ class LLM:
         """model: checkpoint directory, or None for the bundled one. Raises TypeError for an unknown
         option, and ValueError, CheckpointError or TokenizerError if files or settings do not fit.
         """
-        check_options(options)
+        known = EngineOptions.__annotations__
+        for name in options.keys() - known.keys():
+            raise TypeError(f"LLM: expected options among {', '.join(known)}; got {name!r}")
         directory = bundled_directory() if model is None else Path(model)
         refuse_unserved(directory, options.get("block_size"))
         config = DecodeConfig(
@@ -162,7 +186,8 @@ class LLM:
                     running[one.start.attempt.transfer_id] = one
                     one.begin()
                     self._core.handle(one.start)
-                self._step()
+                while not self._core.step() and self._core.is_working():
+                    time.sleep(0)
                 for event in self._core.outbox():
                     if (complete := self._take(event, running)) is not None:
                         num_done += 1
@@ -206,10 +231,6 @@ class LLM:
             )
             for start in starts
         ]
-
-    def _step(self) -> None:
-        while not self._core.step() and self._core.is_working():
-            time.sleep(0)
 
     def _take(self, event: CoreEvent, running: dict[str, _Running]) -> _Running | None:
         """Takes an event of the engine; returns the request whose answer it completes."""

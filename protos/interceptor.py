@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -82,7 +82,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 def _wrap(handler: _Handler, method: str) -> _Handler:
     behaviour, make = _behaviour_of(handler)
-    take = _guard_stream if handler.request_streaming else _guard_message
+    take: Callable[[Any], object] = _guard_stream if handler.request_streaming else _guard_message
     guard = _guard_generator if inspect.isasyncgenfunction(behaviour) else _guard_coroutine
     deserialize = handler.request_deserializer
     return make(
@@ -102,13 +102,12 @@ def _refusing(method: str) -> _Handler:
 
 
 def _behaviour_of(handler: _Handler) -> tuple[_Behaviour, Callable[..., _Handler]]:
-    if handler.unary_unary is not None:
-        return cast(_Behaviour, handler.unary_unary), grpc.unary_unary_rpc_method_handler
-    if handler.unary_stream is not None:
-        return cast(_Behaviour, handler.unary_stream), grpc.unary_stream_rpc_method_handler
-    if handler.stream_unary is not None:
-        return cast(_Behaviour, handler.stream_unary), grpc.stream_unary_rpc_method_handler
-    return cast(_Behaviour, handler.stream_stream), grpc.stream_stream_rpc_method_handler
+    asks, answers = (
+        "stream" if streams else "unary"
+        for streams in (handler.request_streaming, handler.response_streaming)
+    )
+    kind = f"{asks}_{answers}"
+    return getattr(handler, kind), getattr(grpc, f"{kind}_rpc_method_handler")
 
 
 def _safe(deserialize: _Deserializer) -> Callable[[bytes], Message | Malformed]:
@@ -127,17 +126,13 @@ def _guard_message(request: object) -> object:
     return request
 
 
-async def _checked(requests: AsyncIterator[object]) -> AsyncIterator[object]:
+async def _guard_stream(requests: AsyncIterator[object]) -> AsyncIterator[object]:
     async for request in requests:
         yield _guard_message(request)
 
 
-def _guard_stream(requests: object) -> object:
-    return _checked(cast(AsyncIterator[object], requests))
-
-
 def _guard_coroutine(
-    behaviour: _Behaviour, take: Callable[[object], object], method: str
+    behaviour: _Behaviour, take: Callable[[Any], object], method: str
 ) -> Callable[[object, _Context], Awaitable[object]]:
     async def guarded(request: object, context: _Context) -> object:
         try:
@@ -152,7 +147,7 @@ def _guard_coroutine(
 
 
 def _guard_generator(
-    behaviour: _Behaviour, take: Callable[[object], object], method: str
+    behaviour: _Behaviour, take: Callable[[Any], object], method: str
 ) -> Callable[[object, _Context], AsyncIterator[object]]:
     async def guarded(request: object, context: _Context) -> AsyncIterator[object]:
         try:

@@ -21,9 +21,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
 from effuse.protos.gate import Doorkeeper, Gate
-from effuse.protos.health import Health
 from effuse.protos.interceptor import ErrorInterceptor
-from effuse.protos.reflection import add_reflection
+from effuse.protos.services import Health, add_reflection
 from effuse.protos.tls import ServerTls
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -152,8 +152,8 @@ class SpreadFleet(Fleet):
 
     def secret(self) -> FleetSecret:
         """The credentials that its workers accept."""
-        assert self._home.secret_file is not None
-        return FleetSecret.read(self._home.secret_file)
+        assert self.home.secret_file is not None
+        return FleetSecret.read(self.home.secret_file)
 
     def _spawn(self, name: str) -> None:
         command, hub = self._commands[name], self._network.hub

@@ -83,7 +83,7 @@ def test_flags_must_be_written_out(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _token(flags: list[str]) -> str | None:
     parser = arguments.command("x", "about")
-    arguments.add_credentials(parser)
+    arguments.add_router(parser)
     return arguments.credentials_of(parser, parser.parse_args(flags)).token
 
 
@@ -206,8 +206,7 @@ def test_a_url_without_tls_does_not_go_with_certificates(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = arguments.command("x", "about")
-    parser.add_argument("--target", type=arguments.target)
-    arguments.add_credentials(parser)
+    arguments.add_router(parser)
     good = parser.parse_args(["--target", "https://host:1", "--tls"])
     assert arguments.credentials_of(parser, good).tls is not None
     bad = parser.parse_args(["--target", "http://host:1", "--tls"])

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.dataset import DatasetError, Item, read_items
-from effuse.cli.graders import check_item, grader, last_number, program, stub_of
+from effuse.cli.dataset import (
+    DatasetError,
+    Item,
+    check_item,
+    grader,
+    last_number,
+    program,
+    read_items,
+    stub_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_each_process_is_judged_by_itself() -> None:
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     """One process, which reports that it is ready and ends the first time."""
     fleet = Fleet(FleetConfig(log_dir=tmp_path / "logs"))
-    ready = fleet._home.ready_file("decode-0")
+    ready = fleet.home.ready_file("decode-0")
     code = (
         "import pathlib, sys, time; pathlib.Path(sys.argv[2]).exists() or sys.exit(1);"
         ' new = pathlib.Path(sys.argv[1] + ".new"); new.write_text(\'{"address": "a:1"}\');'
@@ -168,7 +168,7 @@ def twins() -> Iterator[Fleet]:
         " new.rename(sys.argv[1]); time.sleep(60)"  # never half of it
     )
     for name, tries in (("prefill-0", "3"), ("decode-0", "2")):
-        ready, tried = fleet._home.ready_file(name), fleet.log_dir / f"{name}.tries"
+        ready, tried = fleet.home.ready_file(name), fleet.log_dir / f"{name}.tries"
         fleet._commands[name] = [sys.executable, "-c", code, str(ready), str(tried), tries]
     yield fleet
     fleet.stop(lambda: True)

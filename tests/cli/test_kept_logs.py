@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from effuse.cli.commands import FleetConfig
-from effuse.cli.logs import KEPT, KeptLogs, keep_logs, latest, logs_home, main, show
+from effuse.cli.logs import KEPT, keep_logs, kept_logs, latest, logs_home, main, show
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _fleet(home: Path, name: str, at: float, **written: str) -> Path:
-    with KeptLogs(home, name, at) as kept:
+    with kept_logs(home, name, at) as kept:
         for process, text in written.items():
-            (kept.directory / f"{process.replace('_', '-')}.log").write_text(text)
-    return kept.directory
+            (kept / f"{process.replace('_', '-')}.log").write_text(text)
+    return kept
 
 
 def test_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -35,13 +35,13 @@ def test_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_the_oldest_go_but_for_those_in_use(home: Path) -> None:
-    with KeptLogs(home, "running", 0.0) as running:
+    with kept_logs(home, "running", 0.0) as running:
         ended = [_fleet(home, f"fleet-{at}", float(at)) for at in range(1, KEPT + 4)]
-        assert running.directory.is_dir()
+        assert running.is_dir()
         # The last one was made when KEPT others had ended.
         assert [one.is_dir() for one in ended] == [False] * 2 + [True] * (KEPT + 1)
     _fleet(home, "last", 100.0)
-    assert not running.directory.exists()
+    assert not running.exists()
 
 
 def test_the_last_fleet_is_found_or_one_by_name(
@@ -78,8 +78,8 @@ def test_a_fleet_that_never_began_to_write_hides_no_other(
     _fleet(home, "runs", 1.0, router="here\n")
     assert main([]) == 0
     assert capsys.readouterr().out == "router     | here\n"
-    with KeptLogs(home, "starts", 3.0) as waiting:  # whose Redis may still answer
-        assert latest(home, None) == waiting.directory
+    with kept_logs(home, "starts", 3.0) as waiting:  # whose Redis may still answer
+        assert latest(home, None) == waiting
 
 
 @pytest.mark.parametrize("name", ["prefill-7", "../router", "*"])

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from effuse.cli.knobs import add_knobs, params_from
+from effuse.cli.arguments import add_knobs, params_from
 from effuse.client.params import Params, make_request
 from effuse.v1 import generation_pb2
 

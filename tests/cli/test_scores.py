@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from effuse.cli.scores import Outcome, judge, paired_difference, table, worked_tokens
+from effuse.cli.evaluate import Outcome, judge, paired_difference, table, worked_tokens
 from effuse.problems.problem import Problem
 
 ASKED = Problem(prompt="p", answer="2+2=4\nanswer: 4", kind="k", phrasing="f", steps=1)

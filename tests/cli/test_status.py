@@ -124,7 +124,7 @@ def test_a_running_fleet(capsys: pytest.CaptureFixture[str]) -> None:
                 break
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        fleet.tell_page("http://127.0.0.1:9/")
+        fleet.home.tell_page("http://127.0.0.1:9/")
         assert main(["--target", fleet.address]) == 0
         metrics = ", ".join(f"{name} {at}" for name, at in sorted(fleet.metrics().items()))
     assert told["decode-0"]["total_pages"] == 256

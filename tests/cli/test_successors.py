@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from effuse.cli.commands import has_room_beside, renamed
 from effuse.cli.gpus import Assignment
-from effuse.cli.successors import has_room_beside, renamed
 from effuse.worker.gpus import Memory, memory_of
 
 WHOLE, HALF = Assignment("0", 1.0), Assignment("0", 0.5)

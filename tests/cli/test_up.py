@@ -17,16 +17,14 @@ from checkpoints import write_tiny_checkpoint
 
 from effuse.cli.commands import (
     FleetConfig,
-    Surroundings,
     longest_end_s,
     longest_start_s,
     member_commands,
     value_of,
 )
-from effuse.cli.fleet import Fleet, FleetError, ProcessEnded
+from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.greeting import workers_text
 from effuse.cli.process import Process
-from effuse.cli.run_up import UpView
 from effuse.cli.up import main, parse
 from effuse.config.flags import flag_of
 from effuse.router.config import RouterConfig
@@ -59,7 +57,7 @@ def test_the_port_of_http() -> None:
 def test_defaults() -> None:
     config, view = parse([])
     assert config == FleetConfig(port=50051, router_flags=HTTP)
-    assert view == UpView(page_port=0)
+    assert (view.quiet, view.verbose, view.page_port) == (False, False, 0)
 
 
 def test_its_own_flags_and_the_workers(tmp_path: Path) -> None:
@@ -73,7 +71,7 @@ def test_its_own_flags_and_the_workers(tmp_path: Path) -> None:
     assert (config.prefill, config.decode, config.connector, config.port) == (0, 3, "nixl", 0)
     assert config.model == tmp_path
     assert config.worker_flags == ("--max-num-seqs", "4", "--page-size=8")
-    assert view == UpView(quiet=True)
+    assert (view.quiet, view.verbose, view.page_port) == (True, False, None)
 
 
 def test_a_roles_flags_go_to_that_role_alone() -> None:
@@ -236,12 +234,9 @@ def test_a_gpu_that_is_not_shared_is_used_as_the_flags_say() -> None:
 
 def _memory(fleet: Fleet) -> dict[str, list[str]]:
     """The fleet's own memory share for each worker, after all other flags."""
-    around = Surroundings(
-        fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._home.ready_file
-    )
     return {
         name: words[-1:] if words[-2] == "--gpu-memory-utilization" else []
-        for name, words in member_commands(fleet.config, around).items()
+        for name, words in member_commands(fleet.config, 1, fleet.gpus, lambda _: ()).items()
         if name in fleet.gpus
     }
 
@@ -339,7 +334,7 @@ def test_the_end_of_a_log_that_is_shown_anyhow_is_not_told_again() -> None:
     child.wait(10)
     with tempfile.NamedTemporaryFile("w") as log:
         print("the reason", file=log, flush=True)
-        ended = ProcessEnded("decode-0 has ended", Process("decode-0", child, Path(log.name)))
+        ended = FleetError("decode-0 has ended", Process("decode-0", child, Path(log.name)))
     assert str(ended) == "decode-0 has ended; its log ends:\n  the reason"
     assert ended.why == "decode-0 has ended"
 

@@ -11,8 +11,8 @@ from router.fake_model import model_info
 
 import effuse
 from effuse.client.credentials import Credentials, read_target
-from effuse.client.options import Options
 from effuse.client.params import NAMES, make_request, make_tokenize_request
+from effuse.client.retries import Options
 from effuse.config.decoding import ALGORITHMS, SAMPLING, SETTINGS, STOPPING
 from effuse.protos.errors import InvalidRequest
 from effuse.protos.tls import TlsFiles

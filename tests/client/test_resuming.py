@@ -13,7 +13,7 @@ from client.fake_router import FakeRouter
 
 import effuse
 from effuse.client import retries
-from effuse.client.resuming import Resumption
+from effuse.client.streams import Resumption
 from effuse.protos.errors import AlreadyRunning, Draining, EffuseError, Unavailable, to_status
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc

@@ -17,8 +17,7 @@ from client.fake_router import FakeRouter
 
 import effuse
 from effuse.client import retries
-from effuse.client.options import Options, is_name
-from effuse.client.retries import REPEATED_KEY, SPAN_S, Retries
+from effuse.client.retries import REPEATED_KEY, SPAN_S, Options, Retries, is_name
 from effuse.protos.errors import (
     Cancelled,
     Draining,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import effuse
-from effuse.client.options import Options
 from effuse.client.params import ids_of, make_request, make_tokenize_request
+from effuse.client.retries import Options
 
 HALF = "\ud800"
 PARAMS = effuse.Params()

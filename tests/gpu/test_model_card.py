@@ -10,8 +10,7 @@ import torch
 
 import effuse
 import effuse.models
-from effuse.cli.evaluate import WAYS, judge_all
-from effuse.cli.scores import table
+from effuse.cli.evaluate import WAYS, judge_all, table
 from effuse.problems.problem import problem
 from effuse.router.tokenizer import Tokenizer
 
