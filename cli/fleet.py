@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Final, Literal, Self
 
-import grpc
-
 from effuse.cli.commands import (
     LOOPBACK,
     FleetConfig,
@@ -32,7 +30,6 @@ from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.placement.access import RedisAccess, Silence
-from effuse.protos.rpc import near_options
 
 LOG: Final = logging.getLogger(__name__)
 Role = Literal["redis", "router", "prefill", "decode"]
@@ -68,7 +65,7 @@ class Fleet:
         self._told: dict[str, dict[str, str]] = {}  # of each process, once it is ready
         self._commands: dict[str, list[str]] = {}
         self._ids: dict[str, str] = {}  # of workers that replaced another one, by name
-        self._ended: list[Process] = []  # processes that the caller ended
+        self._ended: list[Process] = []  # processes that are being replaced
         self._spawner = Spawner()
         self._port: socket.socket | None = None  # reserved for the routers
         if config.log_dir is not None:
@@ -202,24 +199,9 @@ class Fleet:
         while not (self.is_back(name) and self._is_known(name)):
             yield
 
-    def kill(self, name: str) -> None:
-        """Kill one process immediately, like a crash, and wait for its end."""
-        self._end(name, signal.SIGKILL, 10.0)
-
-    def terminate(self, name: str, timeout_s: float = 30.0) -> int:
-        """Ask one process to drain and end; returns its exit status."""
-        return self._end(name, signal.SIGTERM, timeout_s)
-
-    def restart(self, name: str, timeout_s: float = 60.0) -> None:
-        """Start a process that has ended again, with the same name and flags.
-
-        Raises FleetError if it ends once more; other processes that have ended do not matter.
-        """
-        self.begin_restart(name)
-        self._await_ready(name, time.monotonic() + timeout_s, name)
-
     def begin_restart(self, name: str) -> None:
-        """Start it again without waiting; `is_back` shows when it is ready."""
+        """Start a process that has ended again, with the same name and flags, without waiting;
+        `is_back` shows when it is ready."""
         if name in self.processes:
             self.processes.pop(name).clear()
         self._spawn(name)
@@ -235,12 +217,8 @@ class Fleet:
         return True
 
     def dead(self) -> list[Process]:
-        """Processes that ended without a call of `kill` or `terminate`."""
+        """Processes that have ended by themselves."""
         return [one for one in self.processes.values() if one.returncode is not None]
-
-    def channel(self) -> grpc.Channel:
-        """A new channel to the router; the caller closes it."""
-        return grpc.insecure_channel(self.address, near_options())
 
     def wait_for_workers(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait until every router can choose among this many live workers. Raises FleetError."""
@@ -259,22 +237,15 @@ class Fleet:
                 self.processes[router_names(self.config)[0]],
             )
 
-    def _wait(self, deadline: float, done: Callable[[], bool], only: str | None = None) -> bool:
-        """Whether `done()` became true in time. Raises FleetError if any, or `only`, ends."""
+    def _wait(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Whether `done()` became true in time. Raises FleetError if a process ends."""
         while not done():
-            if dead := [one for one in self.dead() if only in (None, one.name)]:
+            if dead := self.dead():
                 raise FleetError(dead[0].ending(), dead[0])
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
         return True
-
-    def _end(self, name: str, number: signal.Signals, timeout_s: float) -> int:
-        process = self.processes[name]
-        process.send(number)
-        status = process.wait(timeout_s)
-        self._ended.append(self.processes.pop(name))
-        return status
 
     def _spawn(self, name: str) -> None:
         self.home.ready_file(self._id(name)).unlink(missing_ok=True)
@@ -291,8 +262,8 @@ class Fleet:
         """Access of its Redis."""
         return self.home.redis_access
 
-    def _await_ready(self, name: str, deadline: float, only: str | None = None) -> None:
-        if not self._wait(deadline, lambda: self.is_back(name), only):
+    def _await_ready(self, name: str, deadline: float) -> None:
+        if not self._wait(deadline, lambda: self.is_back(name)):
             raise FleetError(f"{name} did not become ready", self.processes[name])
 
     def _start_redis(self, deadline: float) -> None:

@@ -58,8 +58,9 @@ class Client:
         trusts the system's authorities. token: for routers that require one. Connects at the first
         call. Raises ValueError, and OSError for certificates that cannot be used.
         """
-        options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
+        shown = credentials.metadata()
+        options = Options(timeout_s=timeout_s, max_attempts=max_attempts, shown=shown)
         self._target, self._options = target, options
         self._channel = credentials.channel(target, options.channel_arguments(target))
         self._is_closed = threading.Event()
@@ -138,7 +139,8 @@ class Client:
         for an hour at most. Raises EffuseError.
         """
         request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
-        call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S)
+        shown = self._options.shown
+        call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S, metadata=shown)
         try:
             with raising(self._target):
                 yield from call
@@ -198,8 +200,9 @@ class AsyncClient:
         token: str | None = None,
     ) -> None:
         """As in Client. Raises ValueError and OSError."""
-        options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
+        shown = credentials.metadata()
+        options = Options(timeout_s=timeout_s, max_attempts=max_attempts, shown=shown)
         self._target, self._options = target, options
         self._open = credentials.aio_opener(target, options.channel_arguments(target))
         self._opened: tuple[asyncio.AbstractEventLoop, _Opened] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import grpc
@@ -54,30 +54,25 @@ class Credentials:
         return () if self.token is None else ((AUTHORIZATION, f"Bearer {self.token}"),)
 
     def channel(self, target: str, arguments: Arguments) -> grpc.Channel:
-        """A blocking channel, whose calls carry `metadata`. Raises OSError for certificates that
-        cannot be used, and ValueError for a target like `read_target`.
+        """A blocking channel; its user adds `metadata` to each call. Raises OSError for unusable
+        certificates, and ValueError for a target like `read_target`.
         """
         target, tls, arguments = self._read(target, arguments)
         if tls is None:
-            channel = grpc.insecure_channel(target, arguments)
-        else:
-            channel = grpc.secure_channel(target, tls.credentials, arguments)
-        shown = self.metadata()
-        return grpc.intercept_channel(channel, _Shower(shown)) if shown else channel
+            return grpc.insecure_channel(target, arguments)
+        return grpc.secure_channel(target, tls.credentials, arguments)
 
     def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
-        """The same for asyncio, for the running event loop. Raises like `channel`."""
-        return self.aio_opener(target, arguments)()
+        """A channel for the running event loop, which adds `metadata`. Raises like `channel`."""
+        return MetadataChannel(self.aio_opener(target, arguments)(), self.metadata())
 
     def aio_opener(self, target: str, arguments: Arguments) -> Callable[[], grpc.aio.Channel]:
-        """A function that makes such a channel in the event loop that is to use it. Raises like
-        `channel`."""
+        """A function that makes a channel like `channel`, for the event loop in which it is called.
+        Raises now, like `channel`."""
         target, tls, arguments = self._read(target, arguments)
         if tls is None:
-            make = partial(grpc.aio.insecure_channel, target, arguments)
-        else:
-            make = partial(grpc.aio.secure_channel, target, tls.credentials, arguments)
-        return lambda: MetadataChannel(make(), self.metadata())
+            return partial(grpc.aio.insecure_channel, target, arguments)
+        return partial(grpc.aio.secure_channel, target, tls.credentials, arguments)
 
     def _read(self, target: str, arguments: Arguments) -> tuple[str, ChannelTls | None, Arguments]:
         """Target, certificates and arguments of a channel; without a proxy if the router is on this
@@ -87,27 +82,6 @@ class Credentials:
         is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # for a client, this machine
         arguments = [*arguments, *near_options()] if is_near else arguments
         return target, None if tls is None else ChannelTls(tls), arguments
-
-
-class _Shower(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-):
-    """Adds metadata to each call."""
-
-    def __init__(self, shown: tuple[tuple[str, str], ...]) -> None:
-        self._shown = shown
-
-    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        """For calls with one answer."""
-        return continuation(self._with_metadata(details), request)
-
-    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        """For calls with many answers."""
-        return continuation(self._with_metadata(details), request)
-
-    def _with_metadata(self, details: Any) -> Any:
-        return details._replace(metadata=(*(details.metadata or ()), *self._shown))
 
 
 def read_target(target: str, tls: TlsFiles | None) -> tuple[str, TlsFiles | None]:

@@ -72,7 +72,7 @@ def _setting(form: str, about: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSettings:
-    """Which model answers how often, and what the answer has."""
+    """The model that answers, how often, and the parts of its answer."""
 
     model: str | None = _setting(
         "NAME", "model to ask for, if the fleet serves several (default: the only one)"
@@ -92,7 +92,7 @@ class AnswerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingSettings(AnswerSettings):
-    """What ends an answer."""
+    """When an answer ends."""
 
     max_tokens: int | None = _setting("N", "most tokens to generate")
     stop: str | Sequence[str] = _setting("TEXT", "text that ends the answer (default: none)", ())

@@ -29,6 +29,7 @@ from effuse.config.decoding import SettingError
 from effuse.protos import rpc
 from effuse.protos.errors import AlreadyRunning, Cancelled, EffuseError, PeerLost, from_rpc_error
 
+Metadata = tuple[tuple[str, str], ...]
 SPAN_S: Final = 10.5
 """Least seconds from the first failed attempt to the last attempt; replacing a router takes 2."""
 SOON_S: Final = 0.1
@@ -56,6 +57,7 @@ class Retries:
     deadline: float
     now: Callable[[], float] = time.monotonic
     chance: Callable[[], float] = random.random
+    shown: Metadata = ()  # of every attempt
     attempts: int = 1  # begun so far
     failed_at: float | None = None  # when the first attempt failed
 
@@ -65,9 +67,11 @@ class Retries:
         return self.deadline - self.now()
 
     @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of the next attempt in addition to the call's own."""
-        return () if self.attempts == 1 else ((REPEATED_KEY, str(self.attempts - 1)),)
+    def metadata(self) -> Metadata:
+        """Metadata of the next attempt."""
+        if self.attempts == 1:
+            return self.shown
+        return (*self.shown, (REPEATED_KEY, str(self.attempts - 1)))
 
     def pause_s(self, error: EffuseError) -> float | None:
         """Returns the seconds to wait before the next attempt, after one that ended with `error`;
@@ -98,6 +102,7 @@ class Options:
 
     timeout_s: float = 120.0  # default time limit of a call, all attempts together
     max_attempts: int = 4  # 1 means a single attempt
+    shown: Metadata = ()  # of every call
 
     def __post_init__(self) -> None:
         if not (_is_number(self.timeout_s) and _LEAST_S <= self.timeout_s <= _MOST_S):
@@ -117,7 +122,8 @@ class Options:
 
     def retries(self, asked_s: float | None) -> Retries:
         """The attempts at a call with this time limit, or none. Raises ValueError."""
-        return Retries(self.max_attempts, time.monotonic() + self.deadline_s(asked_s))
+        deadline = time.monotonic() + self.deadline_s(asked_s)
+        return Retries(self.max_attempts, deadline, shown=self.shown)
 
     def channel_arguments(self, target: str) -> list[tuple[str, str | int]]:
         """Arguments for the channel of a client that retries calls itself. Its calls

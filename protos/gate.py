@@ -1,5 +1,5 @@
-"""Decides which calls a server accepts: each call shows its credentials, and a bad one only gets
-UNAUTHENTICATED. Also the secret that the processes of a fleet share, and their digests of it.
+"""Which calls a server accepts: each call shows its credentials, and `interceptor.py` answers a bad
+one only with UNAUTHENTICATED. Also the secret of a fleet's processes, and digests of it.
 
 A call carries a digest of the secret and of the address that it goes to, so that a process that
 listens there learns nothing that opens another one. Before the first call, the callee proves that
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-import grpc
-import grpc.aio
-
-from effuse.protos.errors import DETAILS_KEY, InvalidRequest, Unauthenticated, to_status
+from effuse.protos.errors import InvalidRequest, Unauthenticated
 from effuse.v1 import proof_pb2 as pb
 from effuse.v1 import proof_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    import grpc.aio
 
 TOKEN_KEY: Final = "effuse-fleet-token"
 """Metadata under which a call carries its digest."""
@@ -37,9 +37,6 @@ TOLD: Final = "this call needs credentials that this server accepts"
 
 _LONGEST_NONCE: Final = 64
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
-_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 _ProveContext: TypeAlias = "grpc.aio.ServicerContext[pb.ProveRequest, pb.ProveResponse]"
 
 CALLER: Final[ContextVar[str]] = ContextVar("caller", default="")
@@ -103,41 +100,6 @@ class FleetOnly:
             raise Unauthenticated(TOLD)
         if not hmac.compare_digest(token, self._secret.token(address)):
             raise Unauthenticated(TOLD)
-
-
-class Gate(grpc.aio.ServerInterceptor):
-    """Comes before all handlers of a server, including those found by name."""
-
-    def __init__(self, doorkeeper: Doorkeeper) -> None:
-        self._doorkeeper = doorkeeper
-
-    async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[_Request, _Response] | None]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
-        """Returns the handler of the method, or one that refuses the call."""
-        if not str(handler_call_details.method).startswith(OPEN_SERVICES):
-            try:
-                self._doorkeeper.admit(dict(handler_call_details.invocation_metadata or ()))
-            except Unauthenticated:
-                return cast("grpc.RpcMethodHandler[_Request, _Response]", _REFUSAL)
-        return await continuation(handler_call_details)
-
-
-async def _refuse(requests: AsyncIterator[object], context: _Context) -> None:
-    """Ends a call before its message is read."""
-    status = to_status(error := Unauthenticated(TOLD))
-    details = ((DETAILS_KEY, status.SerializeToString()),)
-    await context.abort(error.code, status.message, details)
-
-
-# On the wire methods of all four kinds are the same.
-_REFUSAL: Final[grpc.RpcMethodHandler[object, object]] = grpc.stream_stream_rpc_method_handler(
-    _refuse
-)
 
 
 class ProofServicer(pb_grpc.ProofServiceServicer):

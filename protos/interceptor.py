@@ -3,7 +3,8 @@
 grpcio answers both with UNKNOWN and the exception's text. Here a request that does not parse is
 INVALID_ARGUMENT, and an error of the tree becomes its status. Any other exception is INTERNAL with
 a fixed text and an id under which the log has the traceback. That id is the request's if there is
-one; it is in the trailing metadata of every error. `errors.py` defines the errors.
+one; it is in the trailing metadata of every error. `errors.py` defines the errors, and `gate.py`
+decides about access.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from effuse.protos.errors import (
     EffuseError,
     InvalidRequest,
     NotSupported,
+    Unauthenticated,
     to_status,
 )
+from effuse.protos.gate import OPEN_SERVICES, TOLD, Doorkeeper
 
 LOG: Final = logging.getLogger("effuse.rpc")
 
@@ -55,9 +58,12 @@ class Malformed:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler of a server once; later calls find it in a table."""
+    """Comes before all handlers of a server, including those found by name. Wraps each once; later
+    calls find it in a table."""
 
-    def __init__(self) -> None:
+    def __init__(self, doorkeeper: Doorkeeper | None = None) -> None:
+        """doorkeeper: decides about access; None accepts every caller."""
+        self._doorkeeper = doorkeeper
         self._wrapped: dict[str, _Handler] = {}
         self.num_calls = 0
         """Calls accepted so far."""
@@ -72,10 +78,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """Returns the wrapped handler of the method, or one that refuses it."""
         self.num_calls += 1
         method = str(handler_call_details.method)
+        if self._doorkeeper is not None and not method.startswith(OPEN_SERVICES):
+            try:
+                self._doorkeeper.admit(dict(handler_call_details.invocation_metadata or ()))
+            except Unauthenticated:
+                return cast("grpc.RpcMethodHandler[_Request, _Response]", _REFUSAL)
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
             if handler is None:  # not kept, because callers may invent any number of names
-                return cast("grpc.RpcMethodHandler[_Request, _Response]", _refusing(method))
+                refusal = _refusing(NotImplementedError(), method)
+                return cast("grpc.RpcMethodHandler[_Request, _Response]", refusal)
             self._wrapped[method] = _wrap(cast(_Handler, handler), method)
         return cast("grpc.RpcMethodHandler[_Request, _Response]", self._wrapped[method])
 
@@ -92,13 +104,16 @@ def _wrap(handler: _Handler, method: str) -> _Handler:
     )
 
 
-def _refusing(method: str) -> _Handler:
-    """For an unknown method; the library's own refusal has no details."""
+def _refusing(error: Exception, method: str) -> _Handler:
+    """Ends a call before its message is read, whatever kind its method is."""
 
     async def refuse(requests: object, context: _Context) -> None:
-        await _abort(context, NotImplementedError(), method)
+        await _abort(context, error, method)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+_REFUSAL: Final = _refusing(Unauthenticated(TOLD), "")
 
 
 def _behaviour_of(handler: _Handler) -> tuple[_Behaviour, Callable[..., _Handler]]:

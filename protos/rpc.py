@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
-from effuse.protos.gate import Doorkeeper, Gate
+from effuse.protos.gate import Doorkeeper
 from effuse.protos.interceptor import ErrorInterceptor
 from effuse.protos.services import Health, add_reflection
 from effuse.protos.tls import ServerTls
@@ -193,14 +193,12 @@ class RpcServer:
         doorkeeper: Doorkeeper | None = None,
     ) -> None:
         """tls: None is plain text. doorkeeper: decides about access; None accepts every caller."""
-        gates = [] if doorkeeper is None else [Gate(doorkeeper)]
         options = server_options(limits, keepalive, shares_port=shares_port)
-        self._border = ErrorInterceptor()
-        self.server = _make_server(options, [*gates, self._border])
+        self._border = ErrorInterceptor(doorkeeper)
+        self.server = _make_server(options, self._border)
         self._tls, self._shares_port = tls, shares_port
         self._probed: grpc.aio.Server | None = None
         self._health = Health()
-        self._serving: dict[str, bool] = {}
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
     async def start(self, address: str, services: Iterable[str]) -> int:
@@ -223,7 +221,7 @@ class RpcServer:
         `start`.
         """
         options = server_options(PROBE_LIMITS, CALLER_KEEPALIVE, shares_port=self._shares_port)
-        self._probed = _make_server(options, [ErrorInterceptor()])
+        self._probed = _make_server(options, ErrorInterceptor())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         port = _listen(self._probed, address, None)
         await self._probed.start()
@@ -231,9 +229,7 @@ class RpcServer:
 
     def set_serving(self, service: str, serving: bool) -> None:
         """Sets whether `service` can work now."""
-        if self._serving.get(service) != serving:
-            self._serving[service] = serving
-            self._health.set(service, serving=serving)
+        self._health.set(service, serving=serving)
 
     def drain(self) -> None:
         """Sets NOT_SERVING for every service from now on; calls are still accepted."""
@@ -261,9 +257,7 @@ class RpcServer:
             await self._probed.stop(0.0)
 
 
-def _make_server(
-    options: Options, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
-) -> grpc.aio.Server:
+def _make_server(options: Options, border: ErrorInterceptor) -> grpc.aio.Server:
     """A server that finds a call's method by its name.
 
     With registered methods the library searches all of them for each call. If the server also stops
@@ -276,7 +270,7 @@ def _make_server(
     ) -> None:
         """They are already generic handlers."""
 
-    server = grpc.aio.server(interceptors=interceptors, options=options)
+    server = grpc.aio.server(interceptors=[border], options=options)
     server.add_registered_method_handlers = register_none  # type: ignore[method-assign]
     return server
 

@@ -105,8 +105,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio sh
 
     def set(self, service: str, *, serving: bool) -> None:
         """Sets whether `service` can work now; has no effect once the server drains."""
-        if not self._is_draining:
-            self._statuses[service] = _SERVING if serving else _NOT_SERVING
+        status = _SERVING if serving else _NOT_SERVING
+        if not self._is_draining and self._statuses.get(service) != status:
+            self._statuses[service] = status
             self._announce()
 
     def drain(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 from checkpoints import write_tiny_checkpoint
+from e2e.processes import restart
 
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
@@ -34,7 +35,7 @@ def test_each_worker_and_its_engine_see_their_gpu_also_when_they_come_back(tmp_p
         assert _seen(fleet, "prefill-0") == [FIRST, FIRST]
         assert _seen(fleet, "decode-0") == [SECOND, SECOND]
         fleet.processes["decode-0"].clear()
-        fleet.restart("decode-0")
+        restart(fleet, "decode-0")
         assert _seen(fleet, "decode-0") == [SECOND, SECOND]
     log = (tmp_path / "logs/decode-0.log").read_text()
     assert log.count(f"decode-0 starts on {SECOND}\n") == 2

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from e2e.processes import kill, restart
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import draw_jobs
 
@@ -92,9 +93,9 @@ def sampled(client: effuse.Client, prompt: list[int], params: effuse.Params) -> 
 
 def without(fleet: Fleet, name: str, seconds: float) -> None:
     """One process is killed, gone for so long, and then starts."""
-    fleet.kill(name)
+    kill(fleet, name)
     time.sleep(seconds)
-    fleet.restart(name)
+    restart(fleet, name)
 
 
 def carry_out(requests: int, tell: Callable[[str], object]) -> list[Asked]:

@@ -1,11 +1,27 @@
-"""A process and its children in the kernel: open files and resident memory."""
+"""Processes of a fleet, and a process and its children in the kernel."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 
 import psutil
+from e2e.client import wait_until
+
+from effuse.cli.fleet import Fleet
+
+
+def kill(fleet: Fleet, name: str) -> None:
+    """Kills one process of a fleet, like a crash, and waits for its end."""
+    fleet.processes[name].send(signal.SIGKILL)
+    fleet.processes[name].wait(10.0)
+
+
+def restart(fleet: Fleet, name: str, within_s: float = 60.0) -> None:
+    """Starts a process that has ended, and returns once it is ready."""
+    fleet.begin_restart(name)
+    wait_until(lambda: fleet.is_back(name), f"{name} is not back", within_s)
 
 
 def tree(pid: int) -> list[psutil.Process]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from e2e.client import connect
+from e2e.processes import kill, restart
 from e2e.routers import second_router
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -32,7 +33,7 @@ PROMPT = "Tom has 3 boxes with 12 pens in each. He gives 7 pens away. How many p
 
 def listed(fleet: Fleet) -> dict[str, model_pb2.Worker]:
     """The workers in the router's list, by their ids."""
-    with fleet.channel() as channel:
+    with grpc.insecure_channel(fleet.address) as channel:
         models = model_pb2_grpc.ModelServiceStub(channel)
         answer = models.ListWorkers(model_pb2.ListWorkersRequest(), timeout=WITHIN_S)
     return {worker.worker_id: worker for worker in answer.workers}
@@ -121,8 +122,8 @@ def test_a_decode_worker_that_comes_back_is_measured_again_and_one_that_dies_cos
     with Fleet(FleetConfig(connector="nixl", log_dir=tmp_path)) as fleet:
         until(fleet, lambda found: bool(found["prefill-0"].links))
         old = listed(fleet)["decode-0"].incarnation
-        fleet.kill("decode-0")
-        fleet.restart("decode-0")
+        kill(fleet, "decode-0")
+        restart(fleet, "decode-0")
 
         def is_measured_anew(found: dict[str, model_pb2.Worker]) -> bool:
             lives = [link.peer_incarnation for link in found["prefill-0"].links]

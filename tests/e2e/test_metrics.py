@@ -102,7 +102,7 @@ def test_every_metric_of_the_dashboard_moves() -> None:
     flags = ("--num-pages", "13", "--max-num-seqs", "2")
     with (
         tiny_fleet("sdar", connector="zmq", decode_flags=flags) as fleet,
-        fleet.channel() as channel,
+        grpc.insecure_channel(fleet.address) as channel,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         first, *later = looks(fleet, stub)

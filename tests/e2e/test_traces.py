@@ -73,7 +73,7 @@ def test_a_request_is_one_trace_across_all_processes(tmp_path: Path) -> None:
         config = FleetConfig(
             model=model, router_flags=(*flags, "--prefill", "remote"), worker_flags=flags
         )
-        with Fleet(config) as fleet, fleet.channel() as channel:
+        with Fleet(config) as fleet, grpc.insecure_channel(fleet.address) as channel:
             request = generation_pb2.GenerateRequest(
                 prompt_token_ids=generation_pb2.TokenIds(ids=range(40, 60)),
                 stopping=generation_pb2.StoppingParams(max_tokens=8),

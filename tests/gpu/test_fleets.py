@@ -20,7 +20,7 @@ import pytest
 import torch
 from e2e.client import Client, all_at_once, connect, load_of, wait_until
 from e2e.comparison import Pair, compare, margin, settings_of, shaken
-from e2e.processes import standing_still
+from e2e.processes import kill, restart, standing_still
 from e2e.workload import Job, draw_jobs
 from oracle.decode import decode_with
 from oracle.forward import load_raw
@@ -166,8 +166,8 @@ def crowd(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 def whole_crowd(crowd: Fleet) -> Fleet:
     """All four are there, even if another test has killed one, and know each other."""
     everybody = {f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)}
-    for name in everybody - set(crowd.processes):
-        crowd.restart(name, START_S)
+    for process in crowd.dead():
+        restart(crowd, process.name, START_S)
 
     def all_serve() -> bool:
         answers = ask(crowd, workload())
@@ -225,7 +225,7 @@ def _ask_and_kill(
         assert 0 < len(hit) < len(jobs)
         assert {one.attempt for one in told} == {1}
         assert _held(fleet, "prefill") == pages, "a push has ended"
-        fleet.kill(victim)
+        kill(fleet, victim)
         # No request has accepted arrived pages as complete before they were abandoned.
         wait_until(
             lambda: all(client.attempt_of(name) > 1 for name in hit), "nobody missed the dead one"
