@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import threading
 import time
@@ -233,7 +234,7 @@ async def _kill_under(fleet: Fleet, client: Client, kills: Kills) -> Killed:
         for worker in kills.workers:
             await asyncio.sleep(kills.seconds / (len(kills.workers) + 1))
             times[worker] = time.monotonic()
-            await asyncio.to_thread(fleet.kill, worker)
+            fleet.processes[worker].send(signal.SIGKILL)
 
     killing = asyncio.create_task(kill())
     window = await client.arriving(kills.shape, kills.rate, kills.seconds, seed=99)
