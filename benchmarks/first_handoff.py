@@ -71,10 +71,9 @@ def _config(asked: argparse.Namespace) -> FleetConfig:
         connector=asked.connector,
         model=asked.model,
         router_flags=("--prefill", "remote"),
-        worker_flags=("--device", asked.device),
+        worker_flags=("--device", asked.device, "--startup-timeout-s", str(READY_S)),
         gpus=tuple(gpus_here())[:2] if asked.device == "cuda" else None,
         gpu_sharing=asked.device == "cuda" and len(gpus_here()) < 2,
-        ready_timeout_s=READY_S,
     )
 
 

@@ -304,6 +304,7 @@ def _config(
         model=model,
         worker_flags=(
             *("--page-size", str(PAGE_SIZE), "--max-model-len", str(pages * PAGE_SIZE)),
+            *("--startup-timeout-s", str(READY_S)),
             *memory,
         ),
         prefill_flags=("--max-num-batched-tokens", str(variant.prompt_rows)),
@@ -311,7 +312,6 @@ def _config(
         gpus=tuple(gpus) or None,
         gpu_sharing=True,
         log_dir=log_dir,
-        ready_timeout_s=READY_S,
     )
 
 

@@ -42,7 +42,6 @@ class FleetConfig:
     routers: int = 1  # they share one port, and each gets a part of the connections
     connector: str = "auto"  # how KV pages move: auto, zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
-    adapter: Path | None = None  # directory of a LoRA adapter for it
     host: str = LOOPBACK  # address of the routers; other servers stay on loopback
     port: int = 0  # the routers' port; 0 takes a free one
     redis_url: str | None = None  # URL of a running Redis; None starts an embedded one
@@ -59,7 +58,6 @@ class FleetConfig:
     gpu_sharing: bool = False  # lets several workers share a GPU and divides its memory
     env: dict[str, str] = field(default_factory=dict)  # added to the environment of all processes
     log_dir: Path | None = None  # None logs to a directory that `stop` removes
-    ready_timeout_s: float | None = None  # None: derived from the workers' time limit
 
     def __post_init__(self) -> None:
         for name, least in (("prefill", 0), ("decode", 1), ("routers", 1)):
@@ -126,7 +124,6 @@ def member_commands(
     that depend on the running fleet, such as its ready file.
     """
     model = ("--model", str(config.model)) if config.model else ()
-    adapter = ("--adapter", str(config.adapter)) if config.adapter else ()
     members = {
         name: [
             *_python("effuse.router"),
@@ -144,7 +141,7 @@ def member_commands(
             members[name] = [
                 *_python(f"effuse.{role}_worker"),
                 *("--host", LOOPBACK, "--port", "0", "--worker-id", name),
-                *(*shared(name), *model, *adapter, "--connector", config.connector),
+                *(*shared(name), *model, "--connector", config.connector),
                 *(*given, *_memory_flags(gpus.get(name), given)),
             ]
     return members

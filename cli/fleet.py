@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Final, Literal, Self
 
@@ -29,7 +30,7 @@ from effuse.cli.gpus import VARIABLE
 from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
-from effuse.placement.access import RedisAccess, Silence
+from effuse.placement.access import Silence
 
 LOG: Final = logging.getLogger(__name__)
 Role = Literal["redis", "router", "prefill", "decode"]
@@ -108,7 +109,7 @@ class Fleet:
         ModuleNotFoundError if the workers' packages are not installed.
         """
         began = time.monotonic()
-        deadline = began + (self.config.ready_timeout_s or longest_start_s(self.config))
+        deadline = began + longest_start_s(self.config)
         try:
             if find_spec("torch") is None:
                 raise ModuleNotFoundError("workers need torch", name="torch")
@@ -125,7 +126,8 @@ class Fleet:
             for name in members:
                 self._spawn(name)
             for name in members:
-                self._await_ready(name, deadline)
+                if not self._wait(deadline, partial(self.is_back, name)):
+                    raise FleetError(f"{name} did not become ready", self.processes[name])
             left_s = max(0.0, deadline - time.monotonic())
             self.wait_for_workers(self.config.prefill, self.config.decode, left_s)
         except BaseException:
@@ -158,7 +160,11 @@ class Fleet:
         if _role_of(name) == "router":
             yield from self._bring(name)
         elif has_room_beside(self._commands[name], self.gpus.get(name)):
-            self._rename(name)
+            before, after = self._id(name), name if self._id(name) != name else f"{name}.2"
+            self._ids[name] = after  # two living workers need two ids
+            files = (self.home.ready_file(before), self.home.ready_file(after))
+            files[0].unlink(missing_ok=True)
+            self._commands[name] = renamed(self._commands[name], after, *files)
             yield from self._bring(name)
         old.send(signal.SIGTERM)
         deadline = time.monotonic() + longest_end_s(self.config, _role_of(name))
@@ -168,22 +174,9 @@ class Fleet:
         self._ended.remove(old)
         yield from self._bring(name)
 
-    def _rename(self, name: str) -> None:
-        """Gives a worker its other id from its next start on: two living ones need two ids."""
-        before, worker_id = self._id(name), name if self._id(name) != name else f"{name}.2"
-        files = (self.home.ready_file(before), self.home.ready_file(worker_id))
-        files[0].unlink(missing_ok=True)
-        self._commands[name] = renamed(self._commands[name], worker_id, *files)
-        self._ids[name] = worker_id
-
     def _id(self, name: str) -> str:
         """The fleet's id of a process: a worker's id, otherwise its name."""
         return self._ids.get(name, name)
-
-    def _is_known(self, name: str) -> bool:
-        """Whether each router uses a worker; true for other processes."""
-        routers = self.names("router") if _role_of(name) in ("prefill", "decode") else []
-        return all(self.home.knows(router, self._id(name)) for router in routers)
 
     def _bring(self, name: str) -> Iterator[None]:
         """Start a missing process, and wait until it and all routers are ready."""
@@ -196,7 +189,10 @@ class Fleet:
                     LOG.warning("%s cannot be started yet: %s", name, error)
                 is_told = True
                 yield
-        while not (self.is_back(name) and self._is_known(name)):
+        routers = self.names("router") if _role_of(name) in ("prefill", "decode") else []
+        while not (
+            self.is_back(name) and all(self.home.knows(one, self._id(name)) for one in routers)
+        ):
             yield
 
     def begin_restart(self, name: str) -> None:
@@ -209,7 +205,7 @@ class Fleet:
     def is_back(self, name: str) -> bool:
         """Whether a restarted process is ready; then its address is known."""
         if name == "redis":
-            return self.redis_access.silence(self.redis_url, self.name) is None
+            return self.home.redis_access.silence(self.redis_url, self.name) is None
         try:
             self._told[name] = self.home.told(self._id(name))
         except FileNotFoundError:
@@ -257,15 +253,6 @@ class Fleet:
                 print(f"{name} starts on {gpu}", file=lines)
         self.processes[name] = self._spawner.start(name, self._commands[name], log=log, env=env)
 
-    @property
-    def redis_access(self) -> RedisAccess:
-        """Access of its Redis."""
-        return self.home.redis_access
-
-    def _await_ready(self, name: str, deadline: float) -> None:
-        if not self._wait(deadline, lambda: self.is_back(name)):
-            raise FleetError(f"{name} did not become ready", self.processes[name])
-
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
             port = free_port()
@@ -273,19 +260,16 @@ class Fleet:
             users = self.home.make_redis_user()
             self._commands["redis"] = redis_command(port, self.home.path, users)
             self._spawn("redis")
-        self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
-
-    def _await_redis(self, deadline: float) -> None:
         last: Silence | None = None
 
         def is_settled() -> bool:
             nonlocal last
-            before, last = last, self.redis_access.silence(self.redis_url, self.name)
+            before, last = last, self.home.redis_access.silence(self.redis_url, self.name)
             if last and not (last.is_final or before) and self.config.redis_url:
                 LOG.warning("Redis does not answer on %s yet: %s", self.redis_url, last.why)
             return last is None or last.is_final
 
-        self._wait(deadline, is_settled)
+        self._wait(min(deadline, time.monotonic() + _REDIS_S), is_settled)
         if last is not None:
             raise FleetError(f"Redis does not answer on {self.redis_url}: {last.why}")
 
@@ -293,7 +277,7 @@ class Fleet:
         """The flags of a process that depend on this fleet."""
         files = {
             "--fleet-secret": self.home.secret_file,
-            "--redis-credentials": self.redis_access.credentials,
+            "--redis-credentials": self.home.redis_access.credentials,
             "--ready-file": self.home.ready_file(name),
         }
         given = [word for flag, path in files.items() if path for word in (flag, str(path))]

@@ -46,7 +46,7 @@ _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_
 _ROUTERS_ALONE = {"metrics_port", "metrics_host", "health_port"}
 # Flags that are fields of the fleet's config, unchanged.
 _SAME = (
-    *("prefill", "decode", "routers", "connector", "model", "adapter", "host", "port"),
+    *("prefill", "decode", "routers", "connector", "model", "host", "port"),
     *("redis_url", "prefill_gpus", "decode_gpus", "gpu_sharing", "log_dir"),
 )
 
@@ -111,12 +111,12 @@ def refuse_early(config: FleetConfig, view: UpView) -> None:
     second.
     """
     directory, flags = config.model or bundled_directory(), config.worker_flags
-    block_size = value_of(flags, "--block-size")
+    block_size, adapter = value_of(flags, "--block-size"), value_of(flags, "--adapter")
     blocks = int(block_size) if block_size else None
     algorithm = value_of(config.decode_flags, "--default-algorithm")
     check_checkpoint(
         directory,
-        adapter=config.adapter,
+        adapter=Path(adapter) if adapter else None,
         # A CPU computes weights in float32, in whatever type they are stored.
         dtype=value_of(flags, "--dtype") or "auto" if config.assignments() else "float32",
         block_size=blocks,
@@ -194,11 +194,12 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
     # Named GPUs imply --device cuda, so that an unusable one is an error instead of a fall-back to
     # the CPU. A given --device comes later and takes precedence.
     device = ("--device", "cuda") if asked else ()
+    adapter = ("--adapter", str(found.adapter)) if found.adapter else ()
     return FleetConfig(
         **{name: getattr(found, name) for name in _SAME},
         name=found.fleet,
         router_flags=(*words("every", "router"), *http),
-        worker_flags=(*device, *words("every", "workers")),
+        worker_flags=(*device, *adapter, *words("every", "workers")),
         prefill_flags=(*words("prefill"), *_of_role(found, "prefill")),
         decode_flags=(*words("decode"), *_of_role(found, "decode")),
         gpus=_gpus(found, asked),

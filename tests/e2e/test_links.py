@@ -62,7 +62,7 @@ def metrics_of(fleet: Fleet, name: str) -> list[Sample]:
 def record_of(fleet: Fleet, name: str) -> WorkerRecord:
     async def read() -> WorkerRecord:
         async with Store(
-            fleet.redis_url, fleet.name, access=fleet.redis_access, timeout_s=20.0
+            fleet.redis_url, fleet.name, access=fleet.home.redis_access, timeout_s=20.0
         ) as store:
             records = [decode_worker(value) for value, _ in await store.workers()]
         (found,) = [record for record in records if record.worker_id == name]

@@ -103,7 +103,7 @@ def test_a_forged_record_draws_no_prompt(fleet: Fleet) -> None:
 async def _forge(fleet: Fleet, address: str) -> list[WorkerRecord]:
     """Announces a stranger for every worker, with a lease that outlives the test."""
     async with Store(
-        fleet.redis_url, fleet.name, access=fleet.redis_access, timeout_s=30.0
+        fleet.redis_url, fleet.name, access=fleet.home.redis_access, timeout_s=30.0
     ) as store:
         real = [decode_worker(value) for value, _ in await store.workers()]
         forged = [
@@ -121,7 +121,7 @@ def test_a_stray_process_cannot_ask_redis(fleet: Fleet) -> None:
         for call in (stray.ping, stray.dbsize, lambda: stray.set("effuse:x", 1)):
             with pytest.raises(redis.AuthenticationError):
                 call()
-    known = fleet.redis_access.arguments(fleet.redis_url)
+    known = fleet.home.redis_access.arguments(fleet.redis_url)
     with redis.Redis.from_url(fleet.redis_url, socket_timeout=30, **known) as member:
         assert member.ping()
         ask: Any = member.execute_command

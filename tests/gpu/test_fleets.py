@@ -116,12 +116,12 @@ def fleet_on(
             *("--page-size", str(PAGE), "--num-pages", "512"),
             # Fewer graphs to capture than by default.
             *("--max-num-batched-tokens", "512", "--max-num-seqs", "32"),
+            *("--startup-timeout-s", str(START_S)),
             *("--hang-timeout-s", "60"),  # engines are stopped on purpose
         ),
         prefill_flags=prefill_flags,
         router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
         has_secret=False,  # tests ask workers, too
-        ready_timeout_s=START_S,
     )
     with Fleet(config) as fleet:
         assert {one.gpu for one in fleet.gpus.values()} == set(here)
