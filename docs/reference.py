@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -279,19 +279,21 @@ def _class(title: str, kind: type[Any], *, level: str = "##") -> Iterator[str]:
 
 
 def _stated(kind: type[Any]) -> str:
-    """The lines of a class's source, and of its bases', with its fields and their comments."""
-    return "\n".join(filter(None, map(_own_fields, reversed(kind.__mro__[:-1]))))
-
-
-def _own_fields(kind: type[Any]) -> str:
-    if not kind.__module__.startswith("effuse."):
-        return ""
+    """The fields of a class with their comments, from its source or from the fields."""
+    described = [one for one in fields(kind) if one.metadata] if is_dataclass(kind) else []
+    if described:
+        return "\n".join(map(_described, described))
     lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
     (found,) = ast.parse("\n".join(lines)).body
     assert isinstance(found, ast.ClassDef)
     stated = [one for one in found.body if isinstance(one, ast.AnnAssign)]
     rows = range(stated[0].lineno - 1, stated[-1].end_lineno or 0) if stated else ()
     return textwrap.dedent("\n".join(lines[row] for row in rows))
+
+
+def _described(one: Field[Any]) -> str:
+    default = {} if one.default is MISSING else one.default
+    return f"{one.name}: {one.type} = {default}  # {one.metadata['about']}"
 
 
 class _Plain(str):
