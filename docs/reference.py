@@ -292,8 +292,10 @@ def _stated(kind: type[Any]) -> str:
 
 
 def _described(one: Field[Any]) -> str:
-    default = {} if one.default is MISSING else one.default
-    return f"{one.name}: {one.type} = {default}  # {one.metadata['about']}"
+    about, default = one.metadata["about"], {} if one.default is MISSING else one.default
+    line = f"{one.name}: {one.type} = {default}"
+    beside = f"{line}  # {about}"
+    return beside if len(beside) <= 100 else f"# {about}\n{line}"
 
 
 class _Plain(str):

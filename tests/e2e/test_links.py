@@ -84,7 +84,7 @@ def test_log_metric_record_and_list_agree(
     with Fleet(config) as fleet:
         until(fleet, lambda found: sum(len(one.links) for one in found.values()) == 4)
         until(fleet, lambda _: all(re.search(f"to decode-{n}: .* GB/s\n", log_of(fleet, name))
-                                   for n in (0, 1) for name in ("prefill-0", "prefill-1")))  # fmt: skip
+                                   for n in (0, 1) for name in fleet.names("prefill")))  # fmt: skip
         workers = listed(fleet)
         assert {name for name, one in workers.items() if one.links} == {"prefill-0", "prefill-1"}
         for name in ("prefill-0", "prefill-1"):
