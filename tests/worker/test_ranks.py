@@ -19,6 +19,7 @@ from worker.planted import LIMIT_S, plant, ranks_of
 import effuse
 from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage
 from effuse.worker.ranks import GroupBroken
+from effuse.worker.watchdog import BROKEN_STATUS
 
 QUESTIONS = ["ab", "the second prompt, which is longer", "c" * 40]
 PARAMS = [
@@ -99,6 +100,24 @@ def test_a_rank_that_reads_another_command_breaks_its_group(kind: str) -> None:
     assert found.seconds < LIMIT_S
     # Its process may also end by itself, if a collective had two sizes.
     assert not found.lines or "rank 1" in found.lines[0] or "forward failed" in found.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "ending", "may_be_outside"),
+    [
+        (-signal.SIGKILL, "killed", True),
+        (-signal.SIGSEGV, "died", False),
+        (3, "died", False),
+        *((status, how, how != "died") for how, status in BROKEN_STATUS.items()),
+    ],
+)
+def test_an_engine_whose_rank_was_killed_or_stopped_did_not_die_of_its_requests(
+    status: int, ending: str, may_be_outside: bool
+) -> None:
+    """Otherwise two kills of ranks would have each request wait for a worker of its own."""
+    assert supervisor._exit(status).ending == ending
+    lost = EngineLost("it ended", retry_after_s=1.0, labels={"ending": ending})
+    assert lost.may_be_outside == may_be_outside
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_a_rank_starts(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from eventually import eventually
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load
-from effuse.protos.errors import EngineLost, Unavailable
+from effuse.protos.errors import Unavailable
 from effuse.worker import supervisor as supervising
 from effuse.worker.attempts import Attempts
 from effuse.worker.backoff import Backoff
@@ -45,10 +45,8 @@ from effuse.worker.supervisor import (
     EngineSocket,
     GaveUp,
     Supervisor,
-    _exit,
     new_incarnation,
 )
-from effuse.worker.watchdog import BROKEN_STATUS
 
 ABORT = Abort(attempt=AttemptId("r", 1, "t1"), reason="test")
 
@@ -136,24 +134,6 @@ def test_attempts_hear_of_a_lost_engine_once_its_memory_is_gone() -> None:
         await asyncio.wait({task}, timeout=20)
 
     asyncio.run(go())
-
-
-@pytest.mark.parametrize(
-    ("status", "ending", "may_be_outside"),
-    [
-        (-signal.SIGKILL, "killed", True),
-        (-signal.SIGSEGV, "died", False),
-        (3, "died", False),
-        *((status, how, how != "died") for how, status in BROKEN_STATUS.items()),
-    ],
-)
-def test_an_engine_whose_rank_was_killed_or_stopped_did_not_die_of_its_requests(
-    status: int, ending: str, may_be_outside: bool
-) -> None:
-    """Otherwise two kills of ranks would have each request wait for a worker of its own."""
-    assert _exit(status).ending == ending
-    lost = EngineLost("it ended", retry_after_s=1.0, labels={"ending": ending})
-    assert lost.may_be_outside == may_be_outside
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
