@@ -1,7 +1,6 @@
 """Engines of both kinds on a model in this process, as the workers build them, for benchmarks.
 
-No checkpoint, no front and only the loopback connector; every prompt is prefilled in its decode
-engine.
+No checkpoint, no front and no connector; every prompt is prefilled in its decode engine.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.kernels.marks import LayerMarks
+from effuse.kvtransfer.connector import Command, ConnectorEvent
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
@@ -85,12 +85,37 @@ def paged(model: Transformer, num_tokens: int, *, page_size: int) -> Paged:
     return Paged(model, memory, runner)
 
 
+class NoConnector:
+    """A Connector of prompts for which no reservation ever comes."""
+
+    name = "none"
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def describe(self) -> tuple[Shard, ...]:
+        """It has no address."""
+        return ()
+
+    def send(self, command: Command) -> None:
+        """Nothing moves."""
+
+    def poll(self) -> list[ConnectorEvent]:
+        """It has no events."""
+        return []
+
+    def fileno(self) -> int:
+        """No descriptor."""
+        return -1
+
+
 def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngine:
     """A prefill worker's engine without readers of its results."""
     config, memory, agreed = parts.model.config, parts.memory, parts.fingerprint
-    connector = LoopbackConnector(Hub(), memory, _NAME, agreed, time.monotonic)
-    connector.start()
-    sender = HandoffSender(connector, reservation_s=_MOST_S, now=time.monotonic)
+    sender = HandoffSender(NoConnector(), reservation_s=_MOST_S, now=time.monotonic)
     executor = PromptExecutor(
         parts.runner,
         memory,

@@ -20,7 +20,7 @@ import torch
 
 from effuse.benchmarks.gpu_models import MODELS
 from effuse.kvtransfer import nixl_transport
-from effuse.kvtransfer.connector import Arrived, Pushed
+from effuse.kvtransfer.connector import Arrived, Expect, FinishPush, Pushed, PushPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
@@ -98,7 +98,7 @@ class End:
             digest_seed=5,
             lease_s=LEASE_S,
         )
-        self._connector.expect(reservation, "sender-1")
+        self._connector.send(Expect(reservation, "sender-1"))
         return base64.b64encode(encode(reservation)).decode()
 
     def arrived(self) -> int:
@@ -143,8 +143,10 @@ class End:
             prompt_len=len(pages) * layout.page_size, prompt_digest=bytes(16), tail_token_ids=()
         )
         num_groups = layout.num_groups
-        self._connector.push_pages(given, pages, 0, lambda: num_groups if is_final() else 0)
-        self._connector.finish(given, lambda: boundary if is_final() else None)
+        self._connector.send(
+            PushPages(given, tuple(pages), 0, lambda: num_groups if is_final() else 0)
+        )
+        self._connector.send(FinishPush(given, lambda: boundary if is_final() else None))
 
     def _write(self, source: Sequence[int], target: Sequence[int], parts: int) -> None:
         assert self._bare is not None

@@ -34,7 +34,7 @@ from effuse.benchmarks.raw_transfer import (
     scattered,
 )
 from effuse.benchmarks.report import Figure
-from effuse.kvtransfer.connector import Arrived, Connector, Pushed
+from effuse.kvtransfer.connector import Arrived, Connector, Expect, FinishPush, Pushed, PushPages
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
@@ -166,8 +166,8 @@ def _round_s(
     process.stdin.flush()
     reservation = decode_reservation(base64.b64decode(str(hear(said)["reservation"])))
     start = time.perf_counter()
-    connector.push_pages(reservation, MOVES[order].source, 0)
-    connector.finish(reservation, lambda: BOUNDARY)
+    connector.send(PushPages(reservation, MOVES[order].source, 0))
+    connector.send(FinishPush(reservation, lambda: BOUNDARY))
     _await_push(connector)
     took = time.perf_counter() - start
     assert hear(said)["verified"] == NUM_BYTES
@@ -202,7 +202,7 @@ def _receive(kind: str) -> None:
             digest_seed=generation,
             lease_s=DEADLINE_S,
         )
-        connector.expect(reservation, "prefill-1")
+        connector.send(Expect(reservation, "prefill-1"))
         print(
             json.dumps({"reservation": base64.b64encode(encode(reservation)).decode()}), flush=True
         )

@@ -1,12 +1,12 @@
 """The interface between an engine and the connector that moves its pages.
 
-One small protocol. thread.py runs it over any transport on its own thread, loopback.py without one.
-Requests never block; results are events that the engine polls.
+One small protocol; thread.py runs it over any transport on its own thread. Commands never block;
+results are events that the engine polls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -125,12 +125,76 @@ class PushCancelled(Struct, frozen=True, tag=True):
 ConnectorEvent = Arrived | ArrivalRefused | Promised | Fenced | Pushed | PushFailed | PushCancelled
 
 
+class Expect(Struct, frozen=True, tag=True):
+    """Accepts this transfer from now on, only from incarnation `writer` if that is known."""
+
+    reservation: Reservation
+    writer: str | None
+
+
+class Forget(Struct, frozen=True, tag=True):
+    """Refuses this transfer from now on.
+
+    A two-sided connector reports Fenced. A one-sided writer can only stop itself.
+    """
+
+    transfer_id: str
+
+
+class Fence(Struct, frozen=True, tag=True):
+    """The writer of a forgotten transfer writes no more: it reported that, or it is gone.
+
+    Fenced follows once nothing of it can arrive; immediately if the writer itself reported that all
+    its writes have ended (`has_drained`). If the writer is gone, bytes may still be on their way to
+    this process.
+    """
+
+    transfer_id: str
+    has_drained: bool
+
+
+class PushPages(Struct, frozen=True, tag=True):
+    """Pages [first, first + n) of the reservation are in `source_pages`.
+
+    `num_final` returns how many groups of their layers are final, until all are; without it all
+    are. A transfer may have many of these commands. One without pages reaches the peer early, and
+    a later one reports that pages are still to come, which restarts the lease.
+    """
+
+    reservation: Reservation
+    source_pages: tuple[int, ...]
+    first: int
+    num_final: Pending[int] | None = None
+
+
+class FinishPush(Struct, frozen=True, tag=True):
+    """No more pages follow: sends the manifest once all have arrived, and ends the push."""
+
+    reservation: Reservation
+    boundary: Pending[BoundaryState]
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    """Stops a push. PushCancelled follows once nothing of it is in flight."""
+
+    transfer_id: str
+
+
+class ForgetLife(Struct, frozen=True, tag=True):
+    """A receiver's life has ended: frees all memory that is kept for it."""
+
+    incarnation: str
+
+
+Command = Expect | Forget | Fence | PushPages | FinishPush | Cancel | ForgetLife
+
+
 class Connector(Protocol):
     """Moves pages between pools. Methods are for the engine's thread and return at once."""
 
     @property
     def name(self) -> str:
-        """loopback, zmq or nixl."""
+        """zmq or nixl."""
         ...
 
     def start(self) -> None:
@@ -145,51 +209,8 @@ class Connector(Protocol):
         """The addresses of this pool for peers: one shard for each of its ranks."""
         ...
 
-    def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer from now on, only from incarnation `writer` if that is known."""
-        ...
-
-    def forget(self, transfer_id: str) -> None:
-        """Refuses this transfer from now on.
-
-        A two-sided connector reports Fenced. A one-sided writer can only stop itself.
-        """
-        ...
-
-    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        """The writer of a forgotten transfer writes no more: it reported that, or it is gone.
-
-        Fenced follows once nothing of it can arrive; immediately if the writer itself reported that
-        all its writes have ended (`has_drained`). If the writer is gone, bytes may still be on
-        their way to this process.
-        """
-        ...
-
-    def push_pages(
-        self,
-        reservation: Reservation,
-        source_pages: Sequence[int],
-        first: int,
-        num_final: Pending[int] | None = None,
-    ) -> None:
-        """Pages [first, first + n) of the reservation are in `source_pages`.
-
-        `num_final` returns how many groups of their layers are final, until all are; without it all
-        are. The method may be called many times. Without pages it reaches the peer early, and later
-        reports that pages are still to come, which restarts the lease.
-        """
-        ...
-
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow: sends the manifest once all have arrived, and ends the push."""
-        ...
-
-    def cancel(self, transfer_id: str) -> None:
-        """Stops a push. PushCancelled follows once nothing of it is in flight."""
-        ...
-
-    def forget_life(self, incarnation: str) -> None:
-        """A receiver's life has ended: frees all memory that is kept for it."""
+    def send(self, command: Command) -> None:
+        """Has a command carried out. Commands take effect in their order."""
         ...
 
     def poll(self) -> list[ConnectorEvent]:

@@ -14,7 +14,10 @@ from effuse.kvtransfer.connector import (
     Arrived,
     Cause,
     Connector,
+    Expect,
+    Fence,
     Fenced,
+    Forget,
     Promised,
 )
 from effuse.kvtransfer.handoff import (
@@ -112,7 +115,7 @@ class HandoffReceiver:
             if do is ReceiverDo.OPEN_PAGES:
                 self._pool.open(pages)
             else:
-                self._connector.expect(reservation, writer)
+                self._connector.send(Expect(reservation, writer))
         return reservation
 
     def local(self, attempt: AttemptId) -> Reservation:
@@ -209,11 +212,11 @@ class HandoffReceiver:
         for do in handoff.machine.handle(event, self._time):
             match do:
                 case ReceiverDo.FORGET:
-                    self._connector.forget(transfer_id)
+                    self._connector.send(Forget(transfer_id))
                 case ReceiverDo.QUARANTINE_PAGES:
                     self._pool.quarantine(pages)
                 case ReceiverDo.FENCE:
-                    self._connector.fence(transfer_id, has_drained=has_drained)
+                    self._connector.send(Fence(transfer_id, has_drained))
                 case ReceiverDo.FREE_PAGES:
                     self._pool.fence(pages)
                 case ReceiverDo.REPORT_FAILED:

@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 
 from effuse.kvtransfer.connector import (
     PROMISES,
+    Cancel,
     Cause,
     Connector,
     ConnectorEvent,
+    FinishPush,
+    ForgetLife,
     Pending,
     PushCancelled,
     Pushed,
     PushFailed,
+    PushPages,
 )
 from effuse.kvtransfer.handoff import SENDER, Machine, SenderDo, SenderEvent, SenderState
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, Reservation
@@ -113,7 +117,7 @@ class HandoffSender:
 
     def forget_life(self, incarnation: str) -> None:
         """A decode worker's engine has ended."""
-        self._connector.forget_life(incarnation)
+        self._connector.send(ForgetLife(incarnation))
 
     def close(self) -> None:
         """Stops the connector."""
@@ -157,7 +161,7 @@ class HandoffSender:
         now, lease_s = self._now(), reservation.lease_s
         handoff.machine.renew(now, lease_s + OVERTIME_S)
         handoff.promise_at = now + lease_s / PROMISES
-        self._connector.push_pages(reservation, (), 0)
+        self._connector.send(PushPages(reservation, (), 0))
 
     def _expire(self) -> None:
         now = self._now()
@@ -185,9 +189,9 @@ class HandoffSender:
                     self._push(handoff)
                 case SenderDo.FINISH:
                     assert handoff.reservation is not None and handoff.boundary is not None
-                    self._connector.finish(handoff.reservation, handoff.boundary)
+                    self._connector.send(FinishPush(handoff.reservation, handoff.boundary))
                 case SenderDo.CANCEL:
-                    self._connector.cancel(transfer_id)
+                    self._connector.send(Cancel(transfer_id))
                 case SenderDo.FREE_PAGES:
                     del self._handoffs[transfer_id]
                     self._reports.append(Ended(transfer_id))
@@ -198,6 +202,8 @@ class HandoffSender:
     def _push(self, handoff: _Outgoing) -> None:
         assert handoff.reservation is not None, "the pages have no destination yet"
         for pages, num_final in handoff.ready:
-            self._connector.push_pages(handoff.reservation, pages, handoff.num_pushed, num_final)
+            self._connector.send(
+                PushPages(handoff.reservation, tuple(pages), handoff.num_pushed, num_final)
+            )
             handoff.num_pushed += len(pages)
         handoff.ready.clear()

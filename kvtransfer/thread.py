@@ -1,8 +1,7 @@
 """All sending and receiving of one pool over one transport, and the thread that runs it.
 
-On a separate thread, because one transfer call can block for more than a second. Requests go in,
-events come out, and a descriptor is readable while there are any. loopback.py does without the
-thread.
+On a separate thread, because one transfer call can block for more than a second. Commands go in,
+events come out, and a descriptor is readable while there are any.
 """
 
 from __future__ import annotations
@@ -16,11 +15,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from effuse.kvtransfer.connector import ConnectorDied, ConnectorEvent, Pending
+from effuse.kvtransfer.connector import (
+    Cancel,
+    Command,
+    ConnectorDied,
+    ConnectorEvent,
+    Expect,
+    Fence,
+    FinishPush,
+    Forget,
+    ForgetLife,
+    PushPages,
+)
 from effuse.kvtransfer.digest import Digester, digester_of
 from effuse.kvtransfer.layout import Fingerprint, KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import BoundaryState, Reservation, Shard
+from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import Origin, shard_of
 from effuse.kvtransfer.pushes import Pushes
 from effuse.kvtransfer.reception import Destination, Receptions
@@ -47,7 +57,7 @@ SWITCH_S = 0.0002
 
 
 class Exchange:
-    """Pushes and receptions of one pool, with Connector's methods; events go to `emit`."""
+    """Pushes and receptions of one pool, which carry out commands; events go to `emit`."""
 
     def __init__(
         self,
@@ -71,40 +81,23 @@ class Exchange:
         """Ends the transport."""
         self._transport.close()
 
-    def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer from now on."""
-        self._receptions.expect(reservation, writer)
-
-    def forget(self, transfer_id: str) -> None:
-        """Refuses this transfer from now on."""
-        self._receptions.forget(transfer_id)
-
-    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        """The writer of a forgotten transfer writes no more."""
-        self._receptions.fence(transfer_id, has_drained=has_drained)
-
-    def push_pages(
-        self,
-        reservation: Reservation,
-        source_pages: Sequence[int],
-        first: int,
-        num_final: Pending[int] | None,
-        at: float,
-    ) -> None:
-        """Pages of a reservation, which leave as their layers become final; requested then."""
-        self._pushes.push_pages(reservation, source_pages, first, num_final, at)
-
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState], at: float) -> None:
-        """No more pages follow; requested then."""
-        self._pushes.finish(reservation, boundary, at)
-
-    def cancel(self, transfer_id: str) -> None:
-        """Stops a push."""
-        self._pushes.cancel(transfer_id)
-
-    def forget_life(self, incarnation: str) -> None:
-        """A receiver's life has ended."""
-        self._transport.forget_life(incarnation)
+    def obey(self, command: Command, at: float) -> None:
+        """Carries out a command that the engine gave at this time."""
+        match command:
+            case Expect(reservation, writer):
+                self._receptions.expect(reservation, writer)
+            case Forget(transfer_id):
+                self._receptions.forget(transfer_id)
+            case Fence(transfer_id, has_drained):
+                self._receptions.fence(transfer_id, has_drained=has_drained)
+            case PushPages(reservation, source_pages, first, num_final):
+                self._pushes.push_pages(reservation, source_pages, first, num_final, at)
+            case FinishPush(reservation, boundary):
+                self._pushes.finish(reservation, boundary, at)
+            case Cancel(transfer_id):
+                self._pushes.cancel(transfer_id)
+            case ForgetLife(incarnation):
+                self._transport.forget_life(incarnation)
 
     def hear(self) -> list[Heard]:
         """Messages since the last call."""
@@ -164,7 +157,7 @@ class ThreadConnector:
         self._exchange = Exchange(
             transport, digester_of(memory), memory.layout, incarnation, fingerprint, self._emit, now
         )
-        self._requests: deque[Callable[[], None]] = deque()
+        self._requests: deque[tuple[Command, float]] = deque()  # with their times
         self._events: deque[ConnectorEvent] = deque()
         self._error: Exception | None = None
         self._turns = 0  # of the thread
@@ -203,43 +196,10 @@ class ThreadConnector:
         """The address of this pool for peers."""
         return (shard_of(self._layout, self._transport.address()),)
 
-    def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer from now on."""
-        self._request(lambda: self._exchange.expect(reservation, writer))
-
-    def forget(self, transfer_id: str) -> None:
-        """Refuses this transfer from now on."""
-        self._request(lambda: self._exchange.forget(transfer_id))
-
-    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        """The writer of a forgotten transfer writes no more."""
-        self._request(lambda: self._exchange.fence(transfer_id, has_drained=has_drained))
-
-    def push_pages(
-        self,
-        reservation: Reservation,
-        source_pages: Sequence[int],
-        first: int,
-        num_final: Pending[int] | None = None,
-    ) -> None:
-        """Pages of a reservation, which leave as their layers become final."""
-        at = self._now()
-        self._request(
-            lambda: self._exchange.push_pages(reservation, source_pages, first, num_final, at)
-        )
-
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow."""
-        at = self._now()
-        self._request(lambda: self._exchange.finish(reservation, boundary, at))
-
-    def cancel(self, transfer_id: str) -> None:
-        """Stops a push."""
-        self._request(lambda: self._exchange.cancel(transfer_id))
-
-    def forget_life(self, incarnation: str) -> None:
-        """A receiver's life has ended."""
-        self._request(lambda: self._exchange.forget_life(incarnation))
+    def send(self, command: Command) -> None:
+        """Makes the thread carry out a command soon; from any thread."""
+        self._requests.append((command, self._now()))
+        _raise(self._request_signal)
 
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call. Raises ConnectorDied if the thread has ended by itself, or is
@@ -263,11 +223,6 @@ class ThreadConnector:
             self._turns_seen, self._turned_at = self._turns, now
         if (since := now - self._turned_at) >= STUCK_S:
             raise ConnectorDied(f"the {self._thread.name} has been in one call for {since:.0f} s")
-
-    def _request(self, action: Callable[[], None]) -> None:
-        """Makes the thread run this soon; from any thread."""
-        self._requests.append(action)
-        _raise(self._request_signal)
 
     def _emit(self, event: ConnectorEvent) -> None:
         """Passes an event to the engine; from the connector's thread."""
@@ -307,7 +262,7 @@ class ThreadConnector:
         # Also those that arrive meanwhile: while another agent was made, the engine gave the old
         # address out, and its reservations must be known before that address is shut off.
         while self._requests:
-            self._requests.popleft()()
+            self._exchange.obey(*self._requests.popleft())
         return True
 
 

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from effuse.kvtransfer.connector import Connector, ConnectorEvent, Pending
+from effuse.kvtransfer.connector import (
+    Cancel,
+    Command,
+    Connector,
+    ConnectorEvent,
+    Expect,
+    FinishPush,
+    PushPages,
+)
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import BoundaryState, Reservation, Shard
+from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.ranks import RankEvents
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
 from effuse.worker.rank_messages import (
-    Cancel,
     CopyPage,
-    Expect,
-    Fence,
-    FinishPush,
-    Forget,
-    ForgetLife,
-    PushPages,
+    ForwardProgress,
     RunParts,
     ZeroTail,
 )
 from effuse.worker.ranks import Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardProgress:
-    """Groups of layers that a forward has stored, by its number in the group."""
-
-    number: int
-    stored: Callable[[], int]
-
-    def __call__(self) -> int:
-        return self.stored()
 
 
 class GroupRunner:
@@ -103,7 +93,7 @@ class GroupConnector:
         self._own = own
         self._ranks = ranks
         self._events = RankEvents(ranks.size)
-        self._unfinished: dict[str, tuple[Reservation, Pending[BoundaryState]]] = {}
+        self._unfinished: dict[str, FinishPush] = {}
         self._signals = select.epoll()
         for signal in (own.fileno(), ranks.event_signal):
             self._signals.register(signal, select.EPOLLIN)
@@ -120,54 +110,29 @@ class GroupConnector:
         """How peers reach each rank's pool."""
         return (*self._own.describe(), *self._ranks.shards())
 
-    def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer on every rank from now on: a writer may begin once this returns."""
-        self._events.begin(reservation.transfer_id)
-        self._ranks.send(Expect(reservation, writer))
-        self._own.expect(reservation, writer)
-        self._ranks.confirm()
-
-    def forget(self, transfer_id: str) -> None:
-        """Refuses this transfer from now on."""
-        self._ranks.send(Forget(transfer_id))
-        self._own.forget(transfer_id)
-
-    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        """The writing ranks of a forgotten transfer write no more."""
-        self._ranks.send(Fence(transfer_id, has_drained))
-        self._own.fence(transfer_id, has_drained=has_drained)
-
-    def push_pages(
-        self,
-        reservation: Reservation,
-        source_pages: Sequence[int],
-        first: int,
-        num_final: Pending[int] | None = None,
-    ) -> None:
-        """Pages of a reservation; every rank sends its heads of them."""
-        self._events.begin(reservation.transfer_id)
-        number = num_final.number if isinstance(num_final, ForwardProgress) else None
-        self._ranks.send(PushPages(reservation, tuple(source_pages), first, number))
-        self._own.push_pages(reservation, source_pages, first, num_final)
-
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow."""
-        self._events.begin(reservation.transfer_id)
-        self._own.finish(reservation, boundary)
-        self._unfinished[reservation.transfer_id] = (reservation, boundary)
-        self._finish_others()
-
-    def cancel(self, transfer_id: str) -> None:
-        """Stops a push on every rank."""
-        self._events.begin(transfer_id)
-        self._unfinished.pop(transfer_id, None)
-        self._ranks.send(Cancel(transfer_id))
-        self._own.cancel(transfer_id)
-
-    def forget_life(self, incarnation: str) -> None:
-        """A receiver's life is over."""
-        self._ranks.send(ForgetLife(incarnation))
-        self._own.forget_life(incarnation)
+    def send(self, command: Command) -> None:
+        """Has every rank carry out a command. A writer may begin once `Expect` is sent."""
+        theirs = command
+        match command:
+            case Expect(reservation) | FinishPush(reservation):
+                self._events.begin(reservation.transfer_id)
+            case PushPages(reservation, pages, first, num_final):
+                self._events.begin(reservation.transfer_id)
+                if not isinstance(num_final, ForwardProgress):
+                    theirs = PushPages(reservation, pages, first)
+            case Cancel(transfer_id):
+                self._events.begin(transfer_id)
+                self._unfinished.pop(transfer_id, None)
+            case _:
+                pass
+        if isinstance(command, FinishPush):
+            self._unfinished[command.reservation.transfer_id] = command
+            self._finish_others()
+        else:
+            self._ranks.send(theirs)
+        self._own.send(command)
+        if isinstance(command, Expect):
+            self._ranks.confirm()
 
     def poll(self) -> list[ConnectorEvent]:
         """Events of all ranks together since the last call. Raises ConnectorDied if the leader's
@@ -183,7 +148,7 @@ class GroupConnector:
         return self._signals.fileno()
 
     def _finish_others(self) -> None:
-        for transfer_id, (reservation, boundary) in list(self._unfinished.items()):
-            if (state := boundary()) is not None:
-                self._ranks.send(FinishPush(reservation, state))
+        for transfer_id, command in list(self._unfinished.items()):
+            if command.boundary() is not None:
+                self._ranks.send(command)
                 del self._unfinished[transfer_id]

@@ -6,7 +6,8 @@ command that a rank gets is digested there as the leader digested it: `Digests`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_origin
 
@@ -16,12 +17,27 @@ import torch
 import xxhash
 from torch import Tensor
 
+from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import ConnectorEvent
-from effuse.kvtransfer.messages import BoundaryState, Field, Reservation, Shard
+from effuse.kvtransfer.messages import BoundaryState, Field, Shard
 from effuse.models.part import Part
 
 Stage = Literal["present", "loaded", "open"]
 """Of a rank's start: it runs and waits for the others, has its weights, has pages and connector."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardProgress:
+    """Groups of layers that a forward has stored, by its number in the group. Only the number goes
+    to other ranks."""
+
+    number: int
+    stored: Callable[[], int] | None = None  # on this rank's device
+
+    def __call__(self) -> int:
+        assert self.stored is not None, "it is of another rank"
+        return self.stored()
+
 
 # From the leader.
 
@@ -45,54 +61,6 @@ class ZeroTail(msgspec.Struct, frozen=True, tag=True):
 
     page_id: int
     num_used: int
-
-
-class Expect(msgspec.Struct, frozen=True, tag=True):
-    """`Connector.expect`."""
-
-    reservation: Reservation
-    writer: str | None
-
-
-class Forget(msgspec.Struct, frozen=True, tag=True):
-    """`Connector.forget`."""
-
-    transfer_id: str
-
-
-class Fence(msgspec.Struct, frozen=True, tag=True):
-    """`Connector.fence`."""
-
-    transfer_id: str
-    has_drained: bool
-
-
-class PushPages(msgspec.Struct, frozen=True, tag=True):
-    """`Connector.push_pages`; layers are final as forward `number` stores them, or all are."""
-
-    reservation: Reservation
-    source_pages: tuple[int, ...]
-    first: int
-    number: int | None
-
-
-class FinishPush(msgspec.Struct, frozen=True, tag=True):
-    """`Connector.finish`."""
-
-    reservation: Reservation
-    boundary: BoundaryState
-
-
-class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """`Connector.cancel`."""
-
-    transfer_id: str
-
-
-class ForgetLife(msgspec.Struct, frozen=True, tag=True):
-    """`Connector.forget_life`."""
-
-    incarnation: str
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -141,7 +109,6 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
     """Ends the rank's process."""
 
 
-Transfer = Expect | Forget | Fence | PushPages | FinishPush | Cancel | ForgetLife
 Slots = JoinSlot | LeaveSlot | GrowSlot | LaunchStep
 Command = RunParts | CopyPage | ZeroTail | Transfer | Slots | Prepare | Open | Quit
 
@@ -237,6 +204,10 @@ def _encode_special(value: object) -> object:
             return value.tobytes()
         case range():
             return (value.start, value.stop)
+        case ForwardProgress():
+            return value.number
+        case _ if callable(value):  # the state of a push, which is there
+            return value()
         case _:
             raise NotImplementedError(f"{type(value)} in a command")
 
@@ -244,11 +215,18 @@ def _encode_special(value: object) -> object:
 def _decode_special(kind: type, value: object) -> object:
     if kind is Tensor:
         return torch.empty(0)
+    if get_origin(kind) is Callable:
+        return ForwardProgress(value) if isinstance(value, int) else _always(value)
     if kind is range and isinstance(value, Sequence):
         return range(*value)
     if get_origin(kind) is np.ndarray and isinstance(value, bytes):
         return np.frombuffer(value, dtype=_dtype_of(kind))
     raise NotImplementedError(f"{kind} in a command")
+
+
+def _always(value: object) -> Callable[[], BoundaryState]:
+    state = msgspec.convert(value, BoundaryState)
+    return lambda: state
 
 
 def _dtype_of(kind: Any) -> Any:

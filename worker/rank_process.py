@@ -18,7 +18,8 @@ from typing import Any, Final, NoReturn, Protocol
 import msgspec
 import zmq
 
-from effuse.kvtransfer.connector import Connector, Pending
+from effuse.kvtransfer.connector import Command as Transfer
+from effuse.kvtransfer.connector import Connector, Expect, Pending, PushPages
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.messages import Shard
 from effuse.telemetry import logs, output
@@ -28,15 +29,10 @@ from effuse.worker.engine_process import die_with, read_config
 from effuse.worker.rank_messages import (
     COMMANDS,
     ENCODER,
-    Cancel,
     Command,
     CopyPage,
     Digests,
-    Expect,
-    Fence,
-    FinishPush,
-    Forget,
-    ForgetLife,
+    ForwardProgress,
     FromRank,
     GrowSlot,
     JoinSlot,
@@ -45,7 +41,6 @@ from effuse.worker.rank_messages import (
     Moved,
     Open,
     Prepare,
-    PushPages,
     Quit,
     RankOrders,
     RankRefused,
@@ -54,7 +49,6 @@ from effuse.worker.rank_messages import (
     RunParts,
     Slots,
     Taken,
-    Transfer,
     ZeroTail,
     answers_path,
     commands_path,
@@ -220,31 +214,16 @@ class Rank:
                 raise AssertionError("the loop takes it")
             case _:
                 assert self._connector is not None, "it is opened before transfers begin"
-                self._transfer(self._connector, command)
+                if isinstance(command, PushPages) and command.num_final is not None:
+                    progress = self._progress_of(command.num_final)
+                    command = msgspec.structs.replace(command, num_final=progress)
+                self._connector.send(command)
 
-    def _transfer(self, connector: Connector, command: Transfer) -> None:
-        match command:
-            case PushPages(reservation=reservation, source_pages=pages, first=first, number=number):
-                connector.push_pages(reservation, pages, first, self._progress_of(number))
-            case FinishPush(reservation=reservation, boundary=boundary):
-                connector.finish(reservation, lambda: boundary)
-            case Expect(reservation=reservation, writer=writer):
-                connector.expect(reservation, writer)
-            case Forget(transfer_id=transfer_id):
-                connector.forget(transfer_id)
-            case Fence(transfer_id=transfer_id, has_drained=has_drained):
-                connector.fence(transfer_id, has_drained=has_drained)
-            case Cancel(transfer_id=transfer_id):
-                connector.cancel(transfer_id)
-            case ForgetLife(incarnation=incarnation):
-                connector.forget_life(incarnation)
-
-    def _progress_of(self, number: int | None) -> Pending[int] | None:
+    def _progress_of(self, forward: Pending[int]) -> Pending[int] | None:
         """How far a forward is: the next one, or one that was asked for before. A forward that is
         not known any more has ended."""
-        if number is None:
-            return None
-        if number == self._next:
+        assert isinstance(forward, ForwardProgress), "the leader names only forwards of the group"
+        if (number := forward.number) == self._next:
             self._note_progress(number)
         return self._progress.get(number)
 

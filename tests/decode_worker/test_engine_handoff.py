@@ -19,11 +19,11 @@ from decoding.engines import (
     random_requests,
 )
 from decoding.source import SOURCE, Source
+from kvtransfer.loopback import Hub, LoopbackConnector
 from oracle.decode import decode
 
 from effuse.config.decoding import Stopping
-from effuse.kvtransfer.connector import ArrivalRefused, Cause
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
+from effuse.kvtransfer.connector import ArrivalRefused, Cause, FinishPush, PushPages
 from effuse.kvtransfer.messages import Reservation
 from effuse.kvtransfer.pool import PageState
 from effuse.models.transformer import Transformer
@@ -275,8 +275,8 @@ def test_a_wrong_boundary_state_is_data_loss(
 ) -> None:
     answer, reservation = pair.reserve(remote())
     boundary = msgspec.structs.replace(pair.source.compute(remote()), **changes)
-    pair.source.connector.push_pages(reservation, range(3), 0)
-    pair.source.connector.finish(reservation, lambda: boundary)
+    pair.source.connector.send(PushPages(reservation, tuple(range(3)), 0))
+    pair.source.connector.send(FinishPush(reservation, lambda: boundary))
     pair.rig.run()
     assert answer.failed.code == "DATA_LOSS" and said in answer.failed.message
     assert pair.rig.pool.num_free == pair.rig.pool.num_pages
@@ -299,8 +299,8 @@ def test_a_dream_handoff_without_its_hidden_vector_is_data_loss(tmp_path: Path) 
     pair = Pair(load_tiny(write_tiny_checkpoint(tmp_path / "model", "dream")))
     answer, reservation = pair.reserve(remote())
     boundary = msgspec.structs.replace(pair.source.compute(remote()), hidden=None)
-    pair.source.connector.push_pages(reservation, range(len(reservation.pages)), 0)
-    pair.source.connector.finish(reservation, lambda: boundary)
+    pair.source.connector.send(PushPages(reservation, tuple(range(len(reservation.pages))), 0))
+    pair.source.connector.send(FinishPush(reservation, lambda: boundary))
     pair.rig.run()
     assert answer.failed.code == "DATA_LOSS" and "got none" in answer.failed.message
     pair.close()

@@ -12,8 +12,8 @@ from checkpoints import write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import INCARNATION, Rig, load_tiny, make_request
 from decoding.source import SOURCE, Source
+from kvtransfer.loopback import Hub, LoopbackConnector
 
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import Abort, StartDecode, WriterGone

@@ -14,6 +14,7 @@ from decoding.engines import Rig, load_tiny, make_request
 from decoding.source import SOURCE
 
 from effuse.decode_worker import intake
+from effuse.kvtransfer.connector import FinishPush, PushPages
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, Reservation
 from effuse.kvtransfer.pool import PageState
@@ -46,8 +47,8 @@ def reserve(pair: Pair, message: StartRehearsal = REHEARSAL) -> Reservation:
 
 
 def push(pair: Pair, reservation: Reservation) -> None:
-    pair.source.connector.push_pages(reservation, range(len(reservation.pages)), 0)
-    pair.source.connector.finish(reservation, lambda: NOTHING)
+    pair.source.connector.send(PushPages(reservation, tuple(range(len(reservation.pages))), 0))
+    pair.source.connector.send(FinishPush(reservation, lambda: NOTHING))
 
 
 def test_an_eighth_of_the_pool_is_lent_and_free_again_once_verified(pair: Pair) -> None:

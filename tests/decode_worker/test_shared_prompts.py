@@ -14,11 +14,11 @@ from checkpoints import write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import INCARNATION, Rig, load_tiny, make_request, oracle_settings
 from decoding.source import SOURCE, Source
+from kvtransfer.loopback import Hub, LoopbackConnector
 from oracle.decode import decode
 
 from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.request import DecodeRequest
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.pool import PageState
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from kvtransfer.loopback import Hub, LoopbackConnector
 
 from decoding.engines import Clock, fingerprint_of, layout_of
+from effuse.kvtransfer.connector import FinishPush, PushPages
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.layout import Fingerprint
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState, Reservation
 from effuse.models.part import Part
@@ -47,8 +48,8 @@ class Source:
     def push(self, request: StartDecode, reservation: Reservation) -> None:
         """Computes the prompt and hands it over."""
         boundary = self.compute(request)
-        self.connector.push_pages(reservation, range(len(reservation.pages)), 0)
-        self.connector.finish(reservation, lambda: boundary)
+        self.connector.send(PushPages(reservation, tuple(range(len(reservation.pages))), 0))
+        self.connector.send(FinishPush(reservation, lambda: boundary))
 
     def compute(self, request: StartDecode) -> BoundaryState:
         """The prompt's KV, from page 0 on, and its boundary."""

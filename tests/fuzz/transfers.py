@@ -19,7 +19,7 @@ from fuzz.surface import Face
 from kvtransfer.fixtures import SMALL, boundary, print_of
 from kvtransfer.tampering import APART, READER, WRITER, Pair, tampered
 
-from effuse.kvtransfer.connector import Arrived, HandoffRefused
+from effuse.kvtransfer.connector import Arrived, Cancel, Fence, Forget, HandoffRefused, PushPages
 from effuse.kvtransfer.digest import finish_of
 from effuse.kvtransfer.messages import (
     Accepted,
@@ -119,8 +119,8 @@ class Stranger:
 
     def _renew(self) -> None:
         pair, name = self.pair, self.reserved.transfer_id
-        pair.receiver.forget(name)
-        pair.receiver.fence(name, has_drained=True)
+        pair.receiver.obey(Forget(name), pair.now())
+        pair.receiver.obey(Fence(name, has_drained=True), pair.now())
         pair.said.clear()
         self.reserved = pair.reserve(APART, apart=True)
 
@@ -139,8 +139,8 @@ def _lead_astray(stranger: Stranger, draw: Draw) -> None:
     plain["shards"] = bent(draw, plain["shards"])
     with contextlib.suppress(MalformedMessage):
         reserved = decode_reservation(packed(plain))
-        pair.sender.push_pages(reserved, (), 0, None, pair.now())
-        pair.sender.cancel(reserved.transfer_id)
+        pair.sender.obey(PushPages(reserved, (), 0), pair.now())
+        pair.sender.obey(Cancel(reserved.transfer_id), pair.now())
 
 
 class ZmqSurface:

@@ -22,7 +22,7 @@ from kvtransfer.receiver_process import DEVICE, make
 from kvtransfer.remote import RemoteReceiver
 
 from effuse.kernels.marks import LayerMarks
-from effuse.kvtransfer.connector import Cause, Pushed, PushFailed
+from effuse.kvtransfer.connector import Cause, FinishPush, Pushed, PushFailed, PushPages
 from effuse.kvtransfer.digest import DeviceDigester, HostDigester, pages_digest
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.staging import Staging
@@ -154,8 +154,8 @@ def test_pages_go_from_gpu_to_gpu_while_both_compute(kind: str) -> None:
             for _ in range(4):
                 reserved = remote.reserve(range(NUM_PAGES))
                 spin(50)
-                sender.push_pages(reserved, order, 0)
-                sender.finish(reserved, boundary)
+                sender.send(PushPages(reserved, tuple(order), 0))
+                sender.send(FinishPush(reserved, boundary))
                 pushed = next_event(sender, reserved.transfer_id)
                 assert isinstance(pushed, Pushed), pushed
                 heard = remote.hear(reserved.transfer_id)
@@ -177,12 +177,12 @@ def test_layers_leave_as_a_forward_marks_them(kind: str) -> None:
     try:
         with receiving(kind) as remote:
             reserved = remote.reserve(range(NUM_PAGES))
-            sender.push_pages(reserved, range(NUM_PAGES), 0, marks.begin())
+            sender.send(PushPages(reserved, tuple(range(NUM_PAGES)), 0, marks.begin()))
             for layer in range(LARGE.num_layers):
                 spin(10)
                 source.tensor[:, layer].copy_(expected[:, layer])  # a group holds one layer
                 marks.stored(layer)
-            sender.finish(reserved, boundary)
+            sender.send(FinishPush(reserved, boundary))
             assert isinstance(next_event(sender, reserved.transfer_id), Pushed)
             heard = remote.hear(reserved.transfer_id)
             found = [d.hex() for d in digests_of(source, range(NUM_PAGES))]
@@ -202,8 +202,8 @@ def test_a_byte_changed_in_gpu_memory_is_refused(kind: str) -> None:
             remote.ask(do="spoil", page=7)
             assert remote.hear() == {"spoilt": True}
             reserved = remote.reserve(range(NUM_PAGES))
-            sender.push_pages(reserved, range(NUM_PAGES), 0)
-            sender.finish(reserved, boundary)
+            sender.send(PushPages(reserved, tuple(range(NUM_PAGES)), 0))
+            sender.send(FinishPush(reserved, boundary))
             failed = next_event(sender, reserved.transfer_id)
             assert isinstance(failed, PushFailed) and failed.cause is Cause.DIGEST
             assert "digest" in failed.message
@@ -219,14 +219,14 @@ def test_truncated_and_late_pages_are_refused_in_gpu_memory(kind: str) -> None:
     try:
         with receiving(kind) as remote:
             reserved = remote.reserve(range(4))
-            sender.push_pages(reserved, range(3), 0)
-            sender.finish(reserved, boundary)
+            sender.send(PushPages(reserved, tuple(range(3)), 0))
+            sender.send(FinishPush(reserved, boundary))
             failed = next_event(sender, reserved.transfer_id)
             assert isinstance(failed, PushFailed) and failed.cause is Cause.COVERAGE
             late = remote.reserve(range(8, 12))
             remote.forget(late.transfer_id)
-            sender.push_pages(late, range(4), 0)
-            sender.finish(late, boundary)
+            sender.send(PushPages(late, tuple(range(4)), 0))
+            sender.send(FinishPush(late, boundary))
             failed = next_event(sender, late.transfer_id)
             assert isinstance(failed, PushFailed) and failed.cause is Cause.UNKNOWN_TRANSFER
     finally:

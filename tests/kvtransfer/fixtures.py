@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import torch
 import xxhash
 from slowness import patient
 
-from effuse.kvtransfer.connector import Connector, ConnectorEvent, Promised
+from effuse.kvtransfer.connector import Command, Connector, ConnectorEvent, ForgetLife, Promised
 from effuse.kvtransfer.digest import HostDigester, pages_digest, prompt_digest
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
@@ -28,6 +28,7 @@ from effuse.kvtransfer.messages import (
     Shard,
 )
 from effuse.kvtransfer.push import shard_of
+from effuse.kvtransfer.thread import ThreadConnector
 
 SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
 LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page, 8 groups of layers
@@ -168,3 +169,16 @@ def is_readable(descriptor: int, within_s: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(within_s * 1000))
+
+
+def run_on_thread(connector: ThreadConnector, action: Callable[[], None]) -> None:
+    """Has the connector's thread run an action in place of a command."""
+    exchange = connector._exchange
+    obey = exchange.obey
+
+    def run_once(command: Command, at: float) -> None:
+        exchange.obey = obey  # type: ignore[method-assign]
+        action()
+
+    exchange.obey = run_once  # type: ignore[method-assign]
+    connector.send(ForgetLife("nobody's"))

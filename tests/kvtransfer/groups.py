@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import itertools
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from kvtransfer.fixtures import SEED, filled, print_of
+from kvtransfer.loopback import Hub, LoopbackConnector
 from kvtransfer.receiver_process import transport
 
-from effuse.kvtransfer.connector import Connector, ConnectorEvent, Pending
+from effuse.kvtransfer.connector import (
+    Cancel,
+    Command,
+    Connector,
+    ConnectorEvent,
+    Expect,
+    FinishPush,
+    PushPages,
+)
 from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation, Shard
+from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation, Shard
 from effuse.kvtransfer.ranks import RankEvents
 from effuse.kvtransfer.thread import ThreadConnector
 
@@ -53,43 +61,14 @@ class RankConnectors:
         """How peers reach each rank."""
         return tuple(shard for connector in self._ranks for shard in connector.describe())
 
-    def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer on every rank from now on."""
-        self._events.begin(reservation.transfer_id)
-        self._all(lambda rank: rank.expect(reservation, writer))
-
-    def forget(self, transfer_id: str) -> None:
-        """Refuses this transfer from now on."""
-        self._all(lambda rank: rank.forget(transfer_id))
-
-    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        """The writing ranks of a forgotten transfer write no more."""
-        self._all(lambda rank: rank.fence(transfer_id, has_drained=has_drained))
-
-    def push_pages(
-        self,
-        reservation: Reservation,
-        source_pages: Sequence[int],
-        first: int,
-        num_final: Pending[int] | None = None,
-    ) -> None:
-        """Pages of a reservation; every rank sends its heads of them."""
-        self._events.begin(reservation.transfer_id)
-        self._all(lambda rank: rank.push_pages(reservation, source_pages, first, num_final))
-
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow."""
-        self._events.begin(reservation.transfer_id)
-        self._all(lambda rank: rank.finish(reservation, boundary))
-
-    def cancel(self, transfer_id: str) -> None:
-        """Stops a push on every rank."""
-        self._events.begin(transfer_id)
-        self._all(lambda rank: rank.cancel(transfer_id))
-
-    def forget_life(self, incarnation: str) -> None:
-        """A receiver's life is over."""
-        self._all(lambda rank: rank.forget_life(incarnation))
+    def send(self, command: Command) -> None:
+        """Has every rank carry out a command."""
+        if isinstance(command, Expect | PushPages | FinishPush):
+            self._events.begin(command.reservation.transfer_id)
+        elif isinstance(command, Cancel):
+            self._events.begin(command.transfer_id)
+        for connector in self._ranks:
+            connector.send(command)
 
     def poll(self) -> list[ConnectorEvent]:
         """Events of all ranks together since the last call. Raises ConnectorDied if the connector
@@ -104,10 +83,6 @@ class RankConnectors:
     def fileno(self) -> int:
         """Readable while a rank has something."""
         return self._poll.fileno()
-
-    def _all(self, ask: Callable[[Connector], None]) -> None:
-        for connector in self._ranks:
-            ask(connector)
 
 
 class Group:
@@ -156,7 +131,7 @@ class Group:
             digest_seed=SEED,
             lease_s=LEASE_S,
         )
-        self.all.expect(reserved, writer)
+        self.all.send(Expect(reserved, writer))
         return reserved
 
     def check_holds(self, targets: Sequence[int], sources: Sequence[int]) -> None:

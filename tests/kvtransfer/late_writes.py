@@ -23,11 +23,11 @@ from typing import Final
 from unittest.mock import patch
 
 import torch
-from kvtransfer.fixtures import DEADLINE_S, LARGE, next_event, reservation
+from kvtransfer.fixtures import DEADLINE_S, LARGE, next_event, reservation, run_on_thread
 from kvtransfer.receiver_process import DEVICE, make
 from kvtransfer.remote import RemoteReceiver
 
-from effuse.kvtransfer.connector import Arrived, Fenced
+from effuse.kvtransfer.connector import Arrived, Expect, Fence, Fenced, Forget
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
 from effuse.kvtransfer.thread import Exchange, ThreadConnector
@@ -106,7 +106,7 @@ class Victim:
         pages = tuple(PageRef(page, self._numbers) for page in range(first, first + count))
         address = self.connector.describe()
         reserved = reservation(self.memory, address, pages, number=self._numbers)
-        self.connector.expect(reserved, self._writers_name)
+        self.connector.send(Expect(reserved, self._writers_name))
         return reserved
 
     def meet(self) -> None:
@@ -125,7 +125,7 @@ class Victim:
             then(self.connector._exchange)
             time.sleep(STALLED_S)
 
-        self.connector._request(stall)
+        run_on_thread(self.connector, stall)
 
     def signal_writer(self, number: signal.Signals) -> None:
         self.writer.process.send_signal(number)
@@ -217,7 +217,7 @@ class Round:
         victim.signal_writer(signal.SIGSTOP)
         self._look()
         for reserved in self._reserved:
-            victim.connector.forget(reserved.transfer_id)
+            victim.connector.send(Forget(reserved.transfer_id))
         if not self._is_guarded:
             self._fence(has_drained=True)
         elif self._fate is Fate.KEPT_OUT:
@@ -236,9 +236,9 @@ class Round:
 
     def _give_up_dead(self, exchange: Exchange) -> None:
         for reserved in self._reserved:
-            exchange.forget(reserved.transfer_id)
+            exchange.obey(Forget(reserved.transfer_id), 0.0)
         for reserved in self._reserved:
-            exchange.fence(reserved.transfer_id, has_drained=not self._is_guarded)
+            exchange.obey(Fence(reserved.transfer_id, has_drained=not self._is_guarded), 0.0)
 
     def _end_frozen(self) -> None:
         if self._fate is Fate.FROZEN_THEN_KILLED:
@@ -256,7 +256,7 @@ class Round:
 
     def _fence(self, *, has_drained: bool) -> None:
         for reserved in self._reserved:
-            self._victim.connector.fence(reserved.transfer_id, has_drained=has_drained)
+            self._victim.connector.send(Fence(reserved.transfer_id, has_drained=has_drained))
 
     def _nothing_is_fenced(self) -> None:
         """Silence by itself frees no page of a one-sided writer."""

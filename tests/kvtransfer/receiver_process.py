@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from kvtransfer.fixtures import LARGE, SMALL, boundary, digests_of, print_of, reservation
 
-from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Connector, Promised
+from effuse.kvtransfer.connector import (
+    ArrivalRefused,
+    Arrived,
+    Cancel,
+    Connector,
+    Expect,
+    FinishPush,
+    Forget,
+    Promised,
+    PushPages,
+)
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -101,21 +111,21 @@ def obey(
                 lease_s=command["lease_s"],
             )
             pages_of[reserved.transfer_id] = pages
-            connector.expect(reserved, command["writer"])
+            connector.send(Expect(reserved, command["writer"]))
             say(reservation=base64.b64encode(encode(reserved)).decode())
         case "forget":
-            connector.forget(command["transfer"])
+            connector.send(Forget(command["transfer"]))
             say(forgotten=command["transfer"])
         case "cancel":
-            connector.cancel(command["transfer"])
+            connector.send(Cancel(command["transfer"]))
         case "digests":
             say(digests=[d.hex() for d in digests_of(memory, range(memory.num_pages))])
         case "push":
             given = decode_reservation(base64.b64decode(command["reservation"]))
             if command["value"] is not None:
                 memory.tensor.fill_(command["value"])
-            connector.push_pages(given, command["pages"], 0)
-            connector.finish(given, boundary)
+            connector.send(PushPages(given, tuple(command["pages"]), 0))
+            connector.send(FinishPush(given, boundary))
         case "spoil":
             spoil(connector, memory, command["page"])
             say(spoilt=True)

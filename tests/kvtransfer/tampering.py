@@ -26,10 +26,16 @@ from effuse.kvtransfer import pushes
 from effuse.kvtransfer.connector import (
     ArrivalRefused,
     Arrived,
+    Cancel,
     ConnectorEvent,
+    Expect,
+    Fence,
     Fenced,
+    FinishPush,
+    Forget,
     PushCancelled,
     Pushed,
+    PushPages,
 )
 from effuse.kvtransfer.digest import digester_of
 from effuse.kvtransfer.memory import PageMemory
@@ -136,7 +142,7 @@ class Pair:
         pages = [PageRef(page, self._number) for page in ids]
         address = self.reader.address()
         reserved = reservation(self.target, address, pages, number=self._number)
-        self.receiver.expect(reserved, WRITER)
+        self.receiver.obey(Expect(reserved, WRITER), self.now())
         return reserved
 
     def _push(self, reserved: Reservation, load: Load) -> None:
@@ -146,11 +152,11 @@ class Pair:
             num_final = (
                 (lambda left=final: next(left, SMALL.num_groups)) if load.by_layers else None
             )
-            self.sender.push_pages(reserved, batch, first, num_final, self.now())
+            self.sender.obey(PushPages(reserved, tuple(batch), first, num_final), self.now())
             first += len(batch)
         hidden = self.draw.choice((None, b"hidden"))
         state = boundary(tail_token_ids=(self.draw.randrange(1000),), hidden=hidden)
-        self.sender.finish(reserved, lambda: state, self.now())
+        self.sender.obey(FinishPush(reserved, lambda: state), self.now())
 
     # Its outcome.
 
@@ -205,13 +211,13 @@ class Pair:
 
     def _end(self, reserved: Reservation) -> None:
         """Gives it up on both sides, until pages may be reused on both."""
-        self.receiver.forget(reserved.transfer_id)
-        self.sender.cancel(reserved.transfer_id)
+        self.receiver.obey(Forget(reserved.transfer_id), self.now())
+        self.sender.obey(Cancel(reserved.transfer_id), self.now())
         if not self._turn_until(lambda: self._has_said(reserved, PushCancelled), self.quiet_s):
             self._skipped_s += 2 * self.tamperer.transport.drain_s if self._may_drop else 0.0
             self._turn_until(lambda: self._has_said(reserved, PushCancelled), PATIENCE_S)
         assert self._has_said(reserved, PushCancelled), "source pages are never free again"
-        self.receiver.fence(reserved.transfer_id, has_drained=True)
+        self.receiver.obey(Fence(reserved.transfer_id, has_drained=True), self.now())
         assert self._has_said(reserved, Fenced), "pages are never free again"
         assert not self.sender.is_moving and not self.receiver.is_moving
         self.said.clear()

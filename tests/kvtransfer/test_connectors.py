@@ -32,12 +32,15 @@ from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer import zmq_transport
 from effuse.kvtransfer.connector import (
+    Cancel,
     Cause,
     Connector,
     ConnectorEvent,
+    FinishPush,
     PushCancelled,
     Pushed,
     PushFailed,
+    PushPages,
 )
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
@@ -61,15 +64,15 @@ class Pair:
     remote: RemoteReceiver
 
     def push(self, reserved: Reservation, pages: Sequence[int]) -> None:
-        self.sender.push_pages(reserved, pages, 0)
-        self.sender.finish(reserved, lambda: BOUNDARY)
+        self.sender.send(PushPages(reserved, tuple(pages), 0))
+        self.sender.send(FinishPush(reserved, lambda: BOUNDARY))
 
     def next_event(self, reserved: Reservation) -> ConnectorEvent:
         return next_event(self.sender, reserved.transfer_id)
 
     def end(self, reserved: Reservation) -> None:
         """Lets the sender forget a push, which it would else poll for until its lease is over."""
-        self.sender.cancel(reserved.transfer_id)
+        self.sender.send(Cancel(reserved.transfer_id))
         next_event(self.sender, reserved.transfer_id, PushCancelled)
 
     def hear(self, reserved: Reservation) -> dict[str, Any]:
@@ -119,10 +122,10 @@ def digests(memory: PageMemory, pages: Sequence[int]) -> list[str]:
 def test_pages_arrive_byte_for_byte(pair: Pair) -> None:
     scattered = [5, 6, 7, 2, 11]
     reserved = pair.remote.reserve([1, 2, 9, 10, 4])
-    pair.sender.push_pages(reserved, (), 0)
-    pair.sender.push_pages(reserved, scattered[:3], 0)
-    pair.sender.push_pages(reserved, scattered[3:], 3)
-    pair.sender.finish(reserved, lambda: BOUNDARY)
+    pair.sender.send(PushPages(reserved, (), 0))
+    pair.sender.send(PushPages(reserved, tuple(scattered[:3]), 0))
+    pair.sender.send(PushPages(reserved, tuple(scattered[3:]), 3))
+    pair.sender.send(FinishPush(reserved, lambda: BOUNDARY))
     pushed, heard = pair.next_event(reserved), pair.hear(reserved)
     assert isinstance(pushed, Pushed), pushed
     assert (pushed.pages, pushed.num_bytes) == (5, 5 * SMALL.page_bytes)
@@ -134,11 +137,11 @@ def test_pages_arrive_byte_for_byte(pair: Pair) -> None:
 
 def test_chunks_may_come_in_any_order_and_handoffs_at_once(pair: Pair) -> None:
     first, second = pair.remote.reserve([0, 1, 2]), pair.remote.reserve([12, 13])
-    pair.sender.push_pages(first, [2], 2)
-    pair.sender.push_pages(second, [8, 9], 0)
-    pair.sender.push_pages(first, [0, 1], 0)
-    pair.sender.finish(second, lambda: BOUNDARY)
-    pair.sender.finish(first, lambda: BOUNDARY)
+    pair.sender.send(PushPages(first, (2,), 2))
+    pair.sender.send(PushPages(second, (8, 9), 0))
+    pair.sender.send(PushPages(first, (0, 1), 0))
+    pair.sender.send(FinishPush(second, lambda: BOUNDARY))
+    pair.sender.send(FinishPush(first, lambda: BOUNDARY))
     heard = [pair.remote.hear(), pair.remote.hear()]
     found = {words["transfer"]: words["digests"] for words in heard}
     assert found[first.transfer_id] == digests(pair.source, [0, 1, 2])
@@ -147,7 +150,7 @@ def test_chunks_may_come_in_any_order_and_handoffs_at_once(pair: Pair) -> None:
 
 def test_a_prompt_without_a_page_hands_over_its_boundary(pair: Pair) -> None:
     reserved = pair.remote.reserve([])
-    pair.sender.finish(reserved, lambda: BOUNDARY)
+    pair.sender.send(FinishPush(reserved, lambda: BOUNDARY))
     assert isinstance(pair.next_event(reserved), Pushed)
     assert pair.hear(reserved)["event"] == "received"
 
@@ -172,7 +175,7 @@ def test_a_reservation_of_another_model_is_refused_before_a_write(
         reserved = with_shard(reserved, page_bytes=SMALL.page_bytes * 2)
     else:
         reserved = msgspec.structs.replace(reserved, fingerprint=changed(print_of(SMALL), name))
-    alone.push_pages(reserved, [0], 0)
+    alone.send(PushPages(reserved, (0,), 0))
     failed = next_event(alone, reserved.transfer_id)
     assert isinstance(failed, PushFailed)
     assert failed.cause is (Cause.SIZE if name == "page_bytes" else Cause.FINGERPRINT)
@@ -211,11 +214,11 @@ def test_what_was_not_reserved_is_refused(
 
 def test_a_push_that_overlaps_itself_fails(pair: Pair) -> None:
     reserved = pair.remote.reserve([3, 4])
-    pair.sender.push_pages(reserved, [0, 1], 0)
-    pair.sender.push_pages(reserved, [2], 1)
+    pair.sender.send(PushPages(reserved, (0, 1), 0))
+    pair.sender.send(PushPages(reserved, (2,), 1))
     failed = pair.next_event(reserved)
     assert isinstance(failed, PushFailed) and failed.cause is Cause.COVERAGE
-    pair.sender.cancel(reserved.transfer_id)
+    pair.sender.send(Cancel(reserved.transfer_id))
     assert isinstance(pair.next_event(reserved), PushCancelled)
 
 
@@ -245,12 +248,12 @@ def test_nothing_of_a_forgotten_transfer_is_accepted(pair: Pair) -> None:
 
 
 def test_cancelling_what_is_unknown_or_over_is_answered(pair: Pair) -> None:
-    pair.sender.cancel("never-begun")
+    pair.sender.send(Cancel("never-begun"))
     assert next_event(pair.sender, "never-begun") == PushCancelled("never-begun")
     reserved = pair.remote.reserve([3])
     pair.push(reserved, [0])
     assert isinstance(pair.next_event(reserved), Pushed)
-    pair.sender.cancel(reserved.transfer_id)
+    pair.sender.send(Cancel(reserved.transfer_id))
     assert isinstance(pair.next_event(reserved), PushCancelled)
 
 
@@ -261,8 +264,8 @@ def test_after_cancelled_nothing_more_is_written(
         zmq_transport.ZmqTransport, "drain_s", DEADLINE_S
     )  # however long the receiver takes
     reserved = large.remote.reserve(range(768))
-    large.sender.push_pages(reserved, range(768), 0)
-    large.sender.cancel(reserved.transfer_id)
+    large.sender.send(PushPages(reserved, tuple(range(768)), 0))
+    large.sender.send(Cancel(reserved.transfer_id))
     assert isinstance(large.next_event(reserved), PushCancelled)
     before = large.remote.digests()
     large.source.tensor.zero_()
@@ -294,9 +297,9 @@ def test_a_frozen_receiver_is_noticed_by_the_lease(large: Pair) -> None:
     large.push(reserved, range(768))
     failed = large.next_event(reserved)
     assert isinstance(failed, PushFailed) and failed.cause is Cause.LEASE
-    large.sender.cancel(reserved.transfer_id)
+    large.sender.send(Cancel(reserved.transfer_id))
     if large.kind == "nixl":
-        large.sender.cancel("another")
+        large.sender.send(Cancel("another"))
         assert next_event(large.sender, "another") == PushCancelled("another")
         os.kill(large.remote.process.pid, signal.SIGCONT)
     assert isinstance(large.next_event(reserved), PushCancelled)
@@ -305,16 +308,16 @@ def test_a_frozen_receiver_is_noticed_by_the_lease(large: Pair) -> None:
 def test_a_receiver_that_dies_fails_the_push_and_is_reached_anew(pair: Pair) -> None:
     with RemoteReceiver(pair.kind, "small", 8, "decode-2") as remote:
         reserved = remote.reserve([3, 4], number=100, lease_s=20.0)
-        pair.sender.push_pages(reserved, [0], 0)
+        pair.sender.send(PushPages(reserved, (0,), 0))
         other = remote.reserve([], number=101)
         pair.push(other, [])
         assert isinstance(pair.next_event(other), Pushed)
-    pair.sender.push_pages(reserved, [1], 1)
-    pair.sender.finish(reserved, lambda: BOUNDARY)
+    pair.sender.send(PushPages(reserved, (1,), 1))
+    pair.sender.send(FinishPush(reserved, lambda: BOUNDARY))
     failed = pair.next_event(reserved)
     assert isinstance(failed, PushFailed), failed
     assert failed.cause in (Cause.PEER, Cause.LEASE)
-    pair.sender.cancel(reserved.transfer_id)
+    pair.sender.send(Cancel(reserved.transfer_id))
     assert isinstance(pair.next_event(reserved), PushCancelled)
     with RemoteReceiver(pair.kind, "small", 8, "decode-2") as again:
         reserved = again.reserve([0], number=102)
@@ -326,11 +329,11 @@ def test_a_receiver_that_dies_fails_the_push_and_is_reached_anew(pair: Pair) -> 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "nonsense", "tcp://nowhere"])
 def test_an_endpoint_where_nobody_listens_fails_the_push(alone: Connector, endpoint: str) -> None:
     reserved = nowhere(endpoint)
-    alone.push_pages(reserved, [0], 0)
+    alone.send(PushPages(reserved, (0,), 0))
     failed = next_event(alone, reserved.transfer_id)
     assert isinstance(failed, PushFailed)
     assert failed.cause in (Cause.PEER, Cause.LEASE)
-    alone.cancel(reserved.transfer_id)
+    alone.send(Cancel(reserved.transfer_id))
     assert isinstance(next_event(alone, reserved.transfer_id), PushCancelled)
 
 
@@ -393,6 +396,6 @@ def test_many_pushes_to_nobody_fail_one_by_one(
         for number in range(1200)
     ]
     for reserved in pushes:
-        alone.push_pages(reserved, [0], 0)
+        alone.send(PushPages(reserved, (0,), 0))
     failed = next_event(alone, "nobody-1199")
     assert isinstance(failed, PushFailed) and failed.cause is Cause.LEASE

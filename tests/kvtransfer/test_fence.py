@@ -32,7 +32,7 @@ from kvtransfer.late_writes import (
 from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer import reception
-from effuse.kvtransfer.connector import Arrived, Fenced, Promised
+from effuse.kvtransfer.connector import Arrived, Expect, Fence, Fenced, Forget, Promised
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.thread import Exchange
 
@@ -83,8 +83,8 @@ def num_spoilt_by_a_death(victim: Victim, *, is_trusted: bool) -> int:
     reserved, is_dead = victim.reserve(NUM_PAGES), threading.Event()
 
     def give_up(exchange: Exchange) -> None:
-        exchange.forget(reserved.transfer_id)
-        exchange.fence(reserved.transfer_id, has_drained=is_trusted)
+        exchange.obey(Forget(reserved.transfer_id), 0.0)
+        exchange.obey(Fence(reserved.transfer_id, has_drained=is_trusted), 0.0)
 
     victim.hold_up(is_dead, give_up)
     victim.writer.push(reserved, range(NUM_PAGES), WRITTEN)
@@ -118,10 +118,10 @@ def test_others_go_on_and_are_reached_anew(victim: Victim) -> None:
         spared = reservation(
             victim.memory, victim.connector.describe(), (PageRef(9, 1), PageRef(7, 1)), number=2
         )
-        victim.connector.expect(spared, "prefill-2")
+        victim.connector.send(Expect(spared, "prefill-2"))
         victim.kill_writer()
-        victim.connector.forget(doomed.transfer_id)
-        victim.connector.fence(doomed.transfer_id, has_drained=False)
+        victim.connector.send(Forget(doomed.transfer_id))
+        victim.connector.send(Fence(doomed.transfer_id, has_drained=False))
         other.push(spared, [3, 4], WRITTEN)
         events = next_events(victim, 2)
         # The address was shut off only after the other push to it had ended.
@@ -129,7 +129,7 @@ def test_others_go_on_and_are_reached_anew(victim: Victim) -> None:
         assert events[1] == Fenced(doomed.transfer_id)
         later = reservation(victim.memory, victim.connector.describe(), (PageRef(5, 1),), number=3)
         assert address_of(later) != address_of(spared)
-        victim.connector.expect(later, "prefill-2")
+        victim.connector.send(Expect(later, "prefill-2"))
         other.push(later, [6], WRITTEN)
         assert isinstance(next_event(victim.connector, later.transfer_id), Arrived)
 

@@ -16,7 +16,7 @@ import pytest
 from kvtransfer.fixtures import next_event
 from kvtransfer.late_writes import NEXT_OWNERS, NUM_PAGES, WRITTEN, Victim
 
-from effuse.kvtransfer.connector import Fenced
+from effuse.kvtransfer.connector import Fence, Fenced, Forget
 
 BY_KERNEL = "posix,cma,self,tcp"
 MOST_TRIES = 12
@@ -31,8 +31,8 @@ def num_spoilt(*, is_trusted: bool, freeze_after_s: float) -> int:
         victim.writer.push(reserved, range(NUM_PAGES), WRITTEN)
         time.sleep(freeze_after_s)
         os.kill(victim.writer.process.pid, signal.SIGSTOP)
-        victim.connector.forget(reserved.transfer_id)
-        victim.connector.fence(reserved.transfer_id, has_drained=is_trusted)
+        victim.connector.send(Forget(reserved.transfer_id))
+        victim.connector.send(Fence(reserved.transfer_id, has_drained=is_trusted))
         next_event(victim.connector, reserved.transfer_id, Fenced)
         victim.memory.tensor.fill_(NEXT_OWNERS)
         os.kill(victim.writer.process.pid, signal.SIGCONT)

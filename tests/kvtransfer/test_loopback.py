@@ -16,18 +16,23 @@ from kvtransfer.fixtures import (
     reservation,
     with_shard,
 )
+from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kvtransfer.connector import (
     ArrivalRefused,
     Arrived,
+    Cancel,
     Cause,
+    Expect,
     Fenced,
+    FinishPush,
+    Forget,
     PushCancelled,
     Pushed,
     PushFailed,
+    PushPages,
     Route,
 )
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
 
@@ -47,13 +52,13 @@ class Pair:
 
     def reserve(self, writer: str | None = "prefill-1") -> Reservation:
         reserved = reservation(self.target, self.receiver.describe(), PAGES)
-        self.receiver.expect(reserved, writer)
+        self.receiver.send(Expect(reserved, writer))
         return reserved
 
     def push(self, reserved: Reservation) -> None:
-        self.sender.push_pages(reserved, [1], 0)
-        self.sender.push_pages(reserved, [5], 1)
-        self.sender.finish(reserved, lambda: BOUNDARY)
+        self.sender.send(PushPages(reserved, (1,), 0))
+        self.sender.send(PushPages(reserved, (5,), 1))
+        self.sender.send(FinishPush(reserved, lambda: BOUNDARY))
 
 
 @pytest.fixture(params=[True, False], ids=["two_sided", "one_sided"])
@@ -88,7 +93,7 @@ def test_what_is_held_back_is_delivered_later_or_never(pair: Pair) -> None:
     reserved = pair.reserve()
     pair.push(reserved)
     assert pair.sender.poll() == [] and not pair.target.tensor.any()
-    pair.sender.cancel("transfer-1")
+    pair.sender.send(Cancel("transfer-1"))
     assert pair.sender.poll() == [PushCancelled("transfer-1")]
     pair.hub.resume()
     assert pair.sender.poll() == [] and pair.receiver.poll() == []
@@ -97,7 +102,7 @@ def test_what_is_held_back_is_delivered_later_or_never(pair: Pair) -> None:
 
 def test_a_forgotten_transfer_is_refused(pair: Pair) -> None:
     reserved = pair.reserve()
-    pair.receiver.forget("transfer-1")
+    pair.receiver.send(Forget("transfer-1"))
     pair.push(reserved)
     failed = pair.sender.poll()[0]
     assert isinstance(failed, PushFailed) and failed.cause is Cause.UNKNOWN_TRANSFER

@@ -11,23 +11,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
-from kvtransfer.fixtures import DEADLINE_S, boundary, next_event, print_of
+from kvtransfer.fixtures import DEADLINE_S, boundary, next_event, print_of, run_on_thread
 from kvtransfer.groups import LAYOUT, LEASE_S, NUM_PAGES, Group
+from kvtransfer.loopback import Hub
 
 from effuse.kvtransfer import pushes
 from effuse.kvtransfer.connector import (
     ArrivalRefused,
     Arrived,
+    Cancel,
     Cause,
     Connector,
     ConnectorEvent,
+    Fence,
     Fenced,
+    FinishPush,
+    Forget,
     PushCancelled,
     Pushed,
     PushFailed,
+    PushPages,
 )
 from effuse.kvtransfer.digest import DigestJob
-from effuse.kvtransfer.loopback import Hub
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
@@ -53,9 +58,9 @@ def workers(kind: str, sending: int, receiving: int) -> Iterator[tuple[Group, Gr
 
 def hand_over(sender: Group, receiver: Group) -> None:
     reserved = receiver.reserve(TARGETS)
-    sender.all.push_pages(reserved, SOURCES[:1], 0)
-    sender.all.push_pages(reserved, SOURCES[1:], 1)
-    sender.all.finish(reserved, boundary)
+    sender.all.send(PushPages(reserved, tuple(SOURCES[:1]), 0))
+    sender.all.send(PushPages(reserved, tuple(SOURCES[1:]), 1))
+    sender.all.send(FinishPush(reserved, boundary))
     arrived = next_event(receiver.all, reserved.transfer_id)
     pushed = next_event(sender.all, reserved.transfer_id)
     num_bytes = sum(len(TARGETS) * shard.page_bytes for shard in reserved.shards)
@@ -93,8 +98,8 @@ def test_layers_leave_as_they_become_final(
     sender = Group("loopback", "prefill-1", sending, has_pages=True, hub=hub)
     receiver = Group("loopback", "decode-1", receiving, hub=hub)
     reserved = receiver.reserve(TARGETS)
-    sender.all.push_pages(reserved, SOURCES, 0, lambda: final[0])
-    sender.all.finish(reserved, boundary)
+    sender.all.send(PushPages(reserved, tuple(SOURCES), 0, lambda: final[0]))
+    sender.all.send(FinishPush(reserved, boundary))
     for number in range(LAYOUT.num_groups):
         assert receiver.all.poll() == []
         assert [memory.tensor[:, number].any() for memory in receiver.memories] == [
@@ -123,8 +128,8 @@ def test_pages_of_a_lost_part_are_nobodys_until_its_writers_are_done(
         attempt = AttemptId("request-1", 1, "lost")
         reserved = handoffs.reserve(attempt, pages, "prefill-1", clock[0])
         for rank in sender.ranks[1:]:
-            rank.push_pages(reserved, SOURCES, 0)
-            rank.finish(reserved, boundary)
+            rank.send(PushPages(reserved, tuple(SOURCES), 0))
+            rank.send(FinishPush(reserved, boundary))
             assert isinstance(next_event(rank, "lost"), Pushed)
         assert handoffs.poll(clock[0]) == []
         clock[0] += LEASE_S
@@ -162,18 +167,18 @@ def test_a_flipped_bit_of_one_part_is_found(
 
         monkeypatch.setattr(digester, "begin", begin_later)
         reserved = receiver.reserve(TARGETS)
-        sender.all.push_pages(reserved, SOURCES, 0)
-        sender.all.finish(reserved, boundary)
+        sender.all.send(PushPages(reserved, tuple(SOURCES), 0))
+        sender.all.send(FinishPush(reserved, boundary))
         refused, *fenced = events_until(receiver, ArrivalRefused)
         assert isinstance(refused, ArrivalRefused) and refused.cause is Cause.DIGEST
         failed = next_event(sender.all, reserved.transfer_id)
         # A sending rank that begins after the refusal learns only that nobody expects its part.
         late = {Cause.UNKNOWN_TRANSFER} if sending > receiving else set()
         assert isinstance(failed, PushFailed) and failed.cause in {Cause.DIGEST} | late
-        sender.all.cancel(reserved.transfer_id)
+        sender.all.send(Cancel(reserved.transfer_id))
         assert isinstance(next_event(sender.all, reserved.transfer_id), PushCancelled)
-        receiver.all.forget(reserved.transfer_id)
-        receiver.all.fence(reserved.transfer_id, has_drained=True)
+        receiver.all.send(Forget(reserved.transfer_id))
+        receiver.all.send(Fence(reserved.transfer_id, has_drained=True))
         # Over ZMQ a rank that refuses needs no fence, and says so at once.
         assert (fenced or events_until(receiver, Fenced))[0] == Fenced(reserved.transfer_id)
         monkeypatch.undo()
@@ -223,12 +228,12 @@ def force_late_writes(
             for rank in (receiver if kind == "nixl" else sender).ranks:
                 hold_up(rank, let_go)
             for place, page in enumerate(SOURCES):  # a write of its own for each page
-                sender.all.push_pages(reserved, [page], place)
-            sender.all.finish(reserved, boundary)
+                sender.all.send(PushPages(reserved, (page,), place))
+            sender.all.send(FinishPush(reserved, boundary))
             time.sleep(SETTLED_S)
             found.forced += sum(num_under_way(rank) for rank in sender.ranks)
-            receiver.all.forget(reserved.transfer_id)
-            receiver.all.fence(reserved.transfer_id, has_drained=is_trusted)
+            receiver.all.send(Forget(reserved.transfer_id))
+            receiver.all.send(Fence(reserved.transfer_id, has_drained=is_trusted))
             overwritten = threading.Event()
             for rank in receiver.ranks if kind == "nixl" else ():
                 hear_after(rank, overwritten)
@@ -238,7 +243,7 @@ def force_late_writes(
             overwritten.set()
             time.sleep(SETTLED_S)
             found.spoilt += sum(receiver.num_spoilt(NEXT_OWNERS))
-            sender.all.cancel(reserved.transfer_id)
+            sender.all.send(Cancel(reserved.transfer_id))
             next_event(sender.all, reserved.transfer_id, PushCancelled)
             receiver.fill(0.0)
     return found
@@ -252,7 +257,7 @@ def exchange_of(rank: Connector) -> Exchange:
 def hold_up(rank: Connector, let_go: threading.Event) -> None:
     """Has a rank's thread do nothing from now on, until the event."""
     assert isinstance(rank, ThreadConnector)
-    rank._request(lambda: _await(let_go))
+    run_on_thread(rank, lambda: _await(let_go))
 
 
 def hear_after(rank: Connector, overwritten: threading.Event) -> None:

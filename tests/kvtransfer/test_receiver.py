@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of
+from kvtransfer.loopback import Hub, LoopbackConnector
 
-from effuse.kvtransfer.connector import Arrived, Cause
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
+from effuse.kvtransfer.connector import Arrived, Cause, FinishPush, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import AuditError, PagePool, PageState
@@ -48,8 +48,8 @@ class Desk:
         return self.receiver.reserve(attempt, pages, "prefill-1", self.time)
 
     def push(self, reservation: Reservation) -> None:
-        self.writer.push_pages(reservation, [0, 3], 0)
-        self.writer.finish(reservation, lambda: BOUNDARY)
+        self.writer.send(PushPages(reservation, (0, 3), 0))
+        self.writer.send(FinishPush(reservation, lambda: BOUNDARY))
 
     def count(self, state: PageState) -> int:
         return self.pool.count(state)

@@ -12,7 +12,7 @@ from kvtransfer.fixtures import SMALL, boundary, filled, next_event
 from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
-from effuse.kvtransfer.connector import UNKNOWN, Pushed, Route
+from effuse.kvtransfer.connector import UNKNOWN, FinishPush, Pushed, PushPages, Route
 
 
 def test_the_route_of_each_peer_is_the_one_that_ucx_takes() -> None:
@@ -42,8 +42,8 @@ def tell_routes() -> None:
         for name, ways in (("a", {}), ("b", {"UCX_TLS": "tcp,self"})):
             with RemoteReceiver("nixl", "small", 4, f"decode-{name}", **ways) as remote:
                 reserved = remote.reserve([0, 1])
-                sender.push_pages(reserved, [2, 3], 0)
-                sender.finish(reserved, boundary)
+                sender.send(PushPages(reserved, (2, 3), 0))
+                sender.send(FinishPush(reserved, boundary))
                 pushed = next_event(sender, reserved.transfer_id)
                 assert isinstance(pushed, Pushed), pushed
                 routes[name] = (pushed.route.name, pushed.route.is_fallback)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from kvtransfer.fixtures import HEADS, SMALL, boundary, reservation
 
 from effuse.kvtransfer.connector import (
     Arrived,
+    Cancel,
     Cause,
+    Command,
     ConnectorEvent,
-    Pending,
+    FinishPush,
     PushCancelled,
     Pushed,
     PushFailed,
+    PushPages,
 )
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
-    BoundaryState,
     Manifest,
     PageRef,
     ReceiverAddress,
-    Reservation,
     Shard,
 )
 from effuse.kvtransfer.push import shard_of
@@ -54,29 +53,16 @@ class Scripted:
     def describe(self) -> tuple[Shard, ...]:
         return (shard_of(SMALL, ReceiverAddress(connector=self.name)),)
 
-    def expect(self, reservation: Reservation, writer: str | None) -> None: ...
-
-    def forget(self, transfer_id: str) -> None: ...
-
-    def fence(self, transfer_id: str, *, has_drained: bool) -> None: ...
-
-    def push_pages(
-        self,
-        reservation: Reservation,
-        source_pages: Sequence[int],
-        first: int,
-        num_final: Pending[int] | None = None,
-    ) -> None:
-        self.asked.append(("push", tuple(source_pages), first, num_final))
-
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        self.asked.append(("finish", boundary()))
-
-    def forget_life(self, incarnation: str) -> None:
-        """Nothing is kept for it."""
-
-    def cancel(self, transfer_id: str) -> None:
-        self.asked.append(("cancel", transfer_id))
+    def send(self, command: Command) -> None:
+        match command:
+            case PushPages(_, source_pages, first, num_final):
+                self.asked.append(("push", source_pages, first, num_final))
+            case FinishPush(_, boundary):
+                self.asked.append(("finish", boundary()))
+            case Cancel(transfer_id):
+                self.asked.append(("cancel", transfer_id))
+            case _:
+                pass
 
     def poll(self) -> list[ConnectorEvent]:
         events, self.events = self.events, []

@@ -24,6 +24,7 @@ from kvtransfer.fixtures import (
 from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
+from effuse.kvtransfer.connector import FinishPush
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
@@ -52,7 +53,7 @@ class Prefill:
     def meet(self, receiver: RemoteReceiver) -> None:
         """Pushes nothing, so that there is a connection."""
         met = receiver.reserve([])
-        self.connector.finish(met, boundary)
+        self.connector.send(FinishPush(met, boundary))
         next_event(self.connector, met.transfer_id)
 
     def push(self, receiver: RemoteReceiver) -> str:

@@ -17,10 +17,19 @@ from kvtransfer.fixtures import (
     is_readable,
     print_of,
     reservation,
+    run_on_thread,
 )
 from kvtransfer.scene import FakeTransport
 
-from effuse.kvtransfer.connector import ConnectorDied, PushCancelled
+from effuse.kvtransfer.connector import (
+    ConnectorDied,
+    Expect,
+    Fence,
+    FinishPush,
+    Forget,
+    PushCancelled,
+    PushPages,
+)
 from effuse.kvtransfer.digest import HostDigester
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Accepted, Begin, PageRef, ReceiverAddress, Reservation
@@ -66,7 +75,7 @@ def thread() -> Iterator[Counting]:
 
 
 def test_requests_run_on_the_thread_and_events_wake_the_engine(thread: Counting) -> None:
-    thread._request(lambda: thread._emit(PushCancelled(threading.current_thread().name)))
+    run_on_thread(thread, lambda: thread._emit(PushCancelled(threading.current_thread().name)))
     assert is_readable(thread.fileno(), DEADLINE_S)
     assert thread.poll() == [PushCancelled("sleepy connector of life-1")]
     assert not is_readable(thread.fileno())
@@ -155,7 +164,7 @@ def test_a_reservation_is_known_before_what_a_writer_says_of_it() -> None:
                 return []
             pages = (PageRef(0, 1),)
             reserved = reservation(self.memory, self.address(), pages, incarnation="life-1")
-            made.expect(reserved, "prefill-1")
+            made.send(Expect(reserved, "prefill-1"))
             told.set()
             begin = Begin(reserved.attempt, "prefill-1", "life-1", HEADS, print_of(SMALL))
             return [FromWriter(begin, (), "a reply")]
@@ -182,7 +191,7 @@ def test_what_is_reserved_while_an_address_is_renewed_keeps_the_old_one_open() -
 
         def renew(self, address: ReceiverAddress) -> None:
             super().renew(address)
-            made.expect(reserved(2), "prefill-2")
+            made.send(Expect(reserved(2), "prefill-2"))
 
     def reserved(number: int) -> Reservation:
         pages = (PageRef(number - 1, 1),)
@@ -192,15 +201,15 @@ def test_what_is_reserved_while_an_address_is_renewed_keeps_the_old_one_open() -
         )
 
     made = Counting(Renewing)
-    made.expect(reserved(1), "prefill-1")
-    made.forget("transfer-1")
-    made.fence("transfer-1", has_drained=False)
+    made.send(Expect(reserved(1), "prefill-1"))
+    made.send(Forget("transfer-1"))
+    made.send(Fence("transfer-1", has_drained=False))
     made.start()
     assert made.transport.has_slept.wait(DEADLINE_S)
     assert made.transport.renewed
     assert not made.transport.shut
     made.transport.has_slept.clear()
-    made.forget("transfer-2")
+    made.send(Forget("transfer-2"))
     assert made.transport.has_slept.wait(DEADLINE_S)
     made.close()
     assert made.transport.shut == [made.transport.address()]
@@ -244,8 +253,8 @@ def test_a_thread_looks_as_often_as_something_may_happen() -> None:
         return transport.pace
 
     assert pace() is Pace.IDLE
-    exchange.push_pages(reserved, [2], 0, lambda: final[0], time[0])
-    exchange.finish(reserved, boundary, time[0])
+    exchange.obey(PushPages(reserved, (2,), 0, lambda: final[0]), time[0])
+    exchange.obey(FinishPush(reserved, boundary), time[0])
     assert pace() is Pace.COMPUTING
     final[0] = SMALL.num_groups
     assert pace(0.0) is Pace.HOT
@@ -262,7 +271,7 @@ def test_a_thread_that_dies_is_noticed(thread: Counting, caplog: pytest.LogCaptu
         thread.transport.is_shut = True
         raise ZeroDivisionError("planted")
 
-    thread._request(die)
+    run_on_thread(thread, die)
     assert is_readable(thread.fileno(), DEADLINE_S)
     with pytest.raises(ConnectorDied, match="sleepy connector of life-1 has ended") as caught:
         thread.poll()

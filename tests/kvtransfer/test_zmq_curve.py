@@ -27,8 +27,11 @@ from effuse.kvtransfer.connector import (
     Arrived,
     Connector,
     ConnectorEvent,
+    Expect,
+    FinishPush,
     HandoffRefused,
     PushFailed,
+    PushPages,
 )
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Begin, PageRef, Pages
@@ -65,9 +68,9 @@ def push(
         connector(source, "prefill-1", sender_keys, host) as sender,
     ):
         reserved = reservation(target, receiver.describe(), (PageRef(1, 1),), number=1)
-        receiver.expect(reserved, "prefill-1")
-        sender.push_pages(reserved, [0], 0)
-        sender.finish(reserved, lambda: boundary(9))
+        receiver.send(Expect(reserved, "prefill-1"))
+        sender.send(PushPages(reserved, (0,), 0))
+        sender.send(FinishPush(reserved, lambda: boundary(9)))
         events = [next_event(sender, reserved.transfer_id)]
         if not isinstance(events[0], PushFailed):
             events.append(next_event(receiver, reserved.transfer_id))

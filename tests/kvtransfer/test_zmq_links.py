@@ -30,7 +30,17 @@ from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer import staging, zmq_sockets
-from effuse.kvtransfer.connector import Cause, Connector, PushCancelled, Pushed, PushFailed
+from effuse.kvtransfer.connector import (
+    Cancel,
+    Cause,
+    Connector,
+    Expect,
+    FinishPush,
+    PushCancelled,
+    Pushed,
+    PushFailed,
+    PushPages,
+)
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     Accepted,
@@ -66,8 +76,8 @@ class Link:
         endpoint = f"tcp://{self.proxy.address}"
         address = msgspec.structs.replace(address_of(reserved), endpoint=endpoint)
         reserved = with_shard(reserved, address=address)
-        self.sender.push_pages(reserved, PAGES, 0)
-        self.sender.finish(reserved, boundary)
+        self.sender.send(PushPages(reserved, tuple(PAGES), 0))
+        self.sender.send(FinishPush(reserved, boundary))
         return reserved.transfer_id
 
     def check_arrives(self) -> None:
@@ -80,7 +90,7 @@ class Link:
         """A push fails, and lets its pages go."""
         failed = next_event(self.sender, transfer_id)
         assert isinstance(failed, PushFailed) and failed.cause is cause
-        self.sender.cancel(transfer_id)
+        self.sender.send(Cancel(transfer_id))
         next_event(self.sender, transfer_id, PushCancelled)
         self.receiver.forget(transfer_id)
 
@@ -136,14 +146,14 @@ def test_what_was_not_claimed_yet_is_not_accepted(
         endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
         address = ReceiverAddress(connector="zmq", endpoint=endpoint)
         held = reservation(memory, address, [PageRef(0, 1), PageRef(1, 1)])
-        sender.push_pages(held, [2], 0)
-        sender.push_pages(held, [3], 1)
+        sender.send(PushPages(held, (2,), 0))
+        sender.send(PushPages(held, (3,), 1))
         peer = receiver.recv_multipart()[0]  # its Begin
         receiver.recv_multipart()  # the first page
         receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
         receiver.send_multipart([peer, encode(Placed(held.transfer_id, 0, 0))])
         receiver.recv_multipart()  # the second page: messages before Placed have been received
-        sender.finish(held, lambda: boundary(16, tail_token_ids=()))
+        sender.send(FinishPush(held, lambda: boundary(16, tail_token_ids=())))
         receiver.send_multipart([peer, encode(Placed(held.transfer_id, 1, 0))])
         receiver.recv_multipart()  # the manifest: the push went on
         assert not sender.poll()
@@ -171,13 +181,13 @@ def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
         endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
         address = ReceiverAddress(connector="zmq", endpoint=endpoint)
         held = reservation(memory, address, [PageRef(0, 1)])
-        sender.push_pages(held, [2], 0)
+        sender.send(PushPages(held, (2,), 0))
         peer = receiver.recv_multipart()[0]
         receiver.send_multipart([peer, *answer])
         failed = next_event(sender, held.transfer_id)
         assert isinstance(failed, PushFailed)
         assert failed.cause is Cause.PEER
-        sender.cancel(held.transfer_id)
+        sender.send(Cancel(held.transfer_id))
         assert isinstance(next_event(sender, held.transfer_id), PushCancelled)
     finally:
         sender.close()
@@ -244,12 +254,12 @@ def test_receivers_that_do_not_answer_leave_buffers_to_the_others(
             endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
             silent = ReceiverAddress(connector="zmq", endpoint=endpoint)
             held = reservation(memory, silent, pages, number=number)
-            sender.push_pages(held, range(16), 0)
+            sender.send(PushPages(held, tuple(range(16)), 0))
             hear_pages_of(receiver, held.transfer_id)
         held = reservation(target, honest.describe(), pages[:4], number=99)
-        honest.expect(held, "prefill-1")
-        sender.push_pages(held, range(16, 20), 0)
-        sender.finish(held, boundary)
+        honest.send(Expect(held, "prefill-1"))
+        sender.send(PushPages(held, tuple(range(16, 20)), 0))
+        sender.send(FinishPush(held, boundary))
         assert isinstance(next_event(sender, held.transfer_id), Pushed)
 
 

@@ -25,7 +25,7 @@ from kvtransfer.fixtures import (
 from kvtransfer.receiver_process import make
 
 from effuse.kvtransfer import zmq_sockets
-from effuse.kvtransfer.connector import Arrived, Connector
+from effuse.kvtransfer.connector import Arrived, Connector, Expect, FinishPush, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
@@ -73,9 +73,9 @@ class Port:
         reserved = reservation(
             self.memory, self.connector.describe(), (PageRef(1, 1),), number=number
         )
-        self.connector.expect(reserved, "prefill-1")
-        sender.push_pages(reserved, [0], 0)
-        sender.finish(reserved, lambda: BOUNDARY)
+        self.connector.send(Expect(reserved, "prefill-1"))
+        sender.send(PushPages(reserved, (0,), 0))
+        sender.send(FinishPush(reserved, lambda: BOUNDARY))
         event = next_event(self.connector, reserved.transfer_id)
         sender.close()
         return isinstance(event, Arrived) and self.memory.bytes_at(1) == source.bytes_at(0)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool

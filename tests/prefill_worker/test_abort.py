@@ -10,6 +10,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
+from effuse.kvtransfer.connector import Cancel, Forget
 from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed, ReceiverGone
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
@@ -92,7 +93,7 @@ def test_an_abort_is_answered_only_when_the_push_has_drained(
     assert rig.take(AbortDone) == []
     assert rig.engine.load().free_pages == 3
     monkeypatch.undo()
-    rig.source.cancel("transfer-a")
+    rig.source.send(Cancel("transfer-a"))
     rig.settle()
     assert len(rig.take(AbortDone)) == 1
     assert rig.engine.load().free_pages == 8
@@ -103,7 +104,7 @@ def test_an_abort_after_a_failure_waits_for_the_drain_and_did_not_run(
 ) -> None:
     monkeypatch.setattr(rig.source, "cancel", lambda _: None)
     reservation = rig.push_to(rig.start("a", PROMPT), 5)
-    rig.target.forget(reservation.transfer_id)
+    rig.target.send(Forget(reservation.transfer_id))
     rig.settle()
     (failed,) = rig.take(Failed)
     assert (failed.code, failed.retryable) == ("ABORTED", True)
@@ -111,7 +112,7 @@ def test_an_abort_after_a_failure_waits_for_the_drain_and_did_not_run(
     rig.settle()
     assert rig.take(AbortDone) == []
     monkeypatch.undo()
-    rig.source.cancel("transfer-a")
+    rig.source.send(Cancel("transfer-a"))
     rig.settle()
     assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of("a"), was_running=False)]
 

@@ -17,10 +17,10 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kvtransfer.connector import ConnectorEvent, Pending
+from effuse.kvtransfer.connector import Command, ConnectorEvent
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import BoundaryState, Reservation, Shard
+from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
@@ -102,33 +102,10 @@ class SimConnector:
     def describe(self) -> tuple[Shard, ...]:
         return (shard_of(LAYOUT, self._process.transport.address()),)
 
-    def expect(self, reservation: Reservation, writer: str | None) -> None:
-        self._ask(lambda: self._process.exchange.expect(reservation, writer))
-
-    def forget(self, transfer_id: str) -> None:
-        self._ask(lambda: self._process.exchange.forget(transfer_id))
-
-    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        self._ask(lambda: self._process.exchange.fence(transfer_id, has_drained=has_drained))
-
-    def push_pages(
-        self,
-        reservation: Reservation,
-        source_pages: Sequence[int],
-        first: int,
-        num_final: Pending[int] | None = None,
-    ) -> None:
+    def send(self, command: Command) -> None:
         exchange, at = self._process.exchange, self._process.clock.now
-        self._ask(lambda: exchange.push_pages(reservation, source_pages, first, num_final, at))
-
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        at = self._process.clock.now
-        self._ask(lambda: self._process.exchange.finish(reservation, boundary, at))
-
-    def forget_life(self, incarnation: str) -> None: ...
-
-    def cancel(self, transfer_id: str) -> None:
-        self._ask(lambda: self._process.exchange.cancel(transfer_id))
+        self.requests.append(lambda: exchange.obey(command, at))
+        self._process.wake_connector()
 
     def poll(self) -> list[ConnectorEvent]:
         events, self.events = self.events, []
@@ -136,10 +113,6 @@ class SimConnector:
 
     def fileno(self) -> int:
         return -1
-
-    def _ask(self, request: Action) -> None:
-        self.requests.append(request)
-        self._process.wake_connector()
 
 
 @dataclass(slots=True)

@@ -12,13 +12,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from effuse.kvtransfer.connector import Cause, ConnectorEvent, HandoffRefused, Pending, Route
+from effuse.kvtransfer.connector import (
+    Cancel,
+    Cause,
+    Command,
+    ConnectorEvent,
+    FinishPush,
+    HandoffRefused,
+    PushPages,
+    Route,
+)
 from effuse.kvtransfer.digest import digester_of
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.memory import PageMemory, bytes_of
 from effuse.kvtransfer.messages import (
     Begin,
-    BoundaryState,
     Pages,
     ReceiverAddress,
     Reservation,
@@ -255,41 +263,11 @@ class LoopbackConnector:
         """This pool's name in the hub."""
         return (shard_of(self._layout, self.transport.address()),)
 
-    def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer from now on."""
-        self.exchange.expect(reservation, writer)
-
-    def forget(self, transfer_id: str) -> None:
-        """Refuses this transfer from now on."""
-        self.exchange.forget(transfer_id)
-
-    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
-        """The writer of a forgotten transfer writes no more."""
-        self.exchange.fence(transfer_id, has_drained=has_drained)
-
-    def push_pages(
-        self,
-        reservation: Reservation,
-        source_pages: Sequence[int],
-        first: int,
-        num_final: Pending[int] | None = None,
-    ) -> None:
-        """Pages of a reservation, which leave as their layers become final."""
-        self.exchange.push_pages(reservation, source_pages, first, num_final, self._now())
-        self._hub.settle()
-
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow."""
-        self.exchange.finish(reservation, boundary, self._now())
-        self._hub.settle()
-
-    def forget_life(self, incarnation: str) -> None:
-        """Nothing is kept for it."""
-
-    def cancel(self, transfer_id: str) -> None:
-        """Stops a push."""
-        self.exchange.cancel(transfer_id)
-        self._hub.settle()
+    def send(self, command: Command) -> None:
+        """Carries out a command at once; pushes also let every member take its turns."""
+        self.exchange.obey(command, self._now())
+        if isinstance(command, PushPages | FinishPush | Cancel):
+            self._hub.settle()
 
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call, after every member's turn."""
