@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.kvtransfer.connector import Arrived, Cause, HandoffRefused
-from effuse.kvtransfer.digest import DigestJob, PieceDigests, pieces_in_head
+from effuse.kvtransfer.digest import Digester, PageDigests
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.messages import (
     Heads,
     Manifest,
     PageRef,
-    Pages,
     ReceiverAddress,
     Reservation,
 )
@@ -33,52 +32,12 @@ class Arriving:
 
     heads: range  # in the model's numbers
     reply: Reply  # of the accepted writer
-    num_pages: int
-    layout: KVLayout
-    covered: npt.NDArray[np.bool_] = field(init=False)  # [pages, groups] that arrived
-    pieces: PieceDigests = field(init=False)  # [pages, pieces] found in memory
-    digesting: list[tuple[Pages, DigestJob]] = field(default_factory=list)
+    num_bytes: int  # of its heads in all pages
+    covered: npt.NDArray[np.bool_]  # [pages, groups] that arrived
+    digests: PageDigests  # found in memory
     manifest: Manifest | None = None
     began_at: float = 0.0  # when its last page was final, by our clock; set with the manifest
     is_verified: bool = False
-
-    def __post_init__(self) -> None:
-        groups = self.layout.num_groups
-        self.covered = np.zeros((self.num_pages, groups), dtype=np.bool_)
-        self.pieces = np.zeros((self.num_pages, groups * self.group_pieces), dtype=np.int64)
-
-    @property
-    def group_pieces(self) -> int:
-        """Pieces of one group of layers in a page, of its heads."""
-        return len(self.heads) * pieces_in_head(self.layout)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its heads in all pages."""
-        return self.num_pages * self.layout.bytes_of(self.heads)
-
-    def span(self, pages: Pages) -> tuple[slice, slice]:
-        """Indices of these pages and groups in `covered`."""
-        return (
-            slice(pages.first, pages.first + len(pages.pages)),
-            slice(pages.group, pages.end_group),
-        )
-
-    def take_digests(self) -> bool:
-        """Takes finished digests; returns whether all are."""
-        if not self.digesting:
-            return True
-        left = []
-        width = self.group_pieces
-        for pages, job in self.digesting:
-            found = job.poll()
-            if found is None:
-                left.append((pages, job))
-                continue
-            rows, groups = self.span(pages)
-            self.pieces[rows, groups.start * width : groups.stop * width] = found
-        self.digesting = left
-        return not left
 
 
 @dataclass(slots=True)
@@ -99,14 +58,14 @@ class Expected:
     @property
     def is_moving(self) -> bool:
         """Whether bytes are arriving or are being digested."""
-        return any(part.digesting or part.covered.any() for part in self.parts.values())
+        return any(len(part.digests) or part.covered.any() for part in self.parts.values())
 
     def take_digests(self) -> bool:
         """Takes finished digests; returns whether all are."""
-        are_done = [part.take_digests() for part in self.parts.values()]
+        are_done = [part.digests.poll() for part in self.parts.values()]
         return all(are_done)
 
-    def let_in(self, heads: Heads, reply: Reply) -> bool:
+    def let_in(self, heads: Heads, reply: Reply, digester: Digester) -> bool:
         """Accepts a part's writer; returns whether the part had begun before. Raises
         HandoffRefused for heads that are not all here, or that another part has.
         """
@@ -122,7 +81,11 @@ class Expected:
             if other.first < heads.end and heads.first < other.end:
                 text = f"heads {heads.first}..{heads.end} overlap {other.first}..{other.end}"
                 raise HandoffRefused(Cause.COVERAGE, text)
-        self.parts[heads] = Arriving(span, reply, len(self.reservation.pages), self.layout)
+        count, seed = len(self.reservation.pages), self.reservation.digest_seed
+        covered = np.zeros((count, self.layout.num_groups), dtype=np.bool_)
+        digests = PageDigests(digester, self.layout, span, count, seed)
+        num_bytes = count * self.layout.bytes_of(span)
+        self.parts[heads] = Arriving(span, reply, num_bytes, covered, digests)
         return False
 
     def arrived(self, now: float) -> Arrived | None:

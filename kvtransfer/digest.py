@@ -59,6 +59,50 @@ def pieces_in_head(layout: KVLayout) -> int:
     return layout.head_bytes // piece_bytes_of(layout.head_bytes)
 
 
+class PageDigests:
+    """Digests of some KV heads of a transfer's pages, computed as groups of layers leave or arrive.
+
+    heads: in the model's numbers.
+    """
+
+    def __init__(
+        self, digester: Digester, layout: KVLayout, heads: range, num_pages: int, seed: int
+    ) -> None:
+        self._digester = digester
+        self._heads = heads
+        self._seed = seed
+        self._width = len(heads) * pieces_in_head(layout)  # pieces of one group of a page
+        shape = num_pages, layout.num_groups * self._width
+        self._found: PieceDigests = np.zeros(shape, dtype=np.int64)
+        self._jobs: list[tuple[int, range, DigestJob]] = []
+
+    def __len__(self) -> int:
+        """Jobs that still read memory."""
+        return len(self._jobs)
+
+    def begin(self, first: int, page_ids: Sequence[int], groups: range) -> None:
+        """Starts with these groups of pages [first, first + n) of the transfer."""
+        job = self._digester.begin(page_ids, groups, self._seed, self._heads)
+        self._jobs.append((first, groups, job))
+
+    def poll(self) -> bool:
+        """Takes finished digests; returns whether all are."""
+        left = []
+        for first, groups, job in self._jobs:
+            found = job.poll()
+            if found is None:
+                left.append((first, groups, job))
+                continue
+            columns = slice(groups.start * self._width, groups.stop * self._width)
+            self._found[first : first + len(found), columns] = found
+        self._jobs = left
+        return not left
+
+    def digest(self) -> bytes:
+        """One digest of all pages, in order."""
+        return pages_digest(self._found)
+
+
 def digester_of(memory: PageMemory) -> Digester:
     """The object that computes digests of this memory."""
     return DeviceDigester(memory) if memory.device.type == "cuda" else HostDigester(memory)

@@ -149,6 +149,15 @@ class KVLayout:
         return -(-num_tokens // self.page_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """An engine's life for its peers, with the layout of its own pool."""
+
+    incarnation: str
+    fingerprint: Fingerprint
+    layout: KVLayout
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """The model's part of a fingerprint; the layout has the rest."""

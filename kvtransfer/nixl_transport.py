@@ -47,6 +47,7 @@ from effuse.kvtransfer.transport import (
     Pace,
     Peer,
     Reply,
+    Transport,
 )
 from effuse.kvtransfer.ucx_devices import confine
 from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
@@ -118,7 +119,7 @@ class NixlDelivery:
         return any(self.agent.is_done(write) for _ in range(LOOKS))
 
 
-class NixlTransport:
+class NixlTransport(Transport):
     """A Transport whose agents are named after the role and this life of the engine, and listen on
     the interface of `host`."""
 
@@ -207,9 +208,6 @@ class NixlTransport:
     def _route(self, tables: Sequence[Table], scope: str | None) -> Route:
         on_gpu = self._kind == "VRAM"
         return route_of(tables, on_gpu=on_gpu, num_bytes=self._layout.page_bytes, scope=scope)
-
-    def drop(self, peer: Peer) -> None:
-        """Would stop nothing."""
 
     def say(self, peer: Peer, message: ToReceiver) -> None:
         """Notifies a receiver."""

@@ -6,28 +6,21 @@ Bookkeeping only: pushes.py acts on it, and the transport moves the bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum, auto
 
-import numpy as np
-
-from effuse.kvtransfer.connector import (
-    Cause,
-    HandoffRefused,
-    Pending,
-)
-from effuse.kvtransfer.digest import (
-    DigestJob,
-    PieceDigests,
-    pages_digest,
-    pieces_in_head,
-)
-from effuse.kvtransfer.layout import Fingerprint, KVLayout, mismatch
+from effuse.kvtransfer.connector import Cause, HandoffRefused, Pending
+from effuse.kvtransfer.digest import PageDigests
+from effuse.kvtransfer.layout import Identity, KVLayout, mismatch
 from effuse.kvtransfer.messages import (
+    MAX_CHUNK_PAGES,
+    Begin,
     BoundaryState,
     Heads,
     MalformedMessage,
     Manifest,
+    Pages,
     ReceiverAddress,
     Reservation,
     Shard,
@@ -35,14 +28,17 @@ from effuse.kvtransfer.messages import (
 )
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer
 
+LEAST_BYTES = 4 << 20  # of groups of layers that leave before the others
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The sender's identity for a manifest."""
 
-    incarnation: str
-    fingerprint: Fingerprint
-    layout: KVLayout
+class Stage(IntEnum):
+    """How far a push has come."""
+
+    PUSHING = auto()
+    FINISHED = auto()  # the manifest was sent
+    ACCEPTED = auto()
+    OVER = auto()  # accepted, and it reads no pages any more
+    FAILED = auto()
 
 
 @dataclass(slots=True)
@@ -78,31 +74,22 @@ class Push:
     reservation: Reservation
     part: PushPart
     peer: Peer
-    origin: Origin
+    own: Identity
+    digests: PageDigests
     known_at: float  # when the reservation was known
     promised_at: float = 0.0  # when the receiver last got the message that pages are still to come
     covered: set[int] = field(default_factory=set)  # indices of pages that were pushed
     batches: list[Batch] = field(default_factory=list)  # not all of whose layers have left
     queue: list[Chunk] = field(default_factory=list)
     deliveries: list[tuple[Delivery, int]] = field(default_factory=list)  # with their bytes
-    digesting: list[tuple[Chunk, DigestJob]] = field(default_factory=list)
-    pieces: PieceDigests = field(init=False)  # [pages, pieces], of digested parts
     manifest: Manifest | None = None  # once all pieces are digested
     boundary: Pending[BoundaryState] | None = None
     boundary_state: BoundaryState | None = None  # once it exists
     final_at: float = 0.0  # all pages and the boundary were final no earlier than this
     left_at: float | None = None  # when its first page was
-    is_finished: bool = False  # the manifest was sent
-    is_accepted: bool = False
-    is_over: bool = False  # accepted, and it reads no pages any more
-    is_failed: bool = False
+    stage: Stage = Stage.PUSHING
     cancelled_at: float | None = None
     heard_at: float = 0.0  # when its receiver last sent a message, for any push
-    uses_peer: bool = True
-
-    def __post_init__(self) -> None:
-        shape = len(self.reservation.pages), self.origin.layout.num_groups * self.group_pieces
-        self.pieces = np.zeros(shape, dtype=np.int64)
 
     @property
     def transfer_id(self) -> str:
@@ -115,19 +102,19 @@ class Push:
         return max(self.known_at, self.promised_at) + self.reservation.lease_s
 
     @property
-    def group_pieces(self) -> int:
-        """Pieces of one group of layers in a page, of its heads."""
-        return len(self.part.heads) * pieces_in_head(self.origin.layout)
+    def heads(self) -> Heads:
+        """Its heads, as messages name them."""
+        return Heads(self.part.heads.start, self.part.heads.stop)
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of its heads in a page."""
-        return self.origin.layout.bytes_of(self.part.heads)
+    def group_bytes(self) -> int:
+        """Bytes of its heads in one group of layers of a page."""
+        return len(self.part.heads) * self.own.layout.head_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its heads in all pages, without boundary state."""
-        return len(self.reservation.pages) * self.page_bytes
+        return len(self.reservation.pages) * self.own.layout.bytes_of(self.part.heads)
 
     @property
     def bytes_under_way(self) -> int:
@@ -137,21 +124,35 @@ class Push:
     @property
     def is_quiet(self) -> bool:
         """Whether it reads or writes no pages any more, here or at the peer."""
-        return not self.deliveries and not self.digesting
+        return not self.deliveries and not len(self.digests)
 
     @property
     def is_moving(self) -> bool:
         """Whether it advances by itself, or waits for the receiver's last message."""
-        has_more = bool(self.queue) or (self.is_finished and not self.is_over)
-        return not self.is_quiet or (has_more and not self.is_failed)
+        awaits_answer = self.stage in (Stage.FINISHED, Stage.ACCEPTED)
+        return not self.is_quiet or bool(self.queue) or awaits_answer
 
     @property
     def awaits_forward(self) -> bool:
         """Whether a known forward has yet to make layers or the boundary final."""
         has_more = bool(self.batches) or self.boundary is not None
-        return has_more and not self.is_finished and not self.is_failed
+        return has_more and self.stage is Stage.PUSHING
 
-    def cover(self, source_pages: Sequence[int], first: int) -> None:
+    def begin(self) -> Begin:
+        """Its introduction to the receiver."""
+        to = self.reservation
+        names = to.attempt, self.own.incarnation, to.incarnation
+        return Begin(*names, self.heads, self.own.fingerprint)
+
+    def header(self, chunk: Chunk) -> Pages:
+        """The message that goes with a chunk."""
+        to, groups = self.reservation, chunk.groups
+        names = to.attempt, self.own.incarnation, to.incarnation
+        return Pages(*names, self.heads, chunk.first, chunk.targets, groups.start, groups.stop)
+
+    def cover(
+        self, source_pages: tuple[int, ...], first: int, num_final: Pending[int] | None
+    ) -> None:
         """Adds pages to push. Raises HandoffRefused if they overlap or exceed the reservation."""
         span = range(first, first + len(source_pages))
         if first < 0 or span.stop > len(self.reservation.pages):
@@ -163,6 +164,36 @@ class Push:
         if not self.covered.isdisjoint(span):
             raise HandoffRefused(Cause.COVERAGE, f"pages {first}..{span.stop} overlap earlier ones")
         self.covered.update(span)
+        # groups of layers of this many pages that justify a separate delivery
+        step = -(-LEAST_BYTES // (len(source_pages) * self.group_bytes))
+        step = min(self.own.layout.num_groups, step)
+        self.batches.append(Batch(first, source_pages, num_final, step))
+
+    def queue_final(self, chunk_bytes: int) -> bool:
+        """Queues layers that have become final, in chunks of at most so many bytes; whether any
+        have."""
+        num_groups, before = self.own.layout.num_groups, len(self.queue)
+        for batch in self.batches:
+            groups = batch.next_groups(num_groups)
+            if groups:
+                batch.num_sent = groups.stop
+                self.queue += self._chunks(batch, groups, chunk_bytes)
+        self.batches = [batch for batch in self.batches if batch.num_sent < num_groups]
+        return len(self.queue) > before
+
+    def _chunks(self, batch: Batch, groups: range, chunk_bytes: int) -> Iterator[Chunk]:
+        runs, run_bytes = self.own.layout.runs(groups, self.part.heads)
+        most = max(1, min(MAX_CHUNK_PAGES // runs, chunk_bytes // (runs * run_bytes)))
+        for at in range(0, len(batch.source_pages), most):
+            first, source_pages = batch.first + at, batch.source_pages[at : at + most]
+            targets = self.reservation.pages[first : first + len(source_pages)]
+            yield Chunk(first, source_pages, targets, groups, self.part.heads)
+
+    def stop(self) -> None:
+        """It has failed: nothing more leaves."""
+        self.stage = Stage.FAILED
+        self.queue.clear()
+        self.batches.clear()
 
     def elapsed_s(self, now: float) -> float:
         """Seconds since both the last page was final and the reservation known."""
@@ -173,27 +204,24 @@ class Push:
 
         Raises HandoffRefused if pages are missing.
         """
-        if self.manifest is None:
-            self.manifest = self._manifest(boundary)
-        return self.manifest
-
-    def _manifest(self, boundary: BoundaryState) -> Manifest:
         missing = len(self.reservation.pages) - len(self.covered)
         if missing:
             raise HandoffRefused(Cause.COVERAGE, f"{missing} pages were not pushed")
-        return Manifest(
-            attempt=self.reservation.attempt,
-            source_incarnation=self.origin.incarnation,
-            destination_incarnation=self.reservation.incarnation,
-            heads=Heads(self.part.heads.start, self.part.heads.stop),
-            fingerprint=self.origin.fingerprint,
-            digest=pages_digest(self.pieces),
-            num_bytes=self.num_bytes,
-            boundary=boundary,
-        )
+        if self.manifest is None:
+            self.manifest = Manifest(
+                attempt=self.reservation.attempt,
+                source_incarnation=self.own.incarnation,
+                destination_incarnation=self.reservation.incarnation,
+                heads=self.heads,
+                fingerprint=self.own.fingerprint,
+                digest=self.digests.digest(),
+                num_bytes=self.num_bytes,
+                boundary=boundary,
+            )
+        return self.manifest
 
 
-def check_push(reservation: Reservation, origin: Origin, transport: str) -> Reservation:
+def check_push(reservation: Reservation, own: Identity, transport: str) -> Reservation:
     """A reservation that accepts a push. Raises HandoffRefused that names both sides."""
     try:
         reservation = check_reservation(reservation)
@@ -206,12 +234,12 @@ def check_push(reservation: Reservation, origin: Origin, transport: str) -> Rese
                 f"the reservation is for the connector {shard.address.connector}, this worker "
                 f"has {transport}",
             )
-    found = mismatch(origin.fingerprint, reservation.fingerprint)
+    found = mismatch(own.fingerprint, reservation.fingerprint)
     if found is not None:
         raise HandoffRefused(Cause.FINGERPRINT, str(found))
     for shard in reservation.shards:
-        _check_shard(shard, origin.layout)
-    missing = set(range(origin.layout.num_kv_heads)).difference(
+        _check_shard(shard, own.layout)
+    missing = set(range(own.layout.num_kv_heads)).difference(
         *(shard.heads.span for shard in reservation.shards)
     )
     if missing:

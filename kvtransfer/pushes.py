@@ -6,7 +6,7 @@ everything has arrived. The transport moves the bytes. Runs on the connector's t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from effuse.kvtransfer.connector import (
@@ -20,23 +20,18 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     cause_of,
 )
-from effuse.kvtransfer.digest import Digester, finish_of
+from effuse.kvtransfer.digest import Digester, PageDigests, finish_of
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import (
-    MAX_CHUNK_PAGES,
     Accepted,
-    Begin,
     BoundaryState,
-    Heads,
-    Pages,
     Placed,
     Rejected,
     Reservation,
     ToSender,
 )
-from effuse.kvtransfer.push import Batch, Origin, Push, check_push, parts_of
+from effuse.kvtransfer.push import Push, Stage, check_push, parts_of
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer, Transport
-
-LEAST_BYTES = 4 << 20  # of groups of layers that leave before the others
 
 
 class Pushes:
@@ -50,14 +45,13 @@ class Pushes:
         self,
         transport: Transport,
         digester: Digester,
-        origin: Origin,
+        own: Identity,
         emit: Callable[[ConnectorEvent], None],
         now: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._digester = digester
-        self._origin = origin
-        self._layout = origin.layout
+        self._own = own
         self._emit = emit
         self._now = now
         self._transfers: dict[str, list[Push]] = {}
@@ -83,7 +77,7 @@ class Pushes:
     def push_pages(
         self,
         reservation: Reservation,
-        source_pages: Sequence[int],
+        source_pages: tuple[int, ...],
         first: int,
         num_final: Pending[int] | None,
         at: float,
@@ -92,14 +86,13 @@ class Pushes:
         try:
             is_new = reservation.transfer_id not in self._transfers
             for push in self._find(reservation, at):
-                if push.is_failed:
+                if push.stage is Stage.FAILED:
                     continue
                 if source_pages:
-                    push.cover(source_pages, first)
-                    step = self._step(push, len(source_pages))
-                    push.batches.append(Batch(first, tuple(source_pages), num_final, step))
-                elif not is_new:
-                    self._promise(push, at)
+                    push.cover(source_pages, first, num_final)
+                elif not is_new:  # a new introduction restarts the lease at the other end
+                    push.promised_at = at
+                    self._transport.say(push.peer, push.begin())
         except HandoffRefused as refusal:
             self._fail(reservation.transfer_id, refusal)
 
@@ -121,8 +114,8 @@ class Pushes:
             self._transfers.pop(transfer_id, None)
             self._emit(PushCancelled(transfer_id))
             return
-        self._stop(pushes)
         for push in pushes:
+            push.stop()
             if push.cancelled_at is None:
                 push.cancelled_at = self._now()
 
@@ -138,8 +131,8 @@ class Pushes:
         if push is None:
             return
         match message:
-            case Accepted() if push.is_finished:  # only a sent manifest can be accepted
-                push.is_accepted = True
+            case Accepted() if push.stage is Stage.FINISHED:  # its manifest was sent
+                push.stage = Stage.ACCEPTED
             case Rejected(transfer_id, cause, text):
                 self._fail(transfer_id, HandoffRefused(cause_of(cause), text))
             case Accepted() | Placed():
@@ -148,7 +141,7 @@ class Pushes:
     def lose(self, peer: Peer, refusal: HandoffRefused) -> None:
         """A receiver is unreachable: fails its pushes that were not accepted."""
         for push in list(self._all()):
-            if push.peer is peer and not push.is_accepted:
+            if push.peer is peer and push.stage in (Stage.PUSHING, Stage.FINISHED):
                 self._fail(push.transfer_id, refusal)
 
     def turn(self) -> bool:
@@ -156,8 +149,10 @@ class Pushes:
         moved = False
         for pushes in list(self._transfers.values()):
             for push in pushes:
-                moved |= not push.is_over and self._advance(push)
-            moved |= self._end(pushes)
+                moved |= push.stage is not Stage.OVER and self._advance(push)
+            if pushes and all(push.stage is Stage.OVER for push in pushes):
+                self._conclude(pushes[0].reservation)
+                moved = True
         return moved
 
     # One push.
@@ -167,50 +162,31 @@ class Pushes:
         pushes = self._transfers.get(reservation.transfer_id)
         if pushes is not None:
             return pushes
-        checked = check_push(reservation, self._origin, self._transport.name)
+        checked = check_push(reservation, self._own, self._transport.name)
+        layout, count = self._own.layout, len(checked.pages)
         self._transfers[reservation.transfer_id] = pushes = []
         try:
-            for part in parts_of(checked, self._layout):
+            for part in parts_of(checked, layout):
                 peer = self._transport.reach(checked, part.shard)
-                pushes.append(Push(checked, part, peer, self._origin, at))
+                digests = PageDigests(
+                    self._digester, layout, part.heads, count, checked.digest_seed
+                )
+                pushes.append(Push(checked, part, peer, self._own, digests, at))
         except HandoffRefused:
             del self._transfers[reservation.transfer_id]
             for push in pushes:
-                self._leave(push)
+                self._transport.leave(push.peer)
             raise
         for push in pushes:
-            self._introduce(push)
+            self._transport.say(push.peer, push.begin())
         return pushes
-
-    def _promise(self, push: Push, at: float) -> None:
-        """Restarts the lease at both ends: a new introduction shows that it has not finished."""
-        push.promised_at = at
-        self._introduce(push)
-
-    def _introduce(self, push: Push) -> None:
-        reservation = push.reservation
-        self._transport.say(
-            push.peer,
-            Begin(
-                reservation.attempt,
-                self._origin.incarnation,
-                reservation.incarnation,
-                _named(push),
-                self._origin.fingerprint,
-            ),
-        )
-
-    def _step(self, push: Push, num_pages: int) -> int:
-        """Groups of layers of this many pages that justify a separate delivery."""
-        num_bytes = num_pages * (push.page_bytes // self._layout.num_groups)
-        return min(self._layout.num_groups, -(-LEAST_BYTES // num_bytes))
 
     def _advance(self, push: Push) -> bool:
         moved = self._reap(push)
-        if push.is_failed:
+        if push.stage is Stage.FAILED:
             return self._drain(push) or moved
-        if push.is_accepted and push.is_quiet:
-            push.is_over = True
+        if push.stage is Stage.ACCEPTED and push.is_quiet:
+            push.stage = Stage.OVER
             return True
         if self._now() > push.deadline:
             text = f"the push did not end within its lease of {push.reservation.lease_s:g} s"
@@ -224,19 +200,10 @@ class Pushes:
 
     def _reap(self, push: Push) -> bool:
         """Notes deliveries and digests that have ended."""
-        before = len(push.deliveries), len(push.digesting)
+        before = len(push.deliveries), len(push.digests)
         push.deliveries = [pair for pair in push.deliveries if not self._is_over(push, pair[0])]
-        digesting = []
-        for chunk, job in push.digesting:
-            found = job.poll()
-            if found is None:
-                digesting.append((chunk, job))
-                continue
-            width = push.group_pieces
-            columns = slice(chunk.groups.start * width, chunk.groups.stop * width)
-            push.pieces[chunk.first : chunk.first + len(chunk.targets), columns] = found
-        push.digesting = digesting
-        return before != (len(push.deliveries), len(push.digesting))
+        push.digests.poll()
+        return before != (len(push.deliveries), len(push.digests))
 
     def _is_over(self, push: Push, delivery: Delivery) -> bool:
         try:
@@ -253,92 +220,45 @@ class Pushes:
             if push.boundary_state is None:
                 push.final_at = self._now()
         boundary = push.boundary_state
-        moved = self._queue_final(push)
+        moved = push.queue_final(self._transport.chunk_bytes)
         while push.queue and push.bytes_under_way < self._transport.window_bytes:
             if not self._deliver(push, push.queue[0]):
                 break
             del push.queue[0]
             moved = True
-        if boundary is None or push.is_finished:
+        if boundary is None or push.stage is not Stage.PUSHING:
             return moved
-        if push.batches or push.queue or push.digesting:
+        if push.batches or push.queue or len(push.digests):
             return moved
         manifest = push.account(boundary)  # while bytes are on their way
         if push.deliveries:
             return moved
-        push.is_finished = True
+        push.stage = Stage.FINISHED
         elapsed_us = round(push.elapsed_s(self._now()) * 1e6)
         self._transport.say(push.peer, finish_of(manifest, elapsed_us))
         return True
 
-    def _queue_final(self, push: Push) -> bool:
-        moved = False
-        for batch in push.batches:
-            groups = batch.next_groups(self._layout.num_groups)
-            if groups:
-                batch.num_sent = groups.stop
-                push.queue += self._chunks(push, batch, groups)
-                moved = True
-        push.batches = [b for b in push.batches if b.num_sent < self._layout.num_groups]
-        return moved
-
-    def _chunks(self, push: Push, batch: Batch, groups: range) -> list[Chunk]:
-        """These groups of a batch in pieces that the transport accepts."""
-        runs, run_bytes = self._layout.runs(groups, push.part.heads)
-        page_bytes = runs * run_bytes
-        most = max(1, min(MAX_CHUNK_PAGES // runs, self._transport.chunk_bytes // page_bytes))
-        return [
-            Chunk(
-                batch.first + at,
-                batch.source_pages[at : at + most],
-                push.reservation.pages[batch.first + at :][: len(batch.source_pages[at:][:most])],
-                groups,
-                push.part.heads,
-            )
-            for at in range(0, len(batch.source_pages), most)
-        ]
-
     def _deliver(self, push: Push, chunk: Chunk) -> bool:
         """Sends a chunk; False if there is no room for it now."""
-        header = Pages(
-            push.reservation.attempt,
-            self._origin.incarnation,
-            push.reservation.incarnation,
-            _named(push),
-            chunk.first,
-            chunk.targets,
-            chunk.groups.start,
-            chunk.groups.stop,
-        )
         now = self._now()
-        delivery = self._transport.deliver(push.peer, header, chunk)
+        delivery = self._transport.deliver(push.peer, push.header(chunk), chunk)
         if delivery is None:
             return False
         push.left_at = now if push.left_at is None else push.left_at
-        group_bytes = push.page_bytes // self._layout.num_groups
-        num_bytes = len(chunk.targets) * len(chunk.groups) * group_bytes
+        num_bytes = len(chunk.targets) * len(chunk.groups) * push.group_bytes
         push.deliveries.append((delivery, num_bytes))
         # Last, because they are only needed once the bytes have arrived.
-        seed = push.reservation.digest_seed
-        job = self._digester.begin(chunk.source_pages, chunk.groups, seed, chunk.heads)
-        push.digesting.append((chunk, job))
+        push.digests.begin(chunk.first, chunk.source_pages, chunk.groups)
         return True
 
     # Its end.
-
-    def _end(self, pushes: Sequence[Push]) -> bool:
-        """Concludes a transfer whose pushes are all over."""
-        if not pushes or not all(push.is_over for push in pushes):
-            return False
-        self._conclude(pushes[0].reservation)
-        return True
 
     def _conclude(self, reservation: Reservation) -> None:
         now, pushes = self._now(), self._transfers.pop(reservation.transfer_id)
         left = [push.left_at for push in pushes if push.left_at is not None]
         routes = [self._transport.route(push.peer) for push in pushes]
         for push in pushes:
-            self._leave(push)
+            self._transport.leave(push.peer)
         pushed = Pushed(
             reservation.transfer_id,
             len(reservation.pages),
@@ -351,16 +271,11 @@ class Pushes:
 
     def _fail(self, transfer_id: str, refusal: HandoffRefused) -> None:
         pushes = self._transfers.get(transfer_id, [])
-        if any(push.is_failed for push in pushes):
+        if any(push.stage is Stage.FAILED for push in pushes):
             return
-        self._stop(pushes)
-        self._emit(PushFailed(transfer_id, refusal.cause, str(refusal)))
-
-    def _stop(self, pushes: Sequence[Push]) -> None:
         for push in pushes:
-            push.is_failed, push.is_over = True, False
-            push.queue.clear()
-            push.batches.clear()
+            push.stop()
+        self._emit(PushFailed(transfer_id, refusal.cause, str(refusal)))
 
     def _drain(self, push: Push) -> bool:
         """Waits for sent parts; a push that was not cancelled yet also waits for that."""
@@ -378,15 +293,6 @@ class Pushes:
             return False
         del self._transfers[push.transfer_id]
         for one in pushes:
-            self._leave(one)
+            self._transport.leave(one.peer)
         self._emit(PushCancelled(push.transfer_id))
         return True
-
-    def _leave(self, push: Push) -> None:
-        if push.uses_peer:
-            push.uses_peer = False
-            self._transport.leave(push.peer)
-
-
-def _named(push: Push) -> Heads:
-    return Heads(push.part.heads.start, push.part.heads.stop)

@@ -7,7 +7,6 @@ the memory that holds them; missing or different ones are refused. Runs on the c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from effuse.kvtransfer.arrival import (
     Arriving,
@@ -27,8 +26,8 @@ from effuse.kvtransfer.connector import (
     HandoffRefused,
     Promised,
 )
-from effuse.kvtransfer.digest import Digester, pages_digest, seal_of
-from effuse.kvtransfer.layout import Fingerprint, KVLayout, mismatch
+from effuse.kvtransfer.digest import Digester, seal_of
+from effuse.kvtransfer.layout import Identity, mismatch
 from effuse.kvtransfer.messages import (
     Accepted,
     AttemptId,
@@ -46,15 +45,6 @@ from effuse.kvtransfer.messages import (
 from effuse.kvtransfer.transport import FromWriter, Reply, Transport
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """The receiver's identity, which a writer must name."""
-
-    incarnation: str
-    fingerprint: Fingerprint
-    layout: KVLayout
-
-
 class Receptions:
     """All transfers that may write into one pool."""
 
@@ -62,13 +52,13 @@ class Receptions:
         self,
         transport: Transport,
         digester: Digester,
-        destination: Destination,
+        own: Identity,
         emit: Callable[[ConnectorEvent], None],
         now: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._digester = digester
-        self._destination = destination
+        self._own = own
         self._emit = emit
         self._now = now
         self._expected: dict[str, Expected] = {}
@@ -98,7 +88,7 @@ class Receptions:
         is refused immediately, because its writer would get no answer and wait for the whole lease.
         """
         transfer_id = reservation.transfer_id
-        layout, since = self._destination.layout, self._now()
+        layout, since = self._own.layout, self._now()
         self._expected[transfer_id] = expected = Expected(reservation, writer, layout, since)
         if expected.address in self._shut:
             why = "its connection was shut off, because another writer on it died"
@@ -146,7 +136,7 @@ class Receptions:
         moved = False
         for expected in list(self._expected.values()):
             for part in expected.parts.values():
-                if part.is_verified or not part.take_digests() or part.manifest is None:
+                if part.is_verified or not part.digests.poll() or part.manifest is None:
                     continue
                 moved = True
                 if not self._conclude(expected, part, part.manifest):
@@ -166,7 +156,7 @@ class Receptions:
                 expected = self._identified(begin.attempt, begin.source, begin.destination)
                 self._check_fingerprint(begin.fingerprint)
                 self._transport.learn(heard.reply, begin)
-                is_known = expected.let_in(begin.heads, heard.reply)
+                is_known = expected.let_in(begin.heads, heard.reply, self._digester)
                 # The first message does not count, unless it is so late that the next one may be
                 # too late.
                 lease_s = expected.reservation.lease_s
@@ -191,8 +181,10 @@ class Receptions:
                 f"groups {groups.start}..{groups.stop} are not within the "
                 f"{expected.layout.num_groups} groups",
             )
-        span = part.span(pages)
-        if part.covered[span].any():
+        covered = part.covered[
+            pages.first : pages.first + len(pages.pages), groups.start : groups.stop
+        ]
+        if covered.any():
             raise HandoffRefused(
                 Cause.COVERAGE,
                 f"pages {pages.first}..{pages.first + len(pages.pages)} overlap earlier ones",
@@ -203,14 +195,13 @@ class Receptions:
             self._transport.place(ids, groups, payload, part.heads)
         elif payload:
             raise HandoffRefused(Cause.MALFORMED, "written pages also arrived as bytes")
-        part.covered[span] = True
-        seed = expected.reservation.digest_seed
-        part.digesting.append((pages, self._digester.begin(ids, groups, seed, part.heads)))
+        covered[:] = True
+        part.digests.begin(pages.first, ids, groups)
 
     def _check_size(
         self, num_pages: int, groups: range, heads: range, payload: Sequence[memoryview]
     ) -> None:
-        size = len(heads) * self._destination.layout.head_bytes
+        size = len(heads) * self._own.layout.head_bytes
         count, sizes = num_pages * len(groups), [part.nbytes for part in payload]
         # there is no more room in a GPU's buffers
         if count * size > self._transport.chunk_bytes:
@@ -248,7 +239,7 @@ class Receptions:
         """Verifies a part whose bytes are all here; whether they are right."""
         transfer_id = manifest.transfer_id
         try:
-            check_digest(manifest.digest, pages_digest(part.pieces))
+            check_digest(manifest.digest, part.digests.digest())
         except HandoffRefused as refusal:
             self._refuse(transfer_id, refusal, part.reply)
             return False
@@ -274,10 +265,10 @@ class Receptions:
         self._transport.answer(reply, rejected)
 
     def _identified(self, attempt: AttemptId, source: str, destination: str) -> Expected:
-        own = self._destination.incarnation
-        if destination != own:
+        if destination != self._own.incarnation:
             raise HandoffRefused(
-                Cause.INCARNATION, f"it is for incarnation {destination}, this is {own}"
+                Cause.INCARNATION,
+                f"it is for incarnation {destination}, this is {self._own.incarnation}",
             )
         expected = self._expected.get(attempt.transfer_id)
         if expected is None:
@@ -294,7 +285,7 @@ class Receptions:
         return expected
 
     def _check_fingerprint(self, theirs: Sequence[Field]) -> None:
-        found = mismatch(self._destination.fingerprint, theirs)
+        found = mismatch(self._own.fingerprint, theirs)
         if found is not None:
             raise HandoffRefused(Cause.FINGERPRINT, str(found))
 

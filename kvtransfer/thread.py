@@ -28,12 +28,12 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import Digester, digester_of
-from effuse.kvtransfer.layout import Fingerprint, KVLayout
+from effuse.kvtransfer.layout import Fingerprint, Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
-from effuse.kvtransfer.push import Origin, shard_of
+from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.pushes import Pushes
-from effuse.kvtransfer.reception import Destination, Receptions
+from effuse.kvtransfer.reception import Receptions
 from effuse.kvtransfer.transport import (
     FromReceiver,
     FromWriter,
@@ -63,19 +63,15 @@ class Exchange:
         self,
         transport: Transport,
         digester: Digester,
-        layout: KVLayout,
-        incarnation: str,
-        fingerprint: Fingerprint,
+        own: Identity,
         emit: Callable[[ConnectorEvent], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
         self._now = now
         self._moved_at = -LIVELY_S
-        origin = Origin(incarnation, fingerprint, layout)
-        destination = Destination(incarnation, fingerprint, layout)
-        self._pushes = Pushes(transport, digester, origin, emit, now)
-        self._receptions = Receptions(transport, digester, destination, emit, now)
+        self._pushes = Pushes(transport, digester, own, emit, now)
+        self._receptions = Receptions(transport, digester, own, emit, now)
 
     def close(self) -> None:
         """Ends the transport."""
@@ -154,9 +150,8 @@ class ThreadConnector:
         self._transport = transport
         self._layout = memory.layout
         self._now = now
-        self._exchange = Exchange(
-            transport, digester_of(memory), memory.layout, incarnation, fingerprint, self._emit, now
-        )
+        own = Identity(incarnation, fingerprint, memory.layout)
+        self._exchange = Exchange(transport, digester_of(memory), own, self._emit, now)
         self._requests: deque[tuple[Command, float]] = deque()  # with their times
         self._events: deque[ConnectorEvent] = deque()
         self._error: Exception | None = None

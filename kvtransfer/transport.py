@@ -1,5 +1,5 @@
 """The interface of a transport, with which pushes (pushes.py) and receptions (reception.py) are the
-same for all three: nixl_transport.py, zmq_transport.py, loopback.py.
+same for both: nixl_transport.py and zmq_transport.py.
 
 All methods are called from the connector's thread and return immediately, unless they state
 otherwise.
@@ -95,7 +95,9 @@ class Pace(Enum):
 
 
 class Transport(Protocol):
-    """Moves bytes and messages between pools."""
+    """Moves bytes and messages between pools. A method that returns at once is for
+    transports that need nothing done.
+    """
 
     name: str
     is_two_sided: bool  # the receiver places the bytes, and never places refused ones
@@ -121,11 +123,11 @@ class Transport(Protocol):
 
     def leave(self, peer: Peer) -> None:
         """A push has stopped using the peer."""
-        ...
+        return
 
     def forget_life(self, incarnation: str) -> None:
         """A receiver's life has ended: frees all memory that is kept for it."""
-        ...
+        return
 
     def route(self, peer: Peer) -> Route:
         """The transport that moved the bytes of a finished push."""
@@ -133,7 +135,7 @@ class Transport(Protocol):
 
     def drop(self, peer: Peer) -> None:
         """Closes the connection to a peer, if that ends everything in transit to it."""
-        ...
+        return
 
     def say(self, peer: Peer, message: ToReceiver) -> None:
         """Sends a message to a receiver. Raises HandoffRefused."""
@@ -152,7 +154,7 @@ class Transport(Protocol):
 
     def learn(self, reply: Reply, begin: Begin) -> None:
         """An accepted writer will get answers. Raises HandoffRefused."""
-        ...
+        return
 
     def answer(self, reply: Reply, message: ToSender) -> None:
         """Answers a writer; one that cannot be reached has its lease."""
@@ -170,11 +172,11 @@ class Transport(Protocol):
 
     def renew(self, address: ReceiverAddress) -> None:
         """Gives this pool another address; the old one works until `shut_off`."""
-        ...
+        return
 
     def shut_off(self, address: ReceiverAddress) -> None:
         """Ends a replaced address: nothing in transit to it arrives any more."""
-        ...
+        return
 
     def wait(self, pace: Pace, requests: int) -> None:
         """Sleeps as long as the pace allows, or until the descriptor `requests` or one of its own

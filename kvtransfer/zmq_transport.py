@@ -19,7 +19,6 @@ from effuse.kvtransfer.connector import Cause, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
-    Begin,
     MalformedMessage,
     Pages,
     Placed,
@@ -43,6 +42,7 @@ from effuse.kvtransfer.transport import (
     Pace,
     Peer,
     Reply,
+    Transport,
 )
 from effuse.kvtransfer.zmq_sockets import (
     MESSAGES_A_TURN,
@@ -90,7 +90,7 @@ class ZmqDelivery:
         return not is_fetched or (self.tracker is not None and not self.tracker.done)
 
 
-class ZmqTransport:
+class ZmqTransport(Transport):
     """A Transport that listens on `host`, and that peers reach as `advertised_host`; with `keys` it
     only connects to their owners.
     """
@@ -177,12 +177,6 @@ class ZmqTransport:
             self._peers[endpoint] = peer
             self._watch(peer.socket, peer.monitor)
         return peer
-
-    def leave(self, peer: Peer) -> None:
-        """Connections stay, for the next push."""
-
-    def forget_life(self, incarnation: str) -> None:
-        """Nothing is kept for it."""
 
     def route(self, peer: Peer) -> Route:
         """Its sockets are TCP's."""
@@ -309,9 +303,6 @@ class ZmqTransport:
         refusal = HandoffRefused(Cause.PEER, f"the receiver at {peer.endpoint} {reason}")
         heard.append(Lost(peer, refusal))
 
-    def learn(self, reply: Reply, begin: Begin) -> None:
-        """Its connection is there."""
-
     def answer(self, reply: Reply, message: ToSender) -> None:
         """Answers over the writer's own connection."""
         assert isinstance(reply, bytes)
@@ -329,12 +320,6 @@ class ZmqTransport:
             self._memory.write(page_ids, groups, payload, heads)
         else:
             self._staging.store(page_ids, groups, payload, heads)
-
-    def renew(self, address: ReceiverAddress) -> None:
-        """Not needed: only expected pages are placed."""
-
-    def shut_off(self, address: ReceiverAddress) -> None:
-        """Not needed: only expected pages are placed."""
 
     def wait(self, pace: Pace, requests: int) -> None:
         """Sleeps until a socket or the engine needs the thread."""

@@ -172,13 +172,16 @@ def is_readable(descriptor: int, within_s: float = 0.0) -> bool:
 
 
 def run_on_thread(connector: ThreadConnector, action: Callable[[], None]) -> None:
-    """Has the connector's thread run an action in place of a command."""
-    exchange = connector._exchange
+    """Has the connector's thread run an action in its turn among the commands."""
+    exchange, marker = connector._exchange, ForgetLife("nobody's")
     obey = exchange.obey
 
-    def run_once(command: Command, at: float) -> None:
-        exchange.obey = obey  # type: ignore[method-assign]
-        action()
+    def obey_or_act(command: Command, at: float) -> None:
+        if command is marker:
+            exchange.obey = obey  # type: ignore[method-assign]
+            action()
+        else:
+            obey(command, at)
 
-    exchange.obey = run_once  # type: ignore[method-assign]
-    connector.send(ForgetLife("nobody's"))
+    exchange.obey = obey_or_act  # type: ignore[method-assign]
+    connector.send(marker)

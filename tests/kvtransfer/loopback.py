@@ -23,10 +23,9 @@ from effuse.kvtransfer.connector import (
     Route,
 )
 from effuse.kvtransfer.digest import digester_of
-from effuse.kvtransfer.layout import Fingerprint
+from effuse.kvtransfer.layout import Fingerprint, Identity
 from effuse.kvtransfer.memory import PageMemory, bytes_of
 from effuse.kvtransfer.messages import (
-    Begin,
     Pages,
     ReceiverAddress,
     Reservation,
@@ -45,6 +44,7 @@ from effuse.kvtransfer.transport import (
     Pace,
     Peer,
     Reply,
+    Transport,
 )
 
 MOST_TURNS = 10_000
@@ -98,7 +98,7 @@ class LoopbackDelivery:
         return self.has_left
 
 
-class LoopbackTransport:
+class LoopbackTransport(Transport):
     """A Transport to the members of one hub."""
 
     name = "loopback"
@@ -131,12 +131,6 @@ class LoopbackTransport:
         if endpoint not in self._hub.members:
             raise HandoffRefused(Cause.PEER, f"no peer at {endpoint}")
         return self._hub.members[endpoint].transport
-
-    def leave(self, peer: Peer) -> None:
-        """Nothing to forget."""
-
-    def forget_life(self, incarnation: str) -> None:
-        """Nothing is kept for it."""
 
     def route(self, peer: Peer) -> Route:
         """A copy within this process."""
@@ -183,9 +177,6 @@ class LoopbackTransport:
         self.inbox.clear()
         return heard
 
-    def learn(self, reply: Reply, begin: Begin) -> None:
-        """Names need no connection."""
-
     def answer(self, reply: Reply, message: ToSender) -> None:
         """Puts an answer into the writer's inbox."""
         assert isinstance(reply, LoopbackTransport)
@@ -200,12 +191,6 @@ class LoopbackTransport:
     ) -> None:
         """Copies the bytes into the pool."""
         self._memory.write(page_ids, groups, payload, heads)
-
-    def renew(self, address: ReceiverAddress) -> None:
-        """Not needed: only expected pages are placed."""
-
-    def shut_off(self, address: ReceiverAddress) -> None:
-        """Not needed: only expected pages are placed."""
 
     def wait(self, pace: Pace, requests: int) -> None:
         """Never waits."""
@@ -243,9 +228,7 @@ class LoopbackConnector:
         self.exchange = Exchange(
             self.transport,
             digester_of(memory),
-            memory.layout,
-            incarnation,
-            fingerprint,
+            Identity(incarnation, fingerprint, memory.layout),
             self.emit,
             now,
         )

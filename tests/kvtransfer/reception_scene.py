@@ -20,6 +20,7 @@ from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
 from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, finish_of
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     Begin,
@@ -31,7 +32,7 @@ from effuse.kvtransfer.messages import (
     Reservation,
     ToReceiver,
 )
-from effuse.kvtransfer.reception import Destination, Receptions
+from effuse.kvtransfer.reception import Receptions
 from effuse.kvtransfer.transport import FromWriter
 
 FINGERPRINT = print_of(SMALL)
@@ -77,7 +78,7 @@ class Scene:
         self.receptions = Receptions(
             self.transport,
             self.digester,
-            Destination("decode-1", FINGERPRINT, SMALL),
+            Identity("decode-1", FINGERPRINT, SMALL),
             self.events.append,
             lambda: self.time,
         )

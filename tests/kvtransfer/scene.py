@@ -17,7 +17,7 @@ from effuse.kvtransfer.messages import (
     ToReceiver,
     ToSender,
 )
-from effuse.kvtransfer.transport import Chunk, Delivery, Heard, Pace, Peer, Reply
+from effuse.kvtransfer.transport import Chunk, Delivery, Heard, Pace, Peer, Reply, Transport
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Scripted:
 
 
 @dataclass(eq=False)
-class FakeTransport:
+class FakeTransport(Transport):
     """Records calls; places pages of a two-sided transport into `memory`."""
 
     memory: PageMemory
@@ -70,9 +70,6 @@ class FakeTransport:
 
     def leave(self, peer: Peer) -> None:
         self.left.append(peer)
-
-    def forget_life(self, incarnation: str) -> None:
-        """Nothing is kept for it."""
 
     def route(self, peer: Peer) -> Route:
         return Route("test")

@@ -22,7 +22,7 @@ from kvtransfer.receiver_process import transport
 from kvtransfer.tricks import ENCODERS, Tamperer, Trick, written
 from slowness import patient
 
-from effuse.kvtransfer import pushes
+from effuse.kvtransfer import push
 from effuse.kvtransfer.connector import (
     ArrivalRefused,
     Arrived,
@@ -38,6 +38,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import digester_of
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
 from effuse.kvtransfer.thread import Exchange
@@ -99,8 +100,11 @@ class Pair:
     def _exchange(self, incarnation: str, memory: PageMemory) -> Exchange:
         way = self.tamperer.transport if incarnation == WRITER else self.reader
         return Exchange(
-            *(way, digester_of(memory), SMALL, incarnation, print_of(SMALL)),
-            *(self.said.append, self.now),
+            way,
+            digester_of(memory),
+            Identity(incarnation, print_of(SMALL), SMALL),
+            self.said.append,
+            self.now,
         )
 
     def now(self) -> float:
@@ -259,7 +263,7 @@ def run(
 def tampered(pair: Pair, kind: str) -> Iterator[None]:
     with (
         patch.object(ENCODERS[kind], "encode", pair.tamperer.encode),
-        patch.object(pushes, "LEAST_BYTES", 1),  # groups of layers leave however small
+        patch.object(push, "LEAST_BYTES", 1),  # groups of layers leave however small
     ):
         yield
 

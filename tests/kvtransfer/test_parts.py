@@ -27,11 +27,11 @@ from effuse.kvtransfer.connector import (
     Route,
 )
 from effuse.kvtransfer.digest import HostDigester, pages_digest
-from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, Heads, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_peers import cuts
-from effuse.kvtransfer.push import Origin, check_push, parts_of, shard_of
+from effuse.kvtransfer.push import check_push, parts_of, shard_of
 from effuse.kvtransfer.ranks import RankEvents
 
 DEGREES = (1, 2, 4, 8, 16)
@@ -155,7 +155,7 @@ def test_the_fingerprint_does_not_depend_on_the_degree(degree: int) -> None:
     ],
 )
 def test_a_rank_that_cannot_be_sent_to_is_refused(change: dict[str, object], cause: Cause) -> None:
-    origin = Origin("prefill-1", print_of(LAYOUT), LAYOUT)
+    origin = Identity("prefill-1", print_of(LAYOUT), LAYOUT)
     first, *others = reserved_by(2).shards
     shards = (msgspec.structs.replace(first, **change), *others)
     with pytest.raises(HandoffRefused) as caught:

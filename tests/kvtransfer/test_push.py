@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 import pytest
 from kvtransfer.fixtures import SEED, SMALL, boundary, digest_of, filled, print_of, reservation
 
 from effuse.kvtransfer.connector import Cause, HandoffRefused
-from effuse.kvtransfer.digest import HostDigester
+from effuse.kvtransfer.digest import HostDigester, PageDigests
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress
-from effuse.kvtransfer.push import Batch, Origin, Push, check_push, parts_of
+from effuse.kvtransfer.push import Batch, Push, check_push, parts_of
 
 SOURCE = filled(SMALL, 6)
-ORIGIN = Origin("prefill-1", print_of(SMALL), SMALL)
+ORIGIN = Identity("prefill-1", print_of(SMALL), SMALL)
 RESERVED = reservation(
     SOURCE, ReceiverAddress(connector="zmq"), tuple(PageRef(page, 2) for page in (4, 5, 1))
 )
@@ -27,7 +27,8 @@ BOUNDARY = boundary()
 def push() -> Push:
     checked = check_push(RESERVED, ORIGIN, "zmq")
     (part,) = parts_of(checked, SMALL)
-    return Push(checked, part, "a peer", ORIGIN, known_at=3.0)
+    digests = PageDigests(HostDigester(SOURCE), SMALL, part.heads, len(checked.pages), SEED)
+    return Push(checked, part, "a peer", ORIGIN, digests, known_at=3.0)
 
 
 @contextlib.contextmanager
@@ -38,11 +39,11 @@ def refused(cause: Cause) -> Iterator[None]:
 
 
 def test_the_manifest_digests_pages_in_the_reservations_order(push: Push) -> None:
-    push.cover([3], 2)
-    push.cover([0, 5], 0)
-    pieces = HostDigester(SOURCE).begin([0, 5, 3], range(SMALL.num_groups), SEED).poll()
-    assert pieces is not None
-    push.pieces = np.array(pieces)
+    push.cover((3,), 2, None)
+    push.cover((0, 5), 0, None)
+    push.digests.begin(2, [3], range(SMALL.num_groups))
+    push.digests.begin(0, [0, 5], range(SMALL.num_groups))
+    assert push.digests.poll()
     push.final_at = 5.0  # after the reservation was known
     manifest = push.account(BOUNDARY)
     assert manifest.digest == digest_of(SOURCE, [0, 5, 3])
@@ -52,16 +53,16 @@ def test_the_manifest_digests_pages_in_the_reservations_order(push: Push) -> Non
 
 
 def test_a_manifest_waits_for_every_page(push: Push) -> None:
-    push.cover([0, 5], 0)
+    push.cover((0, 5), 0, None)
     with refused(Cause.COVERAGE):
         push.account(BOUNDARY)
 
 
 @pytest.mark.parametrize(("pages", "first"), [([0], 1), ([0, 1], 0), ([0], 3), ([0], -1)])
 def test_overlaps_and_overruns_are_refused(push: Push, pages: list[int], first: int) -> None:
-    push.cover([2], 1)
+    push.cover((2,), 1, None)
     with refused(Cause.COVERAGE):
-        push.cover(pages, first)
+        push.cover(tuple(pages), first, None)
 
 
 def test_the_lease_is_counted_from_when_the_reservation_was_known(push: Push) -> None:

@@ -21,7 +21,7 @@ from effuse.kvtransfer.connector import (
     Route,
 )
 from effuse.kvtransfer.digest import HostDigester
-from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.messages import (
     Accepted,
     Begin,
@@ -32,7 +32,6 @@ from effuse.kvtransfer.messages import (
     ReceiverAddress,
     Rejected,
 )
-from effuse.kvtransfer.push import Origin
 from effuse.kvtransfer.pushes import Pushes
 
 PEER, OTHER = sys.intern("tcp://decode:1"), sys.intern("tcp://decode:2")
@@ -54,7 +53,7 @@ class Desk:
         self.pushes = Pushes(
             self.transport,
             HostDigester(self.memory),
-            Origin("prefill-1", fingerprint, self.layout),
+            Identity("prefill-1", fingerprint, self.layout),
             self.events.append,
             lambda: self.time,
         )
@@ -141,7 +140,7 @@ def test_time_is_counted_from_the_later_of_pages_and_reservation(desk: Desk) -> 
 
 def test_time_counts_from_when_a_push_was_asked_for_not_from_when_its_turn_came(desk: Desk) -> None:
     asked, desk.time = desk.time, desk.time + 3.0  # connecting takes its time
-    desk.pushes.push_pages(desk.reserved, [3, 5, 6, 7], 0, None, asked)
+    desk.pushes.push_pages(desk.reserved, (3, 5, 6, 7), 0, None, asked)
     desk.pushes.finish(desk.reserved, lambda: desk.boundary, asked + 1.0)
     desk.turn()
     desk.land()
@@ -154,7 +153,7 @@ def test_time_counts_from_when_a_push_was_asked_for_not_from_when_its_turn_came(
 def test_layers_leave_before_later_ones_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pushes_module, "LEAST_BYTES", 1)
     desk, final = Desk(LARGE), 0
-    desk.pushes.push_pages(desk.reserved, [3, 5, 6, 7], 0, lambda: final, desk.time)
+    desk.pushes.push_pages(desk.reserved, (3, 5, 6, 7), 0, lambda: final, desk.time)
     desk.turn()
     assert desk.sent() == []
     final = 2
@@ -173,7 +172,7 @@ def test_layers_leave_before_later_ones_are_final(monkeypatch: pytest.MonkeyPatc
 
 def test_few_bytes_wait_for_each_other() -> None:
     desk, final = Desk(LARGE), 7
-    desk.pushes.push_pages(desk.reserved, [3, 5, 6, 7], 0, lambda: final, desk.time)
+    desk.pushes.push_pages(desk.reserved, (3, 5, 6, 7), 0, lambda: final, desk.time)
     desk.turn()
     assert desk.sent() == []
     final = 8
@@ -271,7 +270,7 @@ def test_a_dropped_receiver_fails_what_else_waits_for_its_word(desk: Desk) -> No
     desk.land()
     address = ReceiverAddress(connector="zmq", endpoint=PEER)
     silent = reservation(desk.memory, address, [PageRef(3, 1)], number=2)
-    desk.pushes.push_pages(silent, [6], 0, None, desk.time)
+    desk.pushes.push_pages(silent, (6,), 0, None, desk.time)
     desk.turn()
     desk.pushes.cancel("transfer-2")
     desk.time += 2.1
@@ -312,7 +311,7 @@ def test_a_lost_receiver_fails_what_goes_there_and_nothing_else(desk: Desk) -> N
     desk.push(3)
     address = ReceiverAddress(connector="zmq", endpoint="tcp://decode:2")
     other = reservation(desk.memory, address, [PageRef(3, 1)], number=2)
-    desk.pushes.push_pages(other, [6], 0, None, desk.time)
+    desk.pushes.push_pages(other, (6,), 0, None, desk.time)
     desk.pushes.lose(PEER, HandoffRefused(Cause.PEER, "gone"))
     assert desk.events == [PushFailed(NAME, Cause.PEER, "gone")]
 

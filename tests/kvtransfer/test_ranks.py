@@ -15,7 +15,7 @@ from kvtransfer.fixtures import DEADLINE_S, boundary, next_event, print_of, run_
 from kvtransfer.groups import LAYOUT, LEASE_S, NUM_PAGES, Group
 from kvtransfer.loopback import Hub
 
-from effuse.kvtransfer import pushes
+from effuse.kvtransfer import push
 from effuse.kvtransfer.connector import (
     ArrivalRefused,
     Arrived,
@@ -93,7 +93,7 @@ def test_so_do_heads_of_which_ranks_hold_copies(kind: str, sending: int, receivi
 def test_layers_leave_as_they_become_final(
     is_two_sided: bool, sending: int, receiving: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pushes, "LEAST_BYTES", 1)
+    monkeypatch.setattr(push, "LEAST_BYTES", 1)
     hub, final = Hub(is_two_sided=is_two_sided), [0]
     sender = Group("loopback", "prefill-1", sending, has_pages=True, hub=hub)
     receiver = Group("loopback", "decode-1", receiving, hub=hub)

@@ -31,6 +31,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import HostDigester
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Accepted, Begin, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.thread import STUCK_S, Exchange, ThreadConnector
@@ -235,9 +236,7 @@ def test_a_thread_looks_as_often_as_something_may_happen() -> None:
     exchange = Exchange(
         transport,
         HostDigester(memory),
-        SMALL,
-        "life-1",
-        print_of(SMALL),
+        Identity("life-1", print_of(SMALL), SMALL),
         lambda event: None,
         lambda: time[0],
     )

@@ -19,6 +19,7 @@ from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Command, ConnectorEvent
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
@@ -170,11 +171,9 @@ class EngineProcess:
         self.memory = TaggedMemory(self.pool)
         self.connector = SimConnector(self)
         self.transport = SimTransport(fabric, self.memory, self)
-        fingerprint = fingerprint_of(sizes.model)
+        own = Identity(incarnation, fingerprint_of(sizes.model), LAYOUT)
         digester = TaggedDigester(self.memory, self.clock)
-        self.exchange = Exchange(
-            self.transport, digester, LAYOUT, incarnation, fingerprint, self._emit, self.clock
-        )
+        self.exchange = Exchange(self.transport, digester, own, self._emit, self.clock)
         self._handoffs: HandoffSender | HandoffReceiver
         make = self._prefill_engine if role == "prefill" else self._decode_engine
         self.core: Audited = make(sizes)

@@ -68,7 +68,7 @@ def attempt_not_compared() -> Patch:
 
 def incarnation_not_compared() -> Patch:
     def identified(self: Receptions, attempt: AttemptId, source: str, destination: str) -> Expected:
-        return _identified(self, attempt, source, self._destination.incarnation)
+        return _identified(self, attempt, source, self._own.incarnation)
 
     return patch.object(Receptions, "_identified", identified)
 

@@ -35,6 +35,7 @@ from effuse.kvtransfer.transport import (
     Lost,
     Pace,
     Reply,
+    Transport,
 )
 from effuse.kvtransfer.transport import Peer as AnyPeer
 
@@ -148,7 +149,7 @@ class Write:
         return [memory.read(page.page_id, self.chunk.groups) for page in self.sources]
 
 
-class SimTransport:
+class SimTransport(Transport):
     """A Transport of one engine process."""
 
     name = "simulated"
@@ -198,9 +199,6 @@ class SimTransport:
         """A push does not use the peer any more."""
         assert isinstance(peer, Peer)
         peer.num_pushes -= 1
-
-    def forget_life(self, incarnation: str) -> None:
-        """Nothing is kept for it."""
 
     def route(self, peer: AnyPeer) -> Route:
         """No caller."""
