@@ -10,7 +10,7 @@ import pytest
 from kvtransfer.fixtures import LARGE, SMALL, boundary, digest_of, filled, print_of, reservation
 from kvtransfer.scene import FakeTransport
 
-from effuse.kvtransfer import pushes as pushes_module
+from effuse.kvtransfer import push as push_module
 from effuse.kvtransfer.connector import (
     Cause,
     ConnectorEvent,
@@ -151,7 +151,7 @@ def test_time_counts_from_when_a_push_was_asked_for_not_from_when_its_turn_came(
 
 
 def test_layers_leave_before_later_ones_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushes_module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(push_module, "LEAST_BYTES", 1)
     desk, final = Desk(LARGE), 0
     desk.pushes.push_pages(desk.reserved, (3, 5, 6, 7), 0, lambda: final, desk.time)
     desk.turn()

@@ -11,7 +11,7 @@ import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
-from effuse.kvtransfer import pushes
+from effuse.kvtransfer import push
 from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.prefill_worker.executor import IsOver, mark_of
 from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed
@@ -82,7 +82,7 @@ class Layers:
 def test_layers_leave_while_later_ones_are_computed(
     rig: Rig, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pushes, "LEAST_BYTES", 1)
+    monkeypatch.setattr(push, "LEAST_BYTES", 1)
     layers = Layers(rig, monkeypatch)
     reservation = rig.push_to(rig.start("a", PROMPT), 6)
     rig.settle()

@@ -9,6 +9,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import DECODE, Rig, attempt_of
 
+from effuse.kvtransfer import push as push_module
 from effuse.kvtransfer import pushes
 from effuse.kvtransfer.messages import Reservation
 from effuse.kvtransfer.push import Push
@@ -64,7 +65,7 @@ def test_pages_are_pushed_by_groups_of_layers_as_those_of_prompts(
         return take(self, push, chunk)
 
     monkeypatch.setattr(pushes.Pushes, "_deliver", deliver)
-    monkeypatch.setattr(pushes, "LEAST_BYTES", 1)
+    monkeypatch.setattr(push_module, "LEAST_BYTES", 1)
     rehearse(rig, 4, in_groups=True)
     rig.settle()
     (pushed,) = rig.take(PromptPushed)

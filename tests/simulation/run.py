@@ -10,7 +10,7 @@ from functools import partial
 from unittest.mock import patch
 
 from effuse.config.decoding import DecodeSettings
-from effuse.kvtransfer import pushes
+from effuse.kvtransfer import push
 from effuse.router.request_states import State
 
 from .clients import Clients, Question
@@ -88,7 +88,7 @@ class Run:
         try:
             with (
                 VirtualLoop(self.clock).running(),
-                patch.object(pushes, "LEAST_BYTES", self.least_bytes),
+                patch.object(push, "LEAST_BYTES", self.least_bytes),
             ):
                 for host in ROUTERS[: self.num_routers]:
                     self.clients.routers.append(Router(self.clients, host))
