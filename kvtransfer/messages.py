@@ -218,19 +218,11 @@ def attempt_of(message: ToReceiver) -> AttemptId:
     return message.manifest.attempt if isinstance(message, Finish) else message.attempt
 
 
-def source_of(message: ToReceiver) -> str:
-    """The incarnation that a sender's message names as its own."""
-    return message.manifest.source_incarnation if isinstance(message, Finish) else message.source
-
-
-def heads_of(message: ToReceiver) -> Heads:
-    """The heads that a sender's message is about."""
-    return message.manifest.heads if isinstance(message, Finish) else message.heads
-
-
 def writer_of(message: ToReceiver) -> str:
     """Names the rank that a sender's message comes from, by its own account."""
-    return f"{source_of(message)} {heads_of(message).first}"
+    if isinstance(message, Finish):
+        return f"{message.manifest.source_incarnation} {message.manifest.heads.first}"
+    return f"{message.source} {message.heads.first}"
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -257,7 +257,10 @@ class ThreadConnector:
         # Also those that arrive meanwhile: while another agent was made, the engine gave the old
         # address out, and its reservations must be known before that address is shut off.
         while self._requests:
-            self._exchange.obey(*self._requests.popleft())
+            command, at = self._requests.popleft()
+            self._exchange.obey(command, at)
+            if isinstance(command, Fence):  # the address may be another one now
+                _raise(self._event_signal)
         return True
 
 

@@ -26,7 +26,7 @@ from effuse.worker.group_parts import GroupConnector, GroupRunner
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open
 from effuse.worker.rank_part import RankPart, device_of, join, load_shard, make_part
-from effuse.worker.ranks import Ranks, end_process, note_only, start_ranks
+from effuse.worker.ranks import Ranks, end_process, note_only
 from effuse.worker.watchdog import Pulse
 
 
@@ -77,7 +77,7 @@ def assemble(
             *(0, config.tensor_parallel_size),
             expert_parallel=config.expert_parallel,
         )
-        ranks = start_ranks(config, role, incarnation, end_process if connects else note_only)
+        ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
         ranks.wait_for("present", config.startup_timeout_s)
         place = join(config, 0, device, ranks.home)
         ranks.group = place.group

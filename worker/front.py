@@ -1,5 +1,7 @@
 """The front's process: gRPC server, health, engine, lease, metrics; from start to drained exit.
 
+It also has WorkerService, the service of every worker: Abort, GetLoad, Drain, Undrain.
+
 Only connects parts to each other. It imports no torch; each role's own `server.py` handles
 requests.
 """
@@ -11,8 +13,10 @@ import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from effuse.config.access import host_and_port
 from effuse.models.config_keys import CheckpointError
@@ -24,23 +28,26 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.channels import FleetAccess
-from effuse.protos.errors import Draining
+from effuse.protos.errors import Draining, InvalidRequest, Refused, Unavailable
 from effuse.protos.gate import FleetOnly, ProofServicer
 from effuse.telemetry import logs
 from effuse.telemetry.traces import TracesUnavailable
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
-from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from effuse.worker import wire
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
 from effuse.worker.gpus import check_device
-from effuse.worker.service import WorkerServicer
-from effuse.worker.shell import Shell, WorkerIdentity
+from effuse.worker.shell import Shell
 from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarnation
 
 LOG = logging.getLogger(__name__)
 
 _WORKER_SERVICE = "effuse.v1.WorkerService"
 _POLL_S = 1.0  # seconds between polls of the fleet
+_MOST_ABORT_S = 60.0  # callers try again
+_Context: TypeAlias = "grpc.aio.ServicerContext[Message, Message]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,24 +161,26 @@ class Front:
     def _doorkeeper(self, access: FleetAccess) -> FleetOnly | None:
         if access.secret is None:
             return None
-        return FleetOnly(access.secret, self.shell.address)
+        return FleetOnly(access.secret, lambda: self.shell.address)
 
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         config, role = self._config, self._role
         if (secret := self.shell.access.secret) is not None:
-            proof = ProofServicer(secret, self.shell.address)
+            proof = ProofServicer(secret, lambda: self.shell.address)
             add_ProofServiceServicer_to_server(proof, self.server.server)
         role.add(self.shell, self.server.server)
-        worker = WorkerServicer(self.shell, self.drain, self.undrain)
-        add_WorkerServiceServicer_to_server(worker, self.server.server)
+        worker = WorkerServicer(self)
+        pb_grpc.add_WorkerServiceServicer_to_server(worker, self.server.server)
         port = await self.server.start(
             host_and_port(config.host, config.port), [role.service, _WORKER_SERVICE]
         )
         stack.push_async_callback(self.server.stop, 0.0)
-        self.shell.identity = _identity(config, role, port)
+        host = config.reachable_host()
+        self.shell.address = host_and_port(host, port)
+        self.shell.worker_id = config.worker_id or f"{role.name}-{socket.gethostname()}-{port}"
         self.server.set_serving("", True)
         self.server.set_serving(_WORKER_SERVICE, True)
-        LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
+        LOG.info("%s listens on %s:%d", self.shell.worker_id, config.host, port)
         if config.health_port is not None:
             port = await self.server.start_health(host_and_port(config.host, config.health_port))
             LOG.info("gRPC health checks are on %s:%d", config.host, port)
@@ -218,7 +227,7 @@ class Front:
         """Raises OSError only for the first engine, for which the parent waits."""
         facts = {"incarnation": self.shell.incarnation, **self._facts}
         try:
-            rpc.write_ready_file(path, self.shell.identity.address, **facts)
+            rpc.write_ready_file(path, self.shell.address, **facts)
         except OSError as error:
             if not self._is_told:
                 raise
@@ -264,10 +273,77 @@ class Front:
                     await attempts.wait_idle()
 
 
-def _identity(config: WorkerConfig, role: Role, port: int) -> WorkerIdentity:
-    host = config.reachable_host()
-    worker_id = config.worker_id or f"{role.name}-{socket.gethostname()}-{port}"
-    return WorkerIdentity(
-        worker_id=worker_id,
-        address=host_and_port(host, port),
-    )
+class WorkerServicer(pb_grpc.WorkerServiceServicer):
+    """Answers for one worker."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._shell = front.shell
+
+    async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
+        """Ends an attempt in any state; an unknown transfer id is refused from now on."""
+        attempt_id = wire.attempt_id(request.attempt)
+        attempts = self._shell.attempts
+        attempt = attempts.find(attempt_id.transfer_id)
+        ended = self._shell.supervisor.ended
+        if attempt is None:
+            attempts.bury(attempt_id.transfer_id)
+            return pb.AbortResponse(
+                incarnation=self._shell.incarnation,
+                drained=True,
+                life_is_over=request.incarnation in ended,
+            )
+        attempt.fail(Refused(f"the attempt was aborted: {request.reason[:200]}"))
+        try:
+            async with asyncio.timeout(_MOST_ABORT_S):
+                await attempt.ended.wait()
+        except TimeoutError:
+            raise Unavailable("the attempt is still ending", retry_after_s=1.0) from None
+        return pb.AbortResponse(
+            incarnation=attempt.incarnation,
+            was_running=True,
+            drained=not attempt.engine_gone,
+            life_is_over=request.incarnation in ended,
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
+        """Returns the engine's last load, and the front's own state."""
+        shell = self._shell
+        life = shell.supervisor.life
+        load = records.Load() if life is None else life.load
+        return pb.GetLoadResponse(
+            worker=pb.WorkerRef(
+                worker_id=shell.worker_id,
+                incarnation=shell.incarnation,
+                address=shell.address,
+                engine_port=0 if life is None else life.ready.engine_port,
+                place=shell.place,
+            ),
+            role=shell.role,
+            running=max(load.running, len(shell.attempts) - load.waiting),
+            waiting=load.waiting,
+            total_pages=load.total_pages,
+            free_pages=load.free_pages,
+            quarantined_pages=load.quarantined_pages,
+            queued_tokens=load.queued_tokens,
+            blocks_left=load.blocks_left,
+            steps=load.steps,
+            draining=shell.is_draining,
+            tasks=len(asyncio.all_tasks()),
+            preemptions=load.preemptions,
+            kv_bytes=load.kv_bytes,
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+        """Begins to drain; attempts that still run after the deadline are ended."""
+        if not request.deadline_s >= 0:  # also NaN
+            raise InvalidRequest.of(
+                "deadline_s", f"expected 0 seconds or more, got {request.deadline_s}"
+            )
+        self._front.drain(request.deadline_s)
+        return pb.DrainResponse(running=len(self._shell.attempts))
+
+    async def Undrain(self, request: pb.UndrainRequest, context: _Context) -> pb.UndrainResponse:
+        """Admits again, unless the process is ending."""
+        self._front.undrain()
+        return pb.UndrainResponse(running=len(self._shell.attempts))

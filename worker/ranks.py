@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -78,58 +79,56 @@ def note_only(message: str, _ending: str) -> None:
     LOG.error("the group of ranks is broken: %s", message)
 
 
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One of the other ranks. The watching thread changes it."""
+
+    commands: zmq.Socket[bytes]
+    process: subprocess.Popen[bytes]
+    stages: list[Stage] = field(default_factory=list)  # of its start, which it has reached
+    shard: Shard | None = None  # of its connector
+    taken: int = 0  # commands that it has read
+    frozen_at: float | None = None  # when a signal was first seen to have stopped it
+
+
 class Ranks:
     """Ranks 1 to `size` - 1. The engine's thread calls all methods."""
 
     def __init__(
-        self, size: int, home: Path, on_broken: Callable[[str, str], None] = end_process
+        self,
+        config: WorkerConfig,
+        role: Role,
+        incarnation: str,
+        on_broken: Callable[[str, str], None] = end_process,
     ) -> None:
-        """`on_broken` is called by the watching thread, once, with the reason and with what became
-        of the rank: a key of `BROKEN_STATUS`.
+        """Starts their processes. `on_broken` is called by the watching thread, once, with the
+        reason and with what became of the rank: a key of `BROKEN_STATUS`. Raises OSError if a
+        process cannot be started.
         """
-        self.size = size
-        self.home = home
-        self._shards: dict[int, Shard | None] = {}  # of connectors, by rank
+        self.size = config.tensor_parallel_size
+        self.home = make_home()
         self.group: Group = ALONE  # once it is joined
         self.event_signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_broken = on_broken
         self._digests = Digests()
         self._context = zmq.Context()
-        self._answers = self._bound(zmq.PULL, answers_path(home))
-        self._commands = [
-            self._bound(zmq.PAIR, commands_path(home, rank)) for rank in range(1, size)
-        ]
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._answers = self._bound(zmq.PULL, answers_path(self.home))
         self._events: deque[tuple[int, ConnectorEvent]] = deque()
         # Shared with the watching thread, under the condition's lock.
         self._changed = threading.Condition()
         self._sent: dict[int, int] = {}  # digest by count, until every rank has answered
-        self._taken = dict.fromkeys(range(1, size), 0)
-        self._stages: dict[int, list[Stage]] = {rank: [] for rank in range(1, size)}
         self._refusal: str | None = None
         self._failure: str | None = None
         self._suspicion: tuple[str, float] | None = None  # a failure, and when it was seen
         self._is_closing = False
-        self._stop, self._stopped = os.pipe()
-        self._frozen_s = 0.0  # longest time for which a signal may stop a rank
-        self._frozen_at: dict[int, float] = {}  # when a signal was first seen to have stopped it
-        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
-
-    def start(self, config: WorkerConfig, role: Role, incarnation: str) -> None:
-        """Starts the processes."""
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # readable once the thread is to end
+        self._others = {
+            rank: self._started(rank, config, role, incarnation) for rank in range(1, self.size)
+        }
         limits = Limits(startup_s=config.startup_timeout_s, serving_s=config.hang_timeout_s)
-        self._frozen_s = limits.stopped_s
-        for rank in range(1, self.size):
-            orders = RankOrders(
-                rank=rank,
-                role=role,
-                home=str(self.home),
-                incarnation=incarnation,
-                leader_pid=os.getpid(),
-                alive_fd=kept_open[0] if kept_open else None,
-                config=msgspec.Raw(to_json(config)),
-            )
-            self._processes.append(_spawn(orders))
+        self._watcher = threading.Thread(
+            target=self._watch, args=(limits.stopped_s,), name="ranks", daemon=True
+        )
         self._watcher.start()
 
     def wait_for(self, stage: Stage, timeout_s: float) -> None:
@@ -138,7 +137,7 @@ class Ranks:
 
         def is_there() -> bool:
             failed = self._failure is not None or self._refusal is not None
-            return failed or all(stage in reached for reached in self._stages.values())
+            return failed or all(stage in one.stages for one in self._others.values())
 
         with self._changed:
             in_time = self._changed.wait_for(is_there, timeout_s)
@@ -159,9 +158,9 @@ class Ranks:
         digest = self._digests.add(data)
         with self._changed:
             self._sent[self._digests.count] = digest
-        for socket in self._commands:
+        for other in self._others.values():
             with contextlib.suppress(zmq.Again):  # it has ended, which the thread finds
-                socket.send(data, zmq.NOBLOCK)
+                other.commands.send(data, zmq.NOBLOCK)
 
     def confirm(self) -> None:
         """Returns once every rank has read all that was sent, as it was sent.
@@ -171,7 +170,7 @@ class Ranks:
         count = self._digests.count
         with self._changed:
             in_time = self._changed.wait_for(
-                lambda: self._failure is not None or min(self._taken.values()) >= count,
+                lambda: self._failure is not None or self._num_taken() >= count,
                 _CONFIRM_S,
             )
             self.check()
@@ -191,8 +190,7 @@ class Ranks:
 
     def shards(self) -> tuple[Shard, ...]:
         """How peers reach the pool of each rank, in their order; their connectors are open."""
-        found = [self._shards[rank] for rank in sorted(self._shards)]
-        return tuple(shard for shard in found if shard is not None)
+        return tuple(one.shard for one in self._others.values() if one.shard is not None)
 
     def events(self) -> Sequence[tuple[int, ConnectorEvent]]:
         """Events of the ranks' connectors since the last call, each with its rank."""
@@ -207,17 +205,17 @@ class Ranks:
         self.send(Quit())
         self._is_closing = True
         deadline = time.monotonic() + _QUIT_S
-        for process in self._processes:
+        for other in self._others.values():
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                other.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                other.process.kill()
+                other.process.wait()
         self.group.close()
-        os.close(self._stopped)
-        if self._watcher.is_alive():
-            self._watcher.join()
-        for socket in (self._answers, *self._commands):
+        os.eventfd_write(self._stop, 1)
+        self._watcher.join()
+        os.close(self._stop)
+        for socket in (self._answers, *(one.commands for one in self._others.values())):
             socket.close(0)
         self._context.term()
         shutil.rmtree(self.home, ignore_errors=True)
@@ -229,26 +227,44 @@ class Ranks:
         socket.bind(endpoint)
         return socket
 
+    def _started(self, rank: int, config: WorkerConfig, role: Role, incarnation: str) -> _Rank:
+        orders = RankOrders(
+            rank=rank,
+            role=role,
+            home=str(self.home),
+            incarnation=incarnation,
+            leader_pid=os.getpid(),
+            alive_fd=kept_open[0] if kept_open else None,
+            config=msgspec.Raw(to_json(config)),
+        )
+        return _Rank(self._bound(zmq.PAIR, commands_path(self.home, rank)), _spawn(orders))
+
+    def _num_taken(self) -> int:
+        """Commands that every rank has read."""
+        return min(one.taken for one in self._others.values())
+
     # In the watching thread.
 
     def _look_for_frozen(self, limit_s: float) -> None:
         """Breaks the group if a signal has stopped a rank for so long, also while it is idle."""
         now = time.monotonic()
-        for rank, process in enumerate(self._processes, start=1):
-            if not is_stopped_by_signal(process.pid):
-                self._frozen_at.pop(rank, None)
-            elif now - self._frozen_at.setdefault(rank, now) > limit_s:
+        for rank, other in self._others.items():
+            if not is_stopped_by_signal(other.process.pid):
+                other.frozen_at = None
+            elif other.frozen_at is None:
+                other.frozen_at = now
+            elif now - other.frozen_at > limit_s:
                 self._break(f"a signal has stopped rank {rank}", "stopped")
 
-    def _watch(self) -> None:
+    def _watch(self, frozen_s: float) -> None:
         poller = zmq.Poller()
         poller.register(self._answers, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
-        ends = {os.pidfd_open(one.pid): rank for rank, one in enumerate(self._processes, start=1)}
+        ends = {os.pidfd_open(one.process.pid): rank for rank, one in self._others.items()}
         for end in ends:
             poller.register(end, zmq.POLLIN)
         while self._stop not in (ready := dict(poller.poll(_LOOK_MS))):
-            self._look_for_frozen(self._frozen_s)
+            self._look_for_frozen(frozen_s)
             if self._answers in ready:
                 while self._answers.poll(0):
                     sender, data = self._answers.recv_multipart()
@@ -257,10 +273,11 @@ class Ranks:
                 poller.unregister(end)
                 self._end(ends[end])
             self._conclude()
-        for descriptor in (*ends, self._stop):
-            os.close(descriptor)
+        for end in ends:
+            os.close(end)
 
     def _take(self, rank: int, answer: FromRank) -> None:
+        other = self._others[rank]
         match answer:
             case Taken(count=count, digest=digest):
                 self._compare(rank, count, digest)
@@ -268,11 +285,11 @@ class Ranks:
                 self._events.append((rank, event))
                 os.eventfd_write(self.event_signal, 1)
             case Readdressed(shard=shard):
-                self._shards[rank] = shard
+                other.shard = shard
             case Reached(stage=stage, shard=shard):
-                self._shards[rank] = shard
+                other.shard = shard
                 with self._changed:
-                    self._stages[rank].append(stage)
+                    other.stages.append(stage)
                     self._changed.notify_all()
             case RankRefused(message=message):
                 with self._changed:
@@ -283,15 +300,15 @@ class Ranks:
         with self._changed:
             expected = self._sent.get(count)
             if expected == digest:
-                self._taken[rank] = count
-                for done in [at for at in self._sent if at < min(self._taken.values())]:
+                self._others[rank].taken = count
+                for done in [at for at in self._sent if at < self._num_taken()]:
                     del self._sent[done]
                 self._changed.notify_all()
         if expected != digest:
             self._break(f"rank {rank} has read another command {count} than was sent", "died")
 
     def _end(self, rank: int) -> None:
-        status = self._processes[rank - 1].wait()
+        status = self._others[rank].process.wait()
         if self._is_closing or self._refusal is not None:
             return
         message = f"rank {rank} has ended with status {status}"
@@ -319,19 +336,9 @@ class Ranks:
             is_first, self._failure = self._failure is None, self._failure or message
             self._changed.notify_all()
         if is_first and not self._is_closing:
+            for other in self._others.values():
+                other.process.kill()  # one that is stopped as it starts does not end with us
             self._on_broken(message, ending)
-
-
-def start_ranks(
-    config: WorkerConfig,
-    role: Role,
-    incarnation: str,
-    on_broken: Callable[[str, str], None],
-) -> Ranks:
-    """Starts the processes of all ranks but the first. Raises OSError if they cannot be started."""
-    ranks = Ranks(config.tensor_parallel_size, make_home(), on_broken)
-    ranks.start(config, role, incarnation)
-    return ranks
 
 
 def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
@@ -28,14 +27,6 @@ _ABORT_WARN_S = 30.0
 _STARTING_RETRY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerIdentity:
-    """Identity of this worker, independent of its engine."""
-
-    worker_id: str
-    address: str  # host:port for other processes
-
-
 class Shell:
     """One worker's front, without its sockets."""
 
@@ -50,7 +41,8 @@ class Shell:
     ) -> None:
         self.role = role
         self.access = access
-        self.identity = WorkerIdentity(worker_id="", address="")  # known once the port is
+        self.worker_id = ""  # known once the port is, like the next one
+        self.address = ""  # host:port for other processes
         self.config = config
         self.attempts = attempts
         self.supervisor = supervisor
@@ -76,10 +68,6 @@ class Shell:
         life = self.supervisor.life
         return "" if life is None else life.incarnation
 
-    def address(self) -> str:
-        """Address of this worker for other processes, once it listens."""
-        return self.identity.address
-
     def admit(self, incarnation: str) -> EngineLife:
         """Returns the engine for a new attempt; raises the reason for a refusal.
 
@@ -94,7 +82,7 @@ class Shell:
             )
         if incarnation != life.incarnation:
             raise Replaced(
-                f"this is incarnation {life.incarnation} of {self.identity.worker_id}, but the "
+                f"this is incarnation {life.incarnation} of {self.worker_id}, but the "
                 f"request is for {incarnation!r}"
             )
         return life
@@ -117,7 +105,7 @@ class Shell:
 
     def span(self, name: str, metadata: Carrier | None) -> AbstractContextManager[object]:
         """The work of this worker for a call, within the call's span."""
-        attributes = {"effuse.worker": self.identity.worker_id}
+        attributes = {"effuse.worker": self.worker_id}
         return self.traces.span(name, metadata or (), attributes)
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -158,9 +146,9 @@ class Shell:
             return None
         is_over = self.supervisor.life is None
         return WorkerRecord(
-            worker_id=self.identity.worker_id,
+            worker_id=self.worker_id,
             role=self.role,
-            address=self.identity.address,
+            address=self.address,
             incarnation=life.incarnation,
             engine_port=life.ready.engine_port,
             place=self.place,

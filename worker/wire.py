@@ -38,6 +38,7 @@ from effuse.worker.messages import BlockState, Resume, TokenLogprobs
 _MOST_ID_CHARS = 128
 _MOST_ADDRESS_CHARS = 300
 _MOST_PLACE_CHARS = 256
+_OF_ADDRESS: Final = [name for name in ReceiverAddress.__struct_fields__ if name != "connector"]
 _LATER_KNOBS: Final = (  # which earlier routers do not send
     "editing_threshold",
     "max_post_steps",
@@ -71,12 +72,8 @@ class Writer:
 
 def attempt_id(message: pb.AttemptId) -> AttemptId:
     """Reads an attempt's id."""
-    for field, value in (
-        ("request_id", message.request_id),
-        ("transfer_id", message.transfer_id),
-    ):
-        if not 1 <= len(value) <= _MOST_ID_CHARS:
-            raise _wrong(f"attempt.{field}", f"1 to {_MOST_ID_CHARS} characters", len(value))
+    _check_id("attempt.request_id", message.request_id)
+    _check_id("attempt.transfer_id", message.transfer_id)
     if message.attempt < 1:
         raise _wrong("attempt.attempt", "1 or more", message.attempt)
     return AttemptId(message.request_id, message.attempt, message.transfer_id)
@@ -88,10 +85,7 @@ def writer(message: pb.WorkerRef, field: str) -> Writer:
     is_short = len(message.address) <= _MOST_ADDRESS_CHARS
     if not (is_short and host and colon and port.isdecimal() and 0 < int(port) < 65536):
         raise _wrong(f"{field}.address", "host:port", repr(message.address[:_MOST_ID_CHARS]))
-    if not 1 <= len(message.incarnation) <= _MOST_ID_CHARS:
-        raise _wrong(
-            f"{field}.incarnation", f"1 to {_MOST_ID_CHARS} characters", len(message.incarnation)
-        )
+    _check_id(f"{field}.incarnation", message.incarnation)
     if not 0 < message.engine_port < 65536:
         raise _wrong(f"{field}.engine_port", "1 to 65535", message.engine_port)
     place = message.place[:_MOST_PLACE_CHARS]
@@ -107,16 +101,16 @@ def prompt(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 def reservation(message: pb.Reservation) -> Reservation:
     """Reads a reservation that another worker made."""
-    attempt_id(message.attempt)
+    attempt = attempt_id(message.attempt)
     try:
-        return check_reservation(_reservation(message))
+        return check_reservation(_reservation(message, attempt))
     except MalformedMessage as error:
         raise InvalidRequest.of("reservation", str(error)) from error
 
 
-def _reservation(message: pb.Reservation) -> Reservation:
+def _reservation(message: pb.Reservation, attempt: AttemptId) -> Reservation:
     return Reservation(
-        attempt=_attempt_id(message.attempt),
+        attempt=attempt,
         incarnation=message.incarnation,
         shards=tuple(_shard(message.connector, shard) for shard in message.shards),
         digest_seed=message.digest_seed,
@@ -130,22 +124,11 @@ def _reservation(message: pb.Reservation) -> Reservation:
 def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
     return Shard(
         address=ReceiverAddress(
-            connector=connector,
-            endpoint=message.endpoint,
-            agent_name=message.agent_name,
-            agent_metadata=message.agent_metadata,
-            pool_address=message.pool_address,
-            device_id=message.device_id,
-            memory_kind=message.memory_kind,
-            boot_id=message.boot_id,
+            connector=connector, **{name: getattr(message, name) for name in _OF_ADDRESS}
         ),
         heads=Heads(message.first_head, message.end_head),
         page_bytes=message.page_bytes,
     )
-
-
-def _attempt_id(message: pb.AttemptId) -> AttemptId:
-    return AttemptId(message.request_id, message.attempt, message.transfer_id)
 
 
 def reservation_to_proto(held: Reservation) -> pb.Reservation:
@@ -164,15 +147,8 @@ def reservation_to_proto(held: Reservation) -> pb.Reservation:
 
 
 def _shard_to_proto(shard: Shard) -> pb.ReceivingShard:
-    address = shard.address
     return pb.ReceivingShard(
-        endpoint=address.endpoint,
-        agent_name=address.agent_name,
-        agent_metadata=address.agent_metadata,
-        pool_address=address.pool_address,
-        device_id=address.device_id,
-        memory_kind=address.memory_kind,
-        boot_id=address.boot_id,
+        **{name: getattr(shard.address, name) for name in _OF_ADDRESS},
         first_head=shard.heads.first,
         end_head=shard.heads.end,
         page_bytes=shard.page_bytes,
@@ -308,6 +284,11 @@ def _naming(parent: str) -> Iterator[None]:
         yield
     except SettingError as error:
         raise InvalidRequest.of(f"{parent}{error.name}", error.said) from error
+
+
+def _check_id(field: str, value: str) -> None:
+    if not 1 <= len(value) <= _MOST_ID_CHARS:
+        raise _wrong(field, f"1 to {_MOST_ID_CHARS} characters", len(value))
 
 
 def _wrong(field: str, expected: str, found: object) -> InvalidRequest:

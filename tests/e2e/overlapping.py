@@ -131,7 +131,7 @@ async def _let_go_on(process: psutil.Process, hold_s: float) -> None:
 
 def _life(one: fronts.Running) -> tuple[str, str] | None:
     life = one.front.shell.supervisor.life
-    return None if life is None else (one.front.shell.identity.worker_id, life.incarnation)
+    return None if life is None else (one.front.shell.worker_id, life.incarnation)
 
 
 def _runs(one: fronts.Running) -> bool:

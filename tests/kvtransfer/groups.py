@@ -25,8 +25,8 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation, Shard
-from effuse.kvtransfer.ranks import RankEvents
 from effuse.kvtransfer.thread import ThreadConnector
+from effuse.worker.group_parts import RankEvents
 
 # Four heads of 4 KiB in each of two groups of layers: 32 KiB a page.
 LAYOUT = KVLayout("unified", 4, 4, 16, 16, "float32", most_groups=2)

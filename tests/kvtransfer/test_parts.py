@@ -32,7 +32,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, Heads, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_peers import cuts
 from effuse.kvtransfer.push import check_push, parts_of, shard_of
-from effuse.kvtransfer.ranks import RankEvents
+from effuse.worker.group_parts import RankEvents
 
 DEGREES = (1, 2, 4, 8, 16)
 GROUPS = range(LAYOUT.num_groups)

@@ -265,6 +265,14 @@ def test_a_thread_looks_as_often_as_something_may_happen() -> None:
     assert pace(5.0) is Pace.IDLE
 
 
+def test_the_engine_looks_at_its_address_after_a_fence(thread: Counting) -> None:
+    """A rank tells its leader the new one."""
+    assert not is_readable(thread.fileno())
+    thread.send(Fence("transfer-1", has_drained=False))
+    assert is_readable(thread.fileno(), DEADLINE_S)
+    assert thread.poll() == []
+
+
 def test_a_thread_that_dies_is_noticed(thread: Counting, caplog: pytest.LogCaptureFixture) -> None:
     def die() -> None:
         thread.transport.is_shut = True

@@ -146,9 +146,9 @@ def test_every_peer_is_warmed_up_then_measured_and_announced(
             assert (len(peer.asked), peer.most_at_once) == (3, 1)
             own = peer.asked[0].writer
             assert own.incarnation == scene.one.incarnation
-            assert own.address == scene.one.front.shell.identity.address
+            assert own.address == scene.one.front.shell.address
             assert peer.asked[0].most_pages == 1
-        own_id = scene.one.front.shell.identity.worker_id
+        own_id = scene.one.front.shell.worker_id
         told = f"handoff {own_id} to d0: fake, 2.56e-07 GB/s"
         assert told in [record.getMessage() for record in caplog.records]
         by = {"peer": "d0", "transport": "fake"}

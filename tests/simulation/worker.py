@@ -1,6 +1,6 @@
 """A model of workers' fronts: admission, relayed events, ends of attempts, leases, new engines.
 
-It follows decode_worker/server.py, prefill_worker/server.py, worker/shell.py, worker/service.py,
+It follows decode_worker/server.py, prefill_worker/server.py, worker/shell.py, worker/front.py,
 worker/peer.py and worker/supervisor.py, whose waits are callbacks here. Engines, watchdog and
 leases are the real ones.
 """

@@ -93,8 +93,9 @@ def plant_here(kind: str, seed: int) -> None:
         path = write_tiny_checkpoint(Path(home) / "model", "sdar", seed=2)
         with effuse.LLM(path, device="cpu", num_pages=64, tensor_parallel_size=2) as group:
             ranks = ranks_of(group)
-            tampering = Tampering(ranks._commands[0], kind, rng.randrange(_FIRST), rng)
-            ranks._commands[0] = tampering  # type: ignore[call-overload]
+            rank = ranks._others[1]
+            tampering = Tampering(rank.commands, kind, rng.randrange(_FIRST), rng)
+            rank.commands = tampering  # type: ignore[assignment]
             params = effuse.Params(max_tokens=32, ignore_eos=True)
             while tampering.num_changed == 0:
                 try:

@@ -80,7 +80,7 @@ def test_ready_means_that_a_request_is_served(tmp_path: Path) -> None:
                 assert await health(one.channel, service) == SERVING
             facts = json.loads(one.ready_file.read_text())
             assert facts == {
-                "address": one.front.shell.identity.address,
+                "address": one.front.shell.address,
                 "incarnation": one.incarnation,
                 "metrics": facts["metrics"],
                 "pid": os.getpid(),
@@ -188,7 +188,7 @@ def test_readiness_is_lost_while_there_is_no_engine(tmp_path: Path) -> None:
 
 async def until_refused(one: fronts.Running) -> None:
     """Returns when no process listens at the front's port."""
-    host, _, port = one.front.shell.identity.address.rpartition(":")
+    host, _, port = one.front.shell.address.rpartition(":")
 
     async def is_refused() -> bool:
         try:
@@ -252,7 +252,7 @@ def test_the_port_of_a_worker_that_is_superseded_outlives_its_engine(
         await eventually(ready.exists)
         shell = (await made).shell
         async with (
-            rpc.connect(shell.identity.address, keepalive=None) as channel,
+            rpc.connect(shell.address, keepalive=None) as channel,
             Store(url, "effuse", timeout_s=20.0) as store,
         ):
             one = fronts.Running(await made, channel, asyncio.Event(), done, ready)

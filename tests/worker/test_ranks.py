@@ -59,7 +59,7 @@ def test_a_group_answers_as_one_process_does(
         path, tensor_parallel_size=size, expert_parallel=expert_parallel, **options
     ) as group:
         assert answers(group) == expected
-        pids = [process.pid for process in ranks_of(group)._processes]
+        pids = [one.process.pid for one in ranks_of(group)._others.values()]
         assert len(pids) == size - 1
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
@@ -73,7 +73,7 @@ def group(tmp_path: Path) -> Iterator[effuse.LLM]:
 
 def test_a_rank_that_ends_breaks_its_group(group: effuse.LLM) -> None:
     assert answers(group)
-    (process,) = ranks_of(group)._processes
+    process = ranks_of(group)._others[1].process
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(GroupBroken, match="rank 1 has ended with status -9"):
         group.generate("ab")
@@ -84,7 +84,7 @@ def test_a_rank_that_ends_breaks_its_group(group: effuse.LLM) -> None:
 def test_a_rank_that_a_signal_has_stopped_breaks_its_group_although_it_is_idle(
     group: effuse.LLM,
 ) -> None:
-    (process,) = ranks_of(group)._processes
+    process = ranks_of(group)._others[1].process
     os.kill(process.pid, signal.SIGSTOP)
     until = time.monotonic() + patient(10.0)
     while ranks_of(group)._failure is None and time.monotonic() < until:
