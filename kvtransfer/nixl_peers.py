@@ -159,10 +159,6 @@ class NixlPeers:
         """The peer whose agent has this name, if it is known."""
         return self._peers.get(name)
 
-    def lose(self, peer: NixlPeer) -> None:
-        """A connection failed: the peer is prepared again at its next use."""
-        peer.is_lost = True
-
     def forget(self, life: str) -> None:
         """Removes the receivers of an ended life, because their memory stays in use as long as they
         are known. Receivers with pushes in flight are removed once these have ended.
@@ -277,13 +273,17 @@ class NixlWriters:
             del self._names[digest]  # gone, or to be added again
 
 
-def attempt(what: str, action: Callable[[], T]) -> T:
-    """Makes a NIXL call, and turns its errors into a refusal that names them."""
+def attempt(what: str, action: Callable[[], T], peer: NixlPeer | None = None) -> T:
+    """Makes a NIXL call, and turns its errors into a refusal that names them. `peer` is prepared
+    again at its next use then.
+    """
     try:
         return action()
-    except UnicodeDecodeError as error:  # from NIXL's own binding, for a name in a peer's metadata
-        raise HandoffRefused(Cause.MALFORMED, f"{what}: its name is not UTF-8") from error
-    except NIXL_ERRORS as error:
+    except (UnicodeDecodeError, *NIXL_ERRORS) as error:
+        if peer is not None:
+            peer.is_lost = True
+        if isinstance(error, UnicodeDecodeError):  # NIXL's own binding, for a name in metadata
+            raise HandoffRefused(Cause.MALFORMED, f"{what}: its name is not UTF-8") from error
         raise HandoffRefused(Cause.PEER, f"{what}: {type(error).__name__}: {error}") from error
 
 

@@ -13,10 +13,11 @@ import math
 import os
 import select
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from effuse.kvtransfer import cuda_ipc
@@ -50,7 +51,7 @@ from effuse.kvtransfer.transport import (
     Transport,
 )
 from effuse.kvtransfer.ucx_devices import confine
-from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
+from effuse.kvtransfer.ucx_log import route_of, ucx_log
 
 # On the host both ends digest a chunk while the next one is copied. Smaller ones cost more: each
 # takes the sender about 0.1 ms (measured with 1 to 8 MiB).
@@ -95,7 +96,6 @@ class NixlDelivery:
     """A posted write."""
 
     agent: NixlAgent
-    peers: NixlPeers
     peer: NixlPeer
     write: Transfer | None  # None if it ended immediately
 
@@ -105,12 +105,12 @@ class NixlDelivery:
         if write is None:
             return True
         try:
-            if not attempt("a write failed", lambda: self._has_ended(write)):
+            if not attempt("a write failed", lambda: self._has_ended(write), self.peer):
                 return False
-            attempt("a write could not be released", lambda: self.agent.release(write))
+            release = partial(self.agent.release, write)
+            attempt("a write could not be released", release, self.peer)
         except HandoffRefused:
             self.write = None
-            self.peers.lose(self.peer)
             raise
         self.write = None
         return True
@@ -199,34 +199,21 @@ class NixlTransport(Transport):
         assert isinstance(peer, NixlPeer)
         if peer.route is UNKNOWN:
             tables = self._ucx.tables()
-            peer.route = self._route(tables[peer.num_tables :], None)
-        if peer.route is UNKNOWN:
+            on_gpu, num_bytes = self._kind == "VRAM", self._layout.page_bytes
+            find = partial(route_of, on_gpu=on_gpu, num_bytes=num_bytes)
             is_near = peer.address.boot_id == self.address().boot_id
-            peer.route = self._route(tables, "intra-node" if is_near else "inter-node")
+            peer.route = find(tables[peer.num_tables :])
+            if peer.route is UNKNOWN:
+                peer.route = find(tables, scope="intra-node" if is_near else "inter-node")
         return peer.route
-
-    def _route(self, tables: Sequence[Table], scope: str | None) -> Route:
-        on_gpu = self._kind == "VRAM"
-        return route_of(tables, on_gpu=on_gpu, num_bytes=self._layout.page_bytes, scope=scope)
 
     def say(self, peer: Peer, message: ToReceiver) -> None:
         """Notifies a receiver."""
         assert isinstance(peer, NixlPeer)
         if isinstance(message, Begin):
-            message = Begin(
-                message.attempt,
-                message.source,
-                message.destination,
-                message.heads,
-                message.fingerprint,
-                self._metadata,
-            )
-        data = encode(message)
-        try:
-            attempt("the peer could not be notified", lambda: self._sender.notify(peer.name, data))
-        except HandoffRefused:
-            self._peers.lose(peer)
-            raise
+            message = msgspec.structs.replace(message, reply_to=self._metadata)
+        notify = partial(self._sender.notify, peer.name, encode(message))
+        attempt("the peer could not be notified", notify, peer)
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
         """Posts a write whose end notifies the receiver. May take as long as the copy."""
@@ -239,12 +226,8 @@ class NixlTransport(Transport):
             self._sender.release(write)
             return None
 
-        try:
-            write = attempt("a write could not be posted", post)
-        except HandoffRefused:
-            self._peers.lose(peer)
-            raise
-        return NixlDelivery(self._sender, self._peers, peer, write)
+        write = attempt("a write could not be posted", post, peer)
+        return NixlDelivery(self._sender, peer, write)
 
     def _write(self, peer: NixlPeer, chunk: Chunk) -> Transfer:
         """A write of a chunk, not posted yet. Whole pages, which wait for nothing else, take a
@@ -295,16 +278,6 @@ class NixlTransport(Transport):
         assert isinstance(reply, NixlReply)
         if reply.receiving is self._receiving or reply.receiving in self._retired:
             reply.receiving.writers.tell(reply.writer, encode(message))
-
-    def place(
-        self,
-        page_ids: Sequence[int],
-        groups: range,
-        payload: Sequence[memoryview],
-        heads: range,
-    ) -> None:
-        """The peer has placed them."""
-        raise AssertionError("over NIXL the sender places the pages")
 
     # Fencing.
 

@@ -168,7 +168,7 @@ class Transport(Protocol):
         heads: range,
     ) -> None:
         """Copies the bytes that came with Pages into the pool, split as in `PageMemory.write`."""
-        ...
+        raise AssertionError("over a one-sided transport the sender places the pages")
 
     def renew(self, address: ReceiverAddress) -> None:
         """Gives this pool another address; the old one works until `shut_off`."""

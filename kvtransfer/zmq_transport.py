@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import zmq
@@ -47,7 +47,6 @@ from effuse.kvtransfer.transport import (
 from effuse.kvtransfer.zmq_sockets import (
     MESSAGES_A_TURN,
     CurveKeys,
-    Received,
     ZmqListener,
     ZmqPeer,
 )
@@ -234,8 +233,12 @@ class ZmqTransport(Transport):
         """Messages of peers; also sends chunks that were copied from a GPU."""
         heard: list[Heard] = []
         self._send_fetched(heard)
-        for message in self._listener.receive():
-            self._take(message, heard)
+        for received in self._listener.receive():
+            first, *payload = (frame.buffer for frame in received.frames or [zmq.Frame(b"")])
+            # One that is none has no address for an answer: its sender did not name itself.
+            with suppress(MalformedMessage):
+                message = decode_to_receiver(first)
+                heard.append(FromWriter(message, payload, received.sender))
         # Of hundreds of peers almost none has sent anything, and polling each takes milliseconds.
         ready = {source for source, _ in self._poller.poll(0)}
         for peer in list(self._peers.values()):
@@ -270,14 +273,6 @@ class ZmqTransport(Transport):
         fetched.release()
         delivery.fetched = None
         return view
-
-    def _take(self, received: Received, heard: list[Heard]) -> None:
-        first, *payload = (frame.buffer for frame in received.frames or [zmq.Frame(b"")])
-        try:
-            message = decode_to_receiver(first)
-        except MalformedMessage:
-            return  # no address for an answer: the sender did not name itself
-        heard.append(FromWriter(message, payload, received.sender))
 
     def _hear_peer(self, peer: ZmqPeer, heard: list[Heard]) -> None:
         answers = peer.answers()

@@ -6,11 +6,11 @@ two different ones carries no prompt.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Callable
 from typing import Literal
 
+from effuse.config.checks import is_loopback
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -37,7 +37,7 @@ def choose_connector(
     if config.encrypt_pages:
         LOG.info("connector: zmq, because only zmq encrypts pages")
         return "zmq"
-    if not (on_gpu or _is_loopback(config.host)):
+    if not (on_gpu or is_loopback(config.host)):
         LOG.info(
             "connector: zmq, because pages are in host memory and workers are on several hosts"
         )
@@ -58,13 +58,6 @@ def why_no_nixl(host: str) -> str:
     except (ImportError, OSError) as error:  # not installed, or it lacks a library
         return str(error)
     return why_unusable(host)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def connect(

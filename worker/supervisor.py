@@ -109,7 +109,13 @@ class EngineClient:
         incarnation = new_incarnation()
         socket = EngineSocket(f"ipc://{home / SOCKET}")
         try:
-            process = await _start(module, _orders(socket.endpoint, incarnation, config))
+            orders = Orders(
+                endpoint=socket.endpoint,
+                incarnation=incarnation,
+                front_pid=os.getpid(),
+                config=msgspec.Raw(to_json(config)),
+            )
+            process = await _start(module, orders)
         except OSError:
             socket.close()
             shutil.rmtree(home, ignore_errors=True)
@@ -211,23 +217,12 @@ class EngineSocket:
         self._context.term()
 
 
-def _orders(endpoint: str, incarnation: str, config: WorkerConfig) -> bytes:
-    return msgspec.json.encode(
-        Orders(
-            endpoint=endpoint,
-            incarnation=incarnation,
-            front_pid=os.getpid(),
-            config=msgspec.Raw(to_json(config)),
-        )
-    )
-
-
-async def _start(module: str, orders: bytes) -> asyncio.subprocess.Process:
+async def _start(module: str, orders: Orders) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", module), stdin=asyncio.subprocess.PIPE
     )
     assert process.stdin is not None
-    process.stdin.write(orders)
+    process.stdin.write(msgspec.json.encode(orders))
     process.stdin.close()
     return process
 

@@ -118,7 +118,7 @@ def test_a_peer_that_changed_or_was_lost_is_added_anew_once_nothing_is_in_flight
     with pytest.raises(HandoffRefused, match="writes to it are in flight"):
         find(peers, to(1, pool=4096))
     assert find(peers, to(1)) is peer
-    peers.lose(peer)
+    peer.is_lost = True
     peer.num_pushes = 0
     assert find(peers, to(1)) is not peer
     assert agent.removed == ["decode-1"] and agent.added == ["decode-1"] * 2
@@ -134,14 +134,14 @@ def test_a_pool_is_prepared_by_pages_and_by_groups_as_long_as_its_peer_is_known(
     by_page, by_group = (LARGE.page_bytes, count), (LARGE.group_bytes, count * groups)
     assert agent.prepared == [by_page, by_group]
     assert peer.lists.cut(1) is agent.prepared[0] and peer.lists.cut(groups) is agent.prepared[1]
-    peers.lose(peer)
+    peer.is_lost = True
     find(peers, to(1, layout=LARGE))
     assert len(agent.prepared) == 2
 
 
 def test_a_write_is_looked_at_several_times(agent: Any) -> None:
     """Each poll notices some of the arrived writes, and the next turn may be far."""
-    delivery = NixlDelivery(agent, NixlPeers(agent, SMALL), agent, Transfer(object()))
+    delivery = NixlDelivery(agent, agent, Transfer(object()))
     agent.looks = chain(repeat(False, LOOKS), [False, True], repeat(False))
     assert not delivery.is_over()
     assert delivery.is_over()
