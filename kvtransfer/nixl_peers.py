@@ -25,6 +25,7 @@ from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList, handl
 LOG = logging.getLogger(__name__)
 
 MOST_PEERS = 1024
+_CALL_ERRORS: tuple[type[Exception], ...] = (UnicodeDecodeError, *NIXL_ERRORS)
 T = TypeVar("T")
 
 
@@ -279,7 +280,7 @@ def attempt(what: str, action: Callable[[], T], peer: NixlPeer | None = None) ->
     """
     try:
         return action()
-    except (UnicodeDecodeError, *NIXL_ERRORS) as error:
+    except _CALL_ERRORS as error:
         if peer is not None:
             peer.is_lost = True
         if isinstance(error, UnicodeDecodeError):  # NIXL's own binding, for a name in metadata

@@ -1,7 +1,8 @@
 """The transports that UCX uses: its tables of protocols, read from its log.
 
-UCX reports them nowhere else. The log goes to a file in memory, because UCX buffers its output, and
-lines outside of tables go to our own log.
+UCX reports them nowhere else. A measured rate does not show whether pages between GPUs take TCP: a
+fast network's TCP is as fast as a slow network's RDMA. The log goes to a file in memory, because
+UCX buffers its output, and lines outside of tables go to our own log.
 """
 
 from __future__ import annotations
