@@ -37,7 +37,7 @@ from effuse.kvtransfer.messages import (
     encode,
     writer_of,
 )
-from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, confine
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, PoolLists, attempt
 from effuse.kvtransfer.transport import (
     Chunk,
@@ -50,7 +50,6 @@ from effuse.kvtransfer.transport import (
     Reply,
     Transport,
 )
-from effuse.kvtransfer.ucx_devices import confine
 from effuse.kvtransfer.ucx_log import route_of, ucx_log
 
 # On the host both ends digest a chunk while the next one is copied. Smaller ones cost more: each

@@ -6,8 +6,8 @@ import ipaddress
 
 import pytest
 
-from effuse.kvtransfer import ucx_devices
-from effuse.kvtransfer.ucx_devices import DEVICES, FAMILIES, confine
+from effuse.kvtransfer import nixl_agent
+from effuse.kvtransfer.nixl_agent import DEVICES, FAMILIES, confine
 
 OWN = [
     ("lo", ipaddress.ip_address("127.0.0.1")),
@@ -19,8 +19,8 @@ OWN = [
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx_devices, "addresses", lambda: iter(OWN))
-    monkeypatch.setattr(ucx_devices, "_rdma_ports", lambda: iter(["mlx5_0:1"]))
+    monkeypatch.setattr(nixl_agent, "addresses", lambda: iter(OWN))
+    monkeypatch.setattr(nixl_agent, "_rdma_ports", lambda: iter(["mlx5_0:1"]))
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_an_address_that_is_not_ours_is_refused(host: str, told: str) -> None:
 
 def test_the_kernel_tells_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert ("lo", ipaddress.ip_address("127.0.0.1")) in list(ucx_devices.addresses())
+    assert ("lo", ipaddress.ip_address("127.0.0.1")) in list(nixl_agent.addresses())
