@@ -8,6 +8,7 @@ From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.rank_faults
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import psutil
 from checkpoints import Architecture
 from e2e.client import connect
 from e2e.comparison import Pair
@@ -58,16 +60,16 @@ class Ledger:
         )
 
 
-def rank_pids(module: str) -> list[int]:
-    """Processes of this machine that run `python -m module`."""
+def rank_pids(fleet: Fleet, role: Role) -> list[int]:
+    """Processes of a role's ranks; their leaders are not among them."""
+    module = f"effuse.{role}_worker.rank"
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended
-            continue
-        if module.encode() in words:
-            found.append(int(path.parent.name))
+    for number in range(2):
+        worker = psutil.Process(fleet.processes[f"{role}-{number}"].pid)
+        for child in worker.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if module in child.cmdline():
+                    found.append(child.pid)
     return found
 
 
@@ -99,7 +101,7 @@ def inject(fleet: Fleet, role: Role, count: int, ledger: Ledger) -> None:
     rng = random.Random(role)
     for number in range(count):
         before = wait_ready(fleet, role)
-        victim = rng.choice(rank_pids(f"effuse.{role}_worker.rank"))
+        victim = rng.choice(rank_pids(fleet, role))
         kind = (signal.SIGKILL, signal.SIGSTOP)[number % 2]
         began = time.monotonic()
         os.kill(victim, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from slowness import patient
 from worker.planted import LIMIT_S, plant, ranks_of
 
 import effuse
-from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage
+from effuse.worker import ranks
+from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, RankOrders
 from effuse.worker.ranks import GroupBroken
 from effuse.worker.watchdog import BROKEN_STATUS
 
@@ -91,6 +93,24 @@ def test_a_rank_that_a_signal_has_stopped_breaks_its_group_although_it_is_idle(
         time.sleep(0.05)
     with pytest.raises(GroupBroken, match="a signal has stopped rank 1"):
         group.generate("ab")
+
+
+def test_a_rank_that_a_signal_stops_as_it_starts_does_not_outlive_its_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not yet asked to die with its leader."""
+    spawn, spawned = ranks._spawn, list[subprocess.Popen[bytes]]()
+
+    def stopped(orders: RankOrders) -> subprocess.Popen[bytes]:
+        spawned.append(spawn(orders))
+        spawned[0].send_signal(signal.SIGSTOP)
+        return spawned[0]
+
+    monkeypatch.setattr(ranks, "_spawn", stopped)
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    with pytest.raises(GroupBroken, match="a signal has stopped rank 1"):
+        effuse.LLM(path, device="cpu", tensor_parallel_size=2)
+    assert spawned[0].wait(patient(5.0)) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("kind", ["number", "earlier"])
