@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
-from effuse.kvtransfer.connector import Cancel, Forget
+from effuse.kvtransfer.connector import Cancel, Command, Forget, ForgetLife
 from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed, ReceiverGone
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
@@ -81,15 +81,29 @@ def test_an_abort_ends_an_attempt_wherever_it_is(
     assert rig.arrived() == []
 
 
+def withheld(rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: type[Command]) -> list[Command]:
+    """Commands of this kind, which the source's connector does not get."""
+    kept: list[Command] = []
+    send = rig.source.send
+
+    def sift(command: Command) -> None:
+        if isinstance(command, kind):
+            kept.append(command)
+        else:
+            send(command)
+
+    monkeypatch.setattr(rig.source, "send", sift)
+    return kept
+
+
 def test_an_abort_is_answered_only_when_the_push_has_drained(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(rig.source, "cancel", asked.append)
+    asked = withheld(rig, monkeypatch, Cancel)
     pushing(rig)
     rig.abort(attempt_of("a"))
     rig.settle()
-    assert asked == ["transfer-a"]
+    assert asked == [Cancel("transfer-a")]
     assert rig.take(AbortDone) == []
     assert rig.engine.load().free_pages == 3
     monkeypatch.undo()
@@ -102,7 +116,7 @@ def test_an_abort_is_answered_only_when_the_push_has_drained(
 def test_an_abort_after_a_failure_waits_for_the_drain_and_did_not_run(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rig.source, "cancel", lambda _: None)
+    withheld(rig, monkeypatch, Cancel)
     reservation = rig.push_to(rig.start("a", PROMPT), 5)
     rig.target.send(Forget(reservation.transfer_id))
     rig.settle()
@@ -189,9 +203,8 @@ def _ends(rig: Rig) -> list[AbortDone | PromptPushed | Failed]:
 def test_the_connector_forgets_a_receiver_that_is_gone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forgotten: list[str] = []
-    monkeypatch.setattr(rig.source, "forget_life", forgotten.append)
+    forgotten = withheld(rig, monkeypatch, ForgetLife)
     gone = ReceiverGone(incarnation="decode-2")
     assert rig.engine.meanwhile([gone]) == [gone], "lost within a forward"
     rig.engine.handle(gone)
-    assert forgotten == ["decode-2"]
+    assert forgotten == [ForgetLife("decode-2")]
