@@ -87,6 +87,8 @@ class PageDigests:
 
     def poll(self) -> bool:
         """Takes finished digests; returns whether all are."""
+        if not self._jobs:
+            return True
         left = []
         for first, groups, job in self._jobs:
             found = job.poll()
