@@ -18,7 +18,8 @@ from slowness import patient
 from worker.planted import LIMIT_S, plant, ranks_of
 
 import effuse
-from effuse.worker import ranks
+from effuse.protos.errors import EngineLost
+from effuse.worker import ranks, supervisor
 from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, RankOrders
 from effuse.worker.ranks import GroupBroken
 from effuse.worker.watchdog import BROKEN_STATUS
