@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
@@ -29,17 +28,15 @@ from effuse.protos.errors import (
     InvalidRequest,
     Unavailable,
 )
-from effuse.router.admission import Admission
-from effuse.router.attempt import Attempt, AttemptListener, AttemptParts, Unfinished
-from effuse.router.client import finished_of, progress_labels, progress_text, state_text
-from effuse.router.failures import REFUSALS, Failure, FailureKind, RetryBudget
+from effuse.router.attempt import Attempt, Unfinished
+from effuse.router.client import Listener, finished_of, progress_labels, progress_text, state_text
+from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import EMPTY_S, AttemptShare
-from effuse.router.known_requests import KnownRequests
+from effuse.router.parts import Parts
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
-from effuse.router.prefixes import SentPrefixes
 from effuse.router.request import AnyRequest, Request
 from effuse.router.request_states import Event
-from effuse.router.seats import RETRY_AFTER_S, Seats
+from effuse.router.seats import RETRY_AFTER_S
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -61,23 +58,10 @@ TOGETHER_S: Final = 0.1
 several engines together, and the next engine might be one whose death is not known yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerParts(AttemptParts):
-    """The parts of a router that an answer uses."""
-
-    admission: Admission
-    seats: Seats
-    prefixes: SentPrefixes
-    budget: RetryBudget
-    requests: KnownRequests
-    recovery_s: float  # longest that a request waits for a worker that goes on with it
-    max_losses: int  # that a request may have in a row
-
-
 class AnswerRun:
     """Run once, for a request for one answer or for one of its answers."""
 
-    def __init__(self, parts: AnswerParts, request: Request, told: AttemptListener) -> None:
+    def __init__(self, parts: Parts, request: Request, told: Listener) -> None:
         self._parts = parts
         self._request = request
         self._told = told
@@ -92,7 +76,9 @@ class AnswerRun:
                 if own := self._own_workers(placement):
                     with parts.metrics.waiting("alone"):
                         await parts.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
-                with self._counted(placement) as share, parts.traces.span("attempt"):
+                prompt = request.prompt
+                counted = parts.fleet.counted(placement, len(prompt.token_ids), prompt.max_tokens)
+                with counted as share, parts.traces.span("attempt"):
                     reason = await self._begin_attempt(placement, share).run()
             except Unfinished as unfinished:
                 failure = unfinished.failure
@@ -104,11 +90,6 @@ class AnswerRun:
                 if parts.fleet.num_alone:
                     parts.fleet.release_workers(request.holder)
             await self._prepare_retry(failure)
-
-    def _counted(self, placement: Placement) -> AbstractContextManager[AttemptShare]:
-        request = self._request
-        num_prompt = len(request.prompt.token_ids)
-        return self._parts.fleet.counted(placement, num_prompt, request.prompt.max_tokens)
 
     # Before an attempt.
 
@@ -170,21 +151,19 @@ class AnswerRun:
 
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
-        request = self._request
-        alone = self._roles_alone()
-        need = self._parts.fleet.need(
-            request.asked.model.name,
-            request.attempts.setbacks.avoided(self._parts.now()),
-            request.answer.fingerprint if request.answer.token_ids else None,
+        request, fleet = self._request, self._parts.fleet
+        alone, attempts = self._roles_alone(), request.attempts
+        is_first = bool(attempts.group) and not attempts.count
+        return replace(
+            fleet.need(request.asked.model.name, on_decode_only=request.asked.settings.is_canvas),
+            excluded=attempts.setbacks.avoided(self._parts.now()),
+            fingerprint=request.answer.fingerprint if request.answer.token_ids else None,
             holder=request.holder if alone else None,
             alone=alone,
-            on_decode_only=request.asked.settings.is_canvas,
-            cached=self._parts.prefixes.cached(request.prompt.prefix_keys),
+            cached=fleet.prompts.cached(request.prompt.prefix_keys),
+            beside=attempts.beside if is_first else None,
+            num_answers=request.asked.num_answers if is_first and not request.index else 1,
         )
-        if not request.attempts.group or request.attempts.count:
-            return need
-        num_answers = 1 if request.index else request.asked.num_answers
-        return replace(need, beside=request.attempts.beside, num_answers=num_answers)
 
     def _look_again_s(self) -> float:
         """Seconds until the choice, or an error about it, may be another one although nothing
@@ -197,13 +176,13 @@ class AnswerRun:
             parts.fleet.standing.next_change_s(),
         ]
         if setbacks.stalled_at is not None:
-            due.append(parts.recovery_s - setbacks.stalled_s(now))
+            due.append(parts.config.recovery_s - setbacks.stalled_s(now))
         return min(one for one in due if one is not None and one > 0) + 0.001
 
     def _check_stall(self, need: AttemptNeeds) -> None:
         """Raises `Unavailable` if no worker has gone on with the request for too long."""
         stalled_s = self._request.attempts.setbacks.stalled_s(self._parts.now())
-        if stalled_s > self._parts.recovery_s:
+        if stalled_s > self._parts.config.recovery_s:
             missing = self._parts.fleet.what_is_missing(need)
             raise self._unavailable(
                 f"no worker could continue it within {stalled_s:.3g} s: {missing}"
@@ -213,7 +192,7 @@ class AnswerRun:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
         if placement.prefill is not None:
-            self._parts.prefixes.note(request.prompt.prefix_keys, placement.prefill.life)
+            self._parts.fleet.prompts.note(request.prompt.prefix_keys, placement.prefill.life)
         request.begin_attempt(prefill, placement.decode.worker_id, self._parts.now())
         attempt = Attempt(self._parts, request, placement, self._told, share)
         self._told.begin_attempt(placement, attempt.transfer_id)
@@ -241,7 +220,7 @@ class AnswerRun:
         parts.poison.note_death(request, failure)
         # Next time its pages come first.
         attempts.is_patient = attempts.is_patient or failure.outcome is FailureKind.LATE
-        if setbacks.losses_in_a_row > parts.max_losses:
+        if setbacks.losses_in_a_row > parts.config.max_losses:
             text = f"the request lost {setbacks.losses_in_a_row} workers in a row"
             raise self._unavailable(text, retryable=False) from error
         if isinstance(error, EngineLost):

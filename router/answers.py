@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from msgspec.structs import replace
 
-from effuse.router.answer import AnswerParts, AnswerRun
-from effuse.router.attempt import AttemptListener
+from effuse.router.answer import AnswerRun
+from effuse.router.client import Listener
 from effuse.router.detokenizer import AnswerText
+from effuse.router.parts import Parts
 from effuse.router.policy import Placement, WorkerLife
 from effuse.router.request import AnswerAttempts, AnswerState, Costs, Request
 from effuse.router.request_states import State
-from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 
 
-class SideBySide:
+class SideBySide(Listener):
     """All answers to one request, which is admitted and knows its prompt. Run once. `on_end` is
     called for each answer that ends well, because others may use its slot from then on."""
 
     def __init__(
         self,
-        parts: AnswerParts,
+        parts: Parts,
         request: Request,
-        client: AttemptListener,
+        client: Listener,
         on_end: Callable[[Request], None],
     ) -> None:
         self._parts = parts
@@ -67,7 +67,7 @@ class SideBySide:
             one.attempts.beside = self._place
         return await self._run(one, _Follower(self))
 
-    async def _run(self, one: Request, told: AttemptListener) -> pb.GenerateStreamResponse | None:
+    async def _run(self, one: Request, told: Listener) -> pb.GenerateStreamResponse | None:
         """The last event of all, where this answer is the last one to end."""
         ended = await AnswerRun(self._parts, one, told).run()
         self._on_end(one)
@@ -103,20 +103,15 @@ class SideBySide:
             self._is_reserved.set()
 
 
-class _Follower:
+class _Follower(Listener):
     """The listener of the other answers, whose attempts are not recorded."""
 
     def __init__(self, all_answers: SideBySide) -> None:
         self._all = all_answers
 
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
-        await self._all.send(event)
-
-    def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
-        return
-
-    def note_reserved(self, placement: Placement) -> None:
-        return
+    def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
+        """Sends one event; raises `ClientGone`."""
+        return self._all.send(event)
 
 
 def _is_at(one: Request, place: WorkerLife | None) -> bool:
@@ -130,7 +125,9 @@ def split(request: Request, texts: Iterable[AnswerText], group: str) -> tuple[Re
     answers = tuple(
         Request(
             id=request.id,
-            asked=_asked_of(request.asked, index),
+            asked=replace(
+                request.asked, sampling=replace(request.asked.sampling, answer_index=index)
+            ),
             arrived=request.arrived,
             limit_s=request.limit_s,
             deadline=request.deadline,
@@ -155,8 +152,3 @@ def add_up(request: Request) -> None:
     attempts.prefill_worker, attempts.decode_worker = first.prefill_worker, first.decode_worker
     attempts.count = sum(one.attempts.count for one in request.answers)
     request.costs = Costs.sum_of([one.costs for one in request.answers], request.costs.queue_s)
-
-
-def _asked_of(asked: Asked, index: int) -> Asked:
-    sampling = replace(asked.sampling, answer_index=index)
-    return replace(asked, sampling=sampling)

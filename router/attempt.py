@@ -10,29 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from msgspec.structs import asdict
 
-from effuse.config.decoding import Sampling
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Refused
-from effuse.router.calls import AttemptFailed, Cleanup, DecodeCall, PrefillCall, read_message
-from effuse.router.client import Recipient, commit_of
+from effuse.router.calls import DecodeCall, PrefillCall, read_message
+from effuse.router.client import Listener, commit_of
 from effuse.router.detokenizer import draft_text
 from effuse.router.failures import Failure, FailureKind, judge
-from effuse.router.fleet import AttemptShare, RoutedFleet
-from effuse.router.metrics import RouterMetrics
-from effuse.router.monitor import Monitor
-from effuse.router.poison import PoisonGuard
+from effuse.router.fleet import AttemptShare
+from effuse.router.parts import Parts
 from effuse.router.policy import Placement
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State
-from effuse.router.tokenizer import Tokenizer
-from effuse.telemetry.traces import Traces
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 
@@ -49,39 +43,15 @@ class Unfinished(Exception):
         self.failure = failure
 
 
-class AttemptListener(Recipient, Protocol):
-    """Receives the events of an answer, and news of the attempts at it."""
-
-    def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
-        """Another attempt begins on these workers."""
-
-    def note_reserved(self, placement: Placement) -> None:
-        """The decode worker of the attempt holds pages for the prompt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptParts:
-    """The parts of a router that an attempt uses. `now` is a monotonic clock in seconds."""
-
-    fleet: RoutedFleet
-    cleanup: Cleanup
-    tokenizer: Tokenizer
-    monitor: Monitor
-    metrics: RouterMetrics
-    traces: Traces
-    poison: PoisonGuard
-    now: Callable[[], float]
-
-
 class Attempt:
     """Run once. The request has begun its attempt on `placement` already."""
 
     def __init__(
         self,
-        parts: AttemptParts,
+        parts: Parts,
         request: Request,
         placement: Placement,
-        told: AttemptListener,
+        told: Listener,
         share: AttemptShare,
     ) -> None:
         self._parts = parts
@@ -105,11 +75,13 @@ class Attempt:
         `ClientGone`."""
         prefill, request = self._placement.prefill, self._request
         with self._judging():
-            for worker in self._workers():
+            # Both prove that they belong to the fleet before they get any message, because any
+            # process may have an address from Redis.
+            for worker in filter(None, (prefill, self._placement.decode)):
                 try:
                     await self._parts.fleet.peers.at(worker.address).channel.prove()
                 except PeerLost as error:
-                    raise AttemptFailed(error, worker) from error
+                    raise Unfinished(self._judge(error, worker)) from error
             if prefill is not None and not request.attempts.is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
                 await self._open_prefill(prefill).send_prompt(self._id, self._break_off)
@@ -134,7 +106,7 @@ class Attempt:
         if request.answer.text.is_stopped:  # its workers know nothing of that
             self._end_calls_now()
         else:
-            self._parts.cleanup.settle_calls([decode], self._readers(), self._end_calls)
+            self._parts.cleanup.settle_calls([decode, *self._readers()], self._cut_off)
         assert self._reason is not None, "sent completely"
         return self._reason
 
@@ -143,8 +115,6 @@ class Attempt:
         """Ends the calls after any failure, and raises it as `Unfinished` with its meaning."""
         try:
             yield
-        except AttemptFailed as failed:
-            raise Unfinished(self._judge(failed)) from failed
         except (BrokenStream, IllegalRequestEvent, EffuseError) as error:
             self._end_calls_now()
             raise Unfinished(self._failure(error)) from error
@@ -156,13 +126,6 @@ class Attempt:
                 self._breaking_off.cancel()
 
     # Opening.
-
-    def _workers(self) -> Iterator[WorkerRecord]:
-        """Both must prove that they belong to the fleet before they get any message, because any
-        process may have an address from Redis."""
-        if self._placement.prefill is not None:
-            yield self._placement.prefill
-        yield self._placement.decode
 
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._parts.fleet.peers.at(worker.address).prefill
@@ -177,6 +140,7 @@ class Attempt:
 
     def _open_decode(self) -> DecodeCall:
         request, placement = self._request, self._placement
+        sampling = request.asked.sampling
         message = worker_pb2.DecodeRequest(
             attempt=self._id,
             incarnation=placement.decode.incarnation,
@@ -184,7 +148,9 @@ class Attempt:
             max_tokens=request.prompt.max_tokens,
             min_tokens=request.asked.min_tokens,
             stop_token_ids=request.asked.stop_token_ids,
-            sampling=_sampling(request.asked.sampling),
+            sampling=worker_pb2.DecodeSampling(
+                **asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
+            ),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
             drafts=request.asked.wants_drafts or self._parts.monitor.num_watchers > 0,
             num_logprobs=request.asked.num_logprobs,
@@ -242,7 +208,11 @@ class Attempt:
             case "reservation":
                 self._take_reservation(event.reservation, now)
             case "verified":
-                self._take_verified(event.verified, now)
+                request.add_verified(event.verified, now)
+                self._share.end_prompt()
+                if (writer := self._placement.prefill) is not None:
+                    pair = (writer.life, self._placement.decode.life)
+                    self._parts.fleet.standing.note_handoff(pair)
             case "commit":
                 request.answer.fingerprint = self._placement.decode.fingerprint
                 before = len(request.answer.token_ids)
@@ -266,13 +236,6 @@ class Attempt:
         if self._placement.prefill is not None:
             self._request.costs.connector = reservation.connector
         self._told.note_reserved(self._placement)
-
-    def _take_verified(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
-        self._request.add_verified(verified, now)
-        self._share.end_prompt()
-        writer, decode = self._placement.prefill, self._placement.decode
-        if writer is not None:
-            self._parts.fleet.standing.note_handoff((writer.life, decode.life))
 
     def _describe_draft(
         self, draft: worker_pb2.DecodeDraft
@@ -299,8 +262,9 @@ class Attempt:
     def _break_off(self) -> None:
         """Prefill has failed: nothing will come of decode's call but, where the pages did not get
         through, why."""
-        assert self._prefill is not None and self._prefill.failure is not None
-        if self._judge(self._prefill.failure).outcome is FailureKind.HANDOFF:
+        failure = self._prefill_failure()
+        assert failure is not None
+        if failure.outcome is FailureKind.HANDOFF:
             loop = asyncio.get_running_loop()
             self._breaking_off = loop.call_later(LAST_WORD_S, self._cancel_decode)
         else:
@@ -313,25 +277,35 @@ class Attempt:
     def _failure(self, error: Exception) -> Failure:
         """The failure to act on. Decode's own comes before prefill's, because it decides the next
         place."""
-        decode, prefill = self._placement.decode, self._prefill
-        if self._is_broken_off and prefill is not None and prefill.failure is not None:
-            return self._judge(prefill.failure)
+        if self._is_broken_off and (failure := self._prefill_failure()) is not None:
+            return failure
         if not isinstance(error, EffuseError):
             error = PeerLost(f"{self._peer} broke the protocol: {error}")
-        return self._judge(AttemptFailed(error, decode))
+        return self._judge(error, self._placement.decode)
 
-    def _judge(self, failed: AttemptFailed) -> Failure:
+    def _prefill_failure(self) -> Failure | None:
+        prefill = self._prefill
+        if prefill is None or prefill.failure is None:
+            return None
+        return self._judge(prefill.failure, prefill.worker)
+
+    def _judge(self, error: EffuseError, worker: WorkerRecord) -> Failure:
         is_handoff = self._request.answer.state is State.PREFILLING
-        return judge(failed.error, failed.worker, self._placement, is_handoff=is_handoff)
+        return judge(error, worker, self._placement, is_handoff=is_handoff)
 
     def _end_calls_now(self) -> None:
         self._end_calls()
         if readers := self._readers():
-            self._parts.cleanup.settle_calls([], readers)
+            self._parts.cleanup.settle_calls(readers, readers[0].cancel)
 
     def _readers(self) -> list[asyncio.Task[None]]:
         prefill = self._prefill
         return [] if prefill is None or prefill.reader is None else [prefill.reader]
+
+    def _cut_off(self) -> None:
+        self._end_calls()
+        for reader in self._readers():
+            reader.cancel()
 
     def _end_calls(self) -> None:
         """Nothing here waits: a request that is cancelled ends at once, its workers soon after."""
@@ -344,8 +318,3 @@ class Attempt:
             prefill.stream.cancel()
             if not prefill.is_pushed:
                 cleanup.send_abort(prefill.worker, self._id, reason)
-
-
-def _sampling(sampling: Sampling) -> worker_pb2.DecodeSampling:
-    fields = asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
-    return worker_pb2.DecodeSampling(**fields)

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -32,7 +32,6 @@ from effuse.v1 import worker_pb2
 
 LOG: Final = logging.getLogger(__name__)
 
-Message = TypeVar("Message", covariant=True)
 DecodeCall = grpc.aio.UnaryStreamCall[worker_pb2.DecodeRequest, worker_pb2.DecodeResponse]
 PrefillStream = grpc.aio.StreamStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 ABORT_S: Final = 5.0
@@ -40,23 +39,7 @@ SETTLE_S: Final = 0.25
 """How long calls of an attempt that is over may take to end by themselves."""
 
 
-class AttemptFailed(Exception):
-    """One of an attempt's two calls failed; `worker` is to blame."""
-
-    def __init__(self, error: EffuseError, worker: WorkerRecord) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.worker = worker
-
-
-class Readable(Protocol[Message]):
-    """A call that answers with a stream."""
-
-    async def read(self) -> Message:
-        """The next message, or grpc.aio.EOF."""
-
-
-async def read_message(call: Readable[Message], peer: str) -> Message:
+async def read_message(call: DecodeCall | PrefillStream, peer: str) -> Any:
     """The next message of a stream, or grpc.aio.EOF at its good end; raises `EffuseError`."""
     try:
         return await call.read()
@@ -100,7 +83,7 @@ class PrefillCall:
         self.worker = worker
         self.reader: asyncio.Task[None] | None = None
         self.is_pushed = False
-        self.failure: AttemptFailed | None = None
+        self.failure: EffuseError | None = None
         self._is_unheard = False  # the reservation found the call over
         self._request = request
         self._ask = ask
@@ -142,7 +125,7 @@ class PrefillCall:
                 return
             if self._is_unheard and await self._has_lost_its_status():
                 error = await self._ask_why()
-            self.failure = AttemptFailed(error, self.worker)
+            self.failure = error
             on_failure()
 
     async def _has_lost_its_status(self) -> bool:
@@ -171,13 +154,6 @@ class PrefillCall:
             self.is_pushed = self.is_pushed or response.HasField("pushed")
         if not self.is_pushed:
             raise PeerLost(f"{self._peer} ended its call before the pages were pushed")
-
-
-class Ending(Protocol):
-    """A call of ours, or the task that reads it."""
-
-    def add_done_callback(self, callback: Callable[[Any], None], /) -> object:
-        """Calls it once this has ended."""
 
 
 class Cleanup:
@@ -217,27 +193,26 @@ class Cleanup:
 
     def settle_calls(
         self,
-        calls: Sequence[Ending],
-        readers: Sequence[asyncio.Task[None]],
-        end_calls: Callable[[], None] | None = None,
+        ending: Sequence[grpc.aio.Call | asyncio.Task[None]],
+        cut_off: Callable[[], object],
     ) -> None:
-        """Takes over the calls that an attempt leaves. `end_calls` ends every one of them; it is
-        called if they have not ended in time."""
+        """Takes over the calls, and the tasks that read them, that an attempt leaves. `cut_off`
+        ends every one of them; it is called if they have not ended in time."""
         if self._aborts is None:
-            _cut_off(readers, end_calls)
+            cut_off()
             return
-        num_left = len(calls) + len(readers)
+        num_left = len(ending)
         self.num_open += 1
         self._all_settled.clear()
         loop = asyncio.get_running_loop()
 
-        def cut_off() -> None:
+        def end_late() -> None:
             self.num_late += 1
-            _cut_off(readers, end_calls)
+            cut_off()
 
         def watch() -> None:
             # A timer and no task: every request passes here, and hardly one is late.
-            late = loop.call_later(self._settle_s, cut_off)
+            late = loop.call_later(self._settle_s, end_late)
 
             def note_end(_: object) -> None:
                 nonlocal num_left
@@ -246,7 +221,7 @@ class Cleanup:
                     late.cancel()
                     self._note_settled()
 
-            for one in (*calls, *readers):
+            for one in ending:
                 one.add_done_callback(note_end)
 
         loop.call_soon(watch)  # once the answer is on its way
@@ -273,10 +248,3 @@ class Cleanup:
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise
-
-
-def _cut_off(readers: Sequence[asyncio.Task[None]], end_calls: Callable[[], None] | None) -> None:
-    if end_calls is not None:
-        end_calls()
-    for reader in readers:
-        reader.cancel()

@@ -1,8 +1,6 @@
-"""The models of the fleet, the one that a request names, and ModelService with the workers that
-serve them.
+"""ModelService: the models of the fleet and the workers that serve them, and text to ids and back.
 
-Workers announce their models. A model whose workers are gone stays known: requests for it wait for
-a worker and are not refused with NOT_FOUND."""
+Not here: which models there are (`seats.py`)."""
 
 from __future__ import annotations
 
@@ -12,12 +10,11 @@ from typing import Any, Final
 from effuse.client.params import NAMES
 from effuse.config.decoding import ALGORITHMS, DecodingDefaults
 from effuse.placement.records import Link, ModelInfo
-from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
+from effuse.protos.errors import InvalidRequest
 from effuse.protos.rpc import Context
-from effuse.router.findings import Findings, check_model_name, shown
-from effuse.router.fleet import RoutedFleet
+from effuse.router.findings import Findings
+from effuse.router.handler import Serving
 from effuse.router.policy import Candidate, Condition, live_workers
-from effuse.router.prompt import Texts
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
@@ -34,63 +31,15 @@ _STATES: Final = {
 }
 
 
-class Catalogue:
-    """The models known so far."""
-
-    def __init__(self, fleet: RoutedFleet) -> None:
-        self._fleet = fleet
-        self._known: dict[str, ModelInfo] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no worker has announced a model so far."""
-        return not (self._known or self.live())
-
-    def live(self) -> dict[str, ModelInfo]:
-        """Models that a worker serves or will again, by name. Decode workers describe them first,
-        and of several always the same one, so that equal requests take equal defaults."""
-        condition = self._fleet.standing.condition
-        known = self._fleet.records()
-        records = [one for one in known if condition(one) is not Condition.DRAINING]
-        records.sort(key=lambda record: (record.role == "decode", record.worker_id))
-        models = {record.model.name: record.model for record in records}
-        self._known |= models
-        return models
-
-    def find(self, name: str | None) -> ModelInfo:
-        """The model that a request means; raises `InvalidRequest`, `NotFound`, `Unavailable`."""
-        models = self.live()
-        if name is None:
-            return self._only_model(models or self._known)
-        findings = Findings()
-        check_model_name(name, "model", findings)
-        findings.raise_any()
-        if (found := models.get(name) or self._known.get(name)) is not None:
-            return found
-        if not models:
-            raise Unavailable(f"no worker serves {name!r} now", retry_after_s=1.0)
-        there = ", ".join(sorted(models))
-        raise NotFound(f"model {shown(name)} does not exist; this fleet serves {there}")
-
-    def _only_model(self, models: dict[str, ModelInfo]) -> ModelInfo:
-        if not models:
-            raise Unavailable("no worker has announced a model yet", retry_after_s=1.0)
-        if len(models) > 1:
-            there = ", ".join(sorted(models))
-            raise InvalidRequest.of("model", f"expected one of {there}, got none")
-        return next(iter(models.values()))
-
-
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """ModelService."""
 
-    def __init__(
-        self, fleet: RoutedFleet, catalogue: Catalogue, texts: Texts, *, chat_template: str | None
-    ) -> None:
-        self._fleet = fleet
-        self._texts = texts
-        self._catalogue = catalogue
-        self._chat_template = chat_template  # the file that it was read from, if there is one
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._fleet = serving.parts.fleet
+        self._catalogue = serving.parts.catalogue
+        # The file that the chat template was read from, if there is one.
+        self._chat_template = serving.parts.tokenizer.chat_template_origin
 
     async def ListModels(
         self, request: model_pb2.ListModelsRequest, context: Context
@@ -108,10 +57,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetModelRequest, context: Context
     ) -> model_pb2.GetModelResponse:
         """One model by its name."""
-        findings = Findings()
-        check_model_name(request.name, "name", findings)
-        findings.raise_any()
-        model = self._catalogue.find(request.name)
+        model = self._catalogue.find(request.name, "name")
         return model_pb2.GetModelResponse(model=self._describe(model))
 
     async def ListWorkers(
@@ -130,14 +76,26 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def Tokenize(
         self, request: model_pb2.TokenizeRequest, context: Context
     ) -> model_pb2.TokenizeResponse:
-        """A prompt as ids."""
-        return await self._texts.tokenize(request)
+        """A prompt as ids, however long; raises `EffuseError` for what no prompt may be."""
+        if request.WhichOneof("input") is None:
+            raise InvalidRequest.of("prompt", "expected one of prompt and chat, got neither")
+        token_ids, model = await self._serving.tokenize(request)
+        return model_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
 
     async def Detokenize(
         self, request: model_pb2.DetokenizeRequest, context: Context
     ) -> model_pb2.DetokenizeResponse:
-        """Ids as text."""
-        return await self._texts.detokenize(request)
+        """Ids as text; raises `EffuseError` for ids that no model has, and for too many of them."""
+        model = self._catalogue.find(request.model if request.HasField("model") else None)
+        findings = Findings()
+        if len(request.token_ids) > model.max_model_len:
+            form = f"at most {model.max_model_len} ids"
+            findings.add("token_ids", form, f"{len(request.token_ids)} ids")
+        else:
+            findings.token_ids("token_ids", request.token_ids, model.vocab_size, {})
+        findings.raise_any()
+        text = await self._serving.parts.tokenizer.text_of(request.token_ids)
+        return model_pb2.DetokenizeResponse(text=text)
 
     def _describe(self, model: ModelInfo) -> model_pb2.Model:
         prefill, decode = live_workers(self._fleet.candidates(), model.name)

@@ -4,14 +4,16 @@ once at its end, or as it grows."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, Generic, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, cast
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from effuse.protos.errors import Cancelled, EffuseError
+from effuse.router.policy import Placement
 from effuse.router.request import AnyRequest, EarlyRequest, Piece, Request
 from effuse.router.request_states import State
 from effuse.v1 import generation_pb2 as pb
@@ -19,13 +21,18 @@ from effuse.v1 import generation_pb2 as pb
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
-Event = TypeVar("Event")
+FINISH_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+"""The ends of an answer by the names that all other protocols have for them."""
+CANNOT_SERVE: Final = "no live worker can accept a request"
+Translate = Callable[[pb.GenerateStreamResponse], Message | None]
 _PUBLIC_STATES: Final = {
     State.QUEUED: pb.REQUEST_STATE_QUEUED,
     State.FINISHED: pb.REQUEST_STATE_FINISHED,
     State.FAILED: pb.REQUEST_STATE_FAILED,
     State.CANCELLED: pb.REQUEST_STATE_CANCELLED,
 }
+
+_END: Final = frozenset(pb.Finished.DESCRIPTOR.fields_by_name)
 
 
 def echo_of(request: Request, text: str) -> pb.GenerateStreamResponse:
@@ -168,31 +175,22 @@ def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
         if commit.num_tokens or commit.text:
             events.append(pb.GenerateStreamResponse(commit=commit, seed=answer.seed))
             events[-1].MergeFrom(about)
-        events.append(pb.GenerateStreamResponse(finished=_end_of(one)))
+        finished = pb.Finished()
+        _copy_end(one, finished)
+        events.append(pb.GenerateStreamResponse(finished=finished))
         events[-1].MergeFrom(about)
     return events
 
 
-def _end_of(answer: pb.GenerateResponse) -> pb.Finished:
-    finished = pb.Finished(
-        finish_reason=answer.finish_reason,
-        usage=answer.usage,
-        stats=answer.stats,
-        model=answer.model,
-        seed=answer.seed,
-    )
-    _copy_stop(answer, finished)
-    return finished
-
-
-def _copy_stop(
+def _copy_end(
     source: pb.Finished | pb.GenerateResponse, target: pb.Finished | pb.GenerateResponse
 ) -> None:
-    match source.WhichOneof("matched_stop"):
-        case "end_token_id":
-            target.end_token_id = source.end_token_id
-        case "stop_string":
-            target.stop_string = source.stop_string
+    """Copies the fields of an answer's end, which have the same names in both messages."""
+    for field, value in source.ListFields():
+        if isinstance(value, Message) and field.name in _END:
+            getattr(target, field.name).CopyFrom(value)
+        elif field.name in _END:
+            setattr(target, field.name, value)
 
 
 class ClientGone(Exception):
@@ -204,6 +202,20 @@ class Recipient(Protocol):
 
     def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
         """Sends one event; raises `ClientGone`."""
+
+
+class Listener:
+    """Receives the events of an answer, and news of the attempts at it, which it may ignore."""
+
+    def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
+        """Sends one event; raises `ClientGone`."""
+        raise NotImplementedError
+
+    def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
+        """Another attempt begins on these workers."""
+
+    def note_reserved(self, placement: Placement) -> None:
+        """The decode worker of the attempt holds pages for the prompt."""
 
 
 class WholeAnswer:
@@ -227,7 +239,9 @@ class WholeAnswer:
             said.token_ids.extend(event.commit.token_ids)
             said.logprobs.extend(event.commit.logprobs)
         elif event.HasField("finished"):
-            self._end(said, event)
+            said.request_id = event.request_id
+            said.text = "".join(self._text.pop(event.answer_index, ()))
+            _copy_end(event.finished, said)
 
     def one(self, index: int) -> pb.GenerateResponse:
         """An answer that has ended, without others."""
@@ -240,30 +254,23 @@ class WholeAnswer:
         first.others.extend(others)
         return first
 
-    def _end(self, said: pb.GenerateResponse, event: pb.GenerateStreamResponse) -> None:
-        finished = event.finished
-        said.request_id = event.request_id
-        said.text = "".join(self._text.pop(event.answer_index, ()))
-        said.finish_reason, said.model, said.seed = (
-            finished.finish_reason, finished.model, finished.seed
-        )  # fmt: skip
-        said.usage.CopyFrom(finished.usage)
-        said.stats.CopyFrom(finished.stats)
-        _copy_stop(finished, said)
 
-
-class AnswerStream(Generic[Event]):
+class AnswerStream:
     """Writes each event to a streaming call; a slow client slows its own request only."""
 
     def __init__(
-        self, context: grpc.aio.ServicerContext[Any, Event], *, stalled_s: float = STALLED_S
+        self, context: grpc.aio.ServicerContext[Any, Any], *, stalled_s: float = STALLED_S
     ) -> None:
         self._context = context
         self._stalled_s = stalled_s
         self._writing: asyncio.Future[None] | None = None
+        self.translate: Translate | None = None
+        """Makes another protocol's message of an event, or None to leave it out."""
 
-    async def send(self, event: Event) -> None:
+    async def send(self, event: Any) -> None:
         """Writes one event; raises `ClientGone` if it is not taken in `stalled_s` seconds."""
+        if self.translate is not None and (event := self.translate(event)) is None:
+            return
         write = cast(Awaitable[None], self._context.write(event))
         writing = self._writing = asyncio.ensure_future(write)
         writing.add_done_callback(_retrieve_error)

@@ -10,29 +10,23 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from effuse.config.decoding import Bounds
+from effuse.config.decoding import ANSWERS
 from effuse.protos.errors import REQUEST_ID_KEY, EffuseError, Unavailable
 from effuse.protos.gate import CALLER
-from effuse.router.admission import Admission, SlotNeed
+from effuse.router.admission import SlotNeed
 from effuse.router.answer import time_is_over
-from effuse.router.catalogue import Catalogue
-from effuse.router.config import RouterConfig
 from effuse.router.detokenizer import AnswerText
-from effuse.router.failures import RetryBudget
 from effuse.router.findings import REQUEST_ID
-from effuse.router.fleet import RoutedFleet
-from effuse.router.known_requests import KnownRequests
-from effuse.router.metrics import RouterMetrics
+from effuse.router.parts import Parts
 from effuse.router.request import AnswerState, EarlyRequest, Request
-from effuse.router.seats import RETRY_AFTER_S, Seats
+from effuse.router.seats import RETRY_AFTER_S
 from effuse.router.shared_request import digest_of_asked
-from effuse.router.tenants import NOBODY, KeyRing, Quotas, Tenant
-from effuse.router.tokenizer import Tokenizer
+from effuse.router.tenants import NOBODY, Tenant
 from effuse.router.validation import Asked, validate
 from effuse.v1 import generation_pb2 as pb
 
@@ -54,44 +48,34 @@ class CallContext(Protocol):
         """Takes names and values that go beside the answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """One per router. `now` is a monotonic clock in seconds."""
+    """One per router."""
 
-    config: RouterConfig
-    tokenizer: Tokenizer
-    now: Callable[[], float]
-    metrics: RouterMetrics
-    fleet: RoutedFleet
-    catalogue: Catalogue
-    seats: Seats
-    admission: Admission
-    requests: KnownRequests
-    keys: KeyRing | None
-    quotas: Quotas
-    budget: RetryBudget
-    answers: Bounds  # how many a request may ask for
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        most = parts.config.max_answers
+        self._answers = replace(ANSWERS, high=most, note=", this router's --max-answers")
 
     def tenant(self) -> Tenant:
         """The owner of the call that is being answered, and its limits."""
         name = CALLER.get()
-        if self.keys is not None:
-            return self.keys.tenant(name)
+        if self._parts.keys is not None:
+            return self._parts.keys.tenant(name)
         return Tenant(name) if name else NOBODY
 
     def resolve(self, message: pb.GenerateRequest, *, is_stream: bool, seed: int = 0) -> Asked:
         """The request of a client's message, every setting resolved, with `seed` if it sets none;
         raises `EffuseError` with all that speaks against it."""
-        tokenizer = self.tokenizer
+        parts, tokenizer = self._parts, self._parts.tokenizer
         return validate(
             message,
-            self.catalogue.find(message.model if message.HasField("model") else None),
+            parts.catalogue.find(message.model if message.HasField("model") else None),
             tokenizer.reserved_ids,
             is_stream=is_stream,
-            decode_prefills=self.fleet.mode != "remote",
+            decode_prefills=parts.fleet.mode != "remote",
             takes_chats=tokenizer.has_chat_template,
             chat_end_ids=tokenizer.chat_end_ids,
-            answers=self.answers,
+            answers=self._answers,
             seed=seed,
         )
 
@@ -101,7 +85,7 @@ class Entrance:
         try:
             yield
         except EffuseError as error:
-            self.metrics.count_refusal(self.tenant().name, error.code.name)
+            self._parts.metrics.count_refusal(self.tenant().name, error.code.name)
             raise
 
     async def accept(
@@ -115,33 +99,33 @@ class Entrance:
     async def _accept(
         self, message: pb.GenerateRequest, context: CallContext, is_stream: bool
     ) -> Request:
-        arrived, loop = self.now(), asyncio.get_running_loop()
-        began, config, admission = loop.time(), self.config, self.admission
+        parts, loop = self._parts, asyncio.get_running_loop()
+        arrived, began, admission = parts.now(), loop.time(), parts.admission
         request_id = _request_id(message)
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         time_left = context.time_remaining()
-        limit_s = min(math.inf if time_left is None else time_left, config.max_request_s)
+        limit_s = min(math.inf if time_left is None else time_left, parts.config.max_request_s)
         tenant = self.tenant()
-        self.quotas.check(tenant)
-        if self.catalogue.is_empty:
+        parts.quotas.check(tenant)
+        if parts.catalogue.is_empty:
             await self._wait_for_models(EarlyRequest(id=request_id, tenant=tenant, limit_s=limit_s))
         if not admission.knows_seats:
-            self.seats.count()
+            parts.seats.count()
         admission.check(SlotNeed(model=message.model or admission.only_model, tenant=tenant.name))
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
-        self.requests.check_id(request_id)
+        parts.requests.check_id(request_id)
         asked = self.resolve(message, is_stream=is_stream, seed=secrets.randbits(64))
-        self.quotas.check(tenant, asked.num_answers)
+        parts.quotas.check(tenant, asked.num_answers)
         left_s = began + limit_s - loop.time()
         admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
-        self.budget.add_requests(asked.num_answers, self.now())
+        parts.budget.add_requests(asked.num_answers, parts.now())
         return Request(
             id=request_id,
             asked=asked,
             arrived=arrived,
             limit_s=limit_s,
             deadline=began + limit_s,
-            answer=AnswerState(text=AnswerText(self.tokenizer, asked.stops, asked.min_tokens)),
+            answer=AnswerState(text=AnswerText(parts.tokenizer, asked.stops, asked.min_tokens)),
             tenant=tenant,
             asked_digest=asked_digest,
             is_repeated=bool(asked_digest) and _is_repeated(context),
@@ -150,20 +134,20 @@ class Entrance:
     async def _wait_for_models(self, request: EarlyRequest) -> None:
         """Returns once a worker has announced a model. Raises `Overloaded` if the queue is full,
         `Unavailable` after `recovery_s`, and the errors that end any request that waits."""
-        recovery_s = self.config.recovery_s
-        ends = self.now() + recovery_s
+        parts, recovery_s = self._parts, self._parts.config.recovery_s
+        ends = parts.now() + recovery_s
         try:
-            with self.admission.early(), self.requests.running(request):
+            with parts.admission.early(), parts.requests.running(request):
                 async with asyncio.timeout(request.limit_s) as limit:
-                    with self.requests.limited_by(request, limit):
-                        while self.catalogue.is_empty:
-                            if (left_s := ends - self.now()) <= 0:
+                    with parts.requests.limited_by(request, limit):
+                        while parts.catalogue.is_empty:
+                            if (left_s := ends - parts.now()) <= 0:
                                 text = f"no worker could begin within {recovery_s:.3g} s"
                                 why = f"{text}: no worker has announced a model"
                                 raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
-                            await self.fleet.wait_for_change(left_s)
+                            await parts.fleet.wait_for_change(left_s)
         except TimeoutError as error:
-            raise time_is_over(request, is_cut_off=self.requests.is_cut_off) from error
+            raise time_is_over(request, is_cut_off=parts.requests.is_cut_off) from error
 
 
 def _is_repeated(context: CallContext) -> bool:

@@ -8,13 +8,14 @@ settings (`validation.py`)."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf import struct_pb2
 
 from effuse.client.chat import ROLES, Chat
+from effuse.client.params import Params, misfits
 from effuse.config.checks import MODEL_NAME_FORM, is_model_name
 from effuse.config.decoding import Bounds, SettingError
 from effuse.placement.records import ModelInfo
@@ -22,6 +23,8 @@ from effuse.protos.errors import FieldViolation, InvalidRequest
 from effuse.v1 import generation_pb2 as pb
 
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+SEEDS: Final = 1 << 64
+"""How many seeds effuse knows. Other protocols have more, which count modulo this."""
 REQUEST_ID_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
 MAX_BYTES_PER_TOKEN: Final = 16
 """No prose comes near it; text above it cannot fit the context and is refused before it costs."""
@@ -44,6 +47,14 @@ class Findings:
         """Raises `InvalidRequest` with all of them, if there are any."""
         if self.violations:
             raise InvalidRequest(self.violations)
+
+    def params(self, settings: dict[str, Any], path: Callable[[str], str] = str) -> Params:
+        """The settings of a request of another protocol, in which each has its `path`. Raises
+        `InvalidRequest` with those that every router refuses, and with all earlier findings."""
+        for name, why in misfits(settings).items():
+            self.violations.append(FieldViolation(path(name), why))
+        self.raise_any()
+        return Params(**settings)
 
     def number(self, name: str, value: float, bounds: Bounds, *, most: float | None = None) -> None:
         """A number within `bounds`, whose upper end is `most` if that is given."""
@@ -75,10 +86,10 @@ def check_request_id(request_id: str, findings: Findings) -> None:
         findings.add("request_id", REQUEST_ID_FORM, shown(request_id))
 
 
-def check_model_name(name: str, field_name: str, findings: Findings) -> None:
-    """A model name in the accepted form; whether there is such a model is another question."""
+def check_model_name(name: str, field_name: str) -> None:
+    """Raises `InvalidRequest` for a name that no model has; others may have no model either."""
     if not is_model_name(name):
-        findings.add(field_name, MODEL_NAME_FORM, shown(name))
+        raise InvalidRequest.of(field_name, f"expected {MODEL_NAME_FORM}, got {shown(name)}")
 
 
 def shown(text: str, most: int = 40) -> str:

@@ -1,4 +1,5 @@
-"""The router's own account of the fleet: its attempts on each worker, and the workers that are out.
+"""The router's own account of the fleet: its attempts on each worker, the prompts that it sent to
+each, and the workers that are out.
 
 The view of live workers is in `placement/fleet.py`, the choice in `policy.py`, channels in
 `peers.py`, and the lessons of failed calls in `failures.py`."""
@@ -6,12 +7,16 @@ The view of live workers is in `placement/fleet.py`, the choice in `policy.py`, 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
-from effuse.placement.records import Role, RoutedLoad, WorkerRecord
+from effuse.placement.fleet import FleetView
+from effuse.placement.records import RoutedLoad, WorkerRecord
 from effuse.router.failures import Standing
 from effuse.router.peers import Peers
 from effuse.router.policy import (
@@ -19,7 +24,6 @@ from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
     Condition,
-    Fingerprint,
     Holder,
     InFlight,
     Placement,
@@ -33,9 +37,6 @@ from effuse.router.policy import (
     what_is_missing,
 )
 
-if TYPE_CHECKING:
-    pass
-
 LOG: Final = logging.getLogger(__name__)
 
 EMPTY_S: Final = 5.0
@@ -43,12 +44,12 @@ EMPTY_LOOK_S: Final = 0.1
 """How long a request waits until a worker of its own is empty, which is longer than a hang takes to
 be noticed, and how often it asks."""
 
-
-class View(Protocol):
-    """The live workers; placement.fleet.FleetView is one."""
-
-    def workers(self) -> Sequence[WorkerRecord]:
-        """Live workers, draining ones included."""
+UNIT: Final = 64
+"""Tokens that are looked at as one; a worker's own units are finer."""
+MOST_KNOWN: Final = 1 << 15
+"""Units that are remembered, the latest: 2 million tokens."""
+MOST_LIVES: Final = 64
+"""Workers of each, the latest; lives that are over would add up otherwise."""
 
 
 class RoutedFleet:
@@ -57,7 +58,7 @@ class RoutedFleet:
 
     def __init__(
         self,
-        view: View,
+        view: FleetView,
         mode: PrefillMode,
         now: Callable[[], float],
         *,
@@ -69,6 +70,7 @@ class RoutedFleet:
         self._view = view
         self.mode: Final[PrefillMode] = mode  # the role that prefills
         self.standing = Standing(now)
+        self.prompts = SentPrefixes()
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
         self._addresses: dict[WorkerLife, str] = {}
@@ -89,28 +91,13 @@ class RoutedFleet:
         suspects = self.standing.suspects()
         return [self._candidate(record, suspects) for record in self.records()]
 
-    def need(
-        self,
-        model: str,
-        excluded: Collection[WorkerLife] = (),
-        fingerprint: Fingerprint | None = None,
-        *,
-        holder: Holder | None = None,
-        alone: Collection[Role] = (),
-        on_decode_only: bool = False,
-        cached: Mapping[WorkerLife, int] | None = None,
-    ) -> AttemptNeeds:
-        """What an attempt asks of the fleet, as things stand."""
+    def need(self, model: str, *, on_decode_only: bool = False) -> AttemptNeeds:
+        """What a first attempt asks of the fleet, as things stand."""
         return AttemptNeeds(
             model=model,
             mode="local" if on_decode_only else self.mode,
-            fingerprint=fingerprint,
-            excluded=excluded,
             broken=self.standing.broken_pairs(),
             doubtful=self.standing.doubtful_pairs(),
-            holder=holder,
-            alone=alone,
-            cached=cached or {},
         )
 
     def place(self, need: AttemptNeeds) -> Placement | None:
@@ -295,3 +282,46 @@ class AttemptShare:
             fleet.count_in_flight(placement.decode, 0, 0, -self.own_prompt)
             fleet.announce_change()
         self.to_prefill = self.own_prompt = 0
+
+
+def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:
+    """Of each whole unit of a prompt, by the tenant and all tokens up to its end."""
+    keys, key = [], tenant.encode()
+    for end in range(UNIT, len(token_ids) + 1, UNIT):
+        tokens = array("I", token_ids[end - UNIT : end]).tobytes()
+        key = hashlib.blake2b(key + tokens, digest_size=16).digest()
+        keys.append(key)
+    return tuple(keys)
+
+
+class SentPrefixes:
+    """Beginnings of prompts that this router sent to prefill workers; it forgets the oldest first.
+
+    An estimate, so that a prompt goes to the worker that probably knows most of it. Workers drop
+    beginnings that they have not used for long, and other routers send prompts, too. The statistics
+    of an answer show the real number of tokens."""
+
+    def __init__(self, most: int = MOST_KNOWN) -> None:
+        self._most = most
+        self._lives: OrderedDict[bytes, tuple[WorkerLife, ...]] = OrderedDict()
+
+    def note(self, keys: Sequence[bytes], life: WorkerLife) -> None:
+        """A prompt of these keys goes to this worker."""
+        for key in reversed(keys):  # so that beginnings are remembered for longer
+            lives = self._lives.get(key, ())
+            self._lives[key] = lives if life in lives else (*lives, life)[-MOST_LIVES:]
+            self._lives.move_to_end(key)
+        while len(self._lives) > self._most:
+            self._lives.popitem(last=False)
+
+    def cached(self, keys: Sequence[bytes]) -> Mapping[WorkerLife, int]:
+        """Tokens at the beginning of such a prompt that each worker has computed before."""
+        found: dict[WorkerLife, int] = {}
+        alive: tuple[WorkerLife, ...] | None = None
+        for number, key in enumerate(keys, 1):
+            lives = self._lives.get(key, ())
+            alive = lives if alive is None else tuple(one for one in alive if one in lives)
+            if not alive:
+                break
+            found |= dict.fromkeys(alive, number * UNIT)
+        return found

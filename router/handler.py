@@ -11,19 +11,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from effuse.client.answer import Stats
+from effuse.placement.records import ModelInfo
 from effuse.protos.errors import Cancelled, DeadlineExceeded, EffuseError, EndedById
 from effuse.protos.rpc import Context
 from effuse.router.admission import HeldSlots, SlotNeed
-from effuse.router.answer import AnswerParts, AnswerRun, time_is_over
+from effuse.router.answer import AnswerRun, time_is_over
 from effuse.router.answers import SideBySide, add_up
 from effuse.router.client import (
     AnswerStream,
     ClientGone,
     Recipient,
+    Translate,
     WholeAnswer,
     echo_of,
     events_of,
@@ -32,37 +33,55 @@ from effuse.router.client import (
 )
 from effuse.router.entrance import CallContext, Entrance
 from effuse.router.findings import Findings, check_request_id
-from effuse.router.known_requests import KnownRequests
-from effuse.router.prefixes import keys_of
+from effuse.router.fleet import keys_of
+from effuse.router.parts import Parts
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import EncodedPrompt, Request
 from effuse.router.request_states import Event
-from effuse.router.shared_request import SharedRequest, Sharing
+from effuse.router.shared_request import SharedRequest
 from effuse.router.tenants import QuotaShare
 from effuse.router.validation import fit
 from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
+from effuse.v1.model_pb2 import TokenizeRequest
 
 LOG: Final = logging.getLogger(__name__)
 
 ON_THE_WAY_S: Final = 0.02
 """How long a cancellation may take from a client's deadline to here, and still count as that."""
 
+_COSTS: Final = (
+    "queue_s", "prefill_s", "handoff_s", "first_block_s", "total_s",
+    "forward_passes", "preemptions",
+)  # fmt: skip
+
 Read = Callable[[], pb.GenerateRequest]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """Serves the requests of a router, whichever protocol they came by."""
 
-    entrance: Entrance
-    parts: AnswerParts
-    sharing: Sharing
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.entrance = Entrance(parts)
 
     def span(self, context: CallContext) -> AbstractContextManager[object]:
         """A request's own span, within that of its client if there is one."""
         return self.parts.traces.span("generate", context.invocation_metadata() or ())
+
+    async def tokenize(
+        self, asked: pb.GenerateRequest | TokenizeRequest
+    ) -> tuple[list[int], ModelInfo]:
+        """The ids of a prompt, however long, and its model; raises `EffuseError`."""
+        message = pb.GenerateRequest(
+            model=asked.model if asked.HasField("model") else None,
+            prompt=asked.prompt if asked.HasField("prompt") else None,
+            chat=asked.chat if asked.HasField("chat") else None,
+            parse_special_tokens=asked.parse_special_tokens,
+        )
+        resolved = self.entrance.resolve(message, is_stream=False)
+        return await encode_prompt(resolved, self.parts.tokenizer), resolved.model
 
     async def answer(self, read: Read, context: CallContext) -> pb.GenerateResponse:
         """The whole answer, or all answers, to the message that `read` returns; raises
@@ -80,19 +99,20 @@ class Serving:
     async def stream(
         self,
         read: Read,
-        context: CallContext,
-        stream: AnswerStream[Any],
-        client_of: Callable[[Request], Recipient],
+        context: Context,
+        translator_of: Callable[[Request], Translate] | None = None,
         *,
         is_stream: bool = True,
     ) -> None:
-        """Sends the answer, or several, while they grow. `client_of` makes the recipient, which
-        writes to `stream`. Raises `EffuseError`."""
+        """Writes the answer, or several, to a call while they grow. `translator_of` makes the
+        function that translates their events. Raises `EffuseError`."""
         with self.span(context):
             accepted = await self._accept(read, context, is_stream=is_stream)
-            client = client_of(accepted)
+            stream = AnswerStream(context)
+            if translator_of is not None:
+                stream.translate = translator_of(accepted)
             async with stream.ending():
-                await client.send(await self.serve(accepted, client))
+                await stream.send(await self.serve(accepted, stream))
 
     async def _accept(self, read: Read, context: CallContext, *, is_stream: bool) -> Request:
         with self.entrance.counting_refusals():
@@ -102,36 +122,32 @@ class Serving:
     async def serve(self, request: Request, client: Recipient) -> pb.GenerateStreamResponse:
         """Sends the client all events of the answer, or answers, except the last one, which is
         returned; raises `EffuseError`. In every case the request ends here and is counted."""
-        return await _Handler(self, request, client).serve()
+        return await _Handler(self.parts, request, client).serve()
 
 
 class _Handler:
     """Serves one accepted request, once."""
 
-    def __init__(self, serving: Serving, request: Request, client: Recipient) -> None:
-        self._parts = serving.parts
-        self._quotas = serving.entrance.quotas
+    def __init__(self, parts: Parts, request: Request, client: Recipient) -> None:
+        self._parts = parts
         self._request = request
-        self._shared = SharedRequest(serving.sharing, request, client)
+        self._shared = SharedRequest(parts.requests.sharing, request, client)
 
     async def serve(self) -> pb.GenerateStreamResponse:
         parts, request = self._parts, self._request
-        quota = self._quotas.running(request.tenant, request.asked.num_answers)
+        quota = parts.quotas.running(request.tenant, request.asked.num_answers)
         with parts.requests.running(request), quota as share, self._ending(share):
             async with asyncio.timeout_at(request.deadline) as limit:
                 with parts.requests.limited_by(request, limit):
                     if (kept := await self._shared.claim()) is not None:
                         return await self._repeat(kept)
-                    async with parts.admission.slot(self._need()) as slots:
+                    left_s = request.deadline - asyncio.get_running_loop().time()
+                    need = SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
+                    async with parts.admission.slot(need) as slots:
                         await self._encode_prompt()
                         last = await self._answers(slots, share).run()
                         self._note_good_end(last)
                         return last
-
-    def _need(self) -> SlotNeed:
-        request = self._request
-        left_s = request.deadline - asyncio.get_running_loop().time()
-        return SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
 
     def _answers(self, slots: HeldSlots, share: QuotaShare) -> AnswerRun | SideBySide:
         request = self._request
@@ -253,13 +269,7 @@ def _figures(request: Request, stats: Stats) -> dict[str, str | int | float]:
         "prompt_tokens": len(request.prompt.token_ids),
         "answers": request.asked.num_answers,
         "tokens": request.num_tokens,
-        "queue_s": stats.queue_s,
-        "prefill_s": stats.prefill_s,
-        "handoff_s": stats.handoff_s,
-        "first_block_s": stats.first_block_s,
-        "total_s": stats.total_s,
-        "forward_passes": stats.forward_passes,
-        "preemptions": stats.preemptions,
+        **{name: getattr(stats, name) for name in _COSTS},
         "prefill_worker": request.attempts.prefill_worker,
         "decode_worker": request.attempts.decode_worker,
         "attempts": request.attempts.count,
@@ -293,14 +303,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        stream = AnswerStream(context)
-        await self._serving.stream(lambda: request.request, context, stream, lambda _: stream)
+        await self._serving.stream(lambda: request.request, context)
 
     async def CancelRequest(
         self, request: pb.CancelRequestRequest, context: Context
     ) -> pb.CancelRequestResponse:
         """Ends a request that runs here; of others returns the state and the router."""
-        requests, name, tenant = self._look_up(request.request_id)
+        name, tenant = self._checked(request.request_id)
+        requests = self._serving.parts.requests
         if requests.cancel(name, tenant):
             return pb.CancelRequestResponse(request_id=name, was_running=True)
         found = await requests.look_up(name, tenant)
@@ -311,13 +321,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GetRequestResponse:
         """Where a request is, or how it ended, with its answer while that is kept; of other routers
         as far as Redis knows."""
-        requests, name, tenant = self._look_up(request.request_id)
-        return await requests.look_up(name, tenant)  # of no other tenant
+        return await self._serving.parts.requests.look_up(*self._checked(request.request_id))
 
-    def _look_up(self, request_id: str) -> tuple[KnownRequests, str, str]:
-        """The known requests, a checked id, and the tenant of the call."""
+    def _checked(self, request_id: str) -> tuple[str, str]:
+        """A checked id, and the tenant of the call, which learns of no other tenant's requests."""
         findings = Findings()
         check_request_id(request_id, findings)
         findings.raise_any()
-        serving = self._serving
-        return serving.parts.requests, request_id, serving.entrance.tenant().name
+        return request_id, self._serving.entrance.tenant().name

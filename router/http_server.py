@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from effuse.protos.tls import Renewal, TlsFiles
+from effuse.router.openai_answers import error_object
 
 KEEP_ALIVE_S: Final = 75
 """Longer than the 60 s for which proxies keep a connection: the proxy closes it, and not both."""
@@ -50,8 +51,7 @@ class _Connection(H11Protocol):
         if not self.is_idle and self.cycle.response_started:
             self.transport.close()
             return
-        error = {"message": msg, "type": "invalid_request_error", "param": None, "code": None}
-        data = msgspec.json.encode({"error": error})
+        data = msgspec.json.encode(error_object(msg))
         head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json"
         self.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(data), data))
         self.transport.close()

@@ -11,15 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
-
-from google.protobuf.message import DecodeError
+from typing import Final
 
 from effuse.placement.records import MalformedRecord, PlacementRecord, decode_placement
 from effuse.placement.store import StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
 from effuse.router.client import describe
 from effuse.router.request import AnyRequest, Request
+from effuse.router.shared_request import Sharing
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -44,31 +43,12 @@ class EndedRequest:
     asked_digest: str
 
 
-class StoredPlacements(Protocol):
-    """Where requests of other routers are found; placement.store.Store is one."""
-
-    async def placement(self, request_id: str) -> bytes | None:
-        """The stored placement of a request; raises `StoreUnavailable`."""
-
-    async def answer(self, request_id: str, digest: str) -> bytes | None:
-        """The kept answer to what `digest` stands for; raises `StoreUnavailable`."""
-
-
 class KnownRequests:
-    """One per router. `now` is a monotonic clock in seconds; `unwritten` gives an answer by id and
-    digest that the store was not given yet; `router_id` is the router's own."""
+    """One per router. `now` is a monotonic clock in seconds."""
 
-    def __init__(
-        self,
-        store: StoredPlacements,
-        now: Callable[[], float],
-        unwritten: Callable[[str, str], bytes | None] = lambda _id, _digest: None,
-        router_id: str = "",
-    ) -> None:
-        self._store = store
+    def __init__(self, sharing: Sharing, now: Callable[[], float]) -> None:
+        self.sharing = sharing
         self._now = now
-        self._unwritten = unwritten
-        self._router_id = router_id
         self._running: dict[str, AnyRequest] = {}
         self._limits: dict[str, asyncio.Timeout] = {}  # by request id
         self.is_cut_off = False
@@ -163,7 +143,7 @@ class KnownRequests:
 
     async def _stored(self, request_id: str, tenant: str) -> PlacementRecord:
         try:
-            stored = await self._store.placement(request_id)
+            stored = await self.sharing.store.placement(request_id)
             if stored is not None and (record := decode_placement(stored)).tenant == tenant:
                 return record
         except StoreUnavailable as error:
@@ -176,29 +156,22 @@ class KnownRequests:
     def _was_asked_elsewhere(self, record: PlacementRecord, digest: str) -> bool:
         """Whether another router runs, or has answered, what ended badly here: its client may have
         asked there again."""
-        is_theirs = record.router_id != self._router_id and record.asked == digest
+        is_theirs = record.router_id != self.sharing.router_id and record.asked == digest
         return is_theirs and record.state in ("running", "finished")
 
     async def _add_answer(
         self, described: pb.GetRequestResponse, digest: str
     ) -> pb.GetRequestResponse:
-        """Adds the kept answer of a request that ended well: from here until Redis has it, then
-        from Redis."""
+        """Adds the kept answer of a request that ended well."""
         if described.state != pb.REQUEST_STATE_FINISHED or not digest:
             return described
-        found = pb.GetRequestResponse()
-        found.CopyFrom(described)
         try:
-            kept = self._unwritten(described.request_id, digest)
-            if kept is None:
-                kept = await self._store.answer(described.request_id, digest)
-            if kept is not None:
-                found.answer.MergeFromString(kept)
+            kept = await self.sharing.kept(described.request_id, digest)
         except StoreUnavailable as error:
             LOG.debug("kept answers cannot be looked up: %s", error)
-        except DecodeError:
-            LOG.warning("the kept answer of %s is malformed", described.request_id)
             return described
+        found = pb.GetRequestResponse(answer=kept)
+        found.MergeFrom(described)
         return found
 
     def _end(self, limit: asyncio.Timeout) -> None:

@@ -14,10 +14,10 @@ from typing import Final
 import grpc
 
 from effuse.protos.errors import EffuseError, InvalidRequest
+from effuse.router.client import FINISH_REASONS
 from effuse.router.openai_requests import Json, Wanted
 from effuse.v1 import generation_pb2 as pb
 
-_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _PATHS: Final = (
     (re.compile(r"^prompt_token_ids(\.ids)?"), "prompt"),
     (re.compile(r"^(sampling|stopping|decoding|output|chat)\."), ""),
@@ -80,7 +80,7 @@ class Rendering:
             finished = event.finished
             self.model = finished.model
             self._count(finished.usage, finished.stats, is_first=event.answer_index == 0)
-            reason = _REASONS[finished.finish_reason]
+            reason = FINISH_REASONS[finished.finish_reason]
             yield self._chunk(prompt, event.answer_index, "", reason=reason)
 
     def last_chunk(self) -> Json | None:
@@ -101,7 +101,7 @@ class Rendering:
         else:
             choice["text"] = echo + one.text
         choice["logprobs"] = self._logprobs(one, len(echo))
-        choice["finish_reason"] = _REASONS[one.finish_reason]
+        choice["finish_reason"] = FINISH_REASONS[one.finish_reason]
         return choice
 
     def _chunk(
@@ -190,11 +190,17 @@ def error_body(error: EffuseError) -> Json:
         message = "; ".join(f"{name}: {why}" if name else why for name, why in told)
         param = next((name for name, _ in told if name), None)
     kind = _STATUSES.get(error.code, _INTERNAL)[1]
-    return {
-        "error": {
-            "message": message, "type": kind, "param": param, "code": error.reason.lower()
-        }
-    }  # fmt: skip
+    return error_object(message, kind, param, error.reason.lower())
+
+
+def error_object(
+    message: str,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> Json:
+    """The body of any error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _path_of(field_name: str) -> str:

@@ -24,18 +24,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
-from effuse.router.catalogue import Catalogue
-from effuse.router.client import STALLED_S, ClientGone
-from effuse.router.entrance import REPEATED_KEY, Entrance
+from effuse.router.client import CANNOT_SERVE, STALLED_S, ClientGone
+from effuse.router.entrance import REPEATED_KEY
 from effuse.router.findings import shown
 from effuse.router.handler import Serving
-from effuse.router.openai_answers import Rendering, error_body, status_of
+from effuse.router.openai_answers import Rendering, error_body, error_object, status_of
 from effuse.router.openai_requests import Endpoint, Json, Wanted, parse_body, request_of
-from effuse.router.prompt import Texts
+from effuse.router.parts import Parts
 from effuse.router.request import Request
-from effuse.router.seats import Seats
 from effuse.v1 import generation_pb2 as pb
-from effuse.v1 import model_pb2
 
 LOG: Final = logging.getLogger(__name__)
 BODY_S: Final = 60.0
@@ -136,8 +133,8 @@ Behaviour = Callable[[HttpCall], Awaitable[None]]
 class _Border:
     """One route. Whatever its behaviour raises becomes a response here, and is counted."""
 
-    def __init__(self, entrance: Entrance, path: str, behaviour: Behaviour) -> None:
-        self._entrance = entrance
+    def __init__(self, parts: Parts, path: str, behaviour: Behaviour) -> None:
+        self._parts = parts
         self._path = path
         self._behaviour = behaviour
 
@@ -145,8 +142,8 @@ class _Border:
         """Serves one call, in ASGI's form."""
         call, status = HttpCall(scope, receive, send), 200
         try:
-            if self._path != HEALTH and self._entrance.keys is not None:
-                self._entrance.keys.admit(dict(call.request.headers))
+            if self._path != HEALTH and self._parts.keys is not None:
+                self._parts.keys.admit(dict(call.request.headers))
             await self._behaviour(call)
         except HTTPException as error:
             status = error.status_code
@@ -155,7 +152,7 @@ class _Border:
             told = _told(error, self._path)
             status = int(status_of(told))
             await _send_error(call, told)
-        self._entrance.metrics.http.labels(self._path, str(status)).inc()
+        self._parts.metrics.http.labels(self._path, str(status)).inc()
 
 
 class ChunkStream:
@@ -176,12 +173,10 @@ class ChunkStream:
 class OpenAiApi:
     """The application. One per router."""
 
-    def __init__(self, serving: Serving, seats: Seats, catalogue: Catalogue, texts: Texts) -> None:
+    def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._seats = seats
-        self._catalogue = catalogue
-        self._texts = texts
-        self._most_bytes = serving.entrance.config.max_message_bytes
+        self._catalogue = serving.parts.catalogue
+        self._most_bytes = serving.parts.config.max_message_bytes
         routes: Mapping[tuple[str, str], Behaviour] = {
             ("POST", "/v1/chat/completions"): lambda call: self._generate(call, "chat"),
             ("POST", "/v1/completions"): lambda call: self._generate(call, "completion"),
@@ -192,7 +187,7 @@ class OpenAiApi:
         }
         self.app = Starlette(
             routes=[
-                Route(path, _Border(serving.entrance, path, behaviour), methods=[method])
+                Route(path, _Border(serving.parts, path, behaviour), methods=[method])
                 for (method, path), behaviour in routes.items()
             ],
             exception_handlers={HTTPException: _http_error},
@@ -213,7 +208,8 @@ class OpenAiApi:
             for message in wanted.requests
         ]
         rendering = Rendering(
-            wanted, accepted[0].id, int(time.time()), lambda token: self._text_of(token),
+            wanted, accepted[0].id, int(time.time()),
+            lambda token: self._serving.parts.tokenizer.decode([token]),
             model=accepted[0].asked.model.name,
         )  # fmt: skip
         answer = self._stream if wanted.is_stream else self._whole
@@ -237,27 +233,17 @@ class OpenAiApi:
         usage = b"" if last is None else _event(last)
         await call.write(usage + b"data: [DONE]\n\n", is_last=True)
 
-    def _text_of(self, token: int) -> str:
-        return self._serving.parts.tokenizer.decode([token])
-
     async def _tokenize(self, call: HttpCall) -> None:
         body = await call.body(self._most_bytes)
         endpoint: Endpoint = "chat" if "messages" in body else "completion"
         (asked, *more) = request_of(body, endpoint).requests
         if more or asked.HasField("prompt_token_ids"):
             raise InvalidRequest.of("prompt", "expected one text, got something else")
-        request = model_pb2.TokenizeRequest(parse_special_tokens=asked.parse_special_tokens)
-        if asked.HasField("model"):
-            request.model = asked.model
-        if asked.HasField("chat"):
-            request.chat.CopyFrom(asked.chat)
-        else:
-            request.prompt = asked.prompt
-        found = await self._texts.tokenize(request)
+        token_ids, model = await self._serving.tokenize(asked)
         told = {
-            "tokens": list(found.token_ids),
-            "count": len(found.token_ids),
-            "max_model_len": found.max_model_len,
+            "tokens": token_ids,
+            "count": len(token_ids),
+            "max_model_len": model.max_model_len,
         }
         await call.respond(_json(told))
 
@@ -280,8 +266,8 @@ class OpenAiApi:
         }
 
     async def _health(self, call: HttpCall) -> None:
-        can_serve = self._seats.can_serve()
-        status = "ok" if can_serve else "no live worker can accept a request"
+        can_serve = self._serving.parts.seats.can_serve()
+        status = "ok" if can_serve else CANNOT_SERVE
         await call.respond(_json({"status": status}, status=200 if can_serve else 503))
 
 
@@ -356,10 +342,7 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
         message = (
             f"expected a route of this server, got {shown(f'{request.method} {request.url.path}')}"
         )
-    told = {
-        "message": message, "type": "invalid_request_error", "param": None, "code": None,
-    }  # fmt: skip
-    return _json({"error": told}, status=error.status_code, headers=error.headers)
+    return _json(error_object(message), status=error.status_code, headers=error.headers)
 
 
 def _json(

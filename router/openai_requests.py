@@ -16,10 +16,10 @@ from typing import Any, Final, Literal, NoReturn, get_type_hints
 import msgspec
 
 from effuse.client.chat import Chat
-from effuse.client.params import Params, Prompt, make_request, misfits
+from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import SettingError
 from effuse.protos.errors import FieldViolation, InvalidRequest
-from effuse.router.findings import Findings, shown
+from effuse.router.findings import SEEDS, Findings, shown
 from effuse.v1 import generation_pb2 as pb
 
 Json = dict[str, Any]
@@ -27,7 +27,6 @@ Endpoint = Literal["chat", "completion"]
 
 MOST_PROMPTS: Final = 64
 """Prompts of one completion."""
-SEEDS: Final = 1 << 64
 _OF_THEIR_OWN: Final = {"stop", "logit_bias", "logprobs", "echo", "seed", "max_tokens"}
 _SETTINGS: Final[Mapping[str, Any]] = {
     name: kind for name, kind in get_type_hints(Params).items() if name not in _OF_THEIR_OWN
@@ -121,13 +120,12 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
     if "request_id" in given and len(prompts) > 1:
         findings.add("request_id", "it unset with several prompts", "a value")
     findings.raise_any()
-    for name, why in misfits(settings).items():
+
+    def path(name: str) -> str:
         is_other = name == "max_tokens" and name not in given
-        findings.violations.append(
-            FieldViolation("max_completion_tokens" if is_other else name, why)
-        )
-    findings.raise_any()
-    params = Params(**settings)
+        return "max_completion_tokens" if is_other else name
+
+    params = findings.params(settings, path)
     try:
         requests = tuple(
             make_request(

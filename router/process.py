@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -26,20 +25,18 @@ from effuse.compat import (
 )
 from effuse.config.access import host_and_port
 from effuse.placement.access import RedisAccess
-from effuse.placement.records import RouterRecord
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
-from effuse.router.handler import GenerationServicer
+from effuse.router.handler import GenerationServicer, Serving
 from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.monitor import MonitorServicer
 from effuse.router.openai_api import OpenAiApi
 from effuse.router.policy import Candidate, WorkerLife, cold_lives, live_workers
-from effuse.router.prompt import Texts
 from effuse.router.router import Router
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
@@ -108,29 +105,35 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             beside.create_task(_repeat(router.poison.share, lambda: SHARE_S)),
         ]
         await _know_fleet(router)
-        await exchange_seats(router)  # before the first claim
-        exchanges = _repeat(partial(exchange_seats, router), lambda: router.others.pause_s)
-        loops.append(beside.create_task(exchanges))
+
+        async def exchange_seats() -> None:
+            await router.seats.exchange(router.id, router.address)
+
+        await exchange_seats()  # before the first claim
+        others = router.seats.others
+        loops.append(beside.create_task(_repeat(exchange_seats, lambda: others.pause_s)))
         with contextlib.ExitStack() as stack:
             if not _serve_metrics(router, stack):
                 loops.append(beside.create_task(_serve_metrics_later(router, stack)))
             async with router.cleanup.running():
                 http = _listen_http(router)
                 server = await _start(router)
-                serving = beside.create_task(_serve_http(http, stop, config.drain_s + END_S))
+                drain_s = config.drain_s + END_S
+                if http is not None:
+                    serving = beside.create_task(http.run_until(stop, drain_s))
                 loops.append(beside.create_task(_follow_fleet(router, server)))
                 # Beside the rest, because workers that are out may be slow to answer.
                 asks = _repeat(router.fleet.ask_absent, lambda: FOLLOW_S)
                 loops.append(beside.create_task(asks))
                 await rpc.serve(
-                    server, stop, drain_s=config.drain_s + END_S,
-                    on_drain=router.drain, closes_first=True,
-                )  # fmt: skip
-                await serving  # it has a deadline of its own
+                    server, stop, drain_s=drain_s, on_drain=router.drain, closes_first=True
+                )
+                if http is not None:
+                    await serving  # it has a deadline of its own
         await router.placements.flush(FLUSH_S)
         for loop in loops:
             loop.cancel()
-        await router.others.release()  # not before: the lease would be taken again
+        await others.release()  # not before: the lease would be taken again
     await router.fleet.peers.close()
     router.tokenizer.close()
 
@@ -147,16 +150,16 @@ async def _know_fleet(router: Router) -> None:
 
 
 async def _start(router: Router) -> RpcServer:
-    """Listens, not ready yet as far as health goes."""
+    """Listens, not ready yet as far as health goes. Raises OSError if it cannot."""
     config = router.config
     limits = replace(
         rpc.PUBLIC_LIMITS,
         max_message_bytes=config.max_message_bytes,
         max_age_s=config.connection_age_s,
     )
-    server = RpcServer(
-        limits, shares_port=config.share_port, tls=_tls(config), doorkeeper=router.keys
-    )
+    files = _tls_files(config)
+    tls = None if files is None else ServerTls(files)
+    server = RpcServer(limits, shares_port=config.share_port, tls=tls, doorkeeper=router.keys)
     _add_services(router, server.server)
     router.ports.grpc = await server.start(host_and_port(config.host, config.port), SERVICES)
     server.set_serving(MONITOR, True)
@@ -169,11 +172,11 @@ async def _start(router: Router) -> RpcServer:
                 "gRPC health checks are on %s:%d", config.host, await server.start_health(health_at)
             )
         if config.ready_file is not None:
-            rpc.write_ready_file(config.ready_file, _address(router), **_ready_facts(router))
+            rpc.write_ready_file(config.ready_file, router.address, **_ready_facts(router))
     except OSError:
         await server.stop(0.0)
         raise
-    LOG.info("listening on %s", _address(router))
+    LOG.info("listening on %s", router.address)
     router.ports.ready.set()
     return server
 
@@ -183,8 +186,7 @@ def _listen_http(router: Router) -> HttpServer | None:
     config = router.config
     if config.http_port is None:
         return None
-    api = OpenAiApi(router.serving, router.seats, router.catalogue, _texts_of(router))
-    server = HttpServer(api.app, _tls_files(config))
+    server = HttpServer(OpenAiApi(Serving(router)).app, _tls_files(config))
     router.ports.http = server.listen(config.host, config.http_port, shares_port=config.share_port)
     LOG.info("OpenAI's API is on %s", _http_url(router))
     return server
@@ -195,22 +197,11 @@ def _http_url(router: Router) -> str:
     return f"{scheme}://{host_and_port(router.config.host, router.ports.http)}/v1"
 
 
-async def _serve_http(server: HttpServer | None, stop: asyncio.Event, drain_s: float) -> None:
-    if server is not None:
-        await server.run_until(stop, drain_s)
-
-
 def _tls_files(config: RouterConfig) -> TlsFiles | None:
     """The certificates of the public ports, of gRPC and of HTTP."""
     if config.tls_cert is None:
         return None
     return TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca)
-
-
-def _tls(config: RouterConfig) -> ServerTls | None:
-    """Of the public port. Raises OSError where certificates cannot be used."""
-    files = _tls_files(config)
-    return None if files is None else ServerTls(files)
 
 
 def _ready_facts(router: Router, counts: tuple[int, int] = (0, 0)) -> dict[str, str]:
@@ -227,30 +218,16 @@ def _ready_facts(router: Router, counts: tuple[int, int] = (0, 0)) -> dict[str, 
 
 
 def _add_services(router: Router, server: grpc.aio.Server) -> None:
-    models = ModelServicer(
-        router.fleet,
-        router.catalogue,
-        _texts_of(router),
-        chat_template=router.tokenizer.chat_template_origin,
-    )
-    serving, seats, catalogue = router.serving, router.seats, router.catalogue
+    serving = Serving(router)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving), server)
-    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
     watch = MonitorServicer(
         router.monitor, router.id, router.requests, router.admission,
         router.tokenizer if router.config.show_requests else None,
     )  # fmt: skip
     monitor_pb2_grpc.add_MonitorServiceServicer_to_server(watch, server)
-    engine = VllmEngineServicer(
-        serving, seats, catalogue, router.admission, router.fleet, router.config.model
-    )
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
-    inference = InferenceServicer(serving, seats, catalogue)
-    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
-
-
-def _texts_of(router: Router) -> Texts:
-    return Texts(router.tokenizer, router.serving.entrance.resolve, router.catalogue.find)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(serving), server)
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(serving), server)
 
 
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
@@ -301,7 +278,7 @@ def _tell_workers(router: Router, told: dict[str, str], counts: tuple[int, int])
     facts, path = _ready_facts(router, counts), router.config.ready_file
     if path is not None and facts != told:
         try:
-            rpc.update_ready_file(path, _address(router), **facts)
+            rpc.update_ready_file(path, router.address, **facts)
         except (OSError, ValueError) as error:  # a full disk, or a file that is no JSON any more
             LOG.warning("%s could not be written: %s", path, error)
     return facts
@@ -331,32 +308,11 @@ class ReadyWorkers:
         return self.counts != before
 
 
-def _address(router: Router) -> str:
-    return host_and_port(router.config.host, router.ports.grpc)
-
-
 async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], float]) -> None:
     """Acts and pauses, until cancelled."""
     while True:
         await act()
         await asyncio.sleep(pause_s())
-
-
-async def exchange_seats(router: Router) -> None:
-    """Announces to the other routers how many requests run and wait here, and reads the same of
-    them. Both decide how many may run here."""
-    port = router.ports.grpc or router.config.port
-    address = host_and_port(router.config.host, port) if port else ""  # not known yet
-    admission = router.admission
-    running, waiting = admission.running_by_model(), admission.lacking_by_model()
-    own = RouterRecord(
-        router_id=router.id, address=address, waiting=sum(waiting.values()),
-        waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
-        loads=router.fleet.loads(),
-    )  # fmt: skip
-    await router.others.exchange(own)
-    if router.seats.count():
-        router.fleet.announce_change()
 
 
 def _tell_health(router: Router, server: RpcServer) -> None:

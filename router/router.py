@@ -10,32 +10,27 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from effuse.config.decoding import ANSWERS
+from effuse.config.access import host_and_port
 from effuse.placement.fleet import FleetView
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.channels import FleetAccess
 from effuse.router.admission import Admission
-from effuse.router.answer import AnswerParts
 from effuse.router.calls import Cleanup
-from effuse.router.catalogue import Catalogue
 from effuse.router.config import RouterConfig
-from effuse.router.entrance import Entrance
 from effuse.router.failures import RetryBudget
 from effuse.router.fleet import RoutedFleet
-from effuse.router.handler import Serving
 from effuse.router.known_requests import KnownRequests
 from effuse.router.metrics import MODEL, RouterMetrics
 from effuse.router.monitor import Monitor
-from effuse.router.other_routers import OtherRouters
+from effuse.router.parts import Parts
 from effuse.router.peers import Peers
 from effuse.router.poison import PoisonGuard, Verdicts
-from effuse.router.prefixes import SentPrefixes
-from effuse.router.seats import Seats
+from effuse.router.seats import Catalogue, OtherRouters, Seats
 from effuse.router.shared_request import Sharing
 from effuse.router.tenants import KeyRing, Quotas
 from effuse.router.tokenizer import Tokenizer
@@ -54,9 +49,8 @@ class Ports:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Router:
-    """One router. `now` is a monotonic clock in seconds. Raises OSError if it cannot use
-    certificates or the fleet's secret."""
+class Router(Parts):
+    """One router. Raises OSError if it cannot use certificates or the fleet's secret."""
 
     def __init__(
         self,
@@ -67,81 +61,46 @@ class Router:
         now: Callable[[], float] = time.monotonic,
         traces: Traces | None = None,
     ) -> None:
+        self.config, self.tokenizer, self.now = config, tokenizer, now
         self.id = f"router-{secrets.token_hex(6)}"
-        self.config = config
-        self.tokenizer = tokenizer
         self.ports = Ports()
         self.keys = None if config.keys is None else KeyRing(config.keys)
+        self.quotas = Quotas(now)
         self.metrics = RouterMetrics()
         self.monitor = Monitor()
+        self.traces = traces or Traces()
         self.view = FleetView(store)
         self.placements = PlacementWriter(store)
-        self.others = OtherRouters(store, self.id)
         access = FleetAccess.read(
             config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
         )
         peers = Peers(now, access, config.max_request_s)
-        self.fleet = RoutedFleet(
-            self.view, config.prefill, now, seats=self.others.seats, peers=peers
-        )
+        others = OtherRouters(store, self.id)
+        self.fleet = RoutedFleet(self.view, config.prefill, now, seats=others.seats, peers=peers)
         self.cleanup = Cleanup(peers)
         self.catalogue = Catalogue(self.fleet)
         lacking = partial(self.metrics.waiting, "worker")
         self.admission = Admission(config.max_concurrent_requests, config.max_queue, now, lacking)
-        self.seats = Seats(self.fleet, self.catalogue, self.admission, now, config.recovery_s)
-        self.requests = KnownRequests(store, now, self.placements.unwritten_answer, self.id)
+        self.seats = Seats(
+            self.fleet, self.catalogue, self.admission, others, now, config.recovery_s
+        )
+        sharing = Sharing(
+            router_id=self.id,
+            store=store,
+            placements=self.placements,
+            address_of=others.address_of,
+            keep_answers_s=config.keep_answers_s,
+        )
+        self.requests = KnownRequests(sharing, now)
         self.poison = PoisonGuard(Verdicts(now), self.fleet, self.metrics, store)
         self.budget = RetryBudget(config.retry_share, float(config.max_concurrent_requests), now())
-        self.serving = Serving(
-            entrance=self._entrance(now),
-            parts=self._answer_parts(now, traces or Traces()),
-            sharing=Sharing(
-                router_id=self.id,
-                store=store,
-                placements=self.placements,
-                address_of=self.others.address_of,
-                keep_answers_s=config.keep_answers_s,
-            ),
-        )
-        self._read_gauges(now)
-        self._read_counters()
+        self._read_metrics()
 
-    def _entrance(self, now: Callable[[], float]) -> Entrance:
-        most = self.config.max_answers
-        return Entrance(
-            config=self.config,
-            tokenizer=self.tokenizer,
-            now=now,
-            metrics=self.metrics,
-            fleet=self.fleet,
-            catalogue=self.catalogue,
-            seats=self.seats,
-            admission=self.admission,
-            requests=self.requests,
-            keys=self.keys,
-            quotas=Quotas(now),
-            budget=self.budget,
-            answers=replace(ANSWERS, high=most, note=", this router's --max-answers"),
-        )
-
-    def _answer_parts(self, now: Callable[[], float], traces: Traces) -> AnswerParts:
-        return AnswerParts(
-            fleet=self.fleet,
-            cleanup=self.cleanup,
-            tokenizer=self.tokenizer,
-            monitor=self.monitor,
-            metrics=self.metrics,
-            traces=traces,
-            poison=self.poison,
-            now=now,
-            admission=self.admission,
-            seats=self.seats,
-            prefixes=SentPrefixes(),
-            budget=self.budget,
-            requests=self.requests,
-            recovery_s=self.config.recovery_s,
-            max_losses=self.config.max_losses,
-        )
+    @property
+    def address(self) -> str:
+        """The address for clients; empty if the port is not known yet."""
+        port = self.ports.grpc or self.config.port
+        return host_and_port(self.config.host, port) if port else ""
 
     async def drain(self) -> None:
         """Returns once no request runs. Requests that are not answered within `drain_s` end with an
@@ -155,8 +114,8 @@ class Router:
             self.requests.cut_off()
             await self.requests.idle.wait()  # its caller brings the deadline
 
-    def _read_gauges(self, now: Callable[[], float]) -> None:
-        admission, placements = self.admission, self.placements
+    def _read_metrics(self) -> None:
+        admission, cleanup, placements = self.admission, self.cleanup, self.placements
         for name, about, by_model in (
             ("num_requests_running", "Requests on workers", admission.running_by_model),
             ("num_requests_waiting", "Requests in the queue", admission.waiting_by_model),
@@ -166,14 +125,11 @@ class Router:
             ("num_requests_alone", "Requests that have workers reserved for them",
              lambda: self.fleet.num_alone),
             ("retry_budget", "Retries that need not wait",
-             lambda: self.budget.left(now())),
-            ("other_routers", "Other live routers", lambda: self.others.num_alive),
+             lambda: self.budget.left(self.now())),
+            ("other_routers", "Other live routers", lambda: self.seats.others.num_alive),
             ("redis_full", "1 if Redis is full and refuses placements", lambda: placements.is_full),
         ):  # fmt: skip
             self.metrics.read_gauge(gauge, text, read)
-
-    def _read_counters(self) -> None:
-        admission, cleanup, placements = self.admission, self.cleanup, self.placements
         for counter, text, read in (
             (
                 "requests_shed",

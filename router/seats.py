@@ -1,24 +1,197 @@
-"""Seats of the fleet for this router: the queue keeps step with the workers that are live.
+"""The fleet's models, and the seats on its workers that this router may use.
 
-Not here: the queue (`admission.py`), the choice of a worker (`policy.py`).
-"""
+Workers announce models. A model whose workers are gone stays known: requests for it wait for a
+worker and are not refused with NOT_FOUND. Each router writes its requests in flight to Redis
+several times a second, under a lease. No request waits for that: seats follow from the latest
+records, and the queue keeps step with them. Not here: our requests in flight (`fleet.py`), the
+owners of request ids (`shared_request.py`), the queue (`admission.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
-from effuse.protos.errors import Unavailable
+from effuse.placement.records import (
+    MalformedRecord,
+    ModelInfo,
+    RouterRecord,
+    WorkerRecord,
+    decode_router,
+)
+from effuse.placement.store import Store, StoreUnavailable
+from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.admission import Admission
-from effuse.router.catalogue import Catalogue
+from effuse.router.findings import check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Condition, Prospect
 from effuse.router.request import Request
 
+LOG: Final = logging.getLogger(__name__)
+
+EXCHANGE_S: Final = 0.1
+"""How often routers exchange their records. For so long two may both take a seat that was free."""
+
+ALONE_S: Final = 0.5
+"""How often a router that knows of no other looks for one; the other has found it by then."""
+
+LEASE_S: Final = 3.0
+"""How long a silent router counts as alive."""
+
 RETRY_AFTER_S: Final = 1.0
 """When clients should ask again after no worker could answer: about as long as a lease takes to
 show."""
+
+
+class Catalogue:
+    """The models known so far."""
+
+    def __init__(self, fleet: RoutedFleet) -> None:
+        self._fleet = fleet
+        self._known: dict[str, ModelInfo] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no worker has announced a model so far."""
+        return not (self._known or self.live())
+
+    def live(self) -> dict[str, ModelInfo]:
+        """Models that a worker serves or will again, by name. Decode workers describe them first,
+        and of several always the same one, so that equal requests take equal defaults."""
+        condition = self._fleet.standing.condition
+        known = self._fleet.records()
+        records = [one for one in known if condition(one) is not Condition.DRAINING]
+        records.sort(key=lambda record: (record.role == "decode", record.worker_id))
+        models = {record.model.name: record.model for record in records}
+        self._known |= models
+        return models
+
+    def find(self, name: str | None, field: str = "model") -> ModelInfo:
+        """The model that a request names in `field`, or the only one; raises `InvalidRequest`,
+        `NotFound`, `Unavailable`."""
+        models = self.live()
+        if name is None:
+            return self._only_model(models or self._known)
+        check_model_name(name, field)
+        if (found := models.get(name) or self._known.get(name)) is not None:
+            return found
+        if not models:
+            raise Unavailable(f"no worker serves {name!r} now", retry_after_s=1.0)
+        there = ", ".join(sorted(models))
+        raise NotFound(f"model {shown(name)} does not exist; this fleet serves {there}")
+
+    def _only_model(self, models: dict[str, ModelInfo]) -> ModelInfo:
+        if not models:
+            raise Unavailable("no worker has announced a model yet", retry_after_s=1.0)
+        if len(models) > 1:
+            there = ", ".join(sorted(models))
+            raise InvalidRequest.of("model", f"expected one of {there}, got none")
+        return next(iter(models.values()))
+
+
+def fair_share(seats: int, contenders: int, rank: int) -> int:
+    """The seats for the contender of this rank, from 0, if all want more: together they have them
+    all. At least 1, so that none starves."""
+    return max(1, seats // contenders + (rank < seats % contenders))
+
+
+class OtherRouters:
+    """One per router."""
+
+    def __init__(self, store: Store, router_id: str) -> None:
+        self._store = store
+        self._id = router_id
+        self._others: dict[str, RouterRecord] = {}
+        # Those that have requests of a model, and whether any of these wait; by model.
+        self._contenders: dict[str, tuple[list[str], bool]] = {}
+        self._taken: Counter[tuple[str, str]] = Counter()  # others' seats, by a worker's life
+        self._is_current = True
+        self._faults: set[str] = set()  # of records that could not be read, already logged
+
+    @property
+    def num_alive(self) -> int:
+        """Other live routers, by the latest records."""
+        return len(self._others)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next exchange."""
+        return EXCHANGE_S if self._others else ALONE_S
+
+    def address_of(self, router_id: str) -> str:
+        """The address of another router for clients; empty if it is not known."""
+        record = self._others.get(router_id)
+        return "" if record is None else record.address
+
+    async def exchange(self, own: RouterRecord) -> None:
+        """Writes our record, and reads the others'; without Redis the latest ones stay."""
+        try:
+            told = await self._store.announce_router(own, LEASE_S)
+        except StoreUnavailable as error:
+            LOG.debug("other routers cannot be seen: %s", error)
+            self._is_current = False
+            return
+        others, faults = {}, set[str]()
+        for value in told:
+            try:
+                record = decode_router(value)
+            except MalformedRecord as error:
+                if (fault := str(error)) not in self._faults | faults:
+                    LOG.warning("ignored a %s", fault)
+                faults.add(fault)
+            else:
+                others[record.router_id] = record
+        self._faults = faults
+        for router_id in sorted(others.keys() ^ self._others.keys()):
+            gone = "has ended" if router_id in self._others else "also routes for this fleet"
+            LOG.info("%s %s", router_id, gone)
+        self._others, self._is_current = others, True
+        self._contenders.clear()
+        self._taken.clear()
+        for load in (load for other in others.values() for load in other.loads):
+            self._taken[load.worker_id, load.incarnation] += load.requests
+
+    async def release(self) -> None:
+        """Ends this router's lease: other routers may take over its requests at once."""
+        try:
+            await self._store.release_router(self._id)
+        except StoreUnavailable as error:
+            LOG.warning("the router's lease was not released and will expire: %s", error)
+
+    def seats(self, worker: WorkerRecord) -> int:
+        """The number of requests that we may have on a decode worker.
+
+        Those that others leave free, and no more than our share while one of them has requests that
+        wait for the worker's model. If their records cannot be read it is our share, whatever they
+        had last."""
+        seats = worker.capacity.max_num_seqs
+        if not self._is_current:
+            return self._share(seats, self._others)
+        free = max(0, seats - self._taken[worker.life])
+        contenders, any_waits = self._contenders_for(worker.model.name)
+        return min(free, self._share(seats, contenders)) if any_waits else free
+
+    def _share(self, seats: int, others: Collection[str]) -> int:
+        return fair_share(seats, len(others) + 1, sum(other < self._id for other in others))
+
+    def _contenders_for(self, model: str) -> tuple[list[str], bool]:
+        """Found once for each exchange: every choice asks for the seats of every worker."""
+        found = self._contenders.get(model)
+        if found is None:
+            waiting = {one.router_id: _waiting_for(model, one) for one in self._others.values()}
+            ids = [router_id for router_id, number in waiting.items() if number is not None]
+            found = self._contenders[model] = ids, any(waiting.values())
+        return found
+
+
+def _waiting_for(model: str, other: RouterRecord) -> int | None:
+    """Requests of another router that wait for a model's workers; None if it has none of it. A
+    router that names no models may mean each."""
+    if other.waiting_by_model is not None:
+        return other.waiting_by_model.get(model)
+    return other.waiting if other.waiting or other.loads else None
 
 
 class Seats:
@@ -29,10 +202,12 @@ class Seats:
         fleet: RoutedFleet,
         catalogue: Catalogue,
         admission: Admission,
+        others: OtherRouters,
         now: Callable[[], float],
         recovery_s: float,
     ) -> None:
         """recovery_s: longest that a request waits for a worker."""
+        self.others = others
         self._fleet = fleet
         self._catalogue = catalogue
         self._admission = admission
@@ -48,6 +223,20 @@ class Seats:
             if one.condition is Condition.READY and one.record.role == "decode":
                 seats.setdefault(one.record.model.name, []).append(one.num_seats)
         return self._admission.fit_seats(seats)
+
+    async def exchange(self, router_id: str, address: str) -> None:
+        """Announces to the other routers how many requests run and wait here, and reads the same
+        of them. Both decide how many may run here. `address`: empty if it is not known yet."""
+        admission = self._admission
+        running, waiting = admission.running_by_model(), admission.lacking_by_model()
+        own = RouterRecord(
+            router_id=router_id, address=address, waiting=sum(waiting.values()),
+            waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
+            loads=self._fleet.loads(),
+        )  # fmt: skip
+        await self.others.exchange(own)
+        if self.count():
+            self._fleet.announce_change()
 
     def can_serve(self, model: str | None = None) -> bool:
         """Whether a decode worker is live that can take some request, or one for `model`, with a

@@ -29,7 +29,7 @@ from effuse.placement.records import (
 from effuse.placement.store import Claim, Store, StoreFull, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, Unavailable
-from effuse.router.client import Recipient, WholeAnswer
+from effuse.router.client import Listener, Recipient, WholeAnswer
 from effuse.router.policy import Placement
 from effuse.router.request import Request
 from effuse.router.request_states import State
@@ -57,8 +57,25 @@ class Sharing:
     address_of: Callable[[str], str]  # of another router; empty if it is not known
     keep_answers_s: float  # 0 keeps none
 
+    async def kept(self, request_id: str, digest: str) -> pb.GenerateResponse | None:
+        """The answer that is kept to the request of `digest`: from here until Redis has it, then
+        from Redis. Raises `StoreUnavailable`."""
+        found = self.placements.unwritten_answer(request_id, digest)
+        if found is None:
+            found = await self.store.answer(request_id, digest)
+        return read_kept(request_id, found)
 
-class SharedRequest:
+
+def read_kept(request_id: str, response: bytes | None) -> pb.GenerateResponse | None:
+    """A kept answer from its stored form; None, and a warning, if that is malformed."""
+    try:
+        return None if response is None else pb.GenerateResponse.FromString(response)
+    except DecodeError:
+        LOG.warning("the kept answer of %s is malformed", request_id)
+        return None
+
+
+class SharedRequest(Listener):
     """One per request that is served. It passes the answer on to `client`."""
 
     def __init__(self, sharing: Sharing, request: Request, client: Recipient) -> None:
@@ -95,9 +112,12 @@ class SharedRequest:
             except StoreUnavailable as error:
                 is_full = isinstance(error, StoreFull)
                 self._is_claimed = not is_full
-                if is_full and (kept := await self._find_kept()) is not None:
-                    self._record = None
-                    return kept
+                if is_full:  # it refuses claims and can still be read
+                    with contextlib.suppress(StoreUnavailable):
+                        kept = await self._sharing.kept(request.id, request.asked_digest)
+                        if kept is not None:
+                            self._record = None
+                            return kept
                 if not request.is_repeated and last_s < 0:
                     return None
                 request.is_anothers = True  # for all that we know
@@ -114,22 +134,8 @@ class SharedRequest:
             await asyncio.sleep(LOOK_S)
         return self._settle(claim)
 
-    async def _find_kept(self) -> pb.GenerateResponse | None:
-        """The answer in a full Redis, which refuses claims and can still be read."""
-        request = self._request
-        with contextlib.suppress(StoreUnavailable):
-            return self._read(await self._sharing.store.answer(request.id, request.asked_digest))
-        return None
-
-    def _read(self, response: bytes | None) -> pb.GenerateResponse | None:
-        try:
-            return None if response is None else pb.GenerateResponse.FromString(response)
-        except DecodeError:
-            LOG.warning("the kept answer of %s is malformed", self._request.id)
-            return None
-
     def _settle(self, claim: Claim) -> pb.GenerateResponse | None:
-        if (kept := self._read(claim.response)) is not None:
+        if (kept := read_kept(self._request.id, claim.response)) is not None:
             return kept
         if claim.earlier is not None:
             # The router that ran it before may have sent a part of its answer: this one draws the
@@ -155,7 +161,7 @@ class SharedRequest:
     # Its place.
 
     def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
-        """Another attempt begins on these workers; of several answers, one at the first."""
+        """Records the workers of another attempt; of several answers, only those of the first."""
         prefill = placement.prefill
         self._record = msgspec.structs.replace(
             self._first_record(),
@@ -166,9 +172,6 @@ class SharedRequest:
             prompt_tokens=len(self._request.prompt.token_ids),
         )
         self._write(self._record)
-
-    def note_reserved(self, placement: Placement) -> None:
-        """A decode worker holds pages for the prompt, which other routers need not know."""
 
     def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
         """Sends an event to the client, and keeps final parts for other routers."""

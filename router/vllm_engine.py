@@ -1,35 +1,35 @@
 """vLLM's engine service, for gateways that serve HTTP on top of one (SMG, sglang's router).
 
 A gateway renders chats, encodes and decodes with the tokenizer that it gets here, and receives ids.
-Requests are handled like those of other clients: checks, queue, placement, recovery. Not here: the
-meaning of its messages (`vllm_requests.py`)."""
+The model chooses settings that a gateway cannot know: algorithm, threshold, and neutral values
+(top_p 1, top_k 0), because a gateway sends these for settings that its client left out. Settings
+that effuse lacks are refused, unless they have no effect."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import io
+import json
 import time
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
+from effuse.placement.records import ModelInfo
 from effuse.protos.errors import NotFound
 from effuse.protos.rpc import Context
-from effuse.router.admission import Admission
-from effuse.router.catalogue import Catalogue
-from effuse.router.client import AnswerStream, WholeAnswer
-from effuse.router.fleet import RoutedFleet
+from effuse.router.client import CANNOT_SERVE, FINISH_REASONS, Translate, WholeAnswer
+from effuse.router.findings import SEEDS, Findings
 from effuse.router.handler import Serving
 from effuse.router.request import Request
-from effuse.router.seats import Seats
 from effuse.router.tokenizer import bundled_directory
-from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
 from effuse.v1 import generation_pb2 as pb
 
 TOKENIZER_FILES: Final = (
@@ -37,51 +37,166 @@ TOKENIZER_FILES: Final = (
     "chat_template.jinja", "config.json", "generation_config.json",
 )  # fmt: skip
 PIECE_BYTES: Final = 1 << 20
+_PRESENCE: Final = ("prompt_logprobs", "truncate_prompt_tokens")
+_INPUTS: Final = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 
 
-class EngineAnswer:
-    """Sends an answer in vLLM's terms: chunks if they are asked for, and last the end."""
+def request_of(
+    asked: engine.GenerateRequest, chat_end_ids: Collection[int] = ()
+) -> pb.GenerateRequest:
+    """The request of a gateway; raises `InvalidRequest` with all settings that effuse lacks.
 
-    def __init__(
-        self, request: Request, stream: AnswerStream[engine.GenerateResponse], *, is_stream: bool
-    ) -> None:
-        self._request = request
-        self._stream = stream
-        self._is_stream = is_stream
-        self._whole = WholeAnswer()
+    `chat_end_ids`: ids that end an answer in a chat. A gateway renders chats itself, and does not
+    mark ids that are one."""
+    _check(asked)
+    params = asked.sampling_params
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else chat_end_ids)}
+    request = pb.GenerateRequest(
+        request_id=asked.request_id or None,
+        n=None if params.n < 2 else params.n,
+        sampling=pb.SamplingParams(
+            temperature=params.temperature if params.HasField("temperature") else None,
+            top_p=None if params.top_p in (0.0, 1.0) else params.top_p,
+            top_k=params.top_k or None,
+            min_p=params.min_p or None,
+            presence_penalty=params.presence_penalty or None,
+            frequency_penalty=params.frequency_penalty or None,
+            repetition_penalty=(
+                None if params.repetition_penalty in (0.0, 1.0) else params.repetition_penalty
+            ),
+            logit_bias=params.logit_bias,
+            seed=params.seed % SEEDS if params.HasField("seed") else None,
+        ),
+        stopping=pb.StoppingParams(
+            max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+            min_tokens=params.min_tokens or None,
+            stop=params.stop,
+            stop_token_ids=sorted(stop_ids),
+            ignore_eos=params.ignore_eos or None,
+        ),
+        output=pb.OutputOptions(
+            token_ids=True, logprobs=params.logprobs if params.HasField("logprobs") else None
+        ),
+    )
+    if asked.HasField("tokenized"):
+        request.prompt_token_ids.ids.extend(asked.tokenized.input_ids)
+    elif asked.HasField("text"):
+        request.prompt = asked.text
+    return request
 
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Sends new tokens, or the end of an answer; raises `ClientGone`. Text is the gateway's own
-        matter."""
-        self._whole.take(event)
-        request = self._request
+
+def chunk_of(event: pb.GenerateStreamResponse, prompt_tokens: int) -> engine.GenerateResponse:
+    """Final tokens as a chunk."""
+    commit = event.commit
+    chunk = engine.GenerateStreamChunk(
+        token_ids=commit.token_ids,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=commit.token_offset + commit.num_tokens,
+        output_logprobs=_logprobs_of(commit),
+        index=event.answer_index,
+    )
+    return engine.GenerateResponse(chunk=chunk)
+
+
+def complete_of(
+    answer: pb.GenerateResponse, index: int, prompt_tokens: int
+) -> engine.GenerateResponse:
+    """A whole answer in its last message; each of several counts the prompt's tokens here."""
+    complete = engine.GenerateComplete(
+        output_ids=answer.token_ids,
+        finish_reason=FINISH_REASONS[answer.finish_reason],
+        prompt_tokens=prompt_tokens,
+        completion_tokens=answer.usage.completion_tokens,
+        cached_tokens=answer.stats.cached_prompt_tokens,
+        output_logprobs=_logprobs_of(answer),
+        index=index,
+    )
+    match answer.WhichOneof("matched_stop"):
+        case "end_token_id":
+            complete.matched_token_id = answer.end_token_id
+        case "stop_string":
+            complete.matched_stop_str = answer.stop_string
+    return engine.GenerateResponse(complete=complete)
+
+
+def _logprobs_of(said: pb.BlockCommit | pb.GenerateResponse) -> engine.OutputLogProbs | None:
+    """Log-probabilities of its tokens; None if they were not asked for."""
+    if not said.logprobs:
+        return None
+    return engine.OutputLogProbs(
+        token_logprobs=[one.logprob for one in said.logprobs],
+        token_ids=said.token_ids,
+        top_logprobs=[
+            engine.TopLogProbs(values=one.top_logprobs, token_ids=one.top_token_ids)
+            for one in said.logprobs
+        ],
+    )
+
+
+def describe_model(model: ModelInfo) -> engine.GetModelInfoResponse:
+    """A model, as a gateway reads it."""
+    sampling = model.defaults.sampling
+    defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    if sampling.top_k:
+        defaults["top_k"] = sampling.top_k
+    return engine.GetModelInfoResponse(
+        model_path=model.name,
+        is_generation=True,
+        max_context_length=model.max_model_len,
+        vocab_size=model.vocab_size,
+        served_model_name=model.name,
+        model_type=model.architecture,
+        architectures=[model.architecture],
+        eos_token_ids=model.eos_token_ids,
+        max_req_input_len=model.max_model_len - 1,
+        default_sampling_params_json=json.dumps(defaults),
+    )
+
+
+def _check(asked: engine.GenerateRequest) -> None:
+    findings, params = Findings(), asked.sampling_params
+    if params.logprobs < 0:
+        findings.add("sampling_params.logprobs", "a count of 0 or more", params.logprobs)
+    if strange := [token_id for token_id in params.logit_bias if token_id < 0]:
+        findings.add("sampling_params.logit_bias", "ids of 0 or more", strange[0])
+    given = [f"sampling_params.{name}" for name in _PRESENCE if params.HasField(name)]
+    constraint = params.WhichOneof("constraint")
+    given += [f"sampling_params.{constraint}"] if constraint else []
+    if params.include_stop_str_in_output:
+        given.append("sampling_params.include_stop_str_in_output")
+    given += [name for name in _INPUTS if asked.HasField(name)]
+    given += ["extra_mm_inputs"] if asked.extra_mm_inputs else []
+    given += ["data_parallel_rank"] if asked.data_parallel_rank else []
+    for name in given:
+        findings.add(name, "it unset, because effuse does not support it", "a value")
+    findings.raise_any()
+
+
+def _translator(asked: engine.GenerateRequest, request: Request) -> Translate:
+    """Translates the events of an answer: chunks if they are asked for, and last the end. Text is
+    the gateway's own matter."""
+    whole = WholeAnswer()
+
+    def translate(event: pb.GenerateStreamResponse) -> engine.GenerateResponse | None:
+        whole.take(event)
         prompt_tokens = len(request.prompt.token_ids) or request.kept_prompt_tokens or 0
         if event.HasField("finished"):
-            answer = self._whole.one(event.answer_index)
-            await self._stream.send(complete_of(answer, event.answer_index, prompt_tokens))
-        elif self._is_stream and event.commit.token_ids:
-            await self._stream.send(chunk_of(event, prompt_tokens))
+            answer = whole.one(event.answer_index)
+            return complete_of(answer, event.answer_index, prompt_tokens)
+        if asked.stream and event.commit.token_ids:
+            return chunk_of(event, prompt_tokens)
+        return None
+
+    return translate
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """VllmEngine."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        seats: Seats,
-        catalogue: Catalogue,
-        admission: Admission,
-        fleet: RoutedFleet,
-        directory: Path | None,
-    ) -> None:
-        """directory: that of the tokenizer, None for the bundled one."""
+    def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._seats = seats
-        self._catalogue = catalogue
-        self._admission = admission
-        self._fleet = fleet
-        self._directory = directory or bundled_directory()
+        self._parts = serving.parts
+        self._directory = serving.parts.config.model or bundled_directory()  # of the tokenizer
         self._began = time.monotonic()
         self._archive: bytes | None = None
 
@@ -91,12 +206,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: Context,
     ) -> None:
         """The answer as it grows, or at its end."""
-        stream = AnswerStream[engine.GenerateResponse](context)
         await self._serving.stream(
-            lambda: request_of(request, self._serving.parts.tokenizer.chat_end_ids),
+            lambda: request_of(request, self._parts.tokenizer.chat_end_ids),
             context,
-            stream,
-            lambda accepted: EngineAnswer(accepted, stream, is_stream=request.stream),
+            partial(_translator, request),
             is_stream=request.stream,
         )
 
@@ -104,7 +217,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Ends what runs here of these requests, as far as they are the caller's own."""
         tenant = self._serving.entrance.tenant().name
         for request_id in request.request_ids:
-            self._serving.parts.requests.cancel(request_id, tenant)
+            self._parts.requests.cancel(request_id, tenant)
         return engine.AbortResponse()
 
     async def HealthCheck(
@@ -112,36 +225,34 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> engine.HealthCheckResponse:
         """The same as gRPC's own health of this service; raises `Unavailable` as long as no model
         is known, so that a gateway asks again before it asks for one."""
-        self._catalogue.find(None)
-        healthy = self._seats.can_serve()
-        why = "" if healthy else "no live worker can accept a request"
-        return engine.HealthCheckResponse(healthy=healthy, message=why)
+        self._parts.catalogue.find(None)
+        healthy = self._parts.seats.can_serve()
+        return engine.HealthCheckResponse(healthy=healthy, message="" if healthy else CANNOT_SERVE)
 
     async def GetModelInfo(
         self, request: engine.GetModelInfoRequest, context: Context
     ) -> engine.GetModelInfoResponse:
         """The one model of the fleet; raises `Unavailable`, and `InvalidRequest` if it has more."""
-        return describe_model(self._catalogue.find(None))
+        return describe_model(self._parts.catalogue.find(None))
 
     async def GetServerInfo(
         self, request: engine.GetServerInfoRequest, context: Context
     ) -> engine.GetServerInfoResponse:
         """This router, described like one engine."""
         return engine.GetServerInfoResponse(
-            active_requests=self._serving.parts.requests.num_running,
+            active_requests=self._parts.requests.num_running,
             uptime_seconds=time.monotonic() - self._began,
             server_type="effuse",
             data_parallel_size=1,
-            max_num_seqs=self._admission.max_running,
+            max_num_seqs=self._parts.admission.max_running,
         )
 
     async def GetLoads(
         self, request: engine.GetLoadsRequest, context: Context
     ) -> engine.GetLoadsResponse:
         """Requests of this router, pages of the fleet's decode workers."""
-        admission = self._admission
-        records = self._fleet.records()
-        decode = [record for record in records if record.role == "decode"]
+        admission = self._parts.admission
+        decode = [one for one in self._parts.fleet.records() if one.role == "decode"]
         most = sum(one.capacity.total_pages * one.capacity.page_size for one in decode)
         free = sum(one.load.free_pages * one.capacity.page_size for one in decode)
         load = engine.SchedulerLoad(

@@ -143,12 +143,12 @@ class Readers:
 
         store.announce_router = announce  # type: ignore[method-assign]
         try:
-            await router.others.exchange(RouterRecord(router_id="us", address="a:1"))
+            await router.seats.others.exchange(RouterRecord(router_id="us", address="a:1"))
             for record in self.fleet.decode:
-                assert router.others.seats(record.record) >= 0, stored
+                assert router.seats.others.seats(record.record) >= 0, stored
         finally:
             store.announce_router = own  # type: ignore[method-assign]
-        return "router" if router.others.num_alive else "malformed router"
+        return "router" if router.seats.others.num_alive else "malformed router"
 
     async def _read_placement(self, draw: random.Random) -> str:
         fleet, store = self.fleet, self.fleet.store

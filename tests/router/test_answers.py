@@ -16,7 +16,6 @@ from router.fakes import FakeFleet, pass_time, run, until
 from effuse.protos import errors
 from effuse.router.answers import add_up, split
 from effuse.router.client import describe, progress_text, stats_of
-from effuse.router.process import exchange_seats
 from effuse.router.request import Costs
 from effuse.router.request_states import Event
 from effuse.v1 import generation_pb2 as pb
@@ -323,7 +322,7 @@ def test_answers_that_wait_for_seats_are_told_to_other_routers() -> None:
         router, go = fleet.router, asyncio.Event()
 
         async def told() -> tuple[int, dict[str, int] | None]:
-            await exchange_seats(router)
+            await router.seats.exchange(router.id, router.address)
             record = fleet.store.routers[router.id]
             return record.waiting, record.waiting_by_model
 

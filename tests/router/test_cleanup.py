@@ -11,7 +11,8 @@ import pytest
 from router.fake_model import worker_record
 from router.fake_workers import FakeDecode, Handoffs
 
-from effuse.placement.records import WorkerRecord
+from effuse.placement.fleet import FleetView
+from effuse.placement.records import Role, WorkerRecord
 from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost
 from effuse.protos.gate import FleetSecret, ProofServicer
@@ -40,9 +41,12 @@ class Call:
             callback(self)
 
 
-class NoWorkers:
-    def workers(self) -> list[WorkerRecord]:
-        return []
+class NoWorkers(FleetView):
+    def __init__(self) -> None:
+        return
+
+    def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
+        return ()
 
 
 def cleanup_of(settle_s: float) -> Cleanup:
@@ -55,7 +59,7 @@ def test_what_ends_by_itself_is_let_be() -> None:
         cleanup = cleanup_of(settle_s=10)
         async with cleanup.running():
             call, reader = Call(), asyncio.create_task(asyncio.sleep(0))
-            cleanup.settle_calls([call], [reader], lambda: cut.append("cut"))
+            cleanup.settle_calls([call, reader], lambda: cut.append("cut"))
             assert cleanup.num_open == 1
             call.end()
         assert (cut, cleanup.num_open, cleanup.num_late) == ([], 0, 0)
@@ -69,7 +73,7 @@ def test_what_does_not_end_is_ended() -> None:
         cleanup = cleanup_of(settle_s=0.01)
         async with cleanup.running():
             call, reader = Call(), asyncio.create_task(asyncio.Event().wait())
-            cleanup.settle_calls([call], [reader], call.end)  # type: ignore[list-item]
+            cleanup.settle_calls([call, reader], lambda: (call.end(), reader.cancel()))
         assert call.has_ended and reader.cancelled()
         assert (cleanup.num_open, cleanup.num_late) == (0, 1)
 
@@ -80,7 +84,7 @@ def test_after_the_end_everything_is_ended_at_once() -> None:
     async def main() -> None:
         cleanup = cleanup_of(settle_s=10)
         call, reader = Call(), asyncio.create_task(asyncio.Event().wait())
-        cleanup.settle_calls([call], [reader], call.end)  # type: ignore[list-item]
+        cleanup.settle_calls([call, reader], lambda: (call.end(), reader.cancel()))
         assert call.has_ended
         await asyncio.wait({reader}, timeout=30)
         assert reader.cancelled()

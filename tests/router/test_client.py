@@ -31,7 +31,7 @@ class Context:
             raise self.error
 
 
-def stream_to(context: Context, stalled_s: float) -> AnswerStream[pb.GenerateStreamResponse]:
+def stream_to(context: Context, stalled_s: float) -> AnswerStream:
     return AnswerStream(cast(Any, context), stalled_s=stalled_s)
 
 

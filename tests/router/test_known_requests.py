@@ -6,10 +6,24 @@ import pytest
 from router.fake_model import request_of
 from router.fakes import FakeStore
 
+from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning
 from effuse.router.known_requests import MOST_REMEMBERED, REMEMBERED_S, KnownRequests
 from effuse.router.request import AnswerAttempts
+from effuse.router.shared_request import Sharing
 from effuse.v1 import generation_pb2 as pb
+
+
+def alone() -> Sharing:
+    """A router without others."""
+    store = FakeStore()
+    return Sharing(
+        router_id="us",
+        store=store,
+        placements=PlacementWriter(store),
+        address_of=lambda _: "",
+        keep_answers_s=0.0,
+    )
 
 
 def described(request_id: str, attempt: int = 0) -> pb.GetRequestResponse:
@@ -19,7 +33,7 @@ def described(request_id: str, attempt: int = 0) -> pb.GetRequestResponse:
 
 
 def test_an_id_runs_once_and_may_be_used_again_afterwards() -> None:
-    known = KnownRequests(FakeStore(), lambda: 0.0)
+    known = KnownRequests(alone(), lambda: 0.0)
     first, second = request_of("a"), request_of("a", attempts=AnswerAttempts(count=2))
     with known.running(first):
         with pytest.raises(AlreadyRunning, match="'a' is already running"), known.running(second):
@@ -32,7 +46,7 @@ def test_an_id_runs_once_and_may_be_used_again_afterwards() -> None:
 
 def test_ended_requests_are_remembered_for_a_while() -> None:
     now = 0.0
-    known = KnownRequests(FakeStore(), lambda: now)
+    known = KnownRequests(alone(), lambda: now)
     with known.running(request_of("a")):
         pass
     assert known.find("a") == described("a")
@@ -41,7 +55,7 @@ def test_ended_requests_are_remembered_for_a_while() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    known = KnownRequests(FakeStore(), lambda: 0.0)
+    known = KnownRequests(alone(), lambda: 0.0)
     for at in range(MOST_REMEMBERED + 10):
         with known.running(request_of(str(at))):
             pass

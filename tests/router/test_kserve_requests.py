@@ -10,7 +10,7 @@ import pytest
 from effuse.client.params import Params, make_request
 from effuse.compat import kserve_pb2 as kserve
 from effuse.protos.errors import InvalidRequest, NotFound
-from effuse.router.kserve_requests import answer_of, piece_of, request_of
+from effuse.router.kserve import answer_of, piece_of, request_of
 from effuse.v1 import generation_pb2 as pb
 
 TEXT = b"how many?"

@@ -13,7 +13,7 @@ from router.fake_model import worker_record
 from router.fakes import FakeStore
 
 from effuse.placement.records import Capacity, RoutedLoad, RouterRecord, WorkerRecord
-from effuse.router.other_routers import ALONE_S, EXCHANGE_S, OtherRouters, fair_share
+from effuse.router.seats import ALONE_S, EXCHANGE_S, OtherRouters, fair_share
 
 
 @pytest.mark.parametrize("contenders", range(1, 9))

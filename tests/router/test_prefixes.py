@@ -9,9 +9,8 @@ from router.fake_model import model_info, worker_record
 from router.fakes import FakeFleet, run
 
 from effuse.placement.records import Load
-from effuse.router.fleet import RoutedFleet
+from effuse.router.fleet import MOST_LIVES, UNIT, RoutedFleet, SentPrefixes, keys_of
 from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, place
-from effuse.router.prefixes import MOST_LIVES, UNIT, SentPrefixes, keys_of
 from effuse.v1 import generation_pb2 as pb
 
 PROMPT = list(range(3, 3 + 4 * UNIT))

@@ -22,7 +22,7 @@ from router.fakes import FakeFleet, FakeStore, run, until
 from unread import full_pipe
 
 from effuse.placement.store import Store
-from effuse.router import other_routers
+from effuse.router import seats
 from effuse.router.config import RouterConfig
 
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
@@ -210,7 +210,7 @@ def test_a_router_that_has_ended_is_not_announced_again(monkeypatch: pytest.Monk
     async def body(fleet: FakeFleet) -> None:
         stores.append(fleet.store)
 
-    monkeypatch.setattr(other_routers, "ALONE_S", 0.0)
+    monkeypatch.setattr(seats, "ALONE_S", 0.0)
     monkeypatch.setattr(FakeStore, "release_router", release_slowly)
     run(body)
     assert not stores[0].routers

@@ -7,6 +7,7 @@ import asyncio
 import grpc.aio
 from router.fake_model import worker_record
 
+from effuse.placement.fleet import FleetView
 from effuse.placement.records import Role, WorkerRecord
 from effuse.protos import errors
 from effuse.protos.channels import FleetAccess, FleetChannel
@@ -22,13 +23,13 @@ def worker(worker_id: str) -> WorkerRecord:
     return worker_record(worker_id, role)
 
 
-class View:
+class View(FleetView):
     """Workers that never change and report nothing new."""
 
     def __init__(self, *records: WorkerRecord) -> None:
         self.records = records
 
-    def workers(self) -> tuple[WorkerRecord, ...]:
+    def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
         return self.records
 
 
@@ -89,7 +90,7 @@ def test_those_that_wait_for_the_same_look_once_together() -> None:
     class CountedView(View):
         num_reads = 0
 
-        def workers(self) -> tuple[WorkerRecord, ...]:
+        def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
             self.num_reads += 1
             return super().workers()
 

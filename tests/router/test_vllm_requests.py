@@ -10,7 +10,7 @@ from router.fake_model import EOS, model_info
 
 from effuse.compat import vllm_engine_pb2 as engine
 from effuse.protos.errors import InvalidRequest
-from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
+from effuse.router.vllm_engine import chunk_of, complete_of, describe_model, request_of
 from effuse.v1 import generation_pb2 as pb
 
 NEUTRAL = engine.SamplingParams(top_p=1.0, repetition_penalty=1.0, n=1, skip_special_tokens=True)

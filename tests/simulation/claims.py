@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from effuse.placement.records import PlacementRecord, encode
 from effuse.placement.store import Claim, Placing, StoreUnavailable
-from effuse.router.other_routers import LEASE_S
+from effuse.router.seats import LEASE_S
 
 from .fleet import REDIS, Registry
 from .network import LATENCY_S
