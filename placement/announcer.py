@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from effuse.placement.lease import Action, Lease, LeaseEvent, LeaseState, LeaseTimes, advance
+from effuse.placement.lease import Lease, LeaseEvent, LeaseState, LeaseTimes, advance
 from effuse.placement.records import WorkerRecord
 from effuse.placement.store import Store, StoreUnavailable
 
@@ -60,7 +60,7 @@ class Announcer:
 
     async def run(self) -> None:
         """Announces until the lease is released; raises `Superseded` if a later process has it."""
-        while self._lease.action is not Action.STOP:
+        while not self._lease.is_over:
             record = self._describe()
             if record is None:
                 await self._wait_for_change(self._lease.times.renew_s)
@@ -77,15 +77,11 @@ class Announcer:
         async with self._turn:
             record = self._describe()
             if record is not None and self._lease.state is LeaseState.HELD:
-                await self._announce_release(record)
+                try:
+                    await self._ask(msgspec.structs.replace(record, state="released"))
+                except StoreUnavailable as error:
+                    LOG.warning("the lease was not released and will expire: %s", error)
             self._lease = Lease(self._lease.times, LeaseState.RELEASED)
-
-    async def _announce_release(self, record: WorkerRecord) -> None:
-        last = msgspec.structs.replace(record, state="released")
-        try:
-            await self._ask(last)
-        except StoreUnavailable as error:
-            LOG.warning("the lease was not released and will expire: %s", error)
 
     async def _announce(self, record: WorkerRecord) -> None:
         before = self._lease
@@ -105,8 +101,7 @@ class Announcer:
             LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)
 
     async def _ask(self, record: WorkerRecord) -> LeaseEvent:
-        takes = self._lease.action is Action.TAKE
-        ttl_s = self._lease.times.ttl_s
+        takes, ttl_s = self.state is LeaseState.ABSENT, self._lease.times.ttl_s
         return LeaseEvent(await self._store.announce(record, ttl_s, self._holder, takes=takes))
 
     async def _wait_for_change(self, seconds: float) -> None:

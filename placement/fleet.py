@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from effuse.placement.lease import LeaseTimes
-from effuse.placement.records import MalformedRecord, Role, WorkerRecord, decode_worker
+from effuse.placement.records import MalformedRecord, WorkerRecord, decode_worker
 from effuse.placement.store import Store, StoreUnavailable
 
 LOG = logging.getLogger(__name__)
@@ -112,19 +112,9 @@ class FleetView:
         """True while Redis answers."""
         return self._snapshot.is_current
 
-    @property
-    def malformed(self) -> int:
-        """Records ignored so far because they broke their schema."""
-        return self._snapshot.malformed
-
-    def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
+    def workers(self) -> list[WorkerRecord]:
         """Returns the live workers, draining ones included, in the order of their ids."""
-        alive = self._snapshot.alive(self._now())
-        return tuple(alive if role is None else [one for one in alive if one.role == role])
-
-    def worker(self, worker_id: str) -> WorkerRecord | None:
-        """Returns one live worker."""
-        return next((w for w in self.workers() if w.worker_id == worker_id), None)
+        return self._snapshot.alive(self._now())
 
     async def run(self) -> None:
         """Polls until cancelled."""
@@ -138,7 +128,11 @@ class FleetView:
         try:
             answer = await self._store.workers()
         except StoreUnavailable as error:
-            self._keep_last_view(error)
+            if self._snapshot.is_current:
+                LOG.warning("keeping the last known view of the fleet: %s", error)
+                self._snapshot = replace(self._snapshot, is_current=False)
+            elif not self._polled.is_set():
+                LOG.warning("no process of the fleet is known yet: %s", error)
         else:
             if not self._snapshot.is_current:
                 LOG.info("the view of the fleet is current again")
@@ -148,10 +142,3 @@ class FleetView:
     async def first_poll(self) -> None:
         """Returns once the first poll has ended."""
         await self._polled.wait()
-
-    def _keep_last_view(self, error: StoreUnavailable) -> None:
-        if self._snapshot.is_current:
-            LOG.warning("keeping the last known view of the fleet: %s", error)
-            self._snapshot = replace(self._snapshot, is_current=False)
-        elif not self._polled.is_set():
-            LOG.warning("no process of the fleet is known yet: %s", error)

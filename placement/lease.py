@@ -1,8 +1,7 @@
-"""A worker's lease as its holder sees it: a table of states and events, and when the next action is
-due.
+"""A worker's lease as its holder sees it: a table of states and events, and the next time to ask.
 
-Pure: events come in, the next action goes out, and the clock is an argument. `announcer.py` calls
-Redis. Time is in monotonic seconds of this process; no timestamp leaves it.
+Pure, with the clock as an argument. `announcer.py` calls Redis. Time is in monotonic seconds of
+this process; no timestamp leaves it.
 """
 
 from collections.abc import Mapping
@@ -29,14 +28,6 @@ class LeaseEvent(Enum):
     RELEASED = "released"
 
 
-class Action(Enum):
-    """The holder's next action."""
-
-    TAKE = "take"  # from any holder
-    RENEW = "renew"  # unless a later process holds it
-    STOP = "stop"
-
-
 class IllegalLeaseEvent(Exception):
     """An event that cannot happen in this state."""
 
@@ -53,12 +44,6 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (_S.HELD, _E.SUPERSEDED): _S.SUPERSEDED,
     (_S.HELD, _E.UNREACHABLE): _S.HELD,  # renewing late is safe: the renewal compares holders
     (_S.HELD, _E.RELEASED): _S.RELEASED,
-}
-_ACTIONS: Final[Mapping[LeaseState, Action]] = {
-    _S.ABSENT: Action.TAKE,
-    _S.HELD: Action.RENEW,
-    _S.SUPERSEDED: Action.STOP,
-    _S.RELEASED: Action.STOP,
 }
 
 
@@ -84,15 +69,15 @@ class Lease:
 
     times: LeaseTimes
     state: LeaseState = LeaseState.ABSENT
-    due_at: float = 0.0  # when the next action is due
+    due_at: float = 0.0  # when to ask Redis again
 
     @property
-    def action(self) -> Action:
-        """The action that is due then."""
-        return _ACTIONS[self.state]
+    def is_over(self) -> bool:
+        """Whether another process has the lease, or this one has released it."""
+        return self.state in (LeaseState.SUPERSEDED, LeaseState.RELEASED)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next action is due; never negative."""
+        """Seconds until Redis is asked again; never negative."""
         return max(0.0, self.due_at - now)
 
 

@@ -5,7 +5,7 @@ no clock.
 """
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -224,6 +224,7 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[RoutedLoad, ...] = ()
 
 
+Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord)
 # msgspec's own error, a string that is not UTF-8, or values nested too deeply.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -237,25 +238,23 @@ def encode(record: WorkerRecord | PlacementRecord | RouterRecord) -> bytes:
     return msgspec.json.encode(record)
 
 
+def _decode(value: bytes, schema: type[Record], name: str) -> Record:
+    try:
+        return msgspec.json.decode(value, type=schema)
+    except _UNREADABLE as error:
+        raise MalformedRecord(f"{name}: {error}") from error
+
+
 def decode_worker(value: bytes) -> WorkerRecord:
     """Reads a worker's stored form; raises `MalformedRecord` that names the bad field."""
-    try:
-        return msgspec.json.decode(value, type=WorkerRecord)
-    except _UNREADABLE as error:
-        raise MalformedRecord(f"worker record: {error}") from error
+    return _decode(value, WorkerRecord, "worker record")
 
 
 def decode_placement(value: bytes) -> PlacementRecord:
     """Reads a placement's stored form; raises `MalformedRecord` that names the bad field."""
-    try:
-        return msgspec.json.decode(value, type=PlacementRecord)
-    except _UNREADABLE as error:
-        raise MalformedRecord(f"placement record: {error}") from error
+    return _decode(value, PlacementRecord, "placement record")
 
 
 def decode_router(value: bytes) -> RouterRecord:
     """Reads a router's stored form; raises `MalformedRecord` that names the bad field."""
-    try:
-        return msgspec.json.decode(value, type=RouterRecord)
-    except _UNREADABLE as error:
-        raise MalformedRecord(f"router record: {error}") from error
+    return _decode(value, RouterRecord, "router record")

@@ -8,7 +8,7 @@ loops. Callers decide about leases and views; `access.py` connects to Redis.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, Self, cast
@@ -111,14 +111,11 @@ class Store:
             **self._access.arguments(url),
         )
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
-        self._announce = self._load_script("announce")
-        self._workers = self._load_script("workers")
-        self._place = self._load_script("place")
-        self._running = self._load_script("running")
-        self._refused = self._load_script("refused")
-        self._routers = self._load_script("routers")
-        self._claim = self._load_script("claim")
-        self._keep = self._load_script("keep")
+        folder = resources.files(__package__)
+        self._scripts: dict[str, AsyncScript] = {
+            name: self._redis.register_script(folder.joinpath(f"{name}.lua").read_text())
+            for name in ("announce", "workers", "place", "refused", "routers", "claim", "keep")
+        }
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,13 +140,13 @@ class Store:
         keys = [self.keys.worker(record.worker_id), self.keys.workers]
         action = "take" if takes else "renew"
         args = (record.worker_id, holder, encode(record), _ms(lease_s), action)
-        answer = await self._run_script(self._announce, keys, args)
+        answer = await self._run_script("announce", keys, args)
         return cast(Announcement, cast(bytes, answer).decode())
 
     async def workers(self) -> list[tuple[bytes, float]]:
         """Returns every live worker: its stored record, undecoded, and seconds left."""
         keys = self.keys
-        answer = await self._run_script(self._workers, [keys.workers], [keys.worker_prefix])
+        answer = await self._run_script("workers", [keys.workers], [keys.worker_prefix])
         flat = cast(list[bytes | int], answer)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return [(cast(bytes, record), cast(int, left) / 1000) for record, left in pairs]
@@ -168,11 +165,11 @@ class Store:
         """
 
         async def write() -> object:
+            place = self._scripts["place"]
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for number, (record, lifetime_s) in enumerate(placements):
                     keys, args = self._placing(record, lifetime_s, record.request_id in held)
                     # The first one loads the script, so that no further call is needed.
-                    place = self._place
                     script = ("EVALSHA", place.sha) if number else ("EVAL", place.script)
                     pipeline.execute_command(*script, len(keys), *keys, *args)  # only put into it
                 return await pipeline.execute()
@@ -216,16 +213,9 @@ class Store:
         """
         keys, name = self.keys, record.request_id
         args = (name, record.router_id, encode(record), _ms(lifetime_s), digest, keys.router_prefix)
-        await self._wait_for_turn()
-        try:
-            told = await self._run_script(
-                self._claim,
-                [keys.request(name), keys.running, keys.ended, keys.answer(name)],
-                args,
-                self.placement_circuit,
-            )
-        finally:
-            self._lookups.release()
+        script_keys = [keys.request(name), keys.running, keys.ended, keys.answer(name)]
+        async with self._turn():
+            told = await self._run_script("claim", script_keys, args, self.placement_circuit)
         outcome, *rest = cast(list[bytes], told)
         if outcome == b"answered":
             return Claim(response=rest[0])
@@ -245,7 +235,7 @@ class Store:
         args += [MOST_ANSWERS, MOST_ANSWER_BYTES, keys.answer_prefix, keys.router_prefix, holder]
         of_all = [keys.answer(request_id), keys.answers, keys.answer_sizes]
         script_keys = [*of_all, keys.request(request_id)]
-        await self._run_script(self._keep, script_keys, args, self.placement_circuit)
+        await self._run_script("keep", script_keys, args, self.placement_circuit)
 
     async def answer(self, request_id: str, digest: str) -> bytes | None:
         """Returns the kept answer to the request of `digest`, undecoded; None if there is none. The
@@ -259,7 +249,7 @@ class Store:
         keys = self.keys
         own = [keys.router(record.router_id), keys.routers]
         args = (record.router_id, encode(record), _ms(lease_s), keys.router_prefix)
-        return cast(list[bytes], await self._run_script(self._routers, own, args))
+        return cast(list[bytes], await self._run_script("routers", own, args))
 
     async def release_router(self, router_id: str) -> None:
         """Ends a router's lease; other routers may take its requests from now on."""
@@ -267,13 +257,6 @@ class Store:
         await self._ask_redis(
             lambda: cast(Awaitable[object], self._redis.delete(key)), self.circuit
         )
-
-    async def running(self) -> list[bytes]:
-        """Returns the stored placement of every running request, undecoded."""
-        keys = self.keys
-        prefix, circuit = keys.request_prefix, self.placement_circuit
-        answer = await self._run_script(self._running, [keys.running], [prefix], circuit)
-        return cast(list[bytes], answer)
 
     async def share_refusals(self, refused: Mapping[str, float], most: int) -> dict[str, float]:
         """Adds digests that Redis lacks, each for a number of seconds, and returns all digests with
@@ -283,7 +266,7 @@ class Store:
         for digest, left_s in refused.items():
             args += [digest, _ms(left_s)]
         keys, circuit = [self.keys.refused], self.placement_circuit
-        answer = await self._run_script(self._refused, keys, args, circuit)
+        answer = await self._run_script("refused", keys, args, circuit)
         flat = cast(list[bytes | int], answer)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return {
@@ -292,35 +275,33 @@ class Store:
         }
 
     async def _look_up(self, key: str, *fields: str) -> list[bytes | None]:
-        await self._wait_for_turn()
-        try:
+        async with self._turn():
             answer = await self._ask_redis(
                 lambda: cast(Awaitable[object], self._redis.hmget(key, fields)),
                 self.placement_circuit,
             )
-        finally:
-            self._lookups.release()
         return cast(list[bytes | None], answer)
 
-    async def _wait_for_turn(self) -> None:
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(2 * self._timeout_s):
                 await self._lookups.acquire()
         except TimeoutError as error:
             raise StoreUnavailable("too many lookups of placements at a time") from error
-
-    def _load_script(self, name: str) -> AsyncScript:
-        source = resources.files(__package__).joinpath(f"{name}.lua").read_text()
-        return self._redis.register_script(source)
+        try:
+            yield
+        finally:
+            self._lookups.release()
 
     def _run_script(
         self,
-        script: AsyncScript,
+        name: str,
         keys: Sequence[str],
         args: Sequence[str | bytes | int],
         circuit: Circuit | None = None,
     ) -> Awaitable[object]:
-        circuit = circuit or self.circuit
+        circuit, script = circuit or self.circuit, self._scripts[name]
         return self._ask_redis(lambda: script(keys=list(keys), args=list(args)), circuit)
 
     async def _ask_redis(

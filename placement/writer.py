@@ -116,7 +116,9 @@ class PlacementWriter:
         """Writes until cancelled."""
         while True:
             if await self._write_all():
-                await self._wait_for_work(self._until_renewal())
+                due = next((at for at, _ in self._renew_at.values()), None)  # the first one
+                pause_s = self.times.renew_s if due is None else max(0.0, due - self._now())
+                await self._wait_for_work(pause_s)
             else:
                 await asyncio.sleep(self.times.retry_s)
 
@@ -145,12 +147,17 @@ class PlacementWriter:
             try:
                 for record in records:
                     await self._write_answer(record)
-                lifetimes = [(one, self._lifetime_s(one)) for one in records]
-                told = await self._store.place(lifetimes, self._held)
+                long_s, short_s = self.times.finished_s, self.times.running_s
+                placings = [(one, short_s if one.state == "running" else long_s) for one in records]
+                told = await self._store.place(placings, self._held)
             except StoreUnavailable as error:
                 LOG.debug("%d placements wait: %s", len(self._pending), error)
-                if isinstance(error, StoreFull):
-                    self._note_full(str(error))
+                if isinstance(error, StoreFull) and not self.is_full:
+                    LOG.warning(
+                        "placements wait and may be lost, while requests and leases continue: %s",
+                        error,
+                    )
+                    self.is_full = True
                 return False
             if self.is_full:
                 LOG.warning("Redis accepts placements again")
@@ -178,49 +185,25 @@ class PlacementWriter:
             self._answer_bytes -= len(kept.response)
         return kept
 
-    def _note_full(self, why: str) -> None:
-        if not self.is_full:
-            LOG.warning(
-                "placements wait and may be lost, while requests and leases continue: %s", why
-            )
-            self.is_full = True
-
     def _note_answer(self, record: PlacementRecord, answer: Placing) -> None:
-        if self._pending.get(record.request_id) is record:
-            del self._pending[record.request_id]
-        if answer == "placed":
-            if record.state == "running" and record.request_id in self._writing:
-                self._renew_at[record.request_id] = (self._now() + self.times.renew_s, record)
-        else:
-            self.refused += 1
-            self._tell_refused(record, answer)
-        self._note_held(record, answer)
-
-    def _tell_refused(self, record: PlacementRecord, answer: Placing) -> None:
-        if answer == "foreign":
-            key = self._store.keys.request(record.request_id)
+        request_id, is_running = record.request_id, record.state == "running"
+        if self._pending.get(request_id) is record:
+            del self._pending[request_id]
+        if answer == "placed" and is_running and request_id in self._writing:
+            self._renew_at[request_id] = (self._now() + self.times.renew_s, record)
+        elif answer == "foreign":
+            key = self._store.keys.request(request_id)
             LOG.warning(
                 "a placement is lost, because Redis has a value of another kind under %s", key
             )
-        else:
-            LOG.warning("placement of %s is %s", record.request_id, answer)
-
-    def _note_held(self, record: PlacementRecord, answer: Placing) -> None:
-        is_known = record.request_id in self._pending or record.request_id in self._renew_at
-        if record.state == "running" and answer == "placed" and is_known:
-            self._held.add(record.request_id)
-        elif record.state != "running" and record.request_id not in self._pending:
-            self._held.discard(record.request_id)
-
-    def _lifetime_s(self, record: PlacementRecord) -> float:
-        running = record.state == "running"
-        return self.times.running_s if running else self.times.finished_s
-
-    def _until_renewal(self) -> float:
-        if not self._renew_at:
-            return self.times.renew_s
-        due, _ = next(iter(self._renew_at.values()))
-        return max(0.0, due - self._now())
+        elif answer != "placed":
+            LOG.warning("placement of %s is %s", request_id, answer)
+        self.refused += answer != "placed"
+        if is_running and answer == "placed":
+            if request_id in self._pending or request_id in self._renew_at:
+                self._held.add(request_id)
+        elif not is_running and request_id not in self._pending:
+            self._held.discard(request_id)
 
     async def _wait_for_work(self, seconds: float) -> None:
         try:

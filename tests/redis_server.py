@@ -19,7 +19,9 @@ from effuse.placement.records import (
     PlacementRecord,
     RouterRecord,
     WorkerRecord,
+    decode_placement,
 )
+from effuse.placement.store import Store
 
 RECORD = WorkerRecord(
     worker_id="decode-0",
@@ -62,6 +64,13 @@ def worker(**changes: object) -> WorkerRecord:
 def placement(**changes: object) -> PlacementRecord:
     """The placement with some fields changed."""
     return msgspec.structs.replace(PLACED, **changes)
+
+
+async def running_placements(store: Store) -> list[PlacementRecord]:
+    """The placement of each request that the fleet's index has as running."""
+    ids = await store._redis.zrange(store.keys.running, 0, -1)
+    found = [await store.placement(one.decode()) for one in ids]
+    return [decode_placement(one) for one in found if one is not None]
 
 
 @contextmanager

@@ -50,10 +50,10 @@ def test_who_is_cancelled_while_redis_is_asked_ends_then() -> None:
     async def go() -> None:
         with redis_server.running() as server, redis.Redis(port=server.port) as plain:
             async with Store(server.connection_url, "cancelled", timeout_s=20.0) as store:
-                plain.set(store.keys.running, "which is no list, so that to ask for it is refused")
+                plain.set(store.keys.refused, "which is no set, so that to ask for it is refused")
                 await store.workers()  # connects
                 for turns in range(50):
-                    for ask in (store.workers, store.running):
+                    for ask in (store.workers, lambda: store.share_refusals({}, 1)):
                         store.placement_circuit.succeeded()
                         task = asyncio.create_task(ask())
                         for _ in range(turns):

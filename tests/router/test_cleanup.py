@@ -12,7 +12,7 @@ from router.fake_model import worker_record
 from router.fake_workers import FakeDecode, Handoffs
 
 from effuse.placement.fleet import FleetView
-from effuse.placement.records import Role, WorkerRecord
+from effuse.placement.records import WorkerRecord
 from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost
 from effuse.protos.gate import FleetSecret, ProofServicer
@@ -45,8 +45,8 @@ class NoWorkers(FleetView):
     def __init__(self) -> None:
         return
 
-    def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
-        return ()
+    def workers(self) -> list[WorkerRecord]:
+        return []
 
 
 def cleanup_of(settle_s: float) -> Cleanup:

@@ -29,8 +29,8 @@ class View(FleetView):
     def __init__(self, *records: WorkerRecord) -> None:
         self.records = records
 
-    def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
-        return self.records
+    def workers(self) -> list[WorkerRecord]:
+        return list(self.records)
 
 
 def test_two_workers_of_each_role_share_64_requests_evenly() -> None:
@@ -90,7 +90,7 @@ def test_those_that_wait_for_the_same_look_once_together() -> None:
     class CountedView(View):
         num_reads = 0
 
-        def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
+        def workers(self) -> list[WorkerRecord]:
             self.num_reads += 1
             return super().workers()
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from effuse.kvtransfer.messages import AttemptId, Reservation
-from effuse.placement.lease import Action as LeaseAction
-from effuse.placement.lease import Lease, LeaseEvent, LeaseTimes, advance
+from effuse.placement.lease import Lease, LeaseEvent, LeaseState, LeaseTimes, advance
 from effuse.placement.records import Role
 from effuse.worker.attempts import attempt_of
 from effuse.worker.messages import (
@@ -196,7 +195,7 @@ class Front:
             self.lose_engine(why)
 
     def _announce(self) -> None:
-        takes = self._lease.action is LeaseAction.TAKE
+        takes = self._lease.state is LeaseState.ABSENT
         record = record_of(
             self._fleet.sizes,
             self.worker_id,
@@ -208,7 +207,7 @@ class Front:
         told = self._fleet.registry.announce(record, self._process, ttl_s, takes=takes)
         event = LeaseEvent.UNREACHABLE if told is None else LeaseEvent(told)
         self._lease = advance(self._lease, event, self._clock.now)
-        if self._lease.action is LeaseAction.STOP:
+        if self._lease.is_over:
             self.die()
 
     # Its calls.

@@ -301,7 +301,7 @@ def test_a_worker_announces_itself_its_new_life_and_its_end(
 
                 async def shows(incarnation: str) -> bool:
                     await view.poll()
-                    return [w.incarnation for w in view.workers("decode")] == [incarnation]
+                    return [w.incarnation for w in view.workers()] == [incarnation]
 
                 async with running(make_role(), config, tmp_path) as one:
                     old = one.incarnation
