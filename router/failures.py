@@ -11,6 +11,7 @@ asking workers (`peers.py`), engines that die of a request (`poison.py`)."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ class Setbacks:
     stalled_at: float | None = None  # no worker could go on with it, nor has since
     refusals: Counter[str] = field(default_factory=Counter)  # by worker and reason
     _losses: list[str] = field(default_factory=list)
-    _failures: dict[WorkerLife, int] = field(default_factory=dict)
+    _failures: Counter[WorkerLife] = field(default_factory=Counter)
     _avoided_until: dict[WorkerLife, float] = field(default_factory=dict)
 
     def add(self, failure: Failure, now: float) -> None:
@@ -138,9 +139,8 @@ class Setbacks:
             self._losses = [*self._losses[1 - TOLD_LOSSES :], told]
         if failure.outcome in (FailureKind.LOST, FailureKind.FAILED):
             self.losses_in_a_row += 1
-            failures = self._failures.get(life, 0)
-            pause_s = min(PAUSE_S * 2.0**failures, MOST_PAUSE_S)
-            self._failures[life] = failures + 1
+            pause_s = min(PAUSE_S * 2.0 ** self._failures[life], MOST_PAUSE_S)
+            self._failures[life] += 1
             self._avoided_until[life] = now + pause_s
 
     def begin_stall(self, now: float) -> None:
@@ -253,14 +253,6 @@ class Absence:
     is_heard: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenPair:
-    """Handoffs that failed in a row, and until when no other is tried."""
-
-    failures: int
-    until: float
-
-
 class Standing:
     """One router's account of workers and pairs. `now` is a monotonic clock in seconds."""
 
@@ -269,9 +261,8 @@ class Standing:
         self._absent: dict[WorkerLife, Absence] = {}
         self._suspect_until: dict[WorkerLife, float] = {}
         self._full_until: dict[WorkerLife, float] = {}
-        self._pairs: dict[Pair, BrokenPair] = {}
-
-    # Events.
+        # Handoffs of a pair that failed in a row, and until when no other is tried.
+        self._pairs: dict[Pair, tuple[int, float]] = {}
 
     def note(self, failure: Failure) -> None:
         """Takes a failed attempt into account."""
@@ -291,9 +282,9 @@ class Standing:
     def note_try(self, pair: Pair) -> None:
         """A handoff of the pair begins. Where the last one failed, others wait for how it ends: a
         worker that nothing reaches is idle, and all would go there."""
-        broken = self._pairs.get(pair)
-        if broken is not None and broken.until + DOUBT_S <= self._now():
-            self._pairs[pair] = BrokenPair(broken.failures, self._now())
+        failures, until = self._pairs.get(pair, (0, math.inf))
+        if until + DOUBT_S <= self._now():
+            self._pairs[pair] = failures, self._now()
 
     def note_handoff(self, pair: Pair) -> None:
         """The pair has handed over."""
@@ -308,10 +299,8 @@ class Standing:
         if condition is Condition.READY:
             del self._absent[life]
             return True
-        if condition is None:
-            self._absent[life] = Absence(absence.record, absence.condition)
-        else:
-            self._absent[life] = Absence(absence.record, condition, is_heard=True)
+        is_heard = condition is not None
+        self._absent[life] = Absence(absence.record, condition or absence.condition, is_heard)
         return False
 
     def forget_gone(self, alive: Collection[WorkerRecord]) -> None:
@@ -328,8 +317,6 @@ class Standing:
         self._full_until = {k: t for k, t in self._full_until.items() if t > now}
         self._pairs = {k: p for k, p in self._pairs.items() if lives.issuperset(k)}
 
-    # Knowledge.
-
     @property
     def absent(self) -> list[WorkerRecord]:
         """Workers that are out."""
@@ -344,8 +331,7 @@ class Standing:
 
     def is_full(self, life: WorkerLife) -> bool:
         """Whether it reported a moment ago that it takes no more."""
-        until = self._full_until.get(life)
-        return until is not None and until > self._now()
+        return self._full_until.get(life, 0.0) > self._now()
 
     def suspects(self) -> set[WorkerLife]:
         """Workers that come after others."""
@@ -356,26 +342,26 @@ class Standing:
     def broken_pairs(self) -> set[Pair]:
         """Pairs that hand nothing over now."""
         now = self._now()
-        return {pair for pair, broken in self._pairs.items() if broken.until > now}
+        return {pair for pair, (_, until) in self._pairs.items() if until > now}
 
     def doubtful_pairs(self) -> set[Pair]:
         """Pairs that come after others, broken ones among them."""
         now = self._now()
-        return {pair for pair, broken in self._pairs.items() if broken.until + DOUBT_S > now}
+        return {pair for pair, (_, until) in self._pairs.items() if until + DOUBT_S > now}
 
     def next_change_s(self) -> float | None:
         """Seconds until a pair may hand over again or a worker is no longer full; None where
         nothing is to be waited for."""
         now = self._now()
-        moments = [*self._full_until.values(), *(one.until for one in self._pairs.values())]
+        moments = [*self._full_until.values(), *(until for _, until in self._pairs.values())]
         return min((at - now for at in moments if at > now), default=None)
 
     def _break(self, pair: Pair, now: float) -> None:
-        before = self._pairs.get(pair, BrokenPair(0, 0.0))
-        if before.until > now:
+        failures, until = self._pairs.get(pair, (0, 0.0))
+        if until > now:
             return  # begun before that was known
-        pause_s = min(PAIR_S * 2.0**before.failures, MOST_PAIR_S)
-        self._pairs[pair] = BrokenPair(min(before.failures + 1, 16), now + pause_s)
+        pause_s = min(PAIR_S * 2.0**failures, MOST_PAIR_S)
+        self._pairs[pair] = min(failures + 1, 16), now + pause_s
 
     def _blamed(self) -> set[WorkerLife]:
         """Decode workers that two prefill workers failed to reach, and prefill workers that failed

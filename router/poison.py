@@ -83,21 +83,6 @@ def treatment(deaths: Sequence[EngineDeath], outside_counts: float = 1.0) -> Tre
     return Treatment.SHARED if total < MOST_SHARED else Treatment.ALONE
 
 
-def roles_alone(deaths: Sequence[EngineDeath], outside_counts: float = 1.0) -> frozenset[Role]:
-    """In which workers it runs alone: always in the one that decodes, which may have to prefill
-    for itself; in the one that prefills where such an engine died."""
-    if treatment(deaths, outside_counts) is Treatment.SHARED:
-        return frozenset()
-    return frozenset({"decode", *(death.role for death in deaths)})
-
-
-def may_share(deaths: Sequence[EngineDeath], outside_counts: float) -> bool:
-    """Whether a request that is to run alone may run beside others once more, and only once: its
-    engines were killed or hung, and so were others at that time."""
-    is_outside = outside_counts < 1 and all(death.may_be_outside for death in deaths)
-    return is_outside and sum(_weights(deaths, outside_counts)) - MOST_SHARED < outside_counts
-
-
 def _weights(deaths: Sequence[EngineDeath], outside_counts: float) -> list[float]:
     """What each death counts. One that may be from outside counts nothing if the request wrote more
     in another engine later."""
@@ -109,22 +94,15 @@ def _weights(deaths: Sequence[EngineDeath], outside_counts: float) -> list[float
     return found[::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    deaths: tuple[EngineDeath, ...]
-    until: float
-
-
 class Verdicts:
     """One router's account of requests by their digests. `now` is a monotonic clock in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._cases: OrderedDict[str, _Case] = OrderedDict()
+        # The deaths under a request, and until when they are held against it.
+        self._cases: OrderedDict[str, tuple[tuple[EngineDeath, ...], float]] = OrderedDict()
         self._refused_until: OrderedDict[str, float] = OrderedDict()
         self._outside_until: OrderedDict[WorkerLife, float] = OrderedDict()  # remembered until
-
-    # Knowledge.
 
     @property
     def is_empty(self) -> bool:
@@ -132,14 +110,21 @@ class Verdicts:
         return not self._cases and not self._refused_until
 
     def roles_alone(self, digest: str) -> frozenset[Role]:
-        """In which workers the request is to run alone; none for most."""
+        """In which workers the request is to run alone, none for most: always in the one that
+        decodes, which may have to prefill for itself; in the one that prefills where such an engine
+        died."""
         deaths = self._deaths(digest)
-        return roles_alone(deaths, self._outside_counts(deaths))
+        if treatment(deaths, self._outside_counts(deaths)) is Treatment.SHARED:
+            return frozenset()
+        return frozenset({"decode", *(death.role for death in deaths)})
 
     def may_share(self, digest: str) -> bool:
-        """Whether a request that is to run alone may run beside others, rather than wait long."""
+        """Whether a request that is to run alone may run beside others once more, and only once,
+        rather than wait long: its engines were killed or hung, and so were others at that time."""
         deaths = self._deaths(digest)
-        return may_share(deaths, self._outside_counts(deaths))
+        counts = self._outside_counts(deaths)
+        is_outside = counts < 1 and all(death.may_be_outside for death in deaths)
+        return is_outside and sum(_weights(deaths, counts)) - MOST_SHARED < counts
 
     def refused_s(self, digest: str) -> float:
         """Seconds for which the request is still refused; 0 if it is not."""
@@ -150,13 +135,11 @@ class Verdicts:
         now = self._now()
         return {digest: at - now for digest, at in self._refused_until.items() if at > now}
 
-    # Events.
-
     def add_death(self, digest: str, death: EngineDeath) -> Treatment:
         """An engine died while the request ran in it; returns the treatment from now on."""
         earlier = [one for one in self._deaths(digest) if one.life != death.life]
         deaths = (*earlier, death)
-        _put(self._cases, digest, _Case(deaths, self._now() + HELD_S))
+        _put(self._cases, digest, (deaths, self._now() + HELD_S))
         if death.may_be_outside:
             self.note_outside(death.life)
         found = treatment(deaths, self._outside_counts(deaths))
@@ -190,8 +173,8 @@ class Verdicts:
                 self._refuse(digest, until)
 
     def _deaths(self, digest: str) -> tuple[EngineDeath, ...]:
-        case = self._cases.get(digest)
-        return () if case is None or case.until <= self._now() else case.deaths
+        deaths, until = self._cases.get(digest, ((), 0.0))
+        return deaths if until > self._now() else ()
 
     def _outside_counts(self, deaths: Sequence[EngineDeath]) -> float:
         """Half, if engines were killed or hung that are not among these."""
@@ -207,10 +190,10 @@ class Verdicts:
         """What these died of is known now, and that it was nothing from outside."""
         for life in lives:
             self._outside_until.pop(life, None)
-        for digest, case in list(self._cases.items()):
-            left = tuple(one for one in case.deaths if one.life not in lives)
+        for digest, (deaths, until) in list(self._cases.items()):
+            left = tuple(one for one in deaths if one.life not in lives)
             if left:
-                self._cases[digest] = _Case(left, case.until)
+                self._cases[digest] = left, until
             else:
                 del self._cases[digest]
 

@@ -18,7 +18,6 @@ from effuse.router.poison import (
     EngineDeath,
     Treatment,
     Verdicts,
-    roles_alone,
     treatment,
 )
 from effuse.router.request import digest_of
@@ -94,8 +93,9 @@ def test_it_is_alone_where_it_decodes_and_where_it_was_prefilled_as_engines_died
     roles: tuple[Role, Role],
 ) -> None:
     deaths = [died(number, role) for number, role in enumerate(roles)]
-    assert roles_alone(deaths[:1]) == frozenset()
-    assert roles_alone(deaths) == {"decode", *roles}
+    verdicts = Verdicts(Clock())
+    found = [verdicts.add_death("x", death) and verdicts.roles_alone("x") for death in deaths]
+    assert (found[0], found[-1]) == (frozenset(), {"decode", *roles})
 
 
 EVENTS = ("shared", "alone", "again", "answered", "goes on", "time")
