@@ -1,17 +1,21 @@
-"""One answer to a request: attempts, one after the other, until it has ended.
+"""One answer to a request: attempts, one after the other, until it has ended. Several answers run
+side by side, each by itself, their events in one stream.
 
 After a failure the next attempt takes another prefill worker, then lets the decode worker prefill,
 then resumes on another pair, then waits for a worker that may come back. The last step is
-UNAVAILABLE. An answer without part of its text never ends well. Not here: one attempt
-(`attempt.py`), the choice of workers (`policy.py`), the meaning of a failure (`failures.py`),
-several answers to one request (`answers.py`)."""
+UNAVAILABLE. An answer without part of its text never ends well. Of several answers the first one
+brings the prompt's KV to a decode worker, and the others join it as soon as that worker holds pages
+for it. If one of them fails for good, or the client goes, all end. Not here: one attempt
+(`attempt.py`), the choice of workers (`policy.py`), the meaning of a failure (`failures.py`), the
+sharing within a decode worker (`decode_worker/shared_prompts.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Sequence
+import secrets
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
@@ -20,23 +24,19 @@ from msgspec.structs import replace
 from effuse.placement.records import Role, WorkerRecord
 from effuse.protos.errors import (
     Bug,
-    DeadlineExceeded,
-    Draining,
-    EffuseError,
-    EndedById,
     EngineLost,
     InvalidRequest,
     Unavailable,
 )
 from effuse.router.attempt import Attempt, Unfinished
-from effuse.router.client import Listener, finished_of, progress_labels, progress_text, state_text
+from effuse.router.client import RETRY_AFTER_S, Listener, failed, finished_of, time_is_over
+from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import EMPTY_S, AttemptShare
-from effuse.router.parts import Parts
-from effuse.router.policy import AttemptNeeds, Placement, Prospect
-from effuse.router.request import AnyRequest, Request
-from effuse.router.request_states import Event
-from effuse.router.seats import RETRY_AFTER_S
+from effuse.router.policy import AttemptNeeds, Placement, Prospect, WorkerLife
+from effuse.router.request import Request
+from effuse.router.request_states import Event, State
+from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -61,34 +61,34 @@ several engines together, and the next engine might be one whose death is not kn
 class AnswerRun:
     """Run once, for a request for one answer or for one of its answers."""
 
-    def __init__(self, parts: Parts, request: Request, told: Listener) -> None:
-        self._parts = parts
+    def __init__(self, router: Router, request: Request, told: Listener) -> None:
+        self._router = router
         self._request = request
         self._told = told
 
     async def run(self) -> pb.GenerateStreamResponse:
         """Makes attempts, one after the other, and returns the last event, which is still to be
         sent; raises `EffuseError` or `ClientGone`."""
-        request, parts = self._request, self._parts
+        request, router = self._request, self._router
         while True:
             try:
                 placement = await self._choose_workers()
                 if own := self._own_workers(placement):
-                    with parts.metrics.waiting("alone"):
-                        await parts.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
+                    with router.metrics.waiting("alone"):
+                        await router.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
                 prompt = request.prompt
-                counted = parts.fleet.counted(placement, len(prompt.token_ids), prompt.max_tokens)
-                with counted as share, parts.traces.span("attempt"):
+                counted = router.fleet.counted(placement, len(prompt.token_ids), prompt.max_tokens)
+                with counted as share, router.traces.span("attempt"):
                     reason = await self._begin_attempt(placement, share).run()
             except Unfinished as unfinished:
                 failure = unfinished.failure
             else:
-                request.answer.apply_event(Event.FINISHED, parts.now())
-                parts.poison.note_answer(request)
-                return finished_of(request, reason, parts.now())
+                request.answer.apply_event(Event.FINISHED, router.now())
+                router.poison.note_answer(request)
+                return finished_of(request, reason, router.now())
             finally:
-                if parts.fleet.num_alone:
-                    parts.fleet.release_workers(request.holder)
+                if router.fleet.num_alone:
+                    router.fleet.release_workers(request.holder)
             await self._prepare_retry(failure)
 
     # Before an attempt.
@@ -96,10 +96,10 @@ class AnswerRun:
     async def _choose_workers(self) -> Placement:
         """Waits as long as a worker may yet take the request; raises `Unavailable` and, where
         engines turn out to die of it, `Poisonous`."""
-        request, parts = self._request, self._parts
-        fleet = parts.fleet
+        request, router = self._request, self._router
+        fleet = router.fleet
         while True:
-            parts.poison.check(request)
+            router.poison.check(request)
             need = self._need()
             request.attempts.alone = need.alone
             if need.alone:
@@ -113,17 +113,20 @@ class AnswerRun:
             if prospect is Prospect.NONE:
                 raise self._unavailable(fleet.what_is_missing(need))
             if prospect is Prospect.WORKER:
-                request.attempts.setbacks.begin_stall(parts.seats.stalled_since(request))
-                self._check_stall(need)
+                request.attempts.setbacks.begin_stall(router.seats.stalled_since(request))
+                stalled_s = request.attempts.setbacks.stalled_s(router.now())
+                if stalled_s > router.config.recovery_s:
+                    why = f"no worker could continue it within {stalled_s:.3g} s: "
+                    raise self._unavailable(why + fleet.what_is_missing(need))
             reason = "alone" if need.alone else prospect.value
-            with parts.metrics.waiting(reason), self._lacking(prospect):
+            with router.metrics.waiting(reason), self._lacking(prospect):
                 await fleet.wait_for_change(self._look_again_s())
 
     def _lacking(self, prospect: Prospect) -> AbstractContextManager[None]:
         """Lets other routers leave it a seat, if it waits for one."""
         if prospect is not Prospect.SEAT:
             return nullcontext()
-        return self._parts.admission.without_seat(self._request.asked.model.name)
+        return self._router.admission.without_seat(self._request.asked.model.name)
 
     def _own_workers(self, placement: Placement) -> Sequence[WorkerRecord]:
         """The workers of the placement that run nothing else."""
@@ -133,30 +136,30 @@ class AnswerRun:
     def _roles_alone(self) -> Collection[Role]:
         """In which workers the next attempt runs alone. It does not wait long for them if its
         engines may have ended from outside."""
-        request, parts = self._request, self._parts
-        alone = parts.poison.roles_alone(request)
+        request, router = self._request, self._router
+        alone = router.poison.roles_alone(request)
         if not alone:
             return ()
         if request.attempts.alone_since is None:
-            request.attempts.alone_since = parts.now()
+            request.attempts.alone_since = router.now()
         return () if self._alone_left_s() <= 0 else alone
 
     def _alone_left_s(self) -> float:
         """Seconds for which it still waits for workers of its own."""
-        request, parts = self._request, self._parts
+        request, router = self._request, self._router
         since = request.attempts.alone_since
-        if since is None or not parts.poison.verdicts.may_share(request.digest):
+        if since is None or not router.poison.verdicts.may_share(request.digest):
             return math.inf
-        return since + ALONE_S - parts.now()
+        return since + ALONE_S - router.now()
 
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
-        request, fleet = self._request, self._parts.fleet
+        request, fleet = self._request, self._router.fleet
         alone, attempts = self._roles_alone(), request.attempts
         is_first = bool(attempts.group) and not attempts.count
         return replace(
             fleet.need(request.asked.model.name, on_decode_only=request.asked.settings.is_canvas),
-            excluded=attempts.setbacks.avoided(self._parts.now()),
+            excluded=attempts.setbacks.avoided(self._router.now()),
             fingerprint=request.answer.fingerprint if request.answer.token_ids else None,
             holder=request.holder if alone else None,
             alone=alone,
@@ -168,34 +171,26 @@ class AnswerRun:
     def _look_again_s(self) -> float:
         """Seconds until the choice, or an error about it, may be another one although nothing
         happens."""
-        parts, setbacks, now = self._parts, self._request.attempts.setbacks, self._parts.now()
+        router, setbacks, now = self._router, self._request.attempts.setbacks, self._router.now()
         due = [
             LOOK_S,
             self._alone_left_s(),
             setbacks.next_change_s(now),
-            parts.fleet.standing.next_change_s(),
+            router.fleet.standing.next_change_s(),
         ]
         if setbacks.stalled_at is not None:
-            due.append(parts.config.recovery_s - setbacks.stalled_s(now))
+            due.append(router.config.recovery_s - setbacks.stalled_s(now))
         return min(one for one in due if one is not None and one > 0) + 0.001
-
-    def _check_stall(self, need: AttemptNeeds) -> None:
-        """Raises `Unavailable` if no worker has gone on with the request for too long."""
-        stalled_s = self._request.attempts.setbacks.stalled_s(self._parts.now())
-        if stalled_s > self._parts.config.recovery_s:
-            missing = self._parts.fleet.what_is_missing(need)
-            raise self._unavailable(
-                f"no worker could continue it within {stalled_s:.3g} s: {missing}"
-            )
 
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
         if placement.prefill is not None:
-            self._parts.fleet.prompts.note(request.prompt.prefix_keys, placement.prefill.life)
-        request.begin_attempt(prefill, placement.decode.worker_id, self._parts.now())
-        attempt = Attempt(self._parts, request, placement, self._told, share)
-        self._told.begin_attempt(placement, attempt.transfer_id)
+            self._router.fleet.prompts.note(request.prompt.prefix_keys, placement.prefill.life)
+        request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
+        attempt = Attempt(self._router, request, placement, self._told, share)
+        if not request.index:
+            self._told.begin_attempt(placement, attempt.transfer_id)
         return attempt
 
     # After an attempt.
@@ -203,7 +198,7 @@ class AnswerRun:
     async def _prepare_retry(self, failure: Failure) -> None:
         """Prepares another attempt, once the budget has one; raises the error for the client if
         none can follow."""
-        request, parts, error = self._request, self._parts, failure.error
+        request, router, error = self._request, self._router, failure.error
         attempts, setbacks = request.attempts, request.attempts.setbacks
         request.costs.end_attempt()
         attempts.alone_since = None
@@ -212,37 +207,37 @@ class AnswerRun:
             *(request.name, attempts.count, failure.worker.worker_id, error.message),
             request.answer.tell_story(),
         )
-        parts.fleet.standing.note(failure)
-        parts.metrics.count_failure(failure)
+        router.fleet.standing.note(failure)
+        router.metrics.count_failure(failure)
         self._raise_if_final(failure)
-        request.answer.apply_event(Event.LOST, parts.now(), error.message[:80])
-        setbacks.add(failure, parts.now())
-        parts.poison.note_death(request, failure)
+        request.answer.apply_event(Event.LOST, router.now(), error.message[:80])
+        setbacks.add(failure, router.now())
+        router.poison.note_death(request, failure)
         # Next time its pages come first.
         attempts.is_patient = attempts.is_patient or failure.outcome is FailureKind.LATE
-        if setbacks.losses_in_a_row > parts.config.max_losses:
+        if setbacks.losses_in_a_row > router.config.max_losses:
             text = f"the request lost {setbacks.losses_in_a_row} workers in a row"
             raise self._unavailable(text, retryable=False) from error
         if isinstance(error, EngineLost):
             await asyncio.sleep(TOGETHER_S)
-        if failure.outcome not in REFUSALS and (delay_s := parts.budget.take(parts.now())):
+        if failure.outcome not in REFUSALS and (delay_s := router.budget.take(router.now())):
             await self._wait_for_budget(delay_s)
 
     async def _wait_for_budget(self, delay_s: float) -> None:
         """A request that gives up meanwhile takes nothing. Otherwise all later failures would wait
         behind requests that are gone."""
-        with self._parts.metrics.waiting("budget"):
+        with self._router.metrics.waiting("budget"):
             try:
                 await asyncio.sleep(delay_s)
             except asyncio.CancelledError:
-                self._parts.budget.give_back()
+                self._router.budget.give_back()
                 raise
 
     def _raise_if_final(self, failure: Failure) -> None:
         """Raises the error for the client if no other attempt can do better."""
         error = failure.error
         if asyncio.get_running_loop().time() >= self._request.deadline:
-            is_cut_off = self._parts.requests.is_cut_off
+            is_cut_off = self._router.requests.is_cut_off
             raise time_is_over(self._request, is_cut_off=is_cut_off) from error
         if isinstance(error, InvalidRequest) and self._request.answer.token_ids:
             # The caller's request was good; it is our resumption that the worker does not take.
@@ -257,31 +252,90 @@ class AnswerRun:
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
         """UNAVAILABLE, with the request's progress and setbacks."""
-        request = self._request
-        return Unavailable(
-            _sentences(why, progress_text(request)),
-            retryable=retryable,
-            retry_after_s=RETRY_AFTER_S if retryable else None,
-            labels=progress_labels(request),
+        retry_after_s = RETRY_AFTER_S if retryable else None
+        return failed(
+            Unavailable, why, self._request, retryable=retryable, retry_after_s=retry_after_s
         )
 
 
-def time_is_over(request: AnyRequest, *, is_cut_off: bool) -> EffuseError:
-    """The error of a request whose own time has run out, or that of its router (`is_cut_off`)."""
-    if request.is_ended_by_id:
-        return EndedById("the request was cancelled by its id", labels=progress_labels(request))
-    if is_cut_off:
-        why = "this router ended before the answer was complete; send the request again"
-        text = _sentences(why, progress_text(request))
-        return Draining(text, retry_after_s=RETRY_AFTER_S, labels=progress_labels(request))
-    why = f"not answered within {request.limit_s:.3g} s; the request was {state_text(request)}"
-    return DeadlineExceeded(
-        _sentences(why, progress_text(request)), labels=progress_labels(request)
-    )
+class SideBySide(Listener):
+    """All answers to one request, which is admitted and knows its prompt. Run once. `on_end` is
+    called for each answer that ends well, because others may use its slot from then on."""
+
+    def __init__(
+        self,
+        router: Router,
+        request: Request,
+        client: Listener,
+        on_end: Callable[[Request], None],
+    ) -> None:
+        self._router = router
+        self._client = client
+        self._on_end = on_end
+        self._writing = asyncio.Lock()  # a call takes one message at a time
+        self._is_reserved = asyncio.Event()
+        self._place: WorkerLife | None = None  # where the prompt's KV comes to
+        asked, tokenizer = request.asked, router.tokenizer
+        texts = (
+            AnswerText(tokenizer, asked.stops, asked.min_tokens) for _ in range(asked.num_answers)
+        )
+        # A canvas has no KV of a prompt that others could read.
+        group = "" if asked.settings.is_canvas else secrets.token_hex(16)
+        self._answers = request.split(texts, group)
+        self._num_left = len(self._answers)
+
+    async def run(self) -> pb.GenerateStreamResponse:
+        """Sends the client all events except the last one, which is returned; raises `EffuseError`
+        or `ClientGone`."""
+        first, *others = self._answers
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._run(first))]
+                running += [group.create_task(self._follow(one)) for one in others]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
+        return next(last for task in running if (last := task.result()) is not None)
+
+    async def _follow(self, one: Request) -> pb.GenerateStreamResponse | None:
+        if one.attempts.group:
+            await self._is_reserved.wait()  # the request's deadline ends it
+            one.attempts.beside = self._place
+        return await self._run(one)
+
+    async def _run(self, one: Request) -> pb.GenerateStreamResponse | None:
+        """The last event of all, where this answer is the last one to end."""
+        ended = await AnswerRun(self._router, one, self).run()
+        self._on_end(one)
+        self._num_left -= 1
+        # Once none of them is there, the prompt's KV is gone. Answers without a seat then go to any
+        # worker, with a new handoff.
+        if not any(_is_at(each, self._place) for each in self._answers):
+            for each in self._answers:
+                each.attempts.beside = None
+        if not self._num_left:
+            return ended
+        await self.send(ended)
+        return None
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Sends one event; raises `ClientGone`."""
+        async with self._writing:
+            await self._client.send(event)
+
+    def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
+        """The request counts as being at the workers of its first answer."""
+        self._client.begin_attempt(placement, transfer_id)
+
+    def note_reserved(self, placement: Placement) -> None:
+        """Others may join it there from now on; wherever it goes later, they live by themselves."""
+        if self._place is None:
+            self._place = placement.decode.life
+            self._is_reserved.set()
 
 
-def _sentences(*texts: str) -> str:
-    return "; ".join(text for text in texts if text)
+def _is_at(one: Request, place: WorkerLife | None) -> bool:
+    is_placed = one.answer.state in (State.STARTING, State.PREFILLING, State.DECODING)
+    return place is not None and is_placed and one.attempts.decode_worker == place[0]
 
 
 def _is_ours(error: InvalidRequest) -> bool:

@@ -23,10 +23,10 @@ from effuse.router.client import Listener, commit_of
 from effuse.router.detokenizer import draft_text
 from effuse.router.failures import Failure, FailureKind, judge
 from effuse.router.fleet import AttemptShare
-from effuse.router.parts import Parts
 from effuse.router.policy import Placement
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State
+from effuse.router.router import Router
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 
@@ -48,13 +48,13 @@ class Attempt:
 
     def __init__(
         self,
-        parts: Parts,
+        router: Router,
         request: Request,
         placement: Placement,
         told: Listener,
         share: AttemptShare,
     ) -> None:
-        self._parts = parts
+        self._router = router
         self._request = request
         self._placement = placement
         self._told = told
@@ -79,7 +79,7 @@ class Attempt:
             # process may have an address from Redis.
             for worker in filter(None, (prefill, self._placement.decode)):
                 try:
-                    await self._parts.fleet.peers.at(worker.address).channel.prove()
+                    await self._router.fleet.peers.at(worker.address).channel.prove()
                 except PeerLost as error:
                     raise Unfinished(self._judge(error, worker)) from error
             if prefill is not None and not request.attempts.is_patient:
@@ -106,7 +106,7 @@ class Attempt:
         if request.answer.text.is_stopped:  # its workers know nothing of that
             self._end_calls_now()
         else:
-            self._parts.cleanup.settle_calls([decode, *self._readers()], self._cut_off)
+            self._router.cleanup.settle_calls([decode, *self._readers()], self._cut_off)
         assert self._reason is not None, "sent completely"
         return self._reason
 
@@ -128,13 +128,13 @@ class Attempt:
     # Opening.
 
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
-        stub = self._parts.fleet.peers.at(worker.address).prefill
+        stub = self._router.fleet.peers.at(worker.address).prefill
         self._prefill = PrefillCall(
-            stub.Prefill(timeout=self._time_left(), metadata=self._parts.traces.carrier()),
+            stub.Prefill(timeout=self._time_left(), metadata=self._router.traces.carrier()),
             worker,
             self._request,
-            ask=self._parts.fleet.peers.condition_of,
-            now=self._parts.now,
+            ask=self._router.fleet.peers.condition_of,
+            now=self._router.now,
         )
         return self._prefill
 
@@ -152,7 +152,7 @@ class Attempt:
                 **asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
             ),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
-            drafts=request.asked.wants_drafts or self._parts.monitor.num_watchers > 0,
+            drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
             num_logprobs=request.asked.num_logprobs,
             resume=request.answer.resumption(),
             group=request.attempts.group,
@@ -165,8 +165,8 @@ class Attempt:
             message.remote.address = placement.prefill.address
             message.remote.engine_port = placement.prefill.engine_port
             message.remote.place = placement.prefill.place
-        stub = self._parts.fleet.peers.at(placement.decode.address).decode
-        metadata = self._parts.traces.carrier()
+        stub = self._router.fleet.peers.at(placement.decode.address).decode
+        metadata = self._router.traces.carrier()
         return stub.Decode(message, timeout=self._time_left(), metadata=metadata)
 
     def _time_left(self) -> float:
@@ -192,8 +192,8 @@ class Attempt:
         if not self._request.is_complete:
             raise error
         failure = self._failure(error)
-        self._parts.fleet.standing.note(failure)
-        self._parts.metrics.count_failure(failure)
+        self._router.fleet.standing.note(failure)
+        self._router.metrics.count_failure(failure)
         answer = self._request.answer
         last = commit_of(self._request, answer.flush())  # in which a stop string may be found yet
         self._reason = self._finish_reason(is_stopped=answer.end_token_id is not None)
@@ -203,7 +203,7 @@ class Attempt:
         self, event: worker_pb2.DecodeResponse
     ) -> generation_pb2.GenerateStreamResponse | None:
         """The client's event of a decode worker's event, if there is one."""
-        request, now = self._request, self._parts.now()
+        request, now = self._request, self._router.now()
         match event.WhichOneof("event"):
             case "reservation":
                 self._take_reservation(event.reservation, now)
@@ -212,16 +212,16 @@ class Attempt:
                 self._share.end_prompt()
                 if (writer := self._placement.prefill) is not None:
                     pair = (writer.life, self._placement.decode.life)
-                    self._parts.fleet.standing.note_handoff(pair)
+                    self._router.fleet.standing.note_handoff(pair)
             case "commit":
                 request.answer.fingerprint = self._placement.decode.fingerprint
                 before = len(request.answer.token_ids)
                 news = request.add_commit(event.commit, now)
-                self._parts.monitor.note_commit(request, before)
-                self._parts.poison.note_survival(request)
+                self._router.monitor.note_commit(request, before)
+                self._router.poison.note_survival(request)
                 return commit_of(request, news)
             case "draft":
-                self._parts.monitor.note_draft(request, event.draft)
+                self._router.monitor.note_draft(request, event.draft)
                 if request.asked.wants_drafts:
                     return self._describe_draft(event.draft)
             case "finished":
@@ -235,7 +235,8 @@ class Attempt:
             raise Refused(f"{decode.worker_id} answered for another life or attempt")
         if self._placement.prefill is not None:
             self._request.costs.connector = reservation.connector
-        self._told.note_reserved(self._placement)
+        if not self._request.index:
+            self._told.note_reserved(self._placement)
 
     def _describe_draft(
         self, draft: worker_pb2.DecodeDraft
@@ -245,7 +246,7 @@ class Attempt:
         masked = [bool(block.masks[at // 8] >> at % 8 & 1) for at in range(len(block.token_ids))]
         shown = generation_pb2.BlockDraft(
             token_offset=draft.token_offset,
-            text=draft_text(self._parts.tokenizer, block.token_ids[skipped:], masked[skipped:]),
+            text=draft_text(self._router.tokenizer, block.token_ids[skipped:], masked[skipped:]),
             num_masks=sum(masked),
         )
         return generation_pb2.GenerateStreamResponse(
@@ -296,7 +297,7 @@ class Attempt:
     def _end_calls_now(self) -> None:
         self._end_calls()
         if readers := self._readers():
-            self._parts.cleanup.settle_calls(readers, readers[0].cancel)
+            self._router.cleanup.settle_calls(readers, readers[0].cancel)
 
     def _readers(self) -> list[asyncio.Task[None]]:
         prefill = self._prefill
@@ -310,7 +311,7 @@ class Attempt:
     def _end_calls(self) -> None:
         """Nothing here waits: a request that is cancelled ends at once, its workers soon after."""
         reason = f"the request is {self._request.answer.state.value}"
-        cleanup, decode, prefill = self._parts.cleanup, self._decode, self._prefill
+        cleanup, decode, prefill = self._router.cleanup, self._decode, self._prefill
         if decode is not None and (not decode.done() or decode.cancelled()):
             decode.cancel()
             cleanup.send_abort(self._placement.decode, self._id, reason)

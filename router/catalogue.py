@@ -36,10 +36,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._fleet = serving.parts.fleet
-        self._catalogue = serving.parts.catalogue
+        self._fleet = serving.router.fleet
+        self._catalogue = serving.router.catalogue
         # The file that the chat template was read from, if there is one.
-        self._chat_template = serving.parts.tokenizer.chat_template_origin
+        self._chat_template = serving.router.tokenizer.chat_template_origin
 
     async def ListModels(
         self, request: model_pb2.ListModelsRequest, context: Context
@@ -94,7 +94,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         else:
             findings.token_ids("token_ids", request.token_ids, model.vocab_size, {})
         findings.raise_any()
-        text = await self._serving.parts.tokenizer.text_of(request.token_ids)
+        text = await self._serving.router.tokenizer.text_of(request.token_ids)
         return model_pb2.DetokenizeResponse(text=text)
 
     def _describe(self, model: ModelInfo) -> model_pb2.Model:

@@ -4,15 +4,22 @@ once at its end, or as it grows."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol, cast
+from types import MappingProxyType
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from effuse.protos.errors import Cancelled, EffuseError
+from effuse.protos.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    EffuseError,
+    EndedById,
+)
 from effuse.router.policy import Placement
 from effuse.router.request import AnyRequest, EarlyRequest, Piece, Request
 from effuse.router.request_states import State
@@ -21,9 +28,13 @@ from effuse.v1 import generation_pb2 as pb
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
+RETRY_AFTER_S: Final = 1.0
+"""When clients should ask again after no worker could answer: about as long as a lease takes to
+show."""
 FINISH_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 """The ends of an answer by the names that all other protocols have for them."""
 CANNOT_SERVE: Final = "no live worker can accept a request"
+Failed = TypeVar("Failed", bound=EffuseError)
 Translate = Callable[[pb.GenerateStreamResponse], Message | None]
 _PUBLIC_STATES: Final = {
     State.QUEUED: pb.REQUEST_STATE_QUEUED,
@@ -130,11 +141,38 @@ def describe(request: AnyRequest) -> pb.GetRequestResponse:
     )
 
 
-def state_text(request: AnyRequest) -> str:
-    """Where a request is, for the text of an error."""
+def failed(
+    kind: type[Failed],
+    why: str,
+    request: AnyRequest,
+    labels: Mapping[str, str] = MappingProxyType({}),
+    **facts: Any,
+) -> Failed:
+    """The error of a request, with its progress and setbacks so far, and such `facts` of errors as
+    `retry_after_s`."""
+    text = "; ".join(filter(None, (why, progress_text(request))))
+    return kind(text, labels={**progress_labels(request), **labels}, **facts)
+
+
+def time_is_over(request: AnyRequest, *, is_cut_off: bool) -> EffuseError:
+    """The error of a request whose own time has run out, or that of its router (`is_cut_off`)."""
+    if request.is_ended_by_id:
+        return EndedById("the request was cancelled by its id", labels=progress_labels(request))
+    if is_cut_off:
+        why = "this router ended before the answer was complete; send the request again"
+        return failed(Draining, why, request, retry_after_s=RETRY_AFTER_S)
+    state = State.QUEUED.value
+    if isinstance(request, Request):
+        state = "being answered" if request.answers else request.answer.state.value
+    why = f"not answered within {request.limit_s:.3g} s; the request was {state}"
+    return failed(DeadlineExceeded, why, request)
+
+
+def progress_labels(request: AnyRequest) -> dict[str, str]:
+    """How far a request got, for programs."""
     if isinstance(request, EarlyRequest):
-        return State.QUEUED.value
-    return "being answered" if request.answers else request.answer.state.value
+        return {}
+    return {"tokens": str(request.num_written), **request.attempts.setbacks.labels()}
 
 
 def progress_text(request: AnyRequest) -> str:
@@ -149,13 +187,6 @@ def progress_text(request: AnyRequest) -> str:
     written, most = len(request.answer.token_ids), request.prompt.max_tokens
     setbacks = request.attempts.setbacks.tell()
     return "; ".join(filter(None, (f"{written} of {most} tokens were written", setbacks)))
-
-
-def progress_labels(request: AnyRequest) -> dict[str, str]:
-    """The same for programs."""
-    if isinstance(request, EarlyRequest):
-        return {}
-    return {"tokens": str(request.num_written), **request.attempts.setbacks.labels()}
 
 
 def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
@@ -205,7 +236,8 @@ class Recipient(Protocol):
 
 
 class Listener:
-    """Receives the events of an answer, and news of the attempts at it, which it may ignore."""
+    """Receives the events of an answer, or of several, and news of the attempts at the first one,
+    which it may ignore."""
 
     def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
         """Sends one event; raises `ClientGone`."""

@@ -19,12 +19,11 @@ from effuse.config.decoding import ANSWERS
 from effuse.protos.errors import REQUEST_ID_KEY, EffuseError, Unavailable
 from effuse.protos.gate import CALLER
 from effuse.router.admission import SlotNeed
-from effuse.router.answer import time_is_over
+from effuse.router.client import RETRY_AFTER_S, time_is_over
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import REQUEST_ID
-from effuse.router.parts import Parts
 from effuse.router.request import AnswerState, EarlyRequest, Request
-from effuse.router.seats import RETRY_AFTER_S
+from effuse.router.router import Router
 from effuse.router.shared_request import digest_of_asked
 from effuse.router.tenants import NOBODY, Tenant
 from effuse.router.validation import Asked, validate
@@ -51,28 +50,28 @@ class CallContext(Protocol):
 class Entrance:
     """One per router."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        most = parts.config.max_answers
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        most = router.config.max_answers
         self._answers = replace(ANSWERS, high=most, note=", this router's --max-answers")
 
     def tenant(self) -> Tenant:
         """The owner of the call that is being answered, and its limits."""
         name = CALLER.get()
-        if self._parts.keys is not None:
-            return self._parts.keys.tenant(name)
+        if self._router.keys is not None:
+            return self._router.keys.tenant(name)
         return Tenant(name) if name else NOBODY
 
     def resolve(self, message: pb.GenerateRequest, *, is_stream: bool, seed: int = 0) -> Asked:
         """The request of a client's message, every setting resolved, with `seed` if it sets none;
         raises `EffuseError` with all that speaks against it."""
-        parts, tokenizer = self._parts, self._parts.tokenizer
+        router, tokenizer = self._router, self._router.tokenizer
         return validate(
             message,
-            parts.catalogue.find(message.model if message.HasField("model") else None),
+            router.catalogue.find(message.model if message.HasField("model") else None),
             tokenizer.reserved_ids,
             is_stream=is_stream,
-            decode_prefills=parts.fleet.mode != "remote",
+            decode_prefills=router.fleet.mode != "remote",
             takes_chats=tokenizer.has_chat_template,
             chat_end_ids=tokenizer.chat_end_ids,
             answers=self._answers,
@@ -85,7 +84,7 @@ class Entrance:
         try:
             yield
         except EffuseError as error:
-            self._parts.metrics.count_refusal(self.tenant().name, error.code.name)
+            self._router.metrics.count_refusal(self.tenant().name, error.code.name)
             raise
 
     async def accept(
@@ -99,33 +98,33 @@ class Entrance:
     async def _accept(
         self, message: pb.GenerateRequest, context: CallContext, is_stream: bool
     ) -> Request:
-        parts, loop = self._parts, asyncio.get_running_loop()
-        arrived, began, admission = parts.now(), loop.time(), parts.admission
+        router, loop = self._router, asyncio.get_running_loop()
+        arrived, began, admission = router.now(), loop.time(), router.admission
         request_id = _request_id(message)
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         time_left = context.time_remaining()
-        limit_s = min(math.inf if time_left is None else time_left, parts.config.max_request_s)
+        limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
         tenant = self.tenant()
-        parts.quotas.check(tenant)
-        if parts.catalogue.is_empty:
+        router.quotas.check(tenant)
+        if router.catalogue.is_empty:
             await self._wait_for_models(EarlyRequest(id=request_id, tenant=tenant, limit_s=limit_s))
         if not admission.knows_seats:
-            parts.seats.count()
+            router.seats.count()
         admission.check(SlotNeed(model=message.model or admission.only_model, tenant=tenant.name))
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
-        parts.requests.check_id(request_id)
+        router.requests.check_id(request_id)
         asked = self.resolve(message, is_stream=is_stream, seed=secrets.randbits(64))
-        parts.quotas.check(tenant, asked.num_answers)
+        router.quotas.check(tenant, asked.num_answers)
         left_s = began + limit_s - loop.time()
         admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
-        parts.budget.add_requests(asked.num_answers, parts.now())
+        router.budget.add_requests(asked.num_answers, router.now())
         return Request(
             id=request_id,
             asked=asked,
             arrived=arrived,
             limit_s=limit_s,
             deadline=began + limit_s,
-            answer=AnswerState(text=AnswerText(parts.tokenizer, asked.stops, asked.min_tokens)),
+            answer=AnswerState(text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens)),
             tenant=tenant,
             asked_digest=asked_digest,
             is_repeated=bool(asked_digest) and _is_repeated(context),
@@ -134,20 +133,20 @@ class Entrance:
     async def _wait_for_models(self, request: EarlyRequest) -> None:
         """Returns once a worker has announced a model. Raises `Overloaded` if the queue is full,
         `Unavailable` after `recovery_s`, and the errors that end any request that waits."""
-        parts, recovery_s = self._parts, self._parts.config.recovery_s
-        ends = parts.now() + recovery_s
+        router, recovery_s = self._router, self._router.config.recovery_s
+        ends = router.now() + recovery_s
         try:
-            with parts.admission.early(), parts.requests.running(request):
+            with router.admission.early(), router.requests.running(request):
                 async with asyncio.timeout(request.limit_s) as limit:
-                    with parts.requests.limited_by(request, limit):
-                        while parts.catalogue.is_empty:
-                            if (left_s := ends - parts.now()) <= 0:
+                    with router.requests.limited_by(request, limit):
+                        while router.catalogue.is_empty:
+                            if (left_s := ends - router.now()) <= 0:
                                 text = f"no worker could begin within {recovery_s:.3g} s"
                                 why = f"{text}: no worker has announced a model"
                                 raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
-                            await parts.fleet.wait_for_change(left_s)
+                            await router.fleet.wait_for_change(left_s)
         except TimeoutError as error:
-            raise time_is_over(request, is_cut_off=parts.requests.is_cut_off) from error
+            raise time_is_over(request, is_cut_off=router.requests.is_cut_off) from error
 
 
 def _is_repeated(context: CallContext) -> bool:

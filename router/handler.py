@@ -18,8 +18,7 @@ from effuse.placement.records import ModelInfo
 from effuse.protos.errors import Cancelled, DeadlineExceeded, EffuseError, EndedById
 from effuse.protos.rpc import Context
 from effuse.router.admission import HeldSlots, SlotNeed
-from effuse.router.answer import AnswerRun, time_is_over
-from effuse.router.answers import SideBySide, add_up
+from effuse.router.answer import AnswerRun, SideBySide
 from effuse.router.client import (
     AnswerStream,
     ClientGone,
@@ -29,15 +28,16 @@ from effuse.router.client import (
     echo_of,
     events_of,
     stats_of,
+    time_is_over,
     usage_of,
 )
 from effuse.router.entrance import CallContext, Entrance
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import keys_of
-from effuse.router.parts import Parts
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import EncodedPrompt, Request
 from effuse.router.request_states import Event
+from effuse.router.router import Router
 from effuse.router.shared_request import SharedRequest
 from effuse.router.tenants import QuotaShare
 from effuse.router.validation import fit
@@ -62,13 +62,13 @@ Read = Callable[[], pb.GenerateRequest]
 class Serving:
     """Serves the requests of a router, whichever protocol they came by."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.entrance = Entrance(parts)
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.entrance = Entrance(router)
 
     def span(self, context: CallContext) -> AbstractContextManager[object]:
         """A request's own span, within that of its client if there is one."""
-        return self.parts.traces.span("generate", context.invocation_metadata() or ())
+        return self.router.traces.span("generate", context.invocation_metadata() or ())
 
     async def tokenize(
         self, asked: pb.GenerateRequest | TokenizeRequest
@@ -81,7 +81,7 @@ class Serving:
             parse_special_tokens=asked.parse_special_tokens,
         )
         resolved = self.entrance.resolve(message, is_stream=False)
-        return await encode_prompt(resolved, self.parts.tokenizer), resolved.model
+        return await encode_prompt(resolved, self.router.tokenizer), resolved.model
 
     async def answer(self, read: Read, context: CallContext) -> pb.GenerateResponse:
         """The whole answer, or all answers, to the message that `read` returns; raises
@@ -122,28 +122,28 @@ class Serving:
     async def serve(self, request: Request, client: Recipient) -> pb.GenerateStreamResponse:
         """Sends the client all events of the answer, or answers, except the last one, which is
         returned; raises `EffuseError`. In every case the request ends here and is counted."""
-        return await _Handler(self.parts, request, client).serve()
+        return await _Handler(self.router, request, client).serve()
 
 
 class _Handler:
     """Serves one accepted request, once."""
 
-    def __init__(self, parts: Parts, request: Request, client: Recipient) -> None:
-        self._parts = parts
+    def __init__(self, router: Router, request: Request, client: Recipient) -> None:
+        self._router = router
         self._request = request
-        self._shared = SharedRequest(parts.requests.sharing, request, client)
+        self._shared = SharedRequest(router.requests.sharing, request, client)
 
     async def serve(self) -> pb.GenerateStreamResponse:
-        parts, request = self._parts, self._request
-        quota = parts.quotas.running(request.tenant, request.asked.num_answers)
-        with parts.requests.running(request), quota as share, self._ending(share):
+        router, request = self._router, self._request
+        quota = router.quotas.running(request.tenant, request.asked.num_answers)
+        with router.requests.running(request), quota as share, self._ending(share):
             async with asyncio.timeout_at(request.deadline) as limit:
-                with parts.requests.limited_by(request, limit):
+                with router.requests.limited_by(request, limit):
                     if (kept := await self._shared.claim()) is not None:
                         return await self._repeat(kept)
                     left_s = request.deadline - asyncio.get_running_loop().time()
                     need = SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
-                    async with parts.admission.slot(need) as slots:
+                    async with router.admission.slot(need) as slots:
                         await self._encode_prompt()
                         last = await self._answers(slots, share).run()
                         self._note_good_end(last)
@@ -152,13 +152,13 @@ class _Handler:
     def _answers(self, slots: HeldSlots, share: QuotaShare) -> AnswerRun | SideBySide:
         request = self._request
         if request.asked.num_answers == 1:
-            return AnswerRun(self._parts, request, self._shared)
+            return AnswerRun(self._router, request, self._shared)
 
         def end_answer(one: Request) -> None:
             slots.end_answer(one.costs.begun)
             share.end_answers(1)
 
-        return SideBySide(self._parts, request, self._shared, end_answer)
+        return SideBySide(self._router, request, self._shared, end_answer)
 
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.GenerateStreamResponse:
         """Sends the client all events of a kept answer except the last one."""
@@ -167,23 +167,23 @@ class _Handler:
         *events, last = events_of(kept)
         for event in events:
             await self._shared.send(event)
-        request.answer.apply_event(Event.FINISHED, self._parts.now(), "an answer that was kept")
+        request.answer.apply_event(Event.FINISHED, self._router.now(), "an answer that was kept")
         request.status = "OK"
         self._note_end("OK", kept.stats)
         self._annotate(last)
         return last
 
     async def _encode_prompt(self) -> None:
-        request, parts = self._request, self._parts
+        request, router = self._request, self._router
         asked = request.asked
-        request.costs.queue_s = parts.now() - request.arrived
-        parts.traces.record("queue", request.costs.queue_s)
-        token_ids = await encode_prompt(asked, parts.tokenizer)
+        request.costs.queue_s = router.now() - request.arrived
+        router.traces.record("queue", request.costs.queue_s)
+        token_ids = await encode_prompt(asked, router.tokenizer)
         is_reusable = asked.model.prompt_attention == "causal_blocks"
         prefix_keys = keys_of(token_ids, request.tenant.name) if is_reusable else ()
         request.prompt = EncodedPrompt(token_ids, fit(len(token_ids), asked), prefix_keys)
         if asked.wants_echo:
-            text = await parts.tokenizer.text_of(token_ids)
+            text = await router.tokenizer.text_of(token_ids)
             await self._shared.send(echo_of(request, text))
 
     # The end.
@@ -192,8 +192,8 @@ class _Handler:
         """Counts the request once its last event is on its way, and annotates its span now."""
         request, stats = self._request, last.finished.stats
         if request.answers:
-            add_up(request)
-            now, note = self._parts.now(), f"{len(request.answers)} answers"
+            request.add_up()
+            now, note = self._router.now(), f"{len(request.answers)} answers"
             request.answer.apply_event(Event.FINISHED, now, note)
             stats = stats_of(request, now)
         request.status = "OK"
@@ -205,7 +205,7 @@ class _Handler:
         """Adds to the request's span how it ended."""
         request = self._request
         usage = usage_of(request) if request.answers else last.finished.usage
-        self._parts.traces.annotate(
+        self._router.traces.annotate(
             {
                 "gen_ai.request.model": last.finished.model,
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -223,12 +223,12 @@ class _Handler:
         try:
             yield
         except TimeoutError as error:
-            is_cut_off = self._parts.requests.is_cut_off
+            is_cut_off = self._router.requests.is_cut_off
             raise self._end_badly(time_is_over(request, is_cut_off=is_cut_off)) from error
         except EffuseError as error:
             raise self._end_badly(error) from error.__cause__
         except (ClientGone, asyncio.CancelledError) as error:
-            elapsed_s = self._parts.now() - request.arrived
+            elapsed_s = self._router.now() - request.arrived
             gone = self._end_badly(why_gone(elapsed_s, request.limit_s))
             if isinstance(error, ClientGone):
                 raise gone from error
@@ -245,8 +245,8 @@ class _Handler:
         return error
 
     def _record_end(self, event: Event, status: str) -> None:
-        request, now = self._request, self._parts.now()
-        add_up(request)
+        request, now = self._request, self._router.now()
+        request.add_up()
         if not request.answer.is_ended:
             request.answer.apply_event(event, now, status)
             request.status = status
@@ -255,7 +255,7 @@ class _Handler:
     def _note_end(self, status: str, stats: pb.GenerationStats) -> None:
         """Counts a request that ended, and logs one line about it."""
         request, cost = self._request, Stats.of(stats)
-        self._parts.metrics.count_end(request, status, cost)
+        self._router.metrics.count_end(request, status, cost)
         figures = {"request_id": request.id, "status": status, **_figures(request, cost)}
         if status != "OK":
             figures["story"] = request.answer.tell_story()
@@ -310,7 +310,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.CancelRequestResponse:
         """Ends a request that runs here; of others returns the state and the router."""
         name, tenant = self._checked(request.request_id)
-        requests = self._serving.parts.requests
+        requests = self._serving.router.requests
         if requests.cancel(name, tenant):
             return pb.CancelRequestResponse(request_id=name, was_running=True)
         found = await requests.look_up(name, tenant)
@@ -321,7 +321,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GetRequestResponse:
         """Where a request is, or how it ended, with its answer while that is kept; of other routers
         as far as Redis knows."""
-        return await self._serving.parts.requests.look_up(*self._checked(request.request_id))
+        return await self._serving.router.requests.look_up(*self._checked(request.request_id))
 
     def _checked(self, request_id: str) -> tuple[str, str]:
         """A checked id, and the tenant of the call, which learns of no other tenant's requests."""

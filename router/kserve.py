@@ -224,8 +224,8 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._seats = serving.parts.seats
-        self._catalogue = serving.parts.catalogue
+        self._seats = serving.router.seats
+        self._catalogue = serving.router.catalogue
 
     async def ServerLive(
         self, request: kserve.ServerLiveRequest, context: Context

@@ -30,8 +30,8 @@ from effuse.router.findings import shown
 from effuse.router.handler import Serving
 from effuse.router.openai_answers import Rendering, error_body, error_object, status_of
 from effuse.router.openai_requests import Endpoint, Json, Wanted, parse_body, request_of
-from effuse.router.parts import Parts
 from effuse.router.request import Request
+from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -133,8 +133,8 @@ Behaviour = Callable[[HttpCall], Awaitable[None]]
 class _Border:
     """One route. Whatever its behaviour raises becomes a response here, and is counted."""
 
-    def __init__(self, parts: Parts, path: str, behaviour: Behaviour) -> None:
-        self._parts = parts
+    def __init__(self, router: Router, path: str, behaviour: Behaviour) -> None:
+        self._router = router
         self._path = path
         self._behaviour = behaviour
 
@@ -142,8 +142,8 @@ class _Border:
         """Serves one call, in ASGI's form."""
         call, status = HttpCall(scope, receive, send), 200
         try:
-            if self._path != HEALTH and self._parts.keys is not None:
-                self._parts.keys.admit(dict(call.request.headers))
+            if self._path != HEALTH and self._router.keys is not None:
+                self._router.keys.admit(dict(call.request.headers))
             await self._behaviour(call)
         except HTTPException as error:
             status = error.status_code
@@ -152,7 +152,7 @@ class _Border:
             told = _told(error, self._path)
             status = int(status_of(told))
             await _send_error(call, told)
-        self._parts.metrics.http.labels(self._path, str(status)).inc()
+        self._router.metrics.http.labels(self._path, str(status)).inc()
 
 
 class ChunkStream:
@@ -175,8 +175,8 @@ class OpenAiApi:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._catalogue = serving.parts.catalogue
-        self._most_bytes = serving.parts.config.max_message_bytes
+        self._catalogue = serving.router.catalogue
+        self._most_bytes = serving.router.config.max_message_bytes
         routes: Mapping[tuple[str, str], Behaviour] = {
             ("POST", "/v1/chat/completions"): lambda call: self._generate(call, "chat"),
             ("POST", "/v1/completions"): lambda call: self._generate(call, "completion"),
@@ -187,7 +187,7 @@ class OpenAiApi:
         }
         self.app = Starlette(
             routes=[
-                Route(path, _Border(serving.parts, path, behaviour), methods=[method])
+                Route(path, _Border(serving.router, path, behaviour), methods=[method])
                 for (method, path), behaviour in routes.items()
             ],
             exception_handlers={HTTPException: _http_error},
@@ -209,7 +209,7 @@ class OpenAiApi:
         ]
         rendering = Rendering(
             wanted, accepted[0].id, int(time.time()),
-            lambda token: self._serving.parts.tokenizer.decode([token]),
+            lambda token: self._serving.router.tokenizer.decode([token]),
             model=accepted[0].asked.model.name,
         )  # fmt: skip
         answer = self._stream if wanted.is_stream else self._whole
@@ -266,7 +266,7 @@ class OpenAiApi:
         }
 
     async def _health(self, call: HttpCall) -> None:
-        can_serve = self._serving.parts.seats.can_serve()
+        can_serve = self._serving.router.seats.can_serve()
         status = "ok" if can_serve else CANNOT_SERVE
         await call.respond(_json({"status": status}, status=200 if can_serve else 503))
 

@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 from effuse.placement.records import Role
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.protos.errors import EngineLost, Poisonous
-from effuse.router.client import progress_labels, progress_text
+from effuse.router.client import failed
 from effuse.router.failures import Failure
 from effuse.router.fleet import RoutedFleet
 from effuse.router.metrics import RouterMetrics
@@ -229,9 +229,7 @@ class PoisonGuard:
             "engines died every time this request ran in them, the last one while it ran only this "
             f"request; such requests are refused for another {left_s} s"
         )
-        text = "; ".join(filter(None, (why, progress_text(request))))
-        labels = {**progress_labels(request), "refused_for_s": str(left_s)}
-        raise Poisonous(text, labels=labels)
+        raise failed(Poisonous, why, request, {"refused_for_s": str(left_s)})
 
     def roles_alone(self, request: Request) -> Collection[Role]:
         """The roles in which a request runs without others; none for most."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, pairwise
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from effuse.placement.records import Role
 from effuse.router.detokenizer import AnswerText
@@ -280,6 +281,33 @@ class Request:
             return False
         return answer.end_token_id is not None or len(answer.token_ids) >= self.prompt.max_tokens
 
+    def split(self, texts: Iterable[AnswerText], group: str) -> Sequence[Request]:
+        """Makes its answers, one for each of `texts`, which have its numbers of attempts in common.
+        `group`: by which decode workers know that they share their prompt."""
+        numbers, asked = self.attempts.numbers, self.asked
+        self.answers = tuple(
+            replace(
+                self,
+                asked=structs.replace(
+                    asked, sampling=structs.replace(asked.sampling, answer_index=index)
+                ),
+                answer=AnswerState(text=text),
+                attempts=AnswerAttempts(numbers=numbers, group=group),
+                costs=Costs(queue_s=self.costs.queue_s),
+            )
+            for index, text in enumerate(texts)
+        )
+        return self.answers
+
+    def add_up(self) -> None:
+        """Adds up the costs and attempts of its answers, if it has several."""
+        if not self.answers:
+            return
+        first, attempts = self.answers[0].attempts, self.attempts
+        attempts.prefill_worker, attempts.decode_worker = first.prefill_worker, first.decode_worker
+        attempts.count = sum(one.attempts.count for one in self.answers)
+        self.costs = Costs.sum_of([one.costs for one in self.answers], self.costs.queue_s)
+
     def begin_attempt(self, prefill_worker: str, decode_worker: str, now: float) -> int:
         """Begins the next attempt on these workers ("" if decode prefills); returns its number.
 
@@ -344,7 +372,7 @@ def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) ->
     equal requests."""
     model, stops = asked.model.name, asked.stop_token_ids
     # A seed that was drawn and the number of the answer are no part of the question.
-    sampling = msgspec.structs.replace(asked.seeded(0).sampling, answer_index=0)
+    sampling = structs.replace(asked.seeded(0).sampling, answer_index=0)
     extent = (asked.min_tokens, max_tokens, asked.num_logprobs)
     parts = (model, prompt_token_ids, extent, stops, sampling, asked.settings)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()

@@ -27,7 +27,6 @@ from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
 from effuse.router.metrics import MODEL, RouterMetrics
 from effuse.router.monitor import Monitor
-from effuse.router.parts import Parts
 from effuse.router.peers import Peers
 from effuse.router.poison import PoisonGuard, Verdicts
 from effuse.router.seats import Catalogue, OtherRouters, Seats
@@ -49,8 +48,9 @@ class Ports:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Router(Parts):
-    """One router. Raises OSError if it cannot use certificates or the fleet's secret."""
+class Router:
+    """The parts of one router, which serve all requests. `now` is a monotonic clock in seconds.
+    Raises OSError if it cannot use certificates or the fleet's secret."""
 
     def __init__(
         self,

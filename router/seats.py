@@ -24,6 +24,7 @@ from effuse.placement.records import (
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.admission import Admission
+from effuse.router.client import RETRY_AFTER_S
 from effuse.router.findings import check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Condition, Prospect
@@ -39,10 +40,6 @@ ALONE_S: Final = 0.5
 
 LEASE_S: Final = 3.0
 """How long a silent router counts as alive."""
-
-RETRY_AFTER_S: Final = 1.0
-"""When clients should ask again after no worker could answer: about as long as a lease takes to
-show."""
 
 
 class Catalogue:

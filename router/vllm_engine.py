@@ -195,8 +195,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._parts = serving.parts
-        self._directory = serving.parts.config.model or bundled_directory()  # of the tokenizer
+        self._router = serving.router
+        self._directory = serving.router.config.model or bundled_directory()  # of the tokenizer
         self._began = time.monotonic()
         self._archive: bytes | None = None
 
@@ -207,7 +207,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> None:
         """The answer as it grows, or at its end."""
         await self._serving.stream(
-            lambda: request_of(request, self._parts.tokenizer.chat_end_ids),
+            lambda: request_of(request, self._router.tokenizer.chat_end_ids),
             context,
             partial(_translator, request),
             is_stream=request.stream,
@@ -217,7 +217,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Ends what runs here of these requests, as far as they are the caller's own."""
         tenant = self._serving.entrance.tenant().name
         for request_id in request.request_ids:
-            self._parts.requests.cancel(request_id, tenant)
+            self._router.requests.cancel(request_id, tenant)
         return engine.AbortResponse()
 
     async def HealthCheck(
@@ -225,34 +225,34 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> engine.HealthCheckResponse:
         """The same as gRPC's own health of this service; raises `Unavailable` as long as no model
         is known, so that a gateway asks again before it asks for one."""
-        self._parts.catalogue.find(None)
-        healthy = self._parts.seats.can_serve()
+        self._router.catalogue.find(None)
+        healthy = self._router.seats.can_serve()
         return engine.HealthCheckResponse(healthy=healthy, message="" if healthy else CANNOT_SERVE)
 
     async def GetModelInfo(
         self, request: engine.GetModelInfoRequest, context: Context
     ) -> engine.GetModelInfoResponse:
         """The one model of the fleet; raises `Unavailable`, and `InvalidRequest` if it has more."""
-        return describe_model(self._parts.catalogue.find(None))
+        return describe_model(self._router.catalogue.find(None))
 
     async def GetServerInfo(
         self, request: engine.GetServerInfoRequest, context: Context
     ) -> engine.GetServerInfoResponse:
         """This router, described like one engine."""
         return engine.GetServerInfoResponse(
-            active_requests=self._parts.requests.num_running,
+            active_requests=self._router.requests.num_running,
             uptime_seconds=time.monotonic() - self._began,
             server_type="effuse",
             data_parallel_size=1,
-            max_num_seqs=self._parts.admission.max_running,
+            max_num_seqs=self._router.admission.max_running,
         )
 
     async def GetLoads(
         self, request: engine.GetLoadsRequest, context: Context
     ) -> engine.GetLoadsResponse:
         """Requests of this router, pages of the fleet's decode workers."""
-        admission = self._parts.admission
-        decode = [one for one in self._parts.fleet.records() if one.role == "decode"]
+        admission = self._router.admission
+        decode = [one for one in self._router.fleet.records() if one.role == "decode"]
         most = sum(one.capacity.total_pages * one.capacity.page_size for one in decode)
         free = sum(one.load.free_pages * one.capacity.page_size for one in decode)
         load = engine.SchedulerLoad(

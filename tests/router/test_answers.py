@@ -14,7 +14,6 @@ from router.fake_workers import FakeDecode, Point, ends_its_engine, holds, once,
 from router.fakes import FakeFleet, pass_time, run, until
 
 from effuse.protos import errors
-from effuse.router.answers import add_up, split
 from effuse.router.client import describe, progress_text, stats_of
 from effuse.router.request import Costs
 from effuse.router.request_states import Event
@@ -366,7 +365,7 @@ def test_what_a_request_counts_is_its_answers_that_have_not_ended() -> None:
 
 def test_the_costs_of_answers_add_up() -> None:
     whole = request_of("a")
-    first, second = split(whole, [whole.answer.text, request_of().answer.text], "g")
+    first, second = whole.split([whole.answer.text, request_of().answer.text], "g")
     assert (first.name, second.name, second.index) == ("a", "a/1", 1)
     assert first.holder != second.holder, "each runs alone if it must"
     assert first.digest == second.digest == request_of("b").digest, "engines die of what is asked"
@@ -377,10 +376,10 @@ def test_the_costs_of_answers_add_up() -> None:
         kv_bytes=64, handoff_s=0.5, forwards=3, earlier_forwards=4, commit_times=[3.0, 4.0]
     )
     second.costs = Costs(forwards=2, preemptions=1, commit_times=[2.0])
-    add_up(whole)
+    whole.add_up()
     stats = stats_of(whole, 5.0)
     assert (stats.kv_bytes, stats.forward_passes, stats.preemptions) == (64, 9, 1)
     assert stats.time_to_first_block.ToSeconds() == 2
     assert (whole.attempts.count, describe(whole).attempt) == (3, 2)
     assert progress_text(whole) == "0 of 2 answers were complete"
-    add_up(request_of())  # of one answer nothing is added
+    request_of().add_up()  # of one answer nothing is added
