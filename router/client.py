@@ -28,6 +28,8 @@ from effuse.v1 import generation_pb2 as pb
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
+ON_THE_WAY_S: Final = 0.02
+"""How long a cancellation may take from a client's deadline to here, and still count as that."""
 RETRY_AFTER_S: Final = 1.0
 """When clients should ask again after no worker could answer: about as long as a lease takes to
 show."""
@@ -168,6 +170,14 @@ def time_is_over(request: AnyRequest, *, is_cut_off: bool) -> EffuseError:
     return failed(DeadlineExceeded, why, request)
 
 
+def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:
+    """The error of a request whose client broke off. A client does so at its deadline too, and
+    before ours: gRPC rounds the deadline up by as much as 1 %, and the way here takes time."""
+    if elapsed_s >= 0.99 * limit_s - ON_THE_WAY_S:
+        return DeadlineExceeded(f"the client's deadline of {limit_s:.3g} s passed")
+    return Cancelled("the client cancelled")
+
+
 def progress_labels(request: AnyRequest) -> dict[str, str]:
     """How far a request got, for programs."""
     if isinstance(request, EarlyRequest):
@@ -226,6 +236,19 @@ def _copy_end(
 
 class ClientGone(Exception):
     """No client takes the answer any more."""
+
+
+class CallContext(Protocol):
+    """The facts of a call that do not depend on its protocol. gRPC's contexts have them."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the client's deadline; None if it has none."""
+
+    def invocation_metadata(self) -> Any:
+        """Names and values that came beside the request, or None."""
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        """Takes names and values that go beside the answer."""
 
 
 class Recipient(Protocol):

@@ -1,26 +1,42 @@
-"""GenerationService, and one request from top to bottom: accepted, let in, answered, and ended.
+"""One request from top to bottom: checked, let in, answered, and ended.
 
-Every protocol's requests come through `Serving`. The end of each is decided and counted here, in
-one place. Not here: the checks (`entrance.py`), how an answer comes about and the reaction to
-failures of workers (`answer.py`), several answers to one request (`answers.py`).
+Every protocol's requests come through `Entrance`, which raises all that speaks against a request
+before anything is held for it, and `Serving`. The end of each is decided and counted here, in one
+place. Not here: the meaning of other protocols' messages (`openai_requests.py`, `kserve.py`,
+`vllm_engine.py`), how an answer comes about and the reaction to failures of workers (`answer.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import math
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Final
 
 from effuse.client.answer import Stats
+from effuse.config.decoding import ANSWERS
 from effuse.placement.records import ModelInfo
-from effuse.protos.errors import Cancelled, DeadlineExceeded, EffuseError, EndedById
+from effuse.protos.errors import (
+    REQUEST_ID_KEY,
+    Cancelled,
+    DeadlineExceeded,
+    EffuseError,
+    EndedById,
+    Unavailable,
+)
+from effuse.protos.gate import CALLER
 from effuse.protos.rpc import Context
 from effuse.router.admission import HeldSlots, SlotNeed
 from effuse.router.answer import AnswerRun, SideBySide
 from effuse.router.client import (
+    RETRY_AFTER_S,
     AnswerStream,
+    CallContext,
     ClientGone,
     Recipient,
     Translate,
@@ -30,26 +46,23 @@ from effuse.router.client import (
     stats_of,
     time_is_over,
     usage_of,
+    why_gone,
 )
-from effuse.router.entrance import CallContext, Entrance
-from effuse.router.findings import Findings, check_request_id
+from effuse.router.detokenizer import AnswerText
+from effuse.router.findings import REQUEST_ID
 from effuse.router.fleet import keys_of
 from effuse.router.prompt import encode_prompt
-from effuse.router.request import EncodedPrompt, Request
+from effuse.router.request import AnswerState, EarlyRequest, EncodedPrompt, Request
 from effuse.router.request_states import Event
 from effuse.router.router import Router
 from effuse.router.shared_request import SharedRequest
-from effuse.router.tenants import QuotaShare
-from effuse.router.validation import fit
+from effuse.router.tenants import NOBODY, QuotaShare, Tenant
+from effuse.router.validation import Asked, fit, validate
 from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
-from effuse.v1 import generation_pb2_grpc
 from effuse.v1.model_pb2 import TokenizeRequest
 
 LOG: Final = logging.getLogger(__name__)
-
-ON_THE_WAY_S: Final = 0.02
-"""How long a cancellation may take from a client's deadline to here, and still count as that."""
 
 _COSTS: Final = (
     "queue_s", "prefill_s", "handoff_s", "first_block_s", "total_s",
@@ -59,12 +72,112 @@ _COSTS: Final = (
 Read = Callable[[], pb.GenerateRequest]
 
 
+REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
+"""Metadata of a call that gRPC's own retries send again. Clients that do so themselves can set it,
+too."""
+
+
 class Serving:
     """Serves the requests of a router, whichever protocol they came by."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.entrance = Entrance(router)
+        most = router.config.max_answers
+        self._answers = replace(ANSWERS, high=most, note=", this router's --max-answers")
+
+    def tenant(self) -> Tenant:
+        """The owner of the call that is being answered, and its limits."""
+        name = CALLER.get()
+        if self.router.keys is not None:
+            return self.router.keys.tenant(name)
+        return Tenant(name) if name else NOBODY
+
+    def resolve(self, message: pb.GenerateRequest, *, is_stream: bool, seed: int = 0) -> Asked:
+        """The request of a client's message, every setting resolved, with `seed` if it sets none;
+        raises `EffuseError` with all that speaks against it."""
+        router, tokenizer = self.router, self.router.tokenizer
+        return validate(
+            message,
+            router.catalogue.find(message.model if message.HasField("model") else None),
+            tokenizer.reserved_ids,
+            is_stream=is_stream,
+            decode_prefills=router.fleet.mode != "remote",
+            takes_chats=tokenizer.has_chat_template,
+            chat_end_ids=tokenizer.chat_end_ids,
+            answers=self._answers,
+            seed=seed,
+        )
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts an `EffuseError` that is raised before anything is held for a request."""
+        try:
+            yield
+        except EffuseError as error:
+            self.router.metrics.count_refusal(self.tenant().name, error.code.name)
+            raise
+
+    async def accept(
+        self, message: pb.GenerateRequest, context: CallContext, *, is_stream: bool
+    ) -> Request:
+        """Makes the request of a client's message; raises `EffuseError` with all that speaks
+        against it. Waits in the queue until a worker has announced a model."""
+        with self.counting_refusals():
+            return await self._accept(message, context, is_stream)
+
+    async def _accept(
+        self, message: pb.GenerateRequest, context: CallContext, is_stream: bool
+    ) -> Request:
+        router, loop = self.router, asyncio.get_running_loop()
+        arrived, began, admission = router.now(), loop.time(), router.admission
+        request_id = _request_id(message)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
+        time_left = context.time_remaining()
+        limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
+        tenant = self.tenant()
+        router.quotas.check(tenant)
+        if router.catalogue.is_empty:
+            await self._wait_for_models(EarlyRequest(id=request_id, tenant=tenant, limit_s=limit_s))
+        if not admission.knows_seats:
+            router.seats.count()
+        admission.check(SlotNeed(model=message.model or admission.only_model, tenant=tenant.name))
+        is_again = any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ())
+        asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
+        router.requests.check_id(request_id)
+        asked = self.resolve(message, is_stream=is_stream, seed=secrets.randbits(64))
+        router.quotas.check(tenant, asked.num_answers)
+        left_s = began + limit_s - loop.time()
+        admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
+        router.budget.add_requests(asked.num_answers, router.now())
+        return Request(
+            id=request_id,
+            asked=asked,
+            arrived=arrived,
+            limit_s=limit_s,
+            deadline=began + limit_s,
+            answer=AnswerState(text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens)),
+            tenant=tenant,
+            asked_digest=asked_digest,
+            is_repeated=bool(asked_digest) and is_again,
+        )
+
+    async def _wait_for_models(self, request: EarlyRequest) -> None:
+        """Returns once a worker has announced a model. Raises `Overloaded` if the queue is full,
+        `Unavailable` after `recovery_s`, and the errors that end any request that waits."""
+        router, recovery_s = self.router, self.router.config.recovery_s
+        ends = router.now() + recovery_s
+        try:
+            with router.admission.early(), router.requests.running(request):
+                async with asyncio.timeout(request.limit_s) as limit:
+                    with router.requests.limited_by(request, limit):
+                        while router.catalogue.is_empty:
+                            if (left_s := ends - router.now()) <= 0:
+                                text = f"no worker could begin within {recovery_s:.3g} s"
+                                why = f"{text}: no worker has announced a model"
+                                raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
+                            await router.fleet.wait_for_change(left_s)
+        except TimeoutError as error:
+            raise time_is_over(request, is_cut_off=router.requests.is_cut_off) from error
 
     def span(self, context: CallContext) -> AbstractContextManager[object]:
         """A request's own span, within that of its client if there is one."""
@@ -80,14 +193,14 @@ class Serving:
             chat=asked.chat if asked.HasField("chat") else None,
             parse_special_tokens=asked.parse_special_tokens,
         )
-        resolved = self.entrance.resolve(message, is_stream=False)
+        resolved = self.resolve(message, is_stream=False)
         return await encode_prompt(resolved, self.router.tokenizer), resolved.model
 
     async def answer(self, read: Read, context: CallContext) -> pb.GenerateResponse:
         """The whole answer, or all answers, to the message that `read` returns; raises
         `EffuseError`."""
         with self.span(context):
-            accepted = await self._accept(read, context, is_stream=False)
+            accepted = await self.accept(self._read(read), context, is_stream=False)
             return await self.answer_accepted(accepted)
 
     async def answer_accepted(self, request: Request) -> pb.GenerateResponse:
@@ -107,22 +220,34 @@ class Serving:
         """Writes the answer, or several, to a call while they grow. `translator_of` makes the
         function that translates their events. Raises `EffuseError`."""
         with self.span(context):
-            accepted = await self._accept(read, context, is_stream=is_stream)
+            accepted = await self.accept(self._read(read), context, is_stream=is_stream)
             stream = AnswerStream(context)
             if translator_of is not None:
                 stream.translate = translator_of(accepted)
             async with stream.ending():
                 await stream.send(await self.serve(accepted, stream))
 
-    async def _accept(self, read: Read, context: CallContext, *, is_stream: bool) -> Request:
-        with self.entrance.counting_refusals():
-            message = read()
-        return await self.entrance.accept(message, context, is_stream=is_stream)
+    def _read(self, read: Read) -> pb.GenerateRequest:
+        with self.counting_refusals():
+            return read()
 
     async def serve(self, request: Request, client: Recipient) -> pb.GenerateStreamResponse:
         """Sends the client all events of the answer, or answers, except the last one, which is
         returned; raises `EffuseError`. In every case the request ends here and is counted."""
         return await _Handler(self.router, request, client).serve()
+
+
+def _request_id(message: pb.GenerateRequest) -> str:
+    """The client's id, or a new one if it sent none or one that `validate` refuses."""
+    if message.request_id and REQUEST_ID.fullmatch(message.request_id):
+        return message.request_id
+    return f"req-{secrets.token_hex(12)}"
+
+
+def digest_of_asked(message: pb.GenerateRequest, tenant: Tenant) -> str:
+    """A digest of a request as it was sent: the same only if its own tenant sends it again."""
+    owner = tenant.name.encode() + b"\0"
+    return hashlib.sha256(owner + message.SerializeToString(deterministic=True)).hexdigest()
 
 
 class _Handler:
@@ -186,8 +311,6 @@ class _Handler:
             text = await router.tokenizer.text_of(token_ids)
             await self._shared.send(echo_of(request, text))
 
-    # The end.
-
     def _note_good_end(self, last: pb.GenerateStreamResponse) -> None:
         """Counts the request once its last event is on its way, and annotates its span now."""
         request, stats = self._request, last.finished.stats
@@ -237,7 +360,7 @@ class _Handler:
             if not request.answer.is_ended:  # an exception of ours is on its way to the border
                 self._record_end(Event.FAILED, "INTERNAL")
             self._shared.end(None)
-            share.spend(len(request.prompt.token_ids) + request.num_written)
+            share.num_tokens = len(request.prompt.token_ids) + request.num_written
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         by_caller = isinstance(error, Cancelled | DeadlineExceeded | EndedById)
@@ -256,76 +379,18 @@ class _Handler:
         """Counts a request that ended, and logs one line about it."""
         request, cost = self._request, Stats.of(stats)
         self._router.metrics.count_end(request, status, cost)
-        figures = {"request_id": request.id, "status": status, **_figures(request, cost)}
+        figures = {
+            "request_id": request.id,
+            "status": status,
+            "model": request.asked.model.name,
+            "prompt_tokens": len(request.prompt.token_ids),
+            "answers": request.asked.num_answers,
+            "tokens": request.num_tokens,
+            **{name: getattr(cost, name) for name in _COSTS},
+            "prefill_worker": request.attempts.prefill_worker,
+            "decode_worker": request.attempts.decode_worker,
+            "attempts": request.attempts.count,
+        }
         if status != "OK":
             figures["story"] = request.answer.tell_story()
         LOG.info("a request ended", extra=logs.figures(figures))
-
-
-def _figures(request: Request, stats: Stats) -> dict[str, str | int | float]:
-    """The figures of a request that ended, for its line in the log."""
-    return {
-        "model": request.asked.model.name,
-        "prompt_tokens": len(request.prompt.token_ids),
-        "answers": request.asked.num_answers,
-        "tokens": request.num_tokens,
-        **{name: getattr(stats, name) for name in _COSTS},
-        "prefill_worker": request.attempts.prefill_worker,
-        "decode_worker": request.attempts.decode_worker,
-        "attempts": request.attempts.count,
-    }
-
-
-def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:
-    """The error of a request whose client broke off. A client does so at its deadline too, and
-    before ours: gRPC rounds the deadline up by as much as 1 %, and the way here takes time."""
-    if elapsed_s >= 0.99 * limit_s - ON_THE_WAY_S:
-        return DeadlineExceeded(f"the client's deadline of {limit_s:.3g} s passed")
-    return Cancelled("the client cancelled")
-
-
-class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """GenerationService."""
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """The whole answer, or all answers, at the end."""
-        return await self._serving.answer(lambda: request, context)
-
-    async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
-        self,
-        request: pb.GenerateStreamRequest,
-        context: Context,
-    ) -> None:
-        """The answer as it grows, or several.
-
-        Written through the context: a generator would be left hanging when its call is cancelled.
-        """
-        await self._serving.stream(lambda: request.request, context)
-
-    async def CancelRequest(
-        self, request: pb.CancelRequestRequest, context: Context
-    ) -> pb.CancelRequestResponse:
-        """Ends a request that runs here; of others returns the state and the router."""
-        name, tenant = self._checked(request.request_id)
-        requests = self._serving.router.requests
-        if requests.cancel(name, tenant):
-            return pb.CancelRequestResponse(request_id=name, was_running=True)
-        found = await requests.look_up(name, tenant)
-        return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
-
-    async def GetRequest(
-        self, request: pb.GetRequestRequest, context: Context
-    ) -> pb.GetRequestResponse:
-        """Where a request is, or how it ended, with its answer while that is kept; of other routers
-        as far as Redis knows."""
-        return await self._serving.router.requests.look_up(*self._checked(request.request_id))
-
-    def _checked(self, request_id: str) -> tuple[str, str]:
-        """A checked id, and the tenant of the call, which learns of no other tenant's requests."""
-        findings = Findings()
-        check_request_id(request_id, findings)
-        findings.raise_any()
-        return request_id, self._serving.entrance.tenant().name

@@ -1,26 +1,31 @@
-"""The metrics of a router. Gauges are read when scraped and cost requests nothing.
-
-Not here: the metrics of workers."""
+"""The metrics of a router, and the blocks in flight for people who watch. Gauges are read when
+scraped and cost requests nothing, and so does watching without watchers. With watchers, decode
+workers are asked for drafts of new requests. Not here: the metrics of workers."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter as Counts
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import accumulate, product
 from typing import Final, get_args
 
 from prometheus_client import Counter
 
 from effuse.client.answer import Stats
 from effuse.placement.records import Role
+from effuse.protos.errors import Overloaded
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.policy import Candidate, Condition
 from effuse.router.request import Request
 from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics
+from effuse.v1 import worker_pb2
+from effuse.v1.monitor_pb2 import RunningBlock
 
 MODEL = "model_name"
+MOST_WATCHERS: Final = 16
 MOST_SERIES: Final = 4096
 """Series of workers and the reasons of their failures."""
 
@@ -146,3 +151,64 @@ class RouterMetrics(ProcessMetrics):
         other requests."""
         with self.stalled.labels(reason).track_inprogress():
             yield
+
+
+class Monitor:
+    """The number of watchers, and the drafts for them. One per router."""
+
+    def __init__(self) -> None:
+        self.num_watchers = 0
+        self.num_tokens = 0
+        """Tokens of answers that became final so far."""
+        self.num_first_blocks = 0
+        """Answers that got their first final block so far."""
+        self.first_block_s = 0.0
+        """Seconds from arrival to that block, added up over these answers."""
+        self.is_over = asyncio.Event()
+        """Set once the router drains."""
+        self._drafts: dict[str, dict[int, worker_pb2.BlockState]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts a watcher; raises `Overloaded` if there are enough."""
+        if self.num_watchers >= MOST_WATCHERS:
+            raise Overloaded(f"{MOST_WATCHERS} watch already", retry_after_s=1.0)
+        self.num_watchers += 1
+        try:
+            yield
+        finally:
+            self.num_watchers -= 1
+
+    def note_commit(self, request: Request, before: int) -> None:
+        """A request has more final tokens than `before`, and 0 are before its first block."""
+        tokens = len(request.answer.token_ids) - before
+        self.num_tokens += tokens
+        if tokens and not before:
+            self.num_first_blocks += 1
+            self.first_block_s += request.costs.commit_times[0] - request.arrived
+
+    def note_draft(self, request: Request, draft: worker_pb2.DecodeDraft) -> None:
+        """A block in flight is so now."""
+        if self.num_watchers:
+            self._drafts.setdefault(request.name, {})[draft.token_offset] = draft.block
+
+    def keep_drafts_of(self, requests: list[Request]) -> None:
+        """Forgets those of all others."""
+        names = {request.name for request in requests}
+        self._drafts = {name: drafts for name, drafts in self._drafts.items() if name in names}
+
+    def blocks(self, request: Request) -> list[RunningBlock]:
+        """Its blocks in flight, as far as they are known: those of the last commit, and drafts."""
+        size, first = request.asked.model.block_size, len(request.answer.token_ids)
+        offsets = accumulate([size] * len(request.answer.frontier), initial=first)
+        known = dict(zip(offsets, request.answer.frontier, strict=False))
+        for offset, block in self._drafts.get(request.name, {}).items():
+            earlier = known.get(offset)
+            if offset + size > first and (
+                earlier is None or block.denoise_count >= earlier.denoise_count
+            ):
+                known[offset] = block
+        return [
+            RunningBlock(token_offset=at, num_tokens=len(one.token_ids), masks=one.masks)
+            for at, one in sorted(known.items())
+        ]

@@ -25,9 +25,8 @@ from starlette.types import Receive, Scope, Send
 
 from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
 from effuse.router.client import CANNOT_SERVE, STALLED_S, ClientGone
-from effuse.router.entrance import REPEATED_KEY
 from effuse.router.findings import shown
-from effuse.router.handler import Serving
+from effuse.router.handler import REPEATED_KEY, Serving
 from effuse.router.openai_answers import Rendering, error_body, error_object, status_of
 from effuse.router.openai_requests import Endpoint, Json, Wanted, parse_body, request_of
 from effuse.router.request import Request
@@ -195,16 +194,15 @@ class OpenAiApi:
         self.app.router.redirect_slashes = False
 
     async def _generate(self, call: HttpCall, endpoint: Endpoint) -> None:
-        entrance = self._serving.entrance
         with self._serving.span(call):
-            with entrance.counting_refusals():
+            with self._serving.counting_refusals():
                 wanted = request_of(await call.body(self._most_bytes), endpoint)
             await _unless_gone(call, self._answer(call, wanted))
 
     async def _answer(self, call: HttpCall, wanted: Wanted) -> None:
         """Waits until the requests are accepted, and sends the answers."""
         accepted = [
-            await self._serving.entrance.accept(message, call, is_stream=wanted.is_stream)
+            await self._serving.accept(message, call, is_stream=wanted.is_stream)
             for message in wanted.requests
         ]
         rendering = Rendering(

@@ -29,15 +29,14 @@ from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
-from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
-from effuse.router.handler import GenerationServicer, Serving
+from effuse.router.handler import Serving
 from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
-from effuse.router.monitor import MonitorServicer
 from effuse.router.openai_api import OpenAiApi
 from effuse.router.policy import Candidate, WorkerLife, cold_lives, live_workers
 from effuse.router.router import Router
+from effuse.router.services import GenerationServicer, ModelServicer, MonitorServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
@@ -221,11 +220,7 @@ def _add_services(router: Router, server: grpc.aio.Server) -> None:
     serving = Serving(router)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
-    watch = MonitorServicer(
-        router.monitor, router.id, router.requests, router.admission,
-        router.tokenizer if router.config.show_requests else None,
-    )  # fmt: skip
-    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(watch, server)
+    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(router), server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(serving), server)
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(serving), server)
 

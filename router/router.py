@@ -24,13 +24,11 @@ from effuse.router.calls import Cleanup
 from effuse.router.config import RouterConfig
 from effuse.router.failures import RetryBudget
 from effuse.router.fleet import RoutedFleet
-from effuse.router.known_requests import KnownRequests
-from effuse.router.metrics import MODEL, RouterMetrics
-from effuse.router.monitor import Monitor
+from effuse.router.metrics import MODEL, Monitor, RouterMetrics
 from effuse.router.peers import Peers
 from effuse.router.poison import PoisonGuard, Verdicts
 from effuse.router.seats import Catalogue, OtherRouters, Seats
-from effuse.router.shared_request import Sharing
+from effuse.router.shared_request import KnownRequests, Sharing
 from effuse.router.tenants import KeyRing, Quotas
 from effuse.router.tokenizer import Tokenizer
 from effuse.telemetry.traces import Traces

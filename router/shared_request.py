@@ -1,22 +1,24 @@
-"""One request as the other routers know it: claimed before it runs, placed, ended with its answer.
+"""Requests by their ids: those that run here, for a while those that ended, and other routers'.
 
-A client whose router died asks another one under the same id. That router returns the answer that
+The other routers know a request as claimed before it runs, placed, and ended with its answer. A
+client whose router died asks another one under the same id. That router returns the answer that
 is kept, or runs the request again, which gives the same answer, unless a live router still runs it.
 Only ids that clients choose are claimed, because no client can repeat other ids. A request waits
-for Redis only here, and one that is asked for the first time goes on without it."""
+for Redis only here, and one that is asked for the first time goes on without it. Of a request that
+ended only its description is kept here. Redis knows those that ended badly here before."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 from google.protobuf.message import DecodeError
+from msgspec import structs
 
 from effuse.placement.records import (
     MalformedRecord,
@@ -28,16 +30,23 @@ from effuse.placement.records import (
 )
 from effuse.placement.store import Claim, Store, StoreFull, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
-from effuse.protos.errors import AlreadyRunning, Unavailable
-from effuse.router.client import Listener, Recipient, WholeAnswer
+from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
+from effuse.router.client import Listener, Recipient, WholeAnswer, describe
 from effuse.router.policy import Placement
-from effuse.router.request import Request
+from effuse.router.request import AnyRequest, Request
 from effuse.router.request_states import State
-from effuse.router.tenants import Tenant
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.1
+REMEMBERED_S: Final = 300.0
+MOST_REMEMBERED: Final = 4096
+_STORED_STATES: Final = {
+    "running": pb.REQUEST_STATE_RUNNING,
+    "finished": pb.REQUEST_STATE_FINISHED,
+    "failed": pb.REQUEST_STATE_FAILED,
+    "cancelled": pb.REQUEST_STATE_CANCELLED,
+}
 MOST_BYTES: Final = 1 << 20
 """Of one answer that is kept."""
 
@@ -86,9 +95,8 @@ class SharedRequest(Listener):
         # Redis has had the claim, or may have had it unheard: what another router has put there
         # since then stays.
         self._is_claimed = False
+        self._is_kept = bool(request.asked_digest and sharing.keep_answers_s)
         self._said = WholeAnswer()
-
-    # Its owner.
 
     async def claim(self) -> pb.GenerateResponse | None:
         """Claims the id, or returns the answer that is kept under it.
@@ -148,27 +156,23 @@ class SharedRequest(Listener):
         return None
 
     def _runs_elsewhere(self, value: bytes) -> AlreadyRunning:
-        try:
+        router_id = "unknown"
+        with contextlib.suppress(MalformedRecord):
             router_id = decode_placement(value).router_id
-        except MalformedRecord:
-            router_id = "unknown"
         address = self._sharing.address_of(router_id)
         return AlreadyRunning(
             f"the request {self._request.id!r} is running at {router_id} ({address or 'unknown'})",
             labels={"router": router_id, "address": address},
         )
 
-    # Its place.
-
     def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
         """Records the workers of another attempt; of several answers, only those of the first."""
-        prefill = placement.prefill
-        self._record = msgspec.structs.replace(
+        self._record = structs.replace(
             self._first_record(),
             attempt=self._request.parts[0].attempts.count,
             transfer_id=transfer_id,
             decode=_placed_on(placement.decode),
-            prefill=None if prefill is None else _placed_on(prefill),
+            prefill=placement.prefill and _placed_on(placement.prefill),
             prompt_tokens=len(self._request.prompt.token_ids),
         )
         self._write(self._record)
@@ -179,14 +183,12 @@ class SharedRequest(Listener):
             self._said.take(event)
         return self._client.send(event)
 
-    # Its end.
-
     def end(self, last: pb.GenerateStreamResponse | None) -> None:
         """The request is over; `last` is the client's last event at a good end."""
         if self._record is None:
             return
         request = self._request
-        record = msgspec.structs.replace(
+        record = structs.replace(
             self._record,
             state=_STATES.get(request.answer.state, "failed"),
             num_tokens=request.num_tokens,
@@ -198,10 +200,6 @@ class SharedRequest(Listener):
         self._said.take(last)
         said = self._said.response(request.id)
         self._write(record, said if said.ByteSize() <= MOST_BYTES else None)
-
-    @property
-    def _is_kept(self) -> bool:
-        return bool(self._request.asked_digest and self._sharing.keep_answers_s)
 
     def _first_record(self) -> PlacementRecord:
         return PlacementRecord(
@@ -233,7 +231,168 @@ def _placed_on(record: WorkerRecord) -> PlacedOn:
     return PlacedOn(worker_id=record.worker_id, incarnation=record.incarnation)
 
 
-def digest_of_asked(message: pb.GenerateRequest, tenant: Tenant) -> str:
-    """A digest of a request as it was sent: the same only if its own tenant sends it again."""
-    owner = tenant.name.encode() + b"\0"
-    return hashlib.sha256(owner + message.SerializeToString(deterministic=True)).hexdigest()
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """The description of a request that ended."""
+
+    until: float
+    tenant: str
+    described: pb.GetRequestResponse
+    asked_digest: str
+
+
+class KnownRequests:
+    """One per router. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, sharing: Sharing, now: Callable[[], float]) -> None:
+        self.sharing = sharing
+        self._now = now
+        self._running: dict[str, AnyRequest] = {}
+        self._limits: dict[str, asyncio.Timeout] = {}  # by request id
+        self.is_cut_off = False
+        self.idle = asyncio.Event()
+        """Set while no request is queued or on workers."""
+        self.idle.set()
+        self._ended: OrderedDict[str, EndedRequest] = OrderedDict()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are queued or on workers."""
+        return len(self._running)
+
+    def running_now(self) -> list[Request]:
+        """Those of them that were checked, oldest first."""
+        return [one for one in self._running.values() if isinstance(one, Request)]
+
+    def check_id(self, request_id: str) -> None:
+        """Raises `AlreadyRunning` where a request has this id."""
+        if request_id in self._running:
+            raise AlreadyRunning(
+                f"a request with id {request_id!r} is already running; choose another id"
+            )
+
+    @contextlib.contextmanager
+    def running(self, request: AnyRequest) -> Iterator[None]:
+        """Holds the id of `request`; raises `AlreadyRunning` where another request has it."""
+        self.check_id(request.id)
+        self._running[request.id] = request
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            del self._running[request.id]
+            if not self._running:
+                self.idle.set()
+            if isinstance(request, Request) and not request.is_anothers:
+                self._ended.pop(request.id, None)
+                until = self._now() + REMEMBERED_S
+                self._ended[request.id] = EndedRequest(
+                    until, request.tenant.name, describe(request), request.asked_digest
+                )
+                self._forget_old()
+
+    @contextlib.contextmanager
+    def limited_by(self, request: AnyRequest, limit: asyncio.Timeout) -> Iterator[None]:
+        """`cut_off` and `cancel` end a request that runs here by its own limit."""
+        self._limits[request.id] = limit
+        if self.is_cut_off:
+            _end(limit)
+        try:
+            yield
+        finally:
+            del self._limits[request.id]
+
+    def cut_off(self) -> None:
+        """Ends the time of all requests now, and of those that may come."""
+        self.is_cut_off = True
+        for limit in self._limits.values():
+            _end(limit)
+
+    def cancel(self, request_id: str, tenant: str = "") -> bool:
+        """Ends the time of a tenant's request now; False if none of this id runs here."""
+        limit = self._limits.get(request_id)
+        if limit is None or self._running[request_id].tenant.name != tenant:
+            return False
+        self._running[request_id].is_ended_by_id = True
+        _end(limit)
+        return True
+
+    def find(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse | None:
+        """A tenant's request that runs here or ended a short while ago."""
+        request = self._running.get(request_id)
+        if request is not None:
+            return describe(request) if request.tenant.name == tenant else None
+        self._forget_old()
+        held = self._ended.get(request_id)
+        return None if held is None or held.tenant != tenant else held.described
+
+    async def look_up(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse:
+        """A tenant's request, with its answer if it is kept; raises `NotFound` or `Unavailable`."""
+        if (described := self.find(request_id, tenant)) is None:
+            record = await self._stored(request_id, tenant)
+            return await self._add_answer(_describe_stored(record), record.asked)
+        ended = None if request_id in self._running else self._ended.get(request_id)
+        digest = "" if ended is None else ended.asked_digest
+        if digest and described.state != pb.REQUEST_STATE_FINISHED:
+            with contextlib.suppress(NotFound, Unavailable):
+                record = await self._stored(request_id, tenant)
+                # Another router runs, or has answered, what ended badly here.
+                is_theirs = record.router_id != self.sharing.router_id and record.asked == digest
+                if is_theirs and record.state in ("running", "finished"):
+                    described = _describe_stored(record)
+        return await self._add_answer(described, digest)
+
+    async def _stored(self, request_id: str, tenant: str) -> PlacementRecord:
+        try:
+            stored = await self.sharing.store.placement(request_id)
+            if stored is not None and (record := decode_placement(stored)).tenant == tenant:
+                return record
+        except StoreUnavailable as error:
+            text = "requests of other routers cannot be looked up now"
+            raise Unavailable(text, retry_after_s=1.0) from error
+        except MalformedRecord:
+            LOG.warning("the stored placement of %s is malformed", request_id)
+        raise NotFound(f"no request {request_id!r} is running or ended recently")
+
+    async def _add_answer(
+        self, described: pb.GetRequestResponse, digest: str
+    ) -> pb.GetRequestResponse:
+        """Adds the kept answer of a request that ended well."""
+        if described.state != pb.REQUEST_STATE_FINISHED or not digest:
+            return described
+        try:
+            kept = await self.sharing.kept(described.request_id, digest)
+        except StoreUnavailable as error:
+            LOG.debug("kept answers cannot be looked up: %s", error)
+            return described
+        found = pb.GetRequestResponse(answer=kept)
+        found.MergeFrom(described)
+        return found
+
+    def _forget_old(self) -> None:
+        now = self._now()
+        while self._ended:
+            oldest = next(iter(self._ended.values()))
+            if oldest.until > now and len(self._ended) <= MOST_REMEMBERED:
+                return
+            del self._ended[oldest.described.request_id]
+
+
+def _describe_stored(record: PlacementRecord) -> pb.GetRequestResponse:
+    state = _STORED_STATES[record.state]
+    if record.state == "running" and record.decode is None:
+        state = pb.REQUEST_STATE_QUEUED
+    return pb.GetRequestResponse(
+        request_id=record.request_id,
+        state=state,
+        attempt=record.attempt,
+        prefill_worker=record.prefill.worker_id if record.prefill else "",
+        decode_worker=record.decode.worker_id if record.decode else "",
+        status="OK" if record.state == "finished" else "",
+        router=record.router_id if record.state == "running" else "",
+    )
+
+
+def _end(limit: asyncio.Timeout) -> None:
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())

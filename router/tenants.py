@@ -176,17 +176,13 @@ class QuotaShare:
     def __init__(self, account: Account, num_answers: int) -> None:
         self._account = account
         self.num_answers = num_answers  # that have not ended
-        self.num_tokens = 0
+        self.num_tokens = 0  # of its prompt and its answers, which count once it has ended
         account.running += num_answers
 
     def end_answers(self, count: int) -> None:
         """So many of its answers have ended."""
         self.num_answers -= count
         self._account.running -= count
-
-    def spend(self, num_tokens: int) -> None:
-        """Notes tokens of its prompt and its answers, which count once it has ended."""
-        self.num_tokens += num_tokens
 
 
 class Quotas:

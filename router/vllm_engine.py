@@ -215,7 +215,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Abort(self, request: engine.AbortRequest, context: Context) -> engine.AbortResponse:
         """Ends what runs here of these requests, as far as they are the caller's own."""
-        tenant = self._serving.entrance.tenant().name
+        tenant = self._serving.tenant().name
         for request_id in request.request_ids:
             self._router.requests.cancel(request_id, tenant)
         return engine.AbortResponse()

@@ -23,8 +23,8 @@ from effuse.kvtransfer import zmq_sockets, zmq_transport
 from effuse.placement import records
 from effuse.protos import interceptor
 from effuse.protos.errors import DeadlineExceeded
-from effuse.router.known_requests import KnownRequests
-from effuse.router.monitor import Monitor
+from effuse.router.metrics import Monitor
+from effuse.router.shared_request import KnownRequests
 from effuse.worker import supervisor
 
 INNER = {one.name: one for one in SURFACES if one not in FLEETS}

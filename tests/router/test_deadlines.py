@@ -11,7 +11,7 @@ from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, pass_time, run
 
 from effuse.protos import errors
-from effuse.router.handler import why_gone
+from effuse.router.client import why_gone
 from effuse.v1 import generation_pb2 as pb
 
 TEXT = "the answer is three"

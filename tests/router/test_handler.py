@@ -11,7 +11,7 @@ from router.fake_workers import holds
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
-from effuse.router.entrance import Entrance
+from effuse.router.handler import Serving
 from effuse.router.tenants import Tenant
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
@@ -72,7 +72,7 @@ def test_a_prefill_worker_learns_whose_prompt_it_is(monkeypatch: pytest.MonkeyPa
     """So that no tenant can detect others' prompts by the time of its own."""
 
     async def body(fleet: FakeFleet) -> None:
-        monkeypatch.setattr(Entrance, "tenant", lambda _: Tenant("acme"))
+        monkeypatch.setattr(Serving, "tenant", lambda _: Tenant("acme"))
         await ask(fleet)
         assert fleet.prefill[0].salts == ["acme"]
 

@@ -8,9 +8,8 @@ from router.fakes import FakeStore
 
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning
-from effuse.router.known_requests import MOST_REMEMBERED, REMEMBERED_S, KnownRequests
 from effuse.router.request import AnswerAttempts
-from effuse.router.shared_request import Sharing
+from effuse.router.shared_request import MOST_REMEMBERED, REMEMBERED_S, KnownRequests, Sharing
 from effuse.v1 import generation_pb2 as pb
 
 

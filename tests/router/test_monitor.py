@@ -16,7 +16,7 @@ from router.fakes import FakeFleet, run, until
 
 from effuse.protos import errors
 from effuse.protos.stubs import monitor_stub
-from effuse.router import monitor
+from effuse.router import metrics
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1 import monitor_pb2 as pb
 
@@ -163,7 +163,7 @@ def test_an_interval_is_checked(interval_s: float) -> None:
 
 
 def test_watchers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(metrics, "MOST_WATCHERS", 1)
 
     async def body(fleet: FakeFleet) -> None:
         async with watching(fleet):

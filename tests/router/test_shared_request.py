@@ -13,7 +13,7 @@ from router.fakes import FakeFleet, run
 from effuse.placement.records import PlacementRecord, RouterRecord
 from effuse.placement.store import Claim, StoreFull, StoreUnavailable
 from effuse.protos import errors
-from effuse.router.entrance import REPEATED_KEY
+from effuse.router.handler import REPEATED_KEY
 from effuse.v1 import generation_pb2 as pb
 
 TEXT = "the answer is three"

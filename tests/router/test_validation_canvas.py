@@ -16,7 +16,7 @@ from router.test_validation import good
 from effuse.client.params import NAMES
 from effuse.config.decoding import ALGORITHMS, Algorithm, DecodingDefaults, plain_settings
 from effuse.protos.errors import InvalidRequest
-from effuse.router.catalogue import describe_defaults
+from effuse.router.services import describe_defaults
 from effuse.router.validation import validate
 from effuse.v1 import generation_pb2 as pb
 

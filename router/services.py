@@ -1,22 +1,43 @@
-"""ModelService: the models of the fleet and the workers that serve them, and text to ids and back.
+"""The gRPC services of effuse's own protocol: generation, models and workers, and watching.
 
-Not here: which models there are (`seats.py`)."""
+Not here: the life of a request (`handler.py`), which models there are (`seats.py`)."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+from collections.abc import Awaitable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
+
+from google.protobuf.duration_pb2 import Duration
 
 from effuse.client.params import NAMES
 from effuse.config.decoding import ALGORITHMS, DecodingDefaults
 from effuse.placement.records import Link, ModelInfo
-from effuse.protos.errors import InvalidRequest
+from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.protos.rpc import Context
-from effuse.router.findings import Findings
+from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Serving
 from effuse.router.policy import Candidate, Condition, live_workers
-from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
+from effuse.router.request import Request
+from effuse.router.router import Router
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import (
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    monitor_pb2,
+    monitor_pb2_grpc,
+)
 
+MOST_SHOWN: Final = 100
+MOST_CHARACTERS: Final = 2000
+MOST_TOKENS: Final = 1000
+DEFAULT_INTERVAL_S: Final = 0.25
+STALLED_S: Final = 30.0
+"""A watcher that takes nothing for so long is gone."""
 MOST_A_PAGE: Final = 1000
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
@@ -29,6 +50,53 @@ _STATES: Final = {
     Condition.LOST: model_pb2.WORKER_STATE_LOST,
     Condition.UNREACHABLE: model_pb2.WORKER_STATE_UNREACHABLE,
 }
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """GenerationService."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        """The whole answer, or all answers, at the end."""
+        return await self._serving.answer(lambda: request, context)
+
+    async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
+        self,
+        request: pb.GenerateStreamRequest,
+        context: Context,
+    ) -> None:
+        """The answer as it grows, or several.
+
+        Written through the context: a generator would be left hanging when its call is cancelled.
+        """
+        await self._serving.stream(lambda: request.request, context)
+
+    async def CancelRequest(
+        self, request: pb.CancelRequestRequest, context: Context
+    ) -> pb.CancelRequestResponse:
+        """Ends a request that runs here; of others returns the state and the router."""
+        name, tenant = self._checked(request.request_id)
+        requests = self._serving.router.requests
+        if requests.cancel(name, tenant):
+            return pb.CancelRequestResponse(request_id=name, was_running=True)
+        found = await requests.look_up(name, tenant)
+        return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
+
+    async def GetRequest(
+        self, request: pb.GetRequestRequest, context: Context
+    ) -> pb.GetRequestResponse:
+        """Where a request is, or how it ended, with its answer while that is kept; of other routers
+        as far as Redis knows."""
+        return await self._serving.router.requests.look_up(*self._checked(request.request_id))
+
+    def _checked(self, request_id: str) -> tuple[str, str]:
+        """A checked id, and the tenant of the call, which learns of no other tenant's requests."""
+        findings = Findings()
+        check_request_id(request_id, findings)
+        findings.raise_any()
+        return request_id, self._serving.tenant().name
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
@@ -126,7 +194,7 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     for name in NAMES.keys() & knobs.keys():
         knobs[name] = NAMES[name][knobs[name]]
     return model_pb2.ModelDefaults(
-        sampling=generation_pb2.SamplingParams(
+        sampling=pb.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -135,7 +203,7 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
         ),
-        decoding=generation_pb2.DecodingParams(**knobs),
+        decoding=pb.DecodingParams(**knobs),
         max_tokens=defaults.max_tokens,
         sources=[
             model_pb2.DefaultSource(knob=knob, source=source) for knob, source in defaults.sources
@@ -191,3 +259,77 @@ def _describe_link(link: Link, least: float) -> model_pb2.WorkerLink:
         gigabytes_per_second=link.gigabytes_per_second,
         refused=link.gigabytes_per_second < least or not link.bytes_per_second,
     )
+
+
+class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
+    """MonitorService."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def WatchRequests(  # type: ignore[override]  # the stub knows only generators
+        self, request: monitor_pb2.WatchRequestsRequest, context: Context
+    ) -> None:
+        """The running requests, at an interval; ends with the router or by its caller."""
+        interval_s = _interval(request.interval)
+        monitor = self._router.monitor
+        over = monitor.is_over
+        with monitor.watching():
+            while not over.is_set():
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await cast(Awaitable[None], context.write(self._snapshot()))
+                except TimeoutError:
+                    raise Unavailable("the caller read nothing for too long") from None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s):
+                        await over.wait()
+
+    def _snapshot(self) -> monitor_pb2.WatchRequestsResponse:
+        router = self._router
+        requests = [one for request in router.requests.running_now() for one in request.parts]
+        router.monitor.keep_drafts_of(requests)
+        return monitor_pb2.WatchRequestsResponse(
+            router=router.id,
+            num_running=router.admission.num_running,
+            num_waiting=router.admission.num_waiting,
+            requests=[self._describe(request) for request in requests[:MOST_SHOWN]],
+            num_tokens=router.monitor.num_tokens,
+            num_first_blocks=router.monitor.num_first_blocks,
+            first_block_seconds=router.monitor.first_block_s,
+        )
+
+    def _describe(self, request: Request) -> monitor_pb2.RunningRequest:
+        asked, answer, which = request.asked, request.answer, request.name[len(request.id) :]
+        found = monitor_pb2.RunningRequest(
+            name=hashlib.sha256(request.id.encode()).hexdigest()[:12] + which,
+            model=asked.model.name,
+            state=answer.state.value,
+            prefill_worker=request.attempts.prefill_worker,
+            decode_worker=request.attempts.decode_worker,
+            attempt=request.attempts.count,
+            age=timedelta(seconds=self._router.now() - request.arrived),
+            prompt_tokens=len(request.prompt.token_ids),
+            max_tokens=request.prompt.max_tokens,
+            num_tokens=len(answer.token_ids),
+            block_size=asked.model.block_size,
+            blocks=self._router.monitor.blocks(request),
+        )
+        if self._router.config.show_requests:
+            tokenizer = self._router.tokenizer
+            found.name = request.name
+            found.prompt = (asked.prompt or "")[:MOST_CHARACTERS]
+            tail = [one for one in answer.token_ids[-MOST_TOKENS:] if tokenizer.is_text(one)]
+            found.text = tokenizer.decode(tail)[-MOST_CHARACTERS:]
+        return found
+
+
+def _interval(asked: Duration) -> float:
+    """Seconds; by hand, as protobuf's own conversion overflows, and takes parts of two signs."""
+    interval_s = asked.seconds + asked.nanos / 1e9
+    if interval_s == 0:
+        return DEFAULT_INTERVAL_S
+    if not (0.05 <= interval_s <= 60 and 0 <= asked.nanos < 1_000_000_000):
+        found = f"{asked.seconds} s and {asked.nanos} ns"
+        raise InvalidRequest.of("interval", f"expected 0.05 s to 60 s, got {found}")
+    return interval_s
