@@ -88,7 +88,7 @@ class ChatTemplate:
         *,
         mark: str,
         most_bytes: int,
-        hide: Callable[[Any], Any] | None = None,
+        hide: Callable[[Any], Any] = lambda value: value,
     ) -> str:
         """The prompt of a chat. `mark` is a character outside ASCII that stands neither in it nor
         in `source`; `hide` changes what JSON holds before the template gets it.
@@ -97,7 +97,6 @@ class ChatTemplate:
         Raises ChatTemplateError where the template refuses the chat, and where the prompt is longer
         than `most_bytes` of UTF-8 or takes too long.
         """
-        hide = hide or _same
         arguments: Mapping[str, Any] = hide(chat.template_arguments)
         wants_tools = "tool_use" in self._templates and arguments.get("tools") is not None
         template = self._templates["tool_use" if wants_tools else "default"]
@@ -151,7 +150,7 @@ def _compile(source: str) -> Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(source)
     except Exception as error:  # a text that is no template may break Jinja anywhere
@@ -160,10 +159,6 @@ def _compile(source: str) -> Template:
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _to_json(
@@ -213,10 +208,6 @@ def _joined(pieces: Iterator[str], most_bytes: int) -> str:
             raise ValueError(f"expected a chat of at most {most_bytes} bytes after rendering")
         texts.append(piece)
     return "".join(texts)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ decoder. Not here: encoding (`tokenizer.py`), which tokens are new (`request.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
+
+from effuse.router.tokenizer import Tokenizer
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 MASK_GLYPH: Final = "\N{LIGHT SHADE}"
@@ -16,26 +18,13 @@ LONG_WINDOW: Final = 64
 """Ids after which a window is cut although its text has no end: it is decoded at each piece."""
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that turns ids into text."""
-
-    def is_text(self, token_id: int) -> bool:
-        """Whether the id stands for text: known, and not special."""
-
-    def is_byte(self, token_id: int) -> bool:
-        """Whether the id stands for one byte of a run that is judged as a whole."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids that all are text."""
-
-
 class Detokenizer:
     """Follows one answer. Ids that may still become another character are held back.
 
     Decoders look at neighbours (bytes join to characters, some drop the first space). So each piece
     is decoded with the ids of the piece before it, whose text is then taken off again."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Tokenizer) -> None:
         self._decoder = decoder
         self._window: list[int] = []  # ids of the last complete piece, then those since
         self._settled = 0  # how many of them belong to that piece
@@ -130,7 +119,8 @@ class StopMatcher:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start]
-        keep = self._count_undecided(text)
+        # The longest end of the text that begins a stop string is undecided.
+        keep = max((_overlap_length(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -139,10 +129,6 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _count_undecided(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        return max((_overlap_length(text, stop) for stop in self._stops), default=0)
-
 
 class AnswerText:
     """The text of one answer as it grows: characters complete, stop strings found, tokens counted.
@@ -150,7 +136,7 @@ class AnswerText:
     `num_tokens` counts up to and with the token that completed a stop string. Stop strings are
     looked for in what follows the first `min_tokens` tokens."""
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(self, decoder: Tokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(decoder)
         self._min_tokens = min_tokens
         self._num_free = 0  # characters of these tokens that are still to come
@@ -205,7 +191,7 @@ class AnswerText:
         return free + matcher.push(rest)
 
 
-def draft_text(decoder: Decoder, token_ids: Sequence[int], masked: Sequence[bool]) -> str:
+def draft_text(decoder: Tokenizer, token_ids: Sequence[int], masked: Sequence[bool]) -> str:
     """The text of a block in flight: each run between masks by itself, each mask as U+2591."""
     parts: list[str] = []
     run: list[int] = []

@@ -103,7 +103,12 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             beside.create_task(router.placements.run()),
             beside.create_task(_repeat(router.poison.share, lambda: SHARE_S)),
         ]
-        await _know_fleet(router)
+        await router.view.first_poll()
+        if config.share_port:  # another router may end as soon as this one listens
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KNOW_S):
+                    while not router.view.is_current:  # noqa: ASYNC110  # it is polled anyway
+                        await asyncio.sleep(FOLLOW_S)
 
         async def exchange_seats() -> None:
             await router.seats.exchange(router.id, router.address)
@@ -135,17 +140,6 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
         await others.release()  # not before: the lease would be taken again
     await router.fleet.peers.close()
     router.tokenizer.close()
-
-
-async def _know_fleet(router: Router) -> None:
-    """Returns once Redis was asked who is there. Where another router may end as soon as this one
-    listens, once it has answered, after `KNOW_S` at most."""
-    await router.view.first_poll()
-    if router.config.share_port:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KNOW_S):
-                while not router.view.is_current:  # noqa: ASYNC110  # it is polled anyway
-                    await asyncio.sleep(FOLLOW_S)
 
 
 async def _start(router: Router) -> RpcServer:
@@ -261,22 +255,20 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         router.fleet.look()
         ready.look(router.fleet.candidates())
         router.seats.give_up_waiting()
-        told = _tell_workers(router, told, ready.counts)
+        facts, path = _ready_facts(router, ready.counts), router.config.ready_file
+        if path is not None and facts != told:
+            try:
+                rpc.update_ready_file(path, router.address, **facts)
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # a full disk, or no JSON any more
+                LOG.warning("%s could not be written: %s", path, error)
+        told = facts
         router.metrics.show_workers(router.fleet.candidates())
         _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
-
-
-def _tell_workers(router: Router, told: dict[str, str], counts: tuple[int, int]) -> dict[str, str]:
-    """Writes the ready file again if its content differs from `told`; returns the content."""
-    facts, path = _ready_facts(router, counts), router.config.ready_file
-    if path is not None and facts != told:
-        try:
-            rpc.update_ready_file(path, router.address, **facts)
-        except (OSError, ValueError) as error:  # a full disk, or a file that is no JSON any more
-            LOG.warning("%s could not be written: %s", path, error)
-    return facts
 
 
 class ReadyWorkers:
@@ -289,10 +281,10 @@ class ReadyWorkers:
         self._now = now
         self._cold_since: dict[WorkerLife, float] = {}
 
-    def look(self, candidates: Sequence[Candidate]) -> bool:
-        """Counts anew; whether the counts changed."""
+    def look(self, candidates: Sequence[Candidate]) -> None:
+        """Counts anew."""
         prefill, decode = live_workers(candidates)
-        now, before = self._now(), self.counts
+        now = self._now()
         cold = cold_lives(prefill, decode)
         self._cold_since = {life: self._cold_since.get(life, now) for life in cold}
         unready = {life for life, since in self._cold_since.items() if now - since < WARM_S}
@@ -300,7 +292,6 @@ class ReadyWorkers:
             sum(worker.life not in unready for worker in prefill),
             sum(worker.life not in unready for worker in decode),
         )
-        return self.counts != before
 
 
 async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], float]) -> None:

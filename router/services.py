@@ -9,13 +9,14 @@ import hashlib
 from collections.abc import Awaitable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from effuse.client.params import NAMES
-from effuse.config.decoding import ALGORITHMS, DecodingDefaults
-from effuse.placement.records import Link, ModelInfo
+from effuse.config.decoding import DecodingDefaults
+from effuse.placement.records import ModelInfo
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.protos.rpc import Context
 from effuse.router.findings import Findings, check_request_id
@@ -38,6 +39,7 @@ MOST_TOKENS: Final = 1000
 DEFAULT_INTERVAL_S: Final = 0.25
 STALLED_S: Final = 30.0
 """A watcher that takes nothing for so long is gone."""
+Filled = TypeVar("Filled", bound=Message)
 MOST_A_PAGE: Final = 1000
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
@@ -113,12 +115,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.ListModelsRequest, context: Context
     ) -> model_pb2.ListModelsResponse:
         """Models in the order of their names; a page's token is the last name of the one before."""
-        after = sorted(name for name in self._catalogue.live() if name > request.page_token)
-        most = min(request.page_size or MOST_A_PAGE, MOST_A_PAGE)
-        page = after[:most]
+        models = self._catalogue.live()
+        page, next_token = _page(sorted(models), request)
         return model_pb2.ListModelsResponse(
-            models=[self._describe(self._catalogue.live()[name]) for name in page],
-            next_page_token=page[-1] if len(after) > most else "",
+            models=[self._describe(models[name]) for name in page], next_page_token=next_token
         )
 
     async def GetModel(
@@ -132,13 +132,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.ListWorkersRequest, context: Context
     ) -> model_pb2.ListWorkersResponse:
         """Live workers in the order of their ids; pages as of ListModels."""
-        after = [c for c in self._fleet.candidates() if c.record.worker_id > request.page_token]
-        after.sort(key=lambda c: c.record.worker_id)
-        most = min(request.page_size or MOST_A_PAGE, MOST_A_PAGE)
-        page = after[:most]
+        workers = {c.record.worker_id: c for c in self._fleet.candidates()}
+        page, next_token = _page(sorted(workers), request)
         return model_pb2.ListWorkersResponse(
-            workers=[describe_worker(one) for one in page],
-            next_page_token=page[-1].record.worker_id if len(after) > most else "",
+            workers=[describe_worker(workers[name]) for name in page], next_page_token=next_token
         )
 
     async def Tokenize(
@@ -170,20 +167,31 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         defaults = describe_defaults(model.defaults)
         if self._chat_template:
             defaults.sources.add(knob="chat_template", source=self._chat_template)
-        return model_pb2.Model(
-            name=model.name,
-            architecture=model.architecture,
-            block_size=model.block_size,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            mask_token_id=model.mask_token_id,
-            eos_token_ids=model.eos_token_ids,
+        return _filled(
+            model_pb2.Model,
+            model,
             default_algorithm=NAMES["algorithm"][model.defaults.settings.algorithm],
             decode_workers=len(decode),
             prefill_workers=len(prefill),
             defaults=defaults,
             has_chat_template=self._chat_template is not None,
         )
+
+
+def _page(
+    names: list[str], request: model_pb2.ListModelsRequest | model_pb2.ListWorkersRequest
+) -> tuple[list[str], str]:
+    """The names of one page, and the token of the next one, which is the last name of this one."""
+    after = [name for name in names if name > request.page_token]
+    most = min(request.page_size or MOST_A_PAGE, MOST_A_PAGE)
+    return after[:most], after[most - 1] if len(after) > most else ""
+
+
+def _filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
+    """A message with the fields that `sources` have under the same names, and with others."""
+    names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
+    same = {name: getattr(one, name) for one in sources for name in names if hasattr(one, name)}
+    return kind(**same, **others)
 
 
 def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
@@ -194,15 +202,7 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     for name in NAMES.keys() & knobs.keys():
         knobs[name] = NAMES[name][knobs[name]]
     return model_pb2.ModelDefaults(
-        sampling=pb.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-        ),
+        sampling=_filled(pb.SamplingParams, sampling, seed=None, logit_bias=None),
         decoding=pb.DecodingParams(**knobs),
         max_tokens=defaults.max_tokens,
         sources=[
@@ -213,51 +213,31 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
 
 def describe_worker(candidate: Candidate) -> model_pb2.Worker:
     """A worker, as clients read it."""
-    record, load = candidate.record, candidate.record.load
-    return model_pb2.Worker(
-        worker_id=record.worker_id,
+    record = candidate.record
+    return _filled(
+        model_pb2.Worker,
+        record.load,
+        record.capacity,
+        record,
         role=_ROLES[record.role],
         model=record.model.name,
-        address=record.address,
         state=_STATES[candidate.condition],
-        incarnation=record.incarnation,
-        ranks=record.capacity.ranks,
-        page_size=record.capacity.page_size,
-        total_pages=record.capacity.total_pages,
-        free_pages=load.free_pages,
-        reserved_pages=load.reserved_pages,
-        receiving_pages=load.receiving_pages,
-        quarantined_pages=load.quarantined_pages,
-        max_num_seqs=record.capacity.max_num_seqs,
-        max_num_batched_tokens=record.capacity.max_num_batched_tokens,
         routed=candidate.in_flight.requests,
-        running=load.running,
-        waiting=load.waiting,
-        queued_tokens=load.queued_tokens,
-        blocks_left=load.blocks_left,
-        steps=load.steps,
-        step_requests=load.step_requests,
-        step_tokens=load.step_tokens,
-        preemptions=load.preemptions,
-        kv_bytes=load.kv_bytes,
-        links=[_describe_link(link, record.min_handoff_gbps) for link in record.links],
-        min_handoff_gbps=record.min_handoff_gbps,
+        links=[
+            _filled(
+                model_pb2.WorkerLink,
+                link,
+                refused=link.gigabytes_per_second < record.min_handoff_gbps
+                or not link.bytes_per_second,
+            )
+            for link in record.links
+        ],
         quarantines=[
             model_pb2.WorkerQuarantine(
                 writer=one.writer, pages=one.pages, age=timedelta(seconds=one.age_s)
             )
             for one in record.quarantines
         ],
-    )
-
-
-def _describe_link(link: Link, least: float) -> model_pb2.WorkerLink:
-    return model_pb2.WorkerLink(
-        peer=link.peer,
-        peer_incarnation=link.peer_incarnation,
-        transport=link.transport,
-        gigabytes_per_second=link.gigabytes_per_second,
-        refused=link.gigabytes_per_second < least or not link.bytes_per_second,
     )
 
 

@@ -194,6 +194,10 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        self.has_chat_template = chat_template is not None
+        """Whether chats can be encoded."""
+        self.chat_template_origin = None if chat_template is None else chat_template.origin
+        """The file that the chat template was read from."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         added = backend.get_added_tokens_decoder().items()
         self.special_tokens = SpecialTokens(
@@ -223,16 +227,6 @@ class Tokenizer:
             LOG.warning("%s has no chats: %s", directory, error)
             chat_template = None
         return cls(backend, chat_template, threads=threads)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chats can be encoded."""
-        return self._chat_template is not None
-
-    @property
-    def chat_template_origin(self) -> str | None:
-        """The file that the chat template was read from; None if there is none."""
-        return None if self._chat_template is None else self._chat_template.origin
 
     async def encode(self, text: str, *, parses_special: bool = False) -> list[int]:
         """The ids of a prompt. Special tokens that it spells are parsed if that is asked for;
@@ -308,7 +302,7 @@ class Tokenizer:
             disguise = self.special_tokens.disguise([template.source, *strings_of(told)])
         except ValueError as error:
             raise ChatTemplateError(str(error)) from error
-        hide = None if parses_special else disguise.hide
+        hide = (lambda value: value) if parses_special else disguise.hide
         text = template.render(chat, mark=disguise.mark, most_bytes=most_bytes, hide=hide)
         parts = self.special_tokens.cut(text)
         return self._encode_parts(

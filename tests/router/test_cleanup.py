@@ -73,7 +73,7 @@ def test_what_does_not_end_is_ended() -> None:
         cleanup = cleanup_of(settle_s=0.01)
         async with cleanup.running():
             call, reader = Call(), asyncio.create_task(asyncio.Event().wait())
-            cleanup.settle_calls([call, reader], lambda: (call.end(), reader.cancel()))
+            cleanup.settle_calls([call, reader], lambda: call.end() or reader.cancel())
         assert call.has_ended and reader.cancelled()
         assert (cleanup.num_open, cleanup.num_late) == (0, 1)
 
@@ -84,7 +84,7 @@ def test_after_the_end_everything_is_ended_at_once() -> None:
     async def main() -> None:
         cleanup = cleanup_of(settle_s=10)
         call, reader = Call(), asyncio.create_task(asyncio.Event().wait())
-        cleanup.settle_calls([call, reader], lambda: (call.end(), reader.cancel()))
+        cleanup.settle_calls([call, reader], lambda: call.end() or reader.cancel())
         assert call.has_ended
         await asyncio.wait({reader}, timeout=30)
         assert reader.cancelled()

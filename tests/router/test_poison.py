@@ -95,7 +95,7 @@ def test_it_is_alone_where_it_decodes_and_where_it_was_prefilled_as_engines_died
     deaths = [died(number, role) for number, role in enumerate(roles)]
     verdicts = Verdicts(Clock())
     found = [verdicts.add_death("x", death) and verdicts.roles_alone("x") for death in deaths]
-    assert (found[0], found[-1]) == (frozenset(), {"decode", *roles})
+    assert found[0] == frozenset() and found[-1] == {"decode", *roles}
 
 
 EVENTS = ("shared", "alone", "again", "answered", "goes on", "time")

@@ -80,6 +80,7 @@ def test_bad_input_names_its_field(
 def test_who_asks_for_the_ids_of_a_chat_is_not_told_to_send_ids() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.router.tokenizer._chat_template = None
+        fleet.router.tokenizer.has_chat_template = False
         asking = model_pb2.TokenizeRequest(chat=CHAT)
         error = await failure(fleet.models.Tokenize(asking, timeout=30))
         assert isinstance(error, errors.InvalidRequest)
