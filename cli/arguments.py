@@ -24,7 +24,7 @@ from effuse.config.checks import is_redis_url, without_password
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.decoding import BIAS, Bounds
 from effuse.config.flags import add_switch, flag_of, make_parser
-from effuse.placement.keys import check_name
+from effuse.placement.records import check_name
 from effuse.protos.errors import EffuseError, from_rpc_error
 from effuse.protos.tls import TlsFiles
 

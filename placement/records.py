@@ -4,6 +4,7 @@ Plain data with a schema: values read from Redis are decoded into these structs 
 no clock.
 """
 
+import re
 from functools import cached_property
 from typing import Annotated, Literal, TypeVar
 
@@ -22,6 +23,17 @@ U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 Positive = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 PlacementState = Literal["running", "finished", "failed", "cancelled"]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(kind: str, name: str) -> str:
+    """Returns `name` if it may be part of a key; otherwise raises ValueError with the form."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{kind} {name!r} is not a valid name: expected 1 to 128 letters, digits, dots, "
+            "underscores or hyphens, beginning with a letter or digit"
+        )
+    return name
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

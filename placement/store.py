@@ -20,8 +20,13 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 
 from effuse.placement.access import RedisAccess, told
-from effuse.placement.keys import Keys
-from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
+from effuse.placement.records import (
+    PlacementRecord,
+    RouterRecord,
+    WorkerRecord,
+    check_name,
+    encode,
+)
 
 Announcement = Literal["held", "superseded"]
 Placing = Literal["placed", "stale", "duplicate", "foreign"]
@@ -81,6 +86,42 @@ class Circuit:
         pause = min(self.first_s * 2.0**self.failures, self.most_s)
         self.failures = min(self.failures + 1, 32)
         self.open_until = self.now() + pause
+
+
+class Keys:
+    """Names of one fleet's keys. All share a hash tag, so that a script uses one slot and fleets
+    never share keys."""
+
+    def __init__(self, fleet: str) -> None:
+        tag = f"effuse:{{{check_name('fleet', fleet)}}}:"
+        self.worker_prefix = f"{tag}worker:"
+        self.workers = f"{tag}workers"  # a set of ids, with dead ones until a reader prunes them
+        self.router_prefix = f"{tag}router:"
+        self.routers = f"{tag}routers"  # the same, which another router prunes
+        self.request_prefix = f"{tag}request:"
+        self.running = f"{tag}running-until"  # ids sorted by when their placements expire
+        self.ended = f"{tag}ended-until"  # the same for ended requests, as many as are kept
+        self.answer_prefix = f"{tag}answer:"
+        self.answers = f"{tag}answers-until"  # ids of kept answers, sorted by their expiry
+        self.answer_sizes = f"{tag}answer-bytes"  # a hash by id; the empty id has the sum
+        # Digests of requests under which engines died, sorted by expiry in ms of Redis's clock.
+        self.refused = f"{tag}refused"
+
+    def worker(self, worker_id: str) -> str:
+        """Key of a worker's lease: a hash of the process that holds it and the worker's record."""
+        return f"{self.worker_prefix}{check_name('worker id', worker_id)}"
+
+    def router(self, router_id: str) -> str:
+        """Key of a router's lease: its record."""
+        return f"{self.router_prefix}{check_name('router id', router_id)}"
+
+    def request(self, request_id: str) -> str:
+        """Key of a request's placement: a hash of attempt, router, state and record."""
+        return f"{self.request_prefix}{request_id}"
+
+    def answer(self, request_id: str) -> str:
+        """Key of a request's answer: a hash of the request's digest and the response."""
+        return f"{self.answer_prefix}{request_id}"
 
 
 class Store:

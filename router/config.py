@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 from effuse.config import checks, flags
 from effuse.config.access import Access
-from effuse.placement.keys import check_name
+from effuse.placement.records import check_name
 from effuse.router.policy import PrefillMode
 from effuse.telemetry.logs import LogFormat, LogLevel
 

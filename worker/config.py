@@ -15,7 +15,7 @@ from effuse.config import checks
 from effuse.config.access import Access
 from effuse.config.decoding import WINDOW, Algorithm
 from effuse.kvtransfer.messages import MAX_LEASE_S, MAX_POOL_PAGES
-from effuse.placement.keys import check_name
+from effuse.placement.records import check_name
 from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]

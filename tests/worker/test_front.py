@@ -27,9 +27,8 @@ from loopbacks import LOOPBACKS
 from slowness import patient
 
 from effuse.decode_worker.server import make_role
-from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
-from effuse.placement.lease import LeaseTimes
+from effuse.placement.lease import Announcer, LeaseTimes, Superseded
 from effuse.placement.records import Load
 from effuse.placement.store import Store
 from effuse.protos import rpc
@@ -313,7 +312,7 @@ def test_a_worker_announces_itself_its_new_life_and_its_end(
                     await one.until_new_life(old)
                     await eventually(lambda: shows(one.incarnation))
                 await view.poll()
-                assert view.workers() == ()
+                assert view.workers() == []
 
     asyncio.run(go())
 
