@@ -5,6 +5,7 @@ that take part."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Final, Literal, NamedTuple
@@ -85,17 +86,6 @@ class Candidate(Struct, frozen=True):
         """How many more requests it can run at once; below 0 if it has too many."""
         return 0 if self.is_full else self.num_seats - self.in_flight.requests
 
-    @property
-    def has_seat(self) -> bool:
-        """Whether it can run one more request at once."""
-        return self.num_free_seats > 0
-
-    @property
-    def may_prefill(self) -> bool:
-        """Whether a decode worker may be given one more prompt to prefill for itself."""
-        most = OWN_STEPS * self.record.capacity.max_num_batched_tokens
-        return self.in_flight.own_prompts < most
-
 
 class AttemptNeeds(Struct, frozen=True, kw_only=True):
     """What an attempt asks of the fleet."""
@@ -148,8 +138,9 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
     can hand over to it; `remote` never, `local` always. An answer whose prompt's KV is at a worker
     goes there if it has a seat."""
     usable = [c for c in candidates if _is_usable(c, need)]
-    if need.beside and (beside := [c for c in usable if c.life == need.beside and c.has_seat]):
-        return Placement(beside[0].record, None, shares_prompt=True)
+    for candidate in usable:
+        if candidate.life == need.beside and candidate.num_free_seats > 0:
+            return Placement(candidate.record, None, shares_prompt=True)
     writers = [c for c in usable if c.record.role == "prefill" and not c.is_full]
     fitting = _by_fingerprint(() if need.mode == "local" else writers)
     decoders = [c for c in usable if c.record.role == "decode" and _may_decode(c, fitting, need)]
@@ -227,9 +218,12 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
     ]
     if not refused:
         return ""
-    prefill, decode = max(
-        refused, key=lambda ends: (ends[0].has_connector_of(ends[1]), _rate(*ends))
-    )
+
+    def quality(ends: tuple[WorkerRecord, WorkerRecord]) -> tuple[bool, float]:
+        link = ends[0].link_to(ends[1])
+        return ends[0].has_connector_of(ends[1]), link.bytes_per_second if link else -1.0
+
+    prefill, decode = max(refused, key=quality)
     if not prefill.has_connector_of(decode):
         ways = f"{prefill.worker_id} moves pages with {prefill.connector}, but {decode.worker_id}"
         return f"{ways} with {decode.connector}; both need the same --connector"
@@ -336,26 +330,21 @@ def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:
 
 
 def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
-    fitting: Fitting = {}
+    fitting: Fitting = defaultdict(list)
     for candidate in prefillers:
-        fitting.setdefault(candidate.record.fingerprint_text, []).append(candidate)
+        fitting[candidate.record.fingerprint_text].append(candidate)
     return fitting
 
 
 def _may_decode(candidate: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
-    """Whether it has a seat, the weights, and a worker that prefills, perhaps itself."""
-    if not candidate.has_seat or need.fingerprint not in (None, candidate.record.fingerprint):
+    """Whether it has a seat, the weights, and a worker that prefills. It may be given a few prompts
+    to prefill for itself."""
+    record = candidate.record
+    if candidate.num_free_seats <= 0 or need.fingerprint not in (None, record.fingerprint):
         return False
-    if need.mode == "local" or (need.mode == "auto" and candidate.may_prefill):
-        return True
-    return any(_writers(candidate, fitting, need))
-
-
-def _is_cut_off(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
-    """Whether prefill workers fit, and none of them is trusted to hand over to it."""
-    if decode.record.fingerprint_text not in fitting:
-        return False
-    return all((w.life, decode.life) in need.doubtful for w in _writers(decode, fitting, need))
+    most = OWN_STEPS * record.capacity.max_num_batched_tokens
+    is_idle = need.mode == "auto" and candidate.in_flight.own_prompts < most
+    return need.mode == "local" or is_idle or any(_writers(candidate, fitting, need))
 
 
 def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterator[Candidate]:
@@ -365,11 +354,6 @@ def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterato
         may_push = record.may_push_to(decode.record)
         if may_push and (candidate.life, decode.life) not in need.broken:
             yield candidate
-
-
-def _rate(prefill: WorkerRecord, decode: WorkerRecord) -> float:
-    link = prefill.link_to(decode)
-    return -1.0 if link is None else link.bytes_per_second
 
 
 def _decode_score(
@@ -385,9 +369,12 @@ def _decode_score(
     own_blocks = -(-candidate.in_flight.tokens // record.model.block_size)
     blocks = max(own_blocks, load.blocks_left)
     placed = candidate.in_flight.placed
-    trust = candidate.is_suspect, _is_cut_off(candidate, fitting, need)
+    # Whether prefill workers fit, and none of them is trusted to hand over to it.
+    is_cut_off = record.fingerprint_text in fitting and all(
+        (w.life, candidate.life) in need.doubtful for w in _writers(candidate, fitting, need)
+    )
     lacks_seats = candidate.num_free_seats < need.num_answers
-    return *trust, lacks_seats, used, blocks, placed, record.worker_id
+    return candidate.is_suspect, is_cut_off, lacks_seats, used, blocks, placed, record.worker_id
 
 
 def _prefill_score(candidate: Candidate, need: AttemptNeeds) -> tuple[bool, int, int, str]:
