@@ -33,12 +33,6 @@ TURN_MARGIN: Final = 1.0
 request uses the slot better."""
 
 
-def count_seats(seats: Sequence[int], most: int) -> int:
-    """Returns how many requests may run at once on live decode workers that have these seats for
-    this router, `most` at most. Without workers it is 0: requests wait until one is live."""
-    return min(most, sum(seats))
-
-
 AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
 """By how much earlier a class counts as having come. So waiting makes up for any class: a request
 that has waited for the difference goes before all later ones of its tenant."""
@@ -69,10 +63,6 @@ class SlotNeed:
         )
 
 
-ANY: Final = SlotNeed()
-"""A request that takes whatever time there is."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One request in the queue."""
@@ -90,18 +80,8 @@ class ModelSlots:
         self.pace = max_running  # the same, and while no worker is live that of the last ones
         self.running = 0
         self.waiting: FairQueue[Turn] = FairQueue()
-        self.without_seat = 0  # answers that hold a slot and wait
+        self.without_seat = 0  # answers that hold a slot and wait; some only for a prefill worker
         self.holds = HoldTimes()
-
-    def fit(self, max_running: int) -> None:
-        """There are so many slots from now on."""
-        self.max_running = max_running
-        self.pace = max_running or self.pace
-
-    @property
-    def lacking(self) -> int:
-        """Answers that hold a slot and lack a seat, and not only who computes their prompts."""
-        return min(self.without_seat, max(0, self.running - self.max_running))
 
 
 class HeldSlots:
@@ -155,7 +135,7 @@ class Admission:
         self._lacking = lacking
         self._models: dict[str, ModelSlots] = {}  # those that workers had so far
         self._num_early = 0  # requests in the queue whose model is not known yet
-        self._knows_seats = False
+        self.knows_seats = False  # whether a decode worker is live
         self._served: Sequence[str] = ()  # models of the decode workers that were live last
         self._seats_at_first = most_running  # of a model that no request has named before
 
@@ -163,12 +143,7 @@ class Admission:
     def max_running(self) -> int:
         """Slots that there are."""
         seats = [slots.max_running for slots in self._models.values()]
-        return count_seats(seats, self.most_running) or self.most_running
-
-    @property
-    def knows_seats(self) -> bool:
-        """Whether a decode worker is live."""
-        return self._knows_seats
+        return min(self.most_running, sum(seats)) or self.most_running
 
     @property
     def only_model(self) -> str:
@@ -200,7 +175,10 @@ class Admission:
 
     def lacking_by_model(self) -> dict[str, int]:
         """Answers that have no seat: those to requests in the queue, and those that found none."""
-        return {name: len(one.waiting) + one.lacking for name, one in self._models.items()}
+        return {
+            name: len(one.waiting) + min(one.without_seat, max(0, one.running - one.max_running))
+            for name, one in self._models.items()
+        }
 
     @contextmanager
     def without_seat(self, model: str) -> Iterator[None]:
@@ -223,11 +201,13 @@ class Admission:
         """From now on as many requests run at once as live decode workers of each model have seats
         for this router. Requests beyond that end by themselves. Returns whether that is a change.
         """
-        self._knows_seats, self._seats_at_first = bool(seats), 0
+        self.knows_seats, self._seats_at_first = bool(seats), 0
         self._served = tuple(seats) or self._served
         before = [one.max_running for one in self._models.values()]
         for model in self._models.keys() | seats.keys():
-            self.slots_of(model).fit(count_seats(seats.get(model, ()), self.most_running))
+            slots = self.slots_of(model)
+            slots.max_running = min(self.most_running, sum(seats.get(model, ())))
+            slots.pace = slots.max_running or slots.pace
         is_changed = before != [one.max_running for one in self._models.values()]
         if is_changed:
             self._admit_next()
@@ -243,7 +223,7 @@ class Admission:
                 if not turn.comes.done():
                     turn.comes.set_exception(error())
 
-    def slot(self, need: SlotNeed = ANY) -> HeldSlots:
+    def slot(self, need: SlotNeed) -> HeldSlots:
         """Holds a slot for each answer, until that has ended; it waits for one, and its answers
         wait for workers' seats by themselves. Waits in the queue, before those of the same tenant
         of a larger place; the caller bounds how long.
@@ -272,7 +252,7 @@ class Admission:
         self._count_running(slots, -1)
         self._admit_next()
 
-    def check(self, need: SlotNeed = ANY) -> None:
+    def check(self, need: SlotNeed) -> None:
         """Raises if a request would be refused now; costs nothing. Its model may be unknown."""
         slots = self._models.get(need.model)
         if slots is None:

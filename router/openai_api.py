@@ -12,7 +12,8 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from effuse.placement.records import ModelInfo
 from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
 from effuse.router.client import CANNOT_SERVE, STALLED_S, ClientGone
 from effuse.router.findings import shown
@@ -104,7 +106,14 @@ class HttpCall:
             async with asyncio.timeout(STALLED_S):
                 if not self.has_begun:
                     self.has_begun = True
-                    await self._send(self._start())
+                    headers = [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),  # nginx would gather the stream
+                        (REQUEST_ID_KEY.encode(), self.request_id.encode()),
+                    ]
+                    start = {"type": "http.response.start", "status": 200, "headers": headers}
+                    await self._send(start)
                 body = {"type": "http.response.body", "body": data, "more_body": not is_last}
                 await self._send(body)
         except (TimeoutError, OSError) as error:
@@ -116,57 +125,51 @@ class HttpCall:
         response.headers[REQUEST_ID_KEY] = self.request_id
         await response(self.request.scope, self._receive, self._send)
 
-    def _start(self) -> dict[str, Any]:
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # nginx would gather the stream
-            (REQUEST_ID_KEY.encode(), self.request_id.encode()),
-        ]
-        return {"type": "http.response.start", "status": 200, "headers": headers}
-
 
 Behaviour = Callable[[HttpCall], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
 class _Border:
     """One route. Whatever its behaviour raises becomes a response here, and is counted."""
 
-    def __init__(self, router: Router, path: str, behaviour: Behaviour) -> None:
-        self._router = router
-        self._path = path
-        self._behaviour = behaviour
+    router: Router
+    path: str
+    behaviour: Behaviour
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one call, in ASGI's form."""
         call, status = HttpCall(scope, receive, send), 200
         try:
-            if self._path != HEALTH and self._router.keys is not None:
-                self._router.keys.admit(dict(call.request.headers))
-            await self._behaviour(call)
+            if self.path != HEALTH and self.router.keys is not None:
+                self.router.keys.admit(dict(call.request.headers))
+            await self.behaviour(call)
         except HTTPException as error:
             status = error.status_code
             await call.respond(_http_error(call.request, error))
-        except Exception as error:  # noqa: BLE001  the border: nothing may pass it unmapped
-            told = _told(error, self._path)
-            status = int(status_of(told))
-            await _send_error(call, told)
-        self._router.metrics.http.labels(self._path, str(status)).inc()
+        except Exception as error:
+            if not isinstance(error, EffuseError) or isinstance(error, Bug):
+                correlation_id = secrets.token_hex(8)
+                LOG.error("%s failed, correlation id %s", self.path, correlation_id, exc_info=error)
+                error = Bug.told(correlation_id)
+            status = int(status_of(error))
+            await _send_error(call, error)
+        self.router.metrics.http.labels(self.path, str(status)).inc()
 
 
+@dataclass(frozen=True, slots=True)
 class ChunkStream:
     """Sends the answers to one prompt of a call as they grow."""
 
-    def __init__(self, call: HttpCall, rendering: Rendering, prompt: int) -> None:
-        self._call = call
-        self._rendering = rendering
-        self._prompt = prompt
+    call: HttpCall
+    rendering: Rendering
+    prompt: int
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
         """Sends what is final of an event. Raises `ClientGone`."""
-        chunks = self._rendering.chunks(self._prompt, event)
+        chunks = self.rendering.chunks(self.prompt, event)
         if data := b"".join(map(_event, chunks)):
-            await self._call.write(data)
+            await self.call.write(data)
 
 
 class OpenAiApi:
@@ -210,23 +213,16 @@ class OpenAiApi:
             lambda token: self._serving.router.tokenizer.decode([token]),
             model=accepted[0].asked.model.name,
         )  # fmt: skip
-        answer = self._stream if wanted.is_stream else self._whole
-        await answer(call, accepted, rendering)
+        if not wanted.is_stream:
+            answers = await _side_by_side(list(map(self._serving.answer_accepted, accepted)))
+            await call.respond(_json(rendering.whole(answers)))
+            return
 
-    async def _whole(
-        self, call: HttpCall, accepted: Sequence[Request], rendering: Rendering
-    ) -> None:
-        answers = await _side_by_side(list(map(self._serving.answer_accepted, accepted)))
-        await call.respond(_json(rendering.whole(answers)))
+        async def stream(prompt: int, request: Request) -> None:
+            chunks = ChunkStream(call, rendering, prompt)
+            await chunks.send(await self._serving.serve(request, chunks))
 
-    async def _stream(
-        self, call: HttpCall, accepted: Sequence[Request], rendering: Rendering
-    ) -> None:
-        async def one(prompt: int, request: Request) -> None:
-            stream = ChunkStream(call, rendering, prompt)
-            await stream.send(await self._serving.serve(request, stream))
-
-        await _side_by_side([one(at, request) for at, request in enumerate(accepted)])
+        await _side_by_side([stream(at, request) for at, request in enumerate(accepted)])
         last = rendering.last_chunk()
         usage = b"" if last is None else _event(last)
         await call.write(usage + b"data: [DONE]\n\n", is_last=True)
@@ -246,27 +242,27 @@ class OpenAiApi:
         await call.respond(_json(told))
 
     async def _models(self, call: HttpCall) -> None:
-        models = [self._describe(name) for name in sorted(self._catalogue.live())]
-        await call.respond(_json({"object": "list", "data": models}))
+        models = sorted(self._catalogue.live().values(), key=lambda model: model.name)
+        await call.respond(_json({"object": "list", "data": list(map(_describe, models))}))
 
     async def _model(self, call: HttpCall) -> None:
         model = self._catalogue.find(call.request.path_params["name"])
-        await call.respond(_json(self._describe(model.name)))
-
-    def _describe(self, name: str) -> Json:
-        model = self._catalogue.find(name)
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": 0,  # not known
-            "owned_by": "effuse",
-            "max_model_len": model.max_model_len,
-        }
+        await call.respond(_json(_describe(model)))
 
     async def _health(self, call: HttpCall) -> None:
         can_serve = self._serving.router.seats.can_serve()
         status = "ok" if can_serve else CANNOT_SERVE
         await call.respond(_json({"status": status}, status=200 if can_serve else 503))
+
+
+def _describe(model: ModelInfo) -> Json:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,  # not known
+        "owned_by": "effuse",
+        "max_model_len": model.max_model_len,
+    }
 
 
 async def _side_by_side(calls: Sequence[Awaitable[T]]) -> list[T]:
@@ -300,14 +296,6 @@ async def _unless_gone(call: HttpCall, answering: Awaitable[None]) -> None:
         for task in (work, gone):
             task.cancel()
         await asyncio.gather(work, gone, return_exceptions=True)
-
-
-def _told(error: Exception, path: str) -> EffuseError:
-    if isinstance(error, EffuseError) and not isinstance(error, Bug):
-        return error
-    correlation_id = secrets.token_hex(8)
-    LOG.error("%s failed, correlation id %s", path, correlation_id, exc_info=error)
-    return Bug.told(correlation_id)
 
 
 async def _send_error(call: HttpCall, error: EffuseError) -> None:

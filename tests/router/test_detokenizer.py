@@ -169,17 +169,15 @@ def test_what_is_held_back_of_the_least_length_is_no_stop_string() -> None:
 
 def test_a_run_of_bytes_is_looked_at_once() -> None:
     """It waits as a whole, and a client may have an answer of nothing else."""
-    tokenizer, looks = Tokenizer(byte_fallback_tokenizer()), 0
+    looks = 0
 
-    class Counting:
-        is_text, decode = tokenizer.is_text, tokenizer.decode
-
+    class Counting(Tokenizer):
         def is_byte(self, token_id: int) -> bool:
             nonlocal looks
             looks += 1
-            return tokenizer.is_byte(token_id)
+            return super().is_byte(token_id)
 
-    detokenizer, run = Detokenizer(Counting()), [0x41 + 1] * 1000
+    detokenizer, run = Detokenizer(Counting(byte_fallback_tokenizer())), [0x41 + 1] * 1000
     assert "".join(detokenizer.push([one]) for one in run) == ""
     assert detokenizer.flush() == 1000 * "A"
     assert looks <= 2 * len(run)

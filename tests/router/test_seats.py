@@ -12,7 +12,7 @@ from router.fakes import FakeFleet, run, until
 
 from effuse.placement.records import Capacity, WorkerRecord
 from effuse.protos import errors
-from effuse.router.admission import count_seats
+from effuse.router.admission import Admission
 from effuse.router.hold_times import LEAST_HOLDS
 from effuse.v1 import generation_pb2 as pb
 
@@ -38,12 +38,13 @@ async def give_seats(fleet: FakeFleet, worker: FakeDecode, max_num_seqs: int) ->
     await until(lambda: fleet.router.admission.max_running == max_num_seqs)
 
 
-def test_seats_add_up_within_the_limit() -> None:
-    assert (count_seats([3, 4], 100), count_seats([3, 4], 5)) == (7, 5)
-
-
-def test_without_workers_there_is_no_seat() -> None:
-    assert count_seats([], 9) == 0
+@pytest.mark.parametrize(
+    ("seats", "most", "fitting"), [([3, 4], 100, 7), ([3, 4], 5, 5), ([], 9, 0)]
+)
+def test_seats_add_up_within_the_limit(seats: list[int], most: int, fitting: int) -> None:
+    admission = Admission(most, 0)
+    admission.fit_seats({"m": seats})
+    assert admission.slots_of("m").max_running == fitting
 
 
 def test_a_worker_is_never_asked_for_more_than_its_seats() -> None:

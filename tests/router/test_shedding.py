@@ -141,9 +141,9 @@ def test_a_refusal_says_when_to_come_back_and_holds_nothing() -> None:
         loop = asyncio.get_running_loop()
         admission = Admission(1, 10, loop.time)
         for _ in range(LEAST_HOLDS):
-            async with admission.slot():
+            async with admission.slot(SlotNeed()):
                 await asyncio.sleep(1.0)
-        async with admission.slot():
+        async with admission.slot(SlotNeed()):
             with pytest.raises(Overloaded, match=r"1\.5 s after its deadline") as refused:
                 async with admission.slot(SlotNeed(left_s=0.5)):
                     pass
@@ -171,9 +171,9 @@ def test_one_whose_turn_comes_too_late_is_not_begun(num_answers: int, left_s: fl
                 begun.append(1)
 
         for _ in range(LEAST_HOLDS):
-            async with admission.slot():
+            async with admission.slot(SlotNeed()):
                 await asyncio.sleep(1.0)
-        async with admission.slot():
+        async with admission.slot(SlotNeed()):
             waiting = asyncio.create_task(late())
             await asyncio.sleep(2.0)  # twice as long as was to be expected
         with pytest.raises(Overloaded, match="its turn came too late"):
@@ -199,9 +199,9 @@ def test_nor_one_with_too_little_for_what_many_take_longer(left_s: float, is_beg
                 begun.append(1)
 
         for hold_s in (0.5, 1.5) * LEAST_HOLDS:
-            async with admission.slot():
+            async with admission.slot(SlotNeed()):
                 await asyncio.sleep(hold_s)
-        async with admission.slot():
+        async with admission.slot(SlotNeed()):
             waiting = asyncio.create_task(late())
             await asyncio.sleep(2.0)
         await asyncio.gather(waiting, return_exceptions=True)
@@ -218,9 +218,9 @@ def test_a_request_has_to_wait_for_its_last_answer() -> None:
         loop = asyncio.get_running_loop()
         admission = Admission(3, 10, loop.time)
         for _ in range(LEAST_HOLDS):
-            async with admission.slot():
+            async with admission.slot(SlotNeed()):
                 await asyncio.sleep(1.0)
-        async with admission.slot():
+        async with admission.slot(SlotNeed()):
             admission.check(SlotNeed(num_answers=2, left_s=0.5))  # no request has to wait
             admission.check(SlotNeed(num_answers=5, left_s=2.1))
             with pytest.raises(Overloaded, match=r"0 requests wait .* 5 answers, .* about 0\.1 s"):
@@ -238,14 +238,14 @@ def test_only_those_who_go_first_count_as_ahead() -> None:
         loop = asyncio.get_running_loop()
         admission = Admission(1, 10, loop.time)
         for _ in range(LEAST_HOLDS):
-            async with admission.slot():
+            async with admission.slot(SlotNeed()):
                 await asyncio.sleep(1.0)
 
         async def wait() -> None:
             async with admission.slot(SlotNeed(place=5.0)):
                 pass
 
-        async with admission.slot():
+        async with admission.slot(SlotNeed()):
             waiting = [asyncio.create_task(wait()) for _ in range(4)]
             await asyncio.sleep(0)
             admission.check(SlotNeed(place=4.0, left_s=2.5))
