@@ -30,8 +30,7 @@ from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
 from effuse.protos.errors import InvalidRequest, NotFound
 from effuse.router.detokenizer import AnswerText
-from effuse.router.prompt import encode_prompt
-from effuse.router.tokenizer import Tokenizer, bundled_directory
+from effuse.router.tokenizer import Tokenizer, bundled_directory, encode_prompt
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.worker.attempts import to_error

@@ -29,6 +29,8 @@ RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
 """The rights of a fleet's user, in Redis's own form: only those that the fleet needs."""
 _WRITE: Final = "return redis.call('set', KEYS[1], '', 'PX', 1)"
 _FINAL: Final = (AuthenticationError, ResponseError, InvalidResponse)
+_PASSING: Final = (ReadOnlyError, OutOfMemoryError, ClusterError)
+"""Final errors that may pass once Redis's memory or role has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +67,9 @@ class RedisAccess:
                 client.ping()
                 client.eval(_WRITE, 1, f"effuse:{{{fleet}}}:may-write")
         except (redis.RedisError, OSError) as error:
-            return Silence(told(error, self), isinstance(error, _FINAL) and not _passes(error))
+            is_final = isinstance(error, _FINAL) and not isinstance(error, _PASSING)
+            return Silence(told(error, self), is_final)
         return None
-
-
-def _passes(error: Exception) -> bool:
-    """Whether the answer may change once Redis's memory or role has changed."""
-    return isinstance(error, ReadOnlyError | OutOfMemoryError | ClusterError)
 
 
 @dataclass(frozen=True, slots=True)

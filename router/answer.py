@@ -15,13 +15,13 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from msgspec.structs import replace
 
-from effuse.placement.records import Role, WorkerRecord
+from effuse.placement.records import Role
 from effuse.protos.errors import (
     Bug,
     EngineLost,
@@ -73,7 +73,8 @@ class AnswerRun:
         while True:
             try:
                 placement = await self._choose_workers()
-                if own := self._own_workers(placement):
+                workers, alone = (placement.decode, placement.prefill), request.attempts.alone
+                if own := [one for one in workers if one is not None and one.role in alone]:
                     with router.metrics.waiting("alone"):
                         await router.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
                 prompt = request.prompt
@@ -127,11 +128,6 @@ class AnswerRun:
         if prospect is not Prospect.SEAT:
             return nullcontext()
         return self._router.admission.without_seat(self._request.asked.model.name)
-
-    def _own_workers(self, placement: Placement) -> Sequence[WorkerRecord]:
-        """The workers of the placement that run nothing else."""
-        workers, alone = (placement.decode, placement.prefill), self._request.attempts.alone
-        return [one for one in workers if one is not None and one.role in alone]
 
     def _roles_alone(self) -> Collection[Role]:
         """In which workers the next attempt runs alone. It does not wait long for them if its
@@ -221,17 +217,13 @@ class AnswerRun:
         if isinstance(error, EngineLost):
             await asyncio.sleep(TOGETHER_S)
         if failure.outcome not in REFUSALS and (delay_s := router.budget.take(router.now())):
-            await self._wait_for_budget(delay_s)
-
-    async def _wait_for_budget(self, delay_s: float) -> None:
-        """A request that gives up meanwhile takes nothing. Otherwise all later failures would wait
-        behind requests that are gone."""
-        with self._router.metrics.waiting("budget"):
-            try:
-                await asyncio.sleep(delay_s)
-            except asyncio.CancelledError:
-                self._router.budget.give_back()
-                raise
+            with router.metrics.waiting("budget"):
+                try:
+                    await asyncio.sleep(delay_s)
+                except asyncio.CancelledError:
+                    # Otherwise all later failures would wait behind requests that are gone.
+                    router.budget.give_back()
+                    raise
 
     def _raise_if_final(self, failure: Failure) -> None:
         """Raises the error for the client if no other attempt can do better."""

@@ -1,5 +1,5 @@
-"""Calls to workers: their messages, their outcomes, and the end of those that attempts leave
-behind.
+"""Channels to workers, their answers about themselves, and calls to them: their messages, their
+outcomes, and the end of those that attempts leave behind.
 
 A call ends with its worker's error, its silence, or our own cancellation. grpcio raises
 CancelledError if our task is cancelled and if the call is, and only the first may pass.
@@ -13,22 +13,36 @@ opened and cancelled (`attempt.py`)."""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import grpc.aio
+
+from effuse.placement.records import WorkerRecord
+from effuse.protos.channels import OPEN, FleetAccess, FleetChannel
+from effuse.protos.errors import PeerLost
+from effuse.protos.rpc import is_task_cancelled
+from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
+from effuse.router.policy import Condition
+from effuse.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from effuse.v1 import worker_pb2_grpc
+
+
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from effuse.placement.records import WorkerRecord
-from effuse.protos.errors import EffuseError, EngineLost, PeerLost, Unreserved, from_rpc_error
-from effuse.protos.rpc import is_task_cancelled
-from effuse.router.peers import Peers
-from effuse.router.policy import Condition
+from effuse.protos.errors import EffuseError, EngineLost, Unreserved, from_rpc_error
 from effuse.router.request import Request
 from effuse.router.request_states import State
-from effuse.v1 import worker_pb2
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -37,6 +51,106 @@ PrefillStream = grpc.aio.StreamStreamCall[worker_pb2.PrefillRequest, worker_pb2.
 ABORT_S: Final = 5.0
 SETTLE_S: Final = 0.25
 """How long calls of an attempt that is over may take to end by themselves."""
+ASK_S: Final = 1.0
+"""Longest that a worker may take to answer how it is."""
+
+MOST_OLD: Final = 4
+"""How often certificates may change before channels that still show older ones are closed, although
+a call may run over them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChannel:
+    """A channel to one address, with the stubs that calls need."""
+
+    channel: FleetChannel
+    prefill: worker_pb2_grpc.PrefillServiceAsyncStub
+    decode: worker_pb2_grpc.DecodeServiceAsyncStub
+    worker: worker_pb2_grpc.WorkerServiceAsyncStub
+
+
+class Peers:
+    """One per router. `now` is a monotonic clock in seconds; `access`: the credentials of router
+    and workers for each other; `longest_call_s`: of our calls to them."""
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        access: FleetAccess = OPEN,
+        longest_call_s: float = 3600.0,
+    ) -> None:
+        self._now = now
+        self._access = access
+        self._longest_call_s = longest_call_s
+        self._certificates = access.look()  # the version that channels have
+        # Channels that calls may still run on, and since when new calls have others.
+        self._old: deque[tuple[float, list[FleetChannel]]] = deque()
+        self._channels: dict[str, WorkerChannel] = {}
+
+    def at(self, address: str) -> WorkerChannel:
+        """The channel to a worker; one for all of its requests."""
+        peer = self._channels.get(address)
+        if peer is None:
+            channel = self._access.connect(address)
+            peer = self._channels[address] = WorkerChannel(
+                channel, prefill_stub(channel), decode_stub(channel), worker_stub(channel)
+            )
+        return peer
+
+    async def condition_of(self, record: WorkerRecord) -> Condition | None:
+        """A worker's condition by its own answer, `STARTING` if the engine of `record` is not there
+        any more; None if it does not answer."""
+        load = await self._load_of(record)
+        if load is None or load.worker.worker_id != record.worker_id:
+            return None  # another one has its address now
+        if load.draining:
+            return Condition.DRAINING
+        if load.worker.incarnation != record.incarnation:
+            return Condition.STARTING
+        return Condition.READY
+
+    async def is_empty(self, record: WorkerRecord) -> bool:
+        """Whether nothing runs or waits in a worker, or it does not answer."""
+        load = await self._load_of(record)
+        return load is None or load.running + load.waiting == 0
+
+    async def _load_of(self, record: WorkerRecord) -> worker_pb2.GetLoadResponse | None:
+        """The load by the worker's front; None if it does not answer."""
+        peer = self.at(record.address)
+        try:
+            await peer.channel.prove()
+            return await peer.worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, PeerLost):  # its channel is closed
+            return None
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            return None
+
+    async def keep(self, addresses: Collection[str]) -> None:
+        """Closes channels to other addresses, and those with old certificates once they may go."""
+        gone = [self._channels.pop(address) for address in self._channels.keys() - set(addresses)]
+        for peer in gone:  # a call that needs one meanwhile gets another
+            await peer.channel.close(0)
+        if (newest := self._access.look()) != self._certificates:
+            self._certificates = newest
+            self._renew()
+        await self._close_old(self._now() - self._longest_call_s, MOST_OLD)
+
+    async def close(self) -> None:
+        """Closes every channel."""
+        self._renew()
+        await self._close_old(0.0, 0)
+
+    async def _close_old(self, before: float, most: int) -> None:
+        while (old := self._old) and (old[0][0] < before or len(old) > most):
+            for channel in old.popleft()[1]:
+                await channel.close(0)
+
+    def _renew(self) -> None:
+        """New calls show new certificates; those that run end over the channels that they have."""
+        self._old.append((self._now(), [one.channel for one in self._channels.values()]))
+        self._channels.clear()
 
 
 async def read_message(call: DecodeCall | PrefillStream, peer: str) -> Any:
@@ -123,15 +237,13 @@ class PrefillCall:
             if self.is_pushed or self._request.answer.state is State.DECODING:
                 LOG.info("after the pages arrived, %s failed: %s", self._peer, error.message)
                 return
-            if self._is_unheard and await self._has_lost_its_status():
+            # Where a message is written in the moment in which the worker ends the call, grpcio
+            # puts an error of its own in the place of the worker's.
+            is_suspicious = self._is_unheard and self.stream.done()
+            if is_suspicious and await self.stream.code() is grpc.StatusCode.INTERNAL:
                 error = await self._ask_why()
             self.failure = error
             on_failure()
-
-    async def _has_lost_its_status(self) -> bool:
-        """Whether grpcio has put an error of its own in the place of the worker's: it does where a
-        message is written in the moment in which the worker ends the call."""
-        return self.stream.done() and await self.stream.code() is grpc.StatusCode.INTERNAL
 
     async def _ask_why(self) -> EffuseError:
         """The error that the worker probably sent, inferred from its condition now."""
@@ -219,17 +331,14 @@ class Cleanup:
                 num_left -= 1
                 if not num_left:
                     late.cancel()
-                    self._note_settled()
+                    self.num_open -= 1
+                    if not self.num_open:
+                        self._all_settled.set()
 
             for one in ending:
                 one.add_done_callback(note_end)
 
         loop.call_soon(watch)  # once the answer is on its way
-
-    def _note_settled(self) -> None:
-        self.num_open -= 1
-        if not self.num_open:
-            self._all_settled.set()
 
     async def _abort(self, worker: WorkerRecord, request: worker_pb2.AbortRequest) -> None:
         peer = self._peers.at(worker.address)

@@ -17,8 +17,8 @@ from typing import Final
 
 from effuse.placement.fleet import FleetView
 from effuse.placement.records import RoutedLoad, WorkerRecord
+from effuse.router.calls import Peers
 from effuse.router.failures import Standing
-from effuse.router.peers import Peers
 from effuse.router.policy import (
     IDLE,
     AttemptNeeds,

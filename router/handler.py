@@ -51,12 +51,12 @@ from effuse.router.client import (
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import REQUEST_ID
 from effuse.router.fleet import keys_of
-from effuse.router.prompt import encode_prompt
 from effuse.router.request import AnswerState, EarlyRequest, EncodedPrompt, Request
 from effuse.router.request_states import Event
 from effuse.router.router import Router
 from effuse.router.shared_request import SharedRequest
 from effuse.router.tenants import NOBODY, QuotaShare, Tenant
+from effuse.router.tokenizer import encode_prompt
 from effuse.router.validation import Asked, fit, validate
 from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb

@@ -101,17 +101,14 @@ class HttpServer(uvicorn.Server):
         assert self.taken is not None, "call listen first"
         self.config.timeout_graceful_shutdown = max(1, round(drain_s))
         with self.taken:
-            await self._run_until(stop, self.taken)
-
-    async def _run_until(self, stop: asyncio.Event, taken: socket.socket) -> None:
-        async with asyncio.TaskGroup() as beside:
-            looking = beside.create_task(self._look())
-            serving = beside.create_task(self.serve([taken]))
-            # Waits without a deadline by intent: this is the life of the process.
-            await stop.wait()
-            self.should_exit = True
-            await serving
-            looking.cancel()
+            async with asyncio.TaskGroup() as beside:
+                looking = beside.create_task(self._look())
+                serving = beside.create_task(self.serve([self.taken]))
+                # Waits without a deadline by intent: this is the life of the process.
+                await stop.wait()
+                self.should_exit = True
+                await serving
+                looking.cancel()
 
     async def _look(self) -> None:
         while True:

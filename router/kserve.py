@@ -122,8 +122,15 @@ def _response(
     wanted = {output.name for output in asked.outputs} or tensors.keys()
     is_raw = bool(asked.raw_input_contents)
     for name, told in tensors.items():
-        if name in wanted:
-            _add_tensor(response, name, [one.encode() for one in told], is_raw=is_raw)
+        if name not in wanted:
+            continue
+        elements = [one.encode() for one in told]
+        tensor = response.outputs.add(name=name, datatype="BYTES", shape=[len(elements)])
+        if is_raw:
+            packed = (struct.pack("<I", len(element)) + element for element in elements)
+            response.raw_output_contents.append(b"".join(packed))
+        else:
+            tensor.contents.bytes_contents.extend(elements)
     return response
 
 
@@ -206,17 +213,6 @@ def _unpack(raw: bytes) -> bytes | None:
     if len(raw) < 4 or struct.unpack_from("<I", raw)[0] != len(raw) - 4:
         return None
     return raw[4:]
-
-
-def _add_tensor(
-    response: kserve.ModelInferResponse, name: str, elements: Sequence[bytes], *, is_raw: bool
-) -> None:
-    tensor = response.outputs.add(name=name, datatype="BYTES", shape=[len(elements)])
-    if is_raw:
-        packed = (struct.pack("<I", len(element)) + element for element in elements)
-        response.raw_output_contents.append(b"".join(packed))
-    else:
-        tensor.contents.bytes_contents.extend(elements)
 
 
 class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):

@@ -35,7 +35,6 @@ class RouterMetrics(ProcessMetrics):
 
     def __init__(self) -> None:
         super().__init__(lambda: {"role": "router"})
-        self._count_requests()
         self.losses = self.counter("worker_losses", "Attempts lost, by worker", "worker", "reason")
         self.refusals = self.counter(
             "worker_refusals", "Attempts that were not begun, by worker", "worker", "reason"
@@ -46,9 +45,6 @@ class RouterMetrics(ProcessMetrics):
         self.stalled = self.gauge(
             "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
         )
-        self._time_requests()
-
-    def _count_requests(self) -> None:
         self.requests = self.counter(
             "requests", "Requests by the status they ended with", MODEL, "status"
         )
@@ -71,8 +67,6 @@ class RouterMetrics(ProcessMetrics):
             "prompt_tokens", "Prompt tokens of answered requests", MODEL
         )
         self.generation_tokens = self.counter("generation_tokens", "Tokens generated", MODEL)
-
-    def _time_requests(self) -> None:
         self.queue_time = self.histogram(
             "request_queue_time_seconds", "From arrival to a place on the fleet", MODEL
         )

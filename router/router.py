@@ -20,12 +20,11 @@ from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.channels import FleetAccess
 from effuse.router.admission import Admission
-from effuse.router.calls import Cleanup
+from effuse.router.calls import Cleanup, Peers
 from effuse.router.config import RouterConfig
 from effuse.router.failures import RetryBudget
 from effuse.router.fleet import RoutedFleet
 from effuse.router.metrics import MODEL, Monitor, RouterMetrics
-from effuse.router.peers import Peers
 from effuse.router.poison import PoisonGuard, Verdicts
 from effuse.router.seats import Catalogue, OtherRouters, Seats
 from effuse.router.shared_request import KnownRequests, Sharing

@@ -70,7 +70,13 @@ class Catalogue:
         `NotFound`, `Unavailable`."""
         models = self.live()
         if name is None:
-            return self._only_model(models or self._known)
+            candidates = models or self._known
+            if not candidates:
+                raise Unavailable("no worker has announced a model yet", retry_after_s=1.0)
+            if len(candidates) > 1:
+                there = ", ".join(sorted(candidates))
+                raise InvalidRequest.of("model", f"expected one of {there}, got none")
+            return next(iter(candidates.values()))
         check_model_name(name, field)
         if (found := models.get(name) or self._known.get(name)) is not None:
             return found
@@ -78,14 +84,6 @@ class Catalogue:
             raise Unavailable(f"no worker serves {name!r} now", retry_after_s=1.0)
         there = ", ".join(sorted(models))
         raise NotFound(f"model {shown(name)} does not exist; this fleet serves {there}")
-
-    def _only_model(self, models: dict[str, ModelInfo]) -> ModelInfo:
-        if not models:
-            raise Unavailable("no worker has announced a model yet", retry_after_s=1.0)
-        if len(models) > 1:
-            there = ", ".join(sorted(models))
-            raise InvalidRequest.of("model", f"expected one of {there}, got none")
-        return next(iter(models.values()))
 
 
 def fair_share(seats: int, contenders: int, rank: int) -> int:

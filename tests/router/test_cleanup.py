@@ -16,9 +16,8 @@ from effuse.placement.records import WorkerRecord
 from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost
 from effuse.protos.gate import FleetSecret, ProofServicer
-from effuse.router.calls import Cleanup
+from effuse.router.calls import Cleanup, Peers
 from effuse.router.fleet import RoutedFleet
-from effuse.router.peers import Peers
 from effuse.v1 import worker_pb2
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 

@@ -12,9 +12,9 @@ from effuse.placement.records import Role, WorkerRecord
 from effuse.protos import errors
 from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.rpc import FLEET_KEEPALIVE, Keepalive
+from effuse.router.calls import Peers
 from effuse.router.failures import Failure, FailureKind
 from effuse.router.fleet import RoutedFleet
-from effuse.router.peers import Peers
 from effuse.router.policy import InFlight, Pair, Placement, Prospect
 
 
