@@ -103,7 +103,7 @@ class StopMatcher:
     into pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self.stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
 
@@ -114,13 +114,13 @@ class StopMatcher:
         if self.matched is not None:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start]
         # The longest end of the text that begins a stop string is undecided.
-        keep = max((_overlap_length(text, stop) for stop in self._stops), default=0)
+        keep = max((_overlap_length(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -140,7 +140,7 @@ class AnswerText:
         self._detokenizer = Detokenizer(decoder)
         self._min_tokens = min_tokens
         self._num_free = 0  # characters of these tokens that are still to come
-        self._matcher = StopMatcher(stops) if stops else None
+        self._stops = StopMatcher(stops)
         self.num_tokens = 0
 
     @property
@@ -151,13 +151,13 @@ class AnswerText:
     @property
     def matched_stop(self) -> str | None:
         """The stop string that has ended it."""
-        return None if self._matcher is None else self._matcher.matched
+        return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is decided by them.
 
         Once stopped, the rest of `token_ids` is not counted and adds nothing."""
-        if self._matcher is None:
+        if not self._stops.stops:
             self.num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids)
         text = ""
@@ -170,7 +170,7 @@ class AnswerText:
             if self.num_tokens <= self._min_tokens:
                 text += piece
             else:
-                text += self._look_for_stops(piece, self._matcher)
+                text += self._look_for_stops(piece)
             if self.num_tokens == self._min_tokens:
                 self._num_free = len(self._detokenizer.held_back())
         return text
@@ -179,16 +179,13 @@ class AnswerText:
         """The answer is over: returns the text that was held back; may find a stop string yet."""
         if self.is_stopped:
             return ""
-        text = self._detokenizer.flush()
-        if self._matcher is None:
-            return text
-        return self._look_for_stops(text, self._matcher) + self._matcher.flush()
+        return self._look_for_stops(self._detokenizer.flush()) + self._stops.flush()
 
-    def _look_for_stops(self, text: str, matcher: StopMatcher) -> str:
+    def _look_for_stops(self, text: str) -> str:
         """Passes on the characters in which no stop string may begin, and searches the rest."""
         free, rest = text[: self._num_free], text[self._num_free :]
         self._num_free -= len(free)
-        return free + matcher.push(rest)
+        return free + self._stops.push(rest)
 
 
 def draft_text(decoder: Tokenizer, token_ids: Sequence[int], masked: Sequence[bool]) -> str:

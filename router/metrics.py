@@ -118,20 +118,19 @@ class RouterMetrics(ProcessMetrics):
             self.tokens_per_forward.labels(model).observe(stats.tokens_per_forward)
 
     def count_failure(self, failure: Failure) -> None:
-        """An attempt that failed, where another one may follow."""
-        if failure.outcome is not FailureKind.FINAL:
-            counter = self.refusals if failure.outcome in REFUSALS else self.losses
-            self._count_of_worker(counter, failure.worker.worker_id, failure.error.reason)
-
-    def _count_of_worker(self, counter: Counter, worker_id: str, reason: str) -> None:
-        """Workers are replaced under other names for as long as this router lives, so beyond
-        `MOST_SERIES` the one that was counted longest ago goes."""
-        counter.labels(worker_id, reason).inc()
-        self._series[counter, worker_id, reason] = None
-        self._series.move_to_end((counter, worker_id, reason))
+        """An attempt that failed, where another one may follow. Workers are replaced under other
+        names for as long as this router lives, so beyond `MOST_SERIES` the one that was counted
+        longest ago goes."""
+        if failure.outcome is FailureKind.FINAL:
+            return
+        counter = self.refusals if failure.outcome in REFUSALS else self.losses
+        series = counter, failure.worker.worker_id, failure.error.reason
+        counter.labels(*series[1:]).inc()
+        self._series[series] = None
+        self._series.move_to_end(series)
         if len(self._series) > MOST_SERIES:
-            (counter, worker_id, reason), _ = self._series.popitem(last=False)
-            counter.remove(worker_id, reason)
+            (counter, *labels), _ = self._series.popitem(last=False)
+            counter.remove(*labels)
 
     def show_workers(self, candidates: Sequence[Candidate]) -> None:
         """How the workers are now."""

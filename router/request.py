@@ -154,12 +154,9 @@ class AnswerAttempts:
     alone: Collection[Role] = ()  # roles in which nothing else runs beside this attempt
     alone_since: float | None = None  # when it began to wait for such workers
 
-    def begin(self, prefill_worker: str, decode_worker: str) -> int:
-        """Begins the next attempt on these workers ("" if decode prefills); returns its number."""
-        self.count += 1
-        self.number = next(self.numbers)
-        self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
-        return self.number
+
+_ADDED: Final = ("handoff_s", "kv_bytes", "kv_pages", "cached_tokens", "preemptions")
+"""Costs of several answers that add up."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,12 +199,8 @@ class Costs:
             prefilled=first.prefilled,
             connector=first.connector,
             commit_times=sorted(chain(*(one.commit_times[:1] for one in answers))),
-            handoff_s=sum(one.handoff_s for one in answers),
-            kv_bytes=sum(one.kv_bytes for one in answers),
-            kv_pages=sum(one.kv_pages for one in answers),
-            cached_tokens=sum(one.cached_tokens for one in answers),
             forwards=sum(one.all_forwards for one in answers),
-            preemptions=sum(one.preemptions for one in answers),
+            **{name: sum(getattr(one, name) for one in answers) for name in _ADDED},
         )
 
 
@@ -316,7 +309,11 @@ class Request:
         self.answer.apply_event(Event.PLACED, now, note)
         self.costs.begun = self.costs.begun or now
         self.costs.connector = ""
-        return self.attempts.begin(prefill_worker, decode_worker)
+        attempts = self.attempts
+        attempts.count += 1
+        attempts.number = next(attempts.numbers)
+        attempts.prefill_worker, attempts.decode_worker = prefill_worker, decode_worker
+        return attempts.number
 
     def add_verified(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
         """The prompt's KV is complete; raises `IllegalRequestEvent`."""
