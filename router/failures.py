@@ -7,7 +7,7 @@ request may have few of them in a row without a new block, and all requests toge
 A worker that is out stays out until it reports that it is ready (`hear`), or its life is over. A
 handoff that failed is held against the pair; a worker is suspect once two others failed to hand
 over with it. Pure, with the clock handed in. Not here: the reaction to a failure (`answer.py`),
-asking workers (`peers.py`), engines that die of a request (`poison.py`)."""
+asking workers (`calls.py`), engines that die of a request (`poison.py`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 a text, a chat or ids have a form that can be encoded.
 
 Each finding names the field, the accepted form and the value that was found. Pure, and before
-anything has a cost. Not here: faults that only the encoding of an input shows (`prompt.py`), the
+anything has a cost. Not here: faults that only the encoding of an input shows (`tokenizer.py`), the
 settings (`validation.py`)."""
 
 from __future__ import annotations

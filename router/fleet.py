@@ -2,7 +2,7 @@
 each, and the workers that are out.
 
 The view of live workers is in `placement/fleet.py`, the choice in `policy.py`, channels in
-`peers.py`, and the lessons of failed calls in `failures.py`."""
+`calls.py`, and the lessons of failed calls in `failures.py`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Pure: the request and the model's description in, values out. Runs before anything is reserved, and
 before the prompt is tokenised. Not here: its input (`findings.py`), whether the model exists
-(`catalogue.py`), whether there is room (`admission.py`)."""
+(`seats.py`), whether there is room (`admission.py`)."""
 
 from __future__ import annotations
 
