@@ -28,7 +28,7 @@ from effuse.protos.errors import (
     InvalidRequest,
     Unavailable,
 )
-from effuse.router.attempt import Attempt, Unfinished
+from effuse.router.attempt import Attempt
 from effuse.router.client import RETRY_AFTER_S, Listener, failed, finished_of, time_is_over
 from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
@@ -80,17 +80,15 @@ class AnswerRun:
                 prompt = request.prompt
                 counted = router.fleet.counted(placement, len(prompt.token_ids), prompt.max_tokens)
                 with counted as share, router.traces.span("attempt"):
-                    reason = await self._begin_attempt(placement, share).run()
-            except Unfinished as unfinished:
-                failure = unfinished.failure
-            else:
-                request.answer.apply_event(Event.FINISHED, router.now())
-                router.poison.note_answer(request)
-                return finished_of(request, reason, router.now())
+                    outcome = await self._begin_attempt(placement, share).run()
+                if not isinstance(outcome, Failure):
+                    request.answer.apply_event(Event.FINISHED, router.now())
+                    router.poison.note_answer(request)
+                    return finished_of(request, outcome, router.now())
             finally:
                 if router.fleet.num_alone:
                     router.fleet.release_workers(request.holder)
-            await self._prepare_retry(failure)
+            await self._prepare_retry(outcome)
 
     # Before an attempt.
 

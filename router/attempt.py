@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from msgspec.structs import asdict
@@ -33,14 +32,6 @@ from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, F
 LAST_WORD_S: Final = 1.0
 """How long a decode worker that receives no pages may take to report its own loss. Its writer often
 learns of that first, on busy cores by 0.4 s."""
-
-
-class Unfinished(Exception):
-    """The attempt failed; `failure` is its judgement."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.error.message)
-        self.failure = failure
 
 
 class Attempt:
@@ -70,60 +61,57 @@ class Attempt:
         self._is_broken_off = False  # by us, since prefill failed
         self._breaking_off: asyncio.TimerHandle | None = None
 
-    async def run(self) -> FinishReason:
-        """Passes events on to the end and returns why it ended; raises `Unfinished` or
+    async def run(self) -> FinishReason | Failure:
+        """Passes events on to the end and returns why it ended, or how it failed; raises
         `ClientGone`."""
-        prefill, request = self._placement.prefill, self._request
-        with self._judging():
+        try:
             # Both prove that they belong to the fleet before they get any message, because any
             # process may have an address from Redis.
-            for worker in filter(None, (prefill, self._placement.decode)):
+            for worker in filter(None, (self._placement.prefill, self._placement.decode)):
                 try:
                     await self._router.fleet.peers.at(worker.address).channel.prove()
                 except PeerLost as error:
-                    raise Unfinished(self._judge(error, worker)) from error
-            if prefill is not None and not request.attempts.is_patient:
-                # Decode has time until the prompt is computed; the prompt has none to lose.
-                await self._open_prefill(prefill).send_prompt(self._id, self._break_off)
-            decode = self._decode = self._open_decode()
-            try:
-                while self._reason is None:
-                    response = await read_message(decode, self._peer)
-                    if not isinstance(response, worker_pb2.DecodeResponse):
-                        raise PeerLost(f"{self._peer} ended its call before the answer ended")
-                    for news in self._take(response):
-                        await self._told.send(news)
-                    if self._reason is None and prefill and response.HasField("reservation"):
-                        call = self._prefill
-                        if call is None:
-                            call = self._open_prefill(prefill)
-                            await call.send_prompt(self._id, self._break_off)
-                        await call.send_reservation(response.reservation)
-            except EffuseError as error:
-                if (last := self._end_without_word(error)) is not None:
-                    await self._told.send(last)
-                self._end_calls()
-        if request.answer.text.is_stopped:  # its workers know nothing of that
-            self._end_calls_now()
-        else:
-            self._router.cleanup.settle_calls([decode, *self._readers()], self._cut_off)
-        assert self._reason is not None, "sent completely"
-        return self._reason
-
-    @contextmanager
-    def _judging(self) -> Iterator[None]:
-        """Ends the calls after any failure, and raises it as `Unfinished` with its meaning."""
-        try:
-            yield
+                    return self._judge(error, worker)
+            return await self._relay()
         except (BrokenStream, IllegalRequestEvent, EffuseError) as error:
             self._end_calls_now()
-            raise Unfinished(self._failure(error)) from error
+            return self._failure(error)
         except BaseException:
             self._end_calls_now()
             raise
         finally:
             if self._breaking_off is not None:
                 self._breaking_off.cancel()
+
+    async def _relay(self) -> FinishReason:
+        prefill, request = self._placement.prefill, self._request
+        if prefill is not None and not request.attempts.is_patient:
+            # Decode has time until the prompt is computed; the prompt has none to lose.
+            await self._open_prefill(prefill).send_prompt(self._id, self._break_off)
+        decode = self._decode = self._open_decode()
+        try:
+            while self._reason is None:
+                response = await read_message(decode, self._peer)
+                if not isinstance(response, worker_pb2.DecodeResponse):
+                    raise PeerLost(f"{self._peer} ended its call before the answer ended")
+                for news in self._take(response):
+                    await self._told.send(news)
+                if self._reason is None and prefill and response.HasField("reservation"):
+                    call = self._prefill
+                    if call is None:
+                        call = self._open_prefill(prefill)
+                        await call.send_prompt(self._id, self._break_off)
+                    await call.send_reservation(response.reservation)
+        except EffuseError as error:
+            if (last := self._end_without_word(error)) is not None:
+                await self._told.send(last)
+            self._end_calls()
+        assert self._reason is not None, "sent completely"
+        if request.answer.text.is_stopped:  # its workers know nothing of that
+            self._end_calls_now()
+        else:
+            self._router.cleanup.settle_calls([decode, *self._readers()], self._cut_off)
+        return self._reason
 
     # Opening.
 
