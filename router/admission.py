@@ -21,7 +21,6 @@ from typing import Final
 
 from effuse.client.params import Priority
 from effuse.protos.errors import EffuseError, Overloaded
-from effuse.router.hold_times import HoldTimes
 from effuse.router.tenants import FairQueue
 from effuse.router.validation import Asked
 
@@ -31,8 +30,13 @@ LEAST_RETRY_S: Final = 0.1
 TURN_MARGIN: Final = 1.0
 """The same at its turn. If less time is left than nearly every second answer takes, the next
 request uses the slot better."""
-
-
+LEAST_HOLDS: Final = 8
+"""Ended requests without which nothing is predicted."""
+GAIN: Final = 1 / 16
+"""Weight of the latest hold: the last thirty or so count, through which a fleet's pace changes."""
+MARGIN: Final = 2.0
+"""Mean deviations that a request is given beyond the mean hold, as half of them take longer: few
+are refused for it, and nearly all that are let in are answered."""
 AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
 """By how much earlier a class counts as having come. So waiting makes up for any class: a request
 that has waited for the difference goes before all later ones of its tenant."""
@@ -72,6 +76,50 @@ class Turn:
     since: float  # when it began to wait
 
 
+class HoldTimes:
+    """How long answers hold a slot, in seconds: mean and mean deviation, weighted like round-trip
+    times (RFC 6298), and their mean size, which is the most tokens of an answer.
+
+    An answer that comes too late is wasted work, and an overloaded fleet gives more of them the
+    more requests come. So a request that cannot meet its deadline behind those that wait is refused
+    at once (load shedding)."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean_s = 0.0
+        self._deviation_s = 0.0
+        self._size = 0.0
+
+    def add(self, held_s: float, size: int, *, is_answered: bool) -> None:
+        """Counts an answer that has left its slot. One that was broken off would have held it for
+        longer, and counts only if it held it longer than the mean."""
+        if not is_answered and held_s <= self._mean_s:
+            return
+        self._count += 1
+        gain = max(GAIN, 1 / self._count)  # the first ones have equal weights
+        off_s = held_s - self._mean_s
+        if self._count > 1:
+            self._deviation_s += gain * (abs(off_s) - self._deviation_s)
+        self._mean_s += gain * off_s
+        self._size += gain * (size - self._size)
+
+    def hold_s(self, size: int, margin: float = 0.0) -> float:
+        """How long an answer of this size may hold its slot, `margin` deviations beyond the mean.
+        A smaller one takes less time; a larger one need not take more, as answers may end early."""
+        if self._count < LEAST_HOLDS:
+            return 0.0
+        return min(1.0, size / max(1.0, self._size)) * (self._mean_s + margin * self._deviation_s)
+
+    def wait_s(self, num: int, slots: int) -> float:
+        """How long it takes until so many busy slots have become free."""
+        return max(0, num) * self._mean_s / max(1, slots) if self._count >= LEAST_HOLDS else 0.0
+
+    def late_s(self, left_s: float, size: int, num: int, slots: int) -> float:
+        """By how much a request with `left_s` seconds would be late, if its last answer begins once
+        `num` busy slots have become free; 0 or less if it is in time."""
+        return self.wait_s(num, slots) + self.hold_s(size, MARGIN) - left_s
+
+
 class ModelSlots:
     """The slots of one model's workers: their number, those in use, and the requests that wait."""
 
@@ -85,7 +133,12 @@ class ModelSlots:
 
 
 class HeldSlots:
-    """Those of a request, within `async with`: one for each of its answers that has not ended."""
+    """Holds a slot for each answer to a request, within `async with`, until that has ended. Waits
+    for one in the queue, before those of the same tenant of a larger place; the caller bounds how
+    long. The answers wait for workers' seats by themselves.
+
+    Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full and
+    another tenant has less in it; at its turn, if its deadline cannot be met any more."""
 
     def __init__(self, admission: Admission, need: SlotNeed) -> None:
         self._admission = admission
@@ -94,13 +147,11 @@ class HeldSlots:
         self._num_left = 0
 
     async def __aenter__(self) -> HeldSlots:
-        """Waits for them; raises like `Admission.slot`."""
         self._began = await self._admission.take_slot(self._need)
         self._num_left = self._need.num_answers
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Frees what is left of them."""
         while self._num_left:
             self.end_answer(self._began, is_answered=kind is None)
 
@@ -219,21 +270,11 @@ class Admission:
         waiting = self.slots_of(model).waiting
         for tenant, turn in waiting.items():
             if turn.since <= since and waiting.remove(tenant, turn):
-                self.num_waiting -= turn.num_answers
-                if not turn.comes.done():
-                    turn.comes.set_exception(error())
-
-    def slot(self, need: SlotNeed) -> HeldSlots:
-        """Holds a slot for each answer, until that has ended; it waits for one, and its answers
-        wait for workers' seats by themselves. Waits in the queue, before those of the same tenant
-        of a larger place; the caller bounds how long.
-
-        Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full
-        and another tenant has less in it; at its turn, if its deadline cannot be met any more."""
-        return HeldSlots(self, need)
+                self._end_wait(turn, error())
 
     async def take_slot(self, need: SlotNeed) -> float:
-        """Takes what `slot` holds, and returns when it did."""
+        """Waits for a slot and takes one for each answer; returns when it did. Raises like
+        `HeldSlots`."""
         self.check(need)
         deadline = self._now() + need.left_s
         if not await self._wait_for_slot(need):
@@ -254,9 +295,7 @@ class Admission:
 
     def check(self, need: SlotNeed) -> None:
         """Raises if a request would be refused now; costs nothing. Its model may be unknown."""
-        slots = self._models.get(need.model)
-        if slots is None:
-            slots = ModelSlots(self._seats_at_first)
+        slots = self._models.get(need.model) or ModelSlots(self._seats_at_first)
         if self._num_beyond(slots) + need.num_answers <= 0 and not slots.waiting:
             return
         if self._num_beyond(slots) >= 0 and not self._has_place(slots, need):
@@ -302,10 +341,10 @@ class Admission:
         """Whether the queue has a free place, or one once the newest requests of tenants that have
         more in it for a model than this one would have give way."""
         too_many = self.num_waiting + 1 - self.max_waiting
-        if too_many <= 0:
-            return True
         most = slots.waiting.length_of(need.tenant) + need.num_answers
-        return sum(one.waiting.count_beyond(most) for one in self._models.values()) >= too_many
+        return too_many <= 0 or too_many <= sum(
+            one.waiting.count_beyond(most) for one in self._models.values()
+        )
 
     async def _wait_for_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
@@ -336,10 +375,12 @@ class Admission:
         """The newest request of the tenant that has most in the queue for a model gives way."""
         full = [slots.waiting for slots in self._models.values() if slots.waiting]
         waiting = max(full, key=lambda one: one.length_of(one.longest()))
-        refused = waiting.pop_last(waiting.longest())
-        self.num_waiting -= refused.num_answers
-        if not refused.comes.done():
-            refused.comes.set_exception(self._refusal())
+        self._end_wait(waiting.pop_last(waiting.longest()), self._refusal())
+
+    def _end_wait(self, turn: Turn, error: EffuseError) -> None:
+        self.num_waiting -= turn.num_answers
+        if not turn.comes.done():
+            turn.comes.set_exception(error)
 
     def _admit_next(self) -> None:
         """Gives free slots to those that wait: within the limit for all, first of the model that

@@ -268,7 +268,7 @@ class _Handler:
                         return await self._repeat(kept)
                     left_s = request.deadline - asyncio.get_running_loop().time()
                     need = SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
-                    async with router.admission.slot(need) as slots:
+                    async with HeldSlots(router.admission, need) as slots:
                         await self._encode_prompt()
                         last = await self._answers(slots, share).run()
                         self._note_good_end(last)

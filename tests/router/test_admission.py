@@ -9,13 +9,13 @@ import pytest
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import AHEAD_S, Admission, SlotNeed
+from effuse.router.admission import AHEAD_S, Admission, HeldSlots, SlotNeed
 
 
 async def hold(
     admission: Admission, release: asyncio.Event, order: list[int], at: int, place: float = 0.0
 ) -> None:
-    async with admission.slot(SlotNeed(place=place)):
+    async with HeldSlots(admission, SlotNeed(place=place)):
         order.append(at)
         await release.wait()
 
@@ -34,7 +34,7 @@ def test_first_come_first_served_and_bounded() -> None:
             await turns()
             assert (order, admission.num_running, admission.num_waiting) == ([0, 1], 2, 3)
             with pytest.raises(Overloaded, match="2 requests are running and 3") as caught:
-                async with admission.slot(SlotNeed()):
+                async with HeldSlots(admission, SlotNeed()):
                     pass
             assert caught.value.retry_after_s
             release.set()
@@ -47,10 +47,10 @@ def test_first_come_first_served_and_bounded() -> None:
 def test_a_queue_of_none() -> None:
     async def main() -> None:
         admission = Admission(1, 0)
-        async with admission.slot(SlotNeed()):
+        async with HeldSlots(admission, SlotNeed()):
             with pytest.raises(Overloaded):
                 admission.check(SlotNeed())
-        async with admission.slot(SlotNeed()):
+        async with HeldSlots(admission, SlotNeed()):
             pass
 
     asyncio.run(main())
@@ -63,7 +63,7 @@ def test_a_deadline_in_the_queue_gives_the_place_back() -> None:
             group.create_task(hold(admission, release, [], 0))
             await turns()
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0), admission.slot(SlotNeed()):
+                async with asyncio.timeout(0), HeldSlots(admission, SlotNeed()):
                     pass
             assert admission.num_waiting == 0
             release.set()
@@ -148,11 +148,11 @@ def test_a_class_is_ahead_by_seconds_of_waiting_and_nobody_is_starved() -> None:
 def test_a_request_for_several_answers_waits_for_one_seat_and_counts_all() -> None:
     async def main() -> None:
         admission = Admission(2, 4)
-        async with asyncio.TaskGroup() as group, admission.slot(SlotNeed()):
+        async with asyncio.TaskGroup() as group, HeldSlots(admission, SlotNeed()):
             release, order = asyncio.Event(), list[int]()
 
             async def several(at: int) -> None:
-                async with admission.slot(SlotNeed(num_answers=3)):
+                async with HeldSlots(admission, SlotNeed(num_answers=3)):
                     order.append(at)
                     await release.wait()
 
@@ -174,7 +174,7 @@ def test_an_answer_that_ends_makes_room_although_others_to_its_request_go_on() -
     async def main() -> None:
         admission, release, order = Admission(2, 4), asyncio.Event(), list[int]()
         async with asyncio.TaskGroup() as group:
-            async with admission.slot(SlotNeed(num_answers=3)) as slots:
+            async with HeldSlots(admission, SlotNeed(num_answers=3)) as slots:
                 group.create_task(hold(admission, release, order, 1))
                 await turns()
                 slots.end_answer(0.0)  # whose seat is the third answer's
@@ -195,7 +195,7 @@ def test_a_queue_is_full_of_answers() -> None:
         admission, release, order = Admission(1, 4), asyncio.Event(), list[int]()
 
         async def wait(tenant: str, count: int, at: int) -> None:
-            async with admission.slot(SlotNeed(tenant=tenant, num_answers=count)):
+            async with HeldSlots(admission, SlotNeed(tenant=tenant, num_answers=count)):
                 order.append(at)
 
         async with asyncio.TaskGroup() as group:
@@ -231,7 +231,7 @@ def test_tenants_share_by_all_answers_that_they_ask_for() -> None:
 
         async def wait(num_answers: int) -> None:
             need = SlotNeed(tenant=f"{num_answers}", size=256, num_answers=num_answers)
-            async with admission.slot(need):
+            async with HeldSlots(admission, need):
                 order.append(num_answers)
 
         async with asyncio.TaskGroup() as group:
@@ -249,7 +249,7 @@ def test_tenants_share_by_all_answers_that_they_ask_for() -> None:
 def test_a_turn_that_comes_as_its_request_is_cancelled_is_given_back_whole() -> None:
     async def main() -> None:
         admission = Admission(1, 4)
-        async with admission.slot(SlotNeed()):
+        async with HeldSlots(admission, SlotNeed()):
             late = asyncio.create_task(_hold_three(admission))
             await turns()
         late.cancel()  # its turn has come in the same moment
@@ -260,5 +260,5 @@ def test_a_turn_that_comes_as_its_request_is_cancelled_is_given_back_whole() -> 
 
 
 async def _hold_three(admission: Admission) -> None:
-    async with admission.slot(SlotNeed(num_answers=3)):
+    async with HeldSlots(admission, SlotNeed(num_answers=3)):
         await asyncio.Event().wait()

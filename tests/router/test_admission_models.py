@@ -8,12 +8,11 @@ import random
 import pytest
 
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import Admission, SlotNeed
-from effuse.router.hold_times import LEAST_HOLDS
+from effuse.router.admission import LEAST_HOLDS, Admission, HeldSlots, SlotNeed
 
 
 async def hold(admission: Admission, release: asyncio.Event, order: list[str], model: str) -> None:
-    async with admission.slot(SlotNeed(model=model)):
+    async with HeldSlots(admission, SlotNeed(model=model)):
         order.append(model)
         await release.wait()
 
@@ -164,7 +163,7 @@ def test_whatever_comes_no_slot_or_place_is_lost_between_models() -> None:
             async def one(
                 need: SlotNeed, admission: Admission = admission, release: asyncio.Event = release
             ) -> None:
-                async with admission.slot(need):
+                async with HeldSlots(admission, need):
                     await release.wait()
 
             tasks = []

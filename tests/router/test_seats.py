@@ -12,8 +12,7 @@ from router.fakes import FakeFleet, run, until
 
 from effuse.placement.records import Capacity, WorkerRecord
 from effuse.protos import errors
-from effuse.router.admission import Admission
-from effuse.router.hold_times import LEAST_HOLDS
+from effuse.router.admission import LEAST_HOLDS, Admission
 from effuse.v1 import generation_pb2 as pb
 
 

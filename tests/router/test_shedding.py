@@ -13,8 +13,7 @@ import pytest
 from router.virtual_time import run_virtually
 
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import Admission, HeldSlots, SlotNeed
-from effuse.router.hold_times import LEAST_HOLDS, HoldTimes
+from effuse.router.admission import LEAST_HOLDS, Admission, HeldSlots, HoldTimes, SlotNeed
 
 SLOTS = 8
 DEADLINE_S = 3.0  # of requests that take 1 s on average
@@ -44,7 +43,7 @@ def _goodput(
             left_s = DEADLINE_S if is_known else math.inf
             need = SlotNeed(left_s=left_s, size=64, num_answers=len(takes_s))
             try:
-                async with asyncio.timeout(DEADLINE_S), admission.slot(need) as slots:
+                async with asyncio.timeout(DEADLINE_S), HeldSlots(admission, need) as slots:
                     await asyncio.gather(*(answer(slots, one) for one in takes_s))
                     answered += len(takes_s)
             except (TimeoutError, Overloaded):
@@ -141,17 +140,17 @@ def test_a_refusal_says_when_to_come_back_and_holds_nothing() -> None:
         loop = asyncio.get_running_loop()
         admission = Admission(1, 10, loop.time)
         for _ in range(LEAST_HOLDS):
-            async with admission.slot(SlotNeed()):
+            async with HeldSlots(admission, SlotNeed()):
                 await asyncio.sleep(1.0)
-        async with admission.slot(SlotNeed()):
+        async with HeldSlots(admission, SlotNeed()):
             with pytest.raises(Overloaded, match=r"1\.5 s after its deadline") as refused:
-                async with admission.slot(SlotNeed(left_s=0.5)):
+                async with HeldSlots(admission, SlotNeed(left_s=0.5)):
                     pass
             assert refused.value.retry_after_s == pytest.approx(1.5)
             assert (admission.num_running, admission.num_waiting, admission.num_shed) == (1, 0, 1)
             admission.check(SlotNeed(left_s=2.5))  # one that has the time may wait
-        async with admission.slot(
-            SlotNeed(left_s=0.5)
+        async with HeldSlots(
+            admission, SlotNeed(left_s=0.5)
         ):  # and without a queue, no request is refused
             pass
 
@@ -167,13 +166,13 @@ def test_one_whose_turn_comes_too_late_is_not_begun(num_answers: int, left_s: fl
         admission, begun = Admission(1, 10, loop.time), []
 
         async def late() -> None:
-            async with admission.slot(SlotNeed(left_s=left_s, num_answers=num_answers)):
+            async with HeldSlots(admission, SlotNeed(left_s=left_s, num_answers=num_answers)):
                 begun.append(1)
 
         for _ in range(LEAST_HOLDS):
-            async with admission.slot(SlotNeed()):
+            async with HeldSlots(admission, SlotNeed()):
                 await asyncio.sleep(1.0)
-        async with admission.slot(SlotNeed()):
+        async with HeldSlots(admission, SlotNeed()):
             waiting = asyncio.create_task(late())
             await asyncio.sleep(2.0)  # twice as long as was to be expected
         with pytest.raises(Overloaded, match="its turn came too late"):
@@ -195,13 +194,13 @@ def test_nor_one_with_too_little_for_what_many_take_longer(left_s: float, is_beg
         admission, begun = Admission(1, 10, loop.time), []
 
         async def late() -> None:
-            async with admission.slot(SlotNeed(left_s=2.0 + left_s)):
+            async with HeldSlots(admission, SlotNeed(left_s=2.0 + left_s)):
                 begun.append(1)
 
         for hold_s in (0.5, 1.5) * LEAST_HOLDS:
-            async with admission.slot(SlotNeed()):
+            async with HeldSlots(admission, SlotNeed()):
                 await asyncio.sleep(hold_s)
-        async with admission.slot(SlotNeed()):
+        async with HeldSlots(admission, SlotNeed()):
             waiting = asyncio.create_task(late())
             await asyncio.sleep(2.0)
         await asyncio.gather(waiting, return_exceptions=True)
@@ -218,14 +217,14 @@ def test_a_request_has_to_wait_for_its_last_answer() -> None:
         loop = asyncio.get_running_loop()
         admission = Admission(3, 10, loop.time)
         for _ in range(LEAST_HOLDS):
-            async with admission.slot(SlotNeed()):
+            async with HeldSlots(admission, SlotNeed()):
                 await asyncio.sleep(1.0)
-        async with admission.slot(SlotNeed()):
+        async with HeldSlots(admission, SlotNeed()):
             admission.check(SlotNeed(num_answers=2, left_s=0.5))  # no request has to wait
             admission.check(SlotNeed(num_answers=5, left_s=2.1))
             with pytest.raises(Overloaded, match=r"0 requests wait .* 5 answers, .* about 0\.1 s"):
                 admission.check(SlotNeed(num_answers=5, left_s=1.9))
-            async with admission.slot(SlotNeed(num_answers=5)):  # 6 in 3 slots
+            async with HeldSlots(admission, SlotNeed(num_answers=5)):  # 6 in 3 slots
                 with pytest.raises(Overloaded, match=r"about 0\.1 s after"):
                     admission.check(SlotNeed(left_s=2.23))
                 admission.check(SlotNeed(left_s=2.34))
@@ -238,14 +237,14 @@ def test_only_those_who_go_first_count_as_ahead() -> None:
         loop = asyncio.get_running_loop()
         admission = Admission(1, 10, loop.time)
         for _ in range(LEAST_HOLDS):
-            async with admission.slot(SlotNeed()):
+            async with HeldSlots(admission, SlotNeed()):
                 await asyncio.sleep(1.0)
 
         async def wait() -> None:
-            async with admission.slot(SlotNeed(place=5.0)):
+            async with HeldSlots(admission, SlotNeed(place=5.0)):
                 pass
 
-        async with admission.slot(SlotNeed()):
+        async with HeldSlots(admission, SlotNeed()):
             waiting = [asyncio.create_task(wait()) for _ in range(4)]
             await asyncio.sleep(0)
             admission.check(SlotNeed(place=4.0, left_s=2.5))
