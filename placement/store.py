@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -188,9 +188,7 @@ class Store:
         """Returns every live worker: its stored record, undecoded, and seconds left."""
         keys = self.keys
         answer = await self._run_script("workers", [keys.workers], [keys.worker_prefix])
-        flat = cast(list[bytes | int], answer)
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        return [(cast(bytes, record), cast(int, left) / 1000) for record, left in pairs]
+        return _with_seconds(answer)
 
     async def place(
         self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()
@@ -308,12 +306,7 @@ class Store:
             args += [digest, _ms(left_s)]
         keys, circuit = [self.keys.refused], self.placement_circuit
         answer = await self._run_script("refused", keys, args, circuit)
-        flat = cast(list[bytes | int], answer)
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        return {
-            cast(bytes, digest).decode("ascii", "replace"): cast(int, left) / 1000
-            for digest, left in pairs
-        }
+        return {one.decode("ascii", "replace"): left_s for one, left_s in _with_seconds(answer)}
 
     async def _look_up(self, key: str, *fields: str) -> list[bytes | None]:
         async with self._turn():
@@ -379,6 +372,12 @@ class Store:
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
+
+
+def _with_seconds(answer: object) -> list[tuple[bytes, float]]:
+    """The values of a script's answer, in which the milliseconds left of each stand behind it."""
+    flat = iter(cast(list[Any], answer))
+    return [(value, left_ms / 1000) for value, left_ms in zip(flat, flat, strict=True)]
 
 
 def _ms(seconds: float) -> int:

@@ -187,7 +187,8 @@ class Admission:
         self._models: dict[str, ModelSlots] = {}  # those that workers had so far
         self._num_early = 0  # requests in the queue whose model is not known yet
         self.knows_seats = False  # whether a decode worker is live
-        self._served: Sequence[str] = ()  # models of the decode workers that were live last
+        # The one that decode workers serve, or did last; empty if there are none or several.
+        self.only_model = ""
         self._seats_at_first = most_running  # of a model that no request has named before
 
     @property
@@ -195,11 +196,6 @@ class Admission:
         """Slots that there are."""
         seats = [slots.max_running for slots in self._models.values()]
         return min(self.most_running, sum(seats)) or self.most_running
-
-    @property
-    def only_model(self) -> str:
-        """The one that decode workers serve, or did last; empty if there are none or several."""
-        return self._served[0] if len(self._served) == 1 else ""
 
     def running_by_model(self) -> dict[str, int]:
         """Slots that requests hold."""
@@ -253,7 +249,8 @@ class Admission:
         for this router. Requests beyond that end by themselves. Returns whether that is a change.
         """
         self.knows_seats, self._seats_at_first = bool(seats), 0
-        self._served = tuple(seats) or self._served
+        if seats:
+            self.only_model = next(iter(seats)) if len(seats) == 1 else ""
         before = [one.max_running for one in self._models.values()]
         for model in self._models.keys() | seats.keys():
             slots = self.slots_of(model)
@@ -280,10 +277,13 @@ class Admission:
         if not await self._wait_for_slot(need):
             return self._now()
         began = self._now()
-        if (late := self._check_turn(need, deadline - began)) is not None:
+        slots, left_s = self.slots_of(need.model), deadline - began
+        wait_s = slots.holds.wait_s(self._num_beyond(slots), slots.pace)
+        late_s = slots.holds.hold_s(need.size, TURN_MARGIN) + wait_s - left_s
+        if late_s > 0:  # too little is left for it, or for the answers that wait for seats
             for _ in range(need.num_answers):
                 self.end_answer(began, need, is_answered=False)
-            raise late
+            raise self._shed("its turn came too late", left_s, late_s)
         return began
 
     def end_answer(self, began: float, need: SlotNeed, *, is_answered: bool) -> None:
@@ -298,8 +298,13 @@ class Admission:
         slots = self._models.get(need.model) or ModelSlots(self._seats_at_first)
         if self._num_beyond(slots) + need.num_answers <= 0 and not slots.waiting:
             return
-        if self._num_beyond(slots) >= 0 and not self._has_place(slots, need):
-            raise self._refusal()
+        # One place is free, or is once the newest requests of tenants that have more in the queue
+        # for a model than this one would have give way.
+        too_many = self.num_waiting + 1 - self.max_waiting
+        if self._num_beyond(slots) >= 0 and too_many > 0:
+            most = slots.waiting.length_of(need.tenant) + need.num_answers
+            if sum(one.waiting.count_beyond(most) for one in self._models.values()) < too_many:
+                raise self._refusal()
         ahead = slots.waiting.ahead_of(need.tenant, need.place, need.num_answers)
         behind = self._num_beyond(slots) + ahead + need.num_answers
         late_s = slots.holds.late_s(need.left_s, need.size, behind, slots.pace)
@@ -311,14 +316,6 @@ class Admission:
         """Slots held beyond those that there are, by answers without a seat yet; below 0 as many
         are free."""
         return max(slots.running - slots.max_running, self.num_running - self.most_running)
-
-    def _check_turn(self, need: SlotNeed, left_s: float) -> Overloaded | None:
-        """The error of a request whose turn has come with too little time left for it, or for the
-        answers that wait for seats."""
-        slots = self.slots_of(need.model)
-        wait_s = slots.holds.wait_s(self._num_beyond(slots), slots.pace)
-        late_s = slots.holds.hold_s(need.size, TURN_MARGIN) + wait_s - left_s
-        return self._shed("its turn came too late", left_s, late_s) if late_s > 0 else None
 
     def _shed(self, why: str, left_s: float, late_s: float) -> Overloaded:
         self.num_shed += 1
@@ -335,17 +332,6 @@ class Admission:
             retry_after_s=1.0,
         )
 
-    # The queue: its places are for all models, its turns for each one.
-
-    def _has_place(self, slots: ModelSlots, need: SlotNeed) -> bool:
-        """Whether the queue has a free place, or one once the newest requests of tenants that have
-        more in it for a model than this one would have give way."""
-        too_many = self.num_waiting + 1 - self.max_waiting
-        most = slots.waiting.length_of(need.tenant) + need.num_answers
-        return too_many <= 0 or too_many <= sum(
-            one.waiting.count_beyond(most) for one in self._models.values()
-        )
-
     async def _wait_for_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
         slots = self.slots_of(need.model)
@@ -353,7 +339,10 @@ class Admission:
             self._count_running(slots, need.num_answers)
             return False
         while self.num_waiting and self.num_waiting >= self.max_waiting:
-            self._refuse_last()
+            # The newest request of the tenant that has most in the queue for a model gives way.
+            full = [one.waiting for one in self._models.values() if one.waiting]
+            waiting = max(full, key=lambda one: one.length_of(one.longest()))
+            self._end_wait(waiting.pop_last(waiting.longest()), self._refusal())
         turn = Turn(asyncio.get_running_loop().create_future(), need.num_answers, self._now())
         cost = need.size * need.num_answers
         slots.waiting.push(need.tenant, cost, turn, need.place, need.num_answers)
@@ -370,12 +359,6 @@ class Admission:
                 self.num_waiting -= need.num_answers
             raise
         return True
-
-    def _refuse_last(self) -> None:
-        """The newest request of the tenant that has most in the queue for a model gives way."""
-        full = [slots.waiting for slots in self._models.values() if slots.waiting]
-        waiting = max(full, key=lambda one: one.length_of(one.longest()))
-        self._end_wait(waiting.pop_last(waiting.longest()), self._refusal())
 
     def _end_wait(self, turn: Turn, error: EffuseError) -> None:
         self.num_waiting -= turn.num_answers

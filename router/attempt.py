@@ -18,8 +18,7 @@ from msgspec.structs import asdict
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Refused
 from effuse.router.calls import DecodeCall, PrefillCall, read_message
-from effuse.router.client import Listener, commit_of
-from effuse.router.detokenizer import draft_text
+from effuse.router.client import Listener, commit_of, draft_of
 from effuse.router.failures import Failure, FailureKind, judge
 from effuse.router.fleet import AttemptShare
 from effuse.router.policy import Placement
@@ -211,7 +210,7 @@ class Attempt:
             case "draft":
                 self._router.monitor.note_draft(request, event.draft)
                 if request.asked.wants_drafts:
-                    return self._describe_draft(event.draft)
+                    return draft_of(request, event.draft, self._router.tokenizer)
             case "finished":
                 return commit_of(request, request.add_finished(event.finished))
         return None
@@ -225,21 +224,6 @@ class Attempt:
             self._request.costs.connector = reservation.connector
         if not self._request.index:
             self._told.note_reserved(self._placement)
-
-    def _describe_draft(
-        self, draft: worker_pb2.DecodeDraft
-    ) -> generation_pb2.GenerateStreamResponse:
-        block = draft.block
-        skipped = max(0, -draft.token_offset)  # the prompt's ragged tail
-        masked = [bool(block.masks[at // 8] >> at % 8 & 1) for at in range(len(block.token_ids))]
-        shown = generation_pb2.BlockDraft(
-            token_offset=draft.token_offset,
-            text=draft_text(self._router.tokenizer, block.token_ids[skipped:], masked[skipped:]),
-            num_masks=sum(masked),
-        )
-        return generation_pb2.GenerateStreamResponse(
-            request_id=self._request.id, answer_index=self._request.index, draft=shown
-        )
 
     def _finish_reason(self, *, is_stopped: bool) -> FinishReason:
         """is_stopped: whether a stop id ended the answer; a stop string may have."""

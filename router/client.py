@@ -20,10 +20,13 @@ from effuse.protos.errors import (
     EffuseError,
     EndedById,
 )
+from effuse.router.detokenizer import draft_text
 from effuse.router.policy import Placement
 from effuse.router.request import AnyRequest, EarlyRequest, Piece, Request
 from effuse.router.request_states import State
+from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import worker_pb2
 
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
@@ -72,6 +75,21 @@ def commit_of(request: Request, piece: Piece) -> pb.GenerateStreamResponse | Non
     return pb.GenerateStreamResponse(
         request_id=request.id, answer_index=request.index, commit=commit, seed=seed
     )
+
+
+def draft_of(
+    request: Request, draft: worker_pb2.DecodeDraft, tokenizer: Tokenizer
+) -> pb.GenerateStreamResponse:
+    """A block in flight."""
+    block = draft.block
+    skipped = max(0, -draft.token_offset)  # the prompt's ragged tail
+    masked = [bool(block.masks[at // 8] >> at % 8 & 1) for at in range(len(block.token_ids))]
+    shown = pb.BlockDraft(
+        token_offset=draft.token_offset,
+        text=draft_text(tokenizer, block.token_ids[skipped:], masked[skipped:]),
+        num_masks=sum(masked),
+    )
+    return pb.GenerateStreamResponse(request_id=request.id, answer_index=request.index, draft=shown)
 
 
 def finished_of(request: Request, reason: pb.FinishReason, now: float) -> pb.GenerateStreamResponse:

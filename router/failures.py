@@ -53,31 +53,25 @@ class FailureKind(Enum):
 
 REFUSALS: Final = frozenset({FailureKind.UNREADY, FailureKind.FULL, FailureKind.LATE})
 
-_OUTCOMES: Final[Mapping[type[EffuseError], FailureKind]] = {
-    Starting: FailureKind.UNREADY,
-    Draining: FailureKind.UNREADY,
-    Replaced: FailureKind.UNREADY,
-    Overloaded: FailureKind.FULL,
-    Unreserved: FailureKind.LATE,
-    EngineLost: FailureKind.LOST,
-    PeerLost: FailureKind.LOST,
-    Cancelled: FailureKind.LOST,
-    Refused: FailureKind.FAILED,
-    Aborted: FailureKind.FAILED,
-    Bug: FailureKind.FAILED,
-    TransferFailed: FailureKind.FAILED,
-    Unavailable: FailureKind.FAILED,
+_MEANINGS: Final[Mapping[type[EffuseError], tuple[FailureKind, Condition]]] = {
+    Starting: (FailureKind.UNREADY, Condition.STARTING),
+    Draining: (FailureKind.UNREADY, Condition.DRAINING),
+    Replaced: (FailureKind.UNREADY, Condition.STARTING),
+    Overloaded: (FailureKind.FULL, Condition.READY),
+    Unreserved: (FailureKind.LATE, Condition.READY),
+    EngineLost: (FailureKind.LOST, Condition.LOST),
+    PeerLost: (FailureKind.LOST, Condition.UNREACHABLE),
+    Cancelled: (FailureKind.LOST, Condition.UNREACHABLE),
+    Refused: (FailureKind.FAILED, Condition.READY),
+    Aborted: (FailureKind.FAILED, Condition.READY),
+    Bug: (FailureKind.FAILED, Condition.READY),
+    TransferFailed: (FailureKind.FAILED, Condition.READY),
+    Unavailable: (FailureKind.FAILED, Condition.READY),
 }
+"""How an attempt failed, and the condition of the worker then."""
 _IN_HANDOFF: Final = (Unavailable, TransferFailed, Refused, Aborted, DeadlineExceeded)
 _RETRIED_ANYWAY: Final = (Cancelled, DeadlineExceeded)
 """A call that the other side broke off, a handoff that took too long: it was not our caller."""
-
-_CONDITIONS: Final[Mapping[type[EffuseError], Condition]] = {
-    Draining: Condition.DRAINING,
-    EngineLost: Condition.LOST,
-    PeerLost: Condition.UNREACHABLE,
-    Cancelled: Condition.UNREACHABLE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +82,6 @@ class Failure:
     error: EffuseError
     worker: WorkerRecord  # it reported the error, or was lost
     pair: Pair | None = None  # if a handoff failed
-
-    @property
-    def condition(self) -> Condition:
-        """The worker's condition according to this failure, if it is out."""
-        return _CONDITIONS.get(type(self.error), Condition.STARTING)
 
 
 def judge(
@@ -105,7 +94,8 @@ def judge(
     if is_handoff and writer is not None and kind in _IN_HANDOFF:
         pair = (writer.life, placement.decode.life)
         return Failure(FailureKind.HANDOFF, error, worker, pair)
-    return Failure(_OUTCOMES.get(kind, FailureKind.FINAL), error, worker)
+    outcome, _ = _MEANINGS.get(kind, (FailureKind.FINAL, Condition.READY))
+    return Failure(outcome, error, worker)
 
 
 PAUSE_S: Final = 0.1
@@ -270,7 +260,8 @@ class Standing:
         life = record.life
         match failure.outcome:
             case FailureKind.UNREADY | FailureKind.LOST:
-                self._absent[life] = Absence(record, failure.condition)
+                _, condition = _MEANINGS[type(failure.error)]
+                self._absent[life] = Absence(record, condition)
             case FailureKind.FULL:
                 wait_s = failure.error.retry_after_s or FULL_S
                 self._full_until[life] = now + min(wait_s, SUSPICION_S)

@@ -234,20 +234,17 @@ def _settings(given: Json, endpoint: Endpoint, findings: Findings) -> tuple[Json
         stop = given["stop"]
         settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "logit_bias" in given:
-        settings["logit_bias"] = _biases(given["logit_bias"], findings)
+        biases = given["logit_bias"]
+        if strange := [name for name in biases if not (name.isascii() and name.isdecimal())]:
+            findings.add("logit_bias", "token ids as names", shown(strange[0]))
+        else:
+            settings["logit_bias"] = {int(name): value for name, value in biases.items()}
     if given.get("echo"):
         settings["echo"] = True
     num_logprobs = _logprobs(given, endpoint, findings)
     if num_logprobs is not None:
         settings["logprobs"] = num_logprobs
     return settings, num_logprobs
-
-
-def _biases(said: Mapping[str, float], findings: Findings) -> dict[int, float]:
-    if strange := [name for name in said if not (name.isascii() and name.isdecimal())]:
-        findings.add("logit_bias", "token ids as names", shown(strange[0]))
-        return {}
-    return {int(name): value for name, value in said.items()}
 
 
 def _logprobs(given: Json, endpoint: Endpoint, findings: Findings) -> int | None:

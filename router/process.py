@@ -306,16 +306,11 @@ def _tell_health(router: Router, server: RpcServer) -> None:
     is the empty name, and always serving."""
     prefill, decode = live_workers(router.fleet.candidates())
     can_serve = router.seats.can_serve()
-    for name, serving in (
-        (GENERATION, can_serve),
-        (MODELS, bool(router.catalogue.live())),
-        (VLLM_ENGINE, can_serve),
-        (KSERVE, can_serve),
-        ("router", can_serve),
-        ("prefill", bool(prefill)),
-        ("decode", bool(decode)),
-    ):
-        server.set_serving(name, serving)
+    for name in (GENERATION, VLLM_ENGINE, KSERVE, "router"):
+        server.set_serving(name, can_serve)
+    server.set_serving(MODELS, bool(router.catalogue.live()))
+    server.set_serving("prefill", bool(prefill))
+    server.set_serving("decode", bool(decode))
 
 
 def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
