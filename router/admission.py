@@ -21,7 +21,7 @@ from typing import Final
 
 from effuse.client.params import Priority
 from effuse.protos.errors import EffuseError, Overloaded
-from effuse.router.tenants import FairQueue
+from effuse.router.tenants import FairQueue, Turn
 from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
@@ -65,15 +65,6 @@ class SlotNeed:
             num_answers=asked.num_answers,
             left_s=left_s,
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """One request in the queue."""
-
-    comes: asyncio.Future[None]
-    num_answers: int
-    since: float  # when it began to wait
 
 
 class HoldTimes:
@@ -127,7 +118,7 @@ class ModelSlots:
         self.max_running = max_running
         self.pace = max_running  # the same, and while no worker is live that of the last ones
         self.running = 0
-        self.waiting: FairQueue[Turn] = FairQueue()
+        self.waiting = FairQueue()
         self.without_seat = 0  # answers that hold a slot and wait; some only for a prefill worker
         self.holds = HoldTimes()
 
@@ -265,8 +256,8 @@ class Admission:
         """Ends the wait of a model's requests in the queue that came at `since` or before; each of
         them raises an `error` of its own."""
         waiting = self.slots_of(model).waiting
-        for tenant, turn in waiting.items():
-            if turn.since <= since and waiting.remove(tenant, turn):
+        for turn in waiting.turns():
+            if turn.since <= since and waiting.remove(turn):
                 self._end_wait(turn, error())
 
     async def take_slot(self, need: SlotNeed) -> float:
@@ -343,19 +334,19 @@ class Admission:
             full = [one.waiting for one in self._models.values() if one.waiting]
             waiting = max(full, key=lambda one: one.length_of(one.longest()))
             self._end_wait(waiting.pop_last(waiting.longest()), self._refusal())
-        turn = Turn(asyncio.get_running_loop().create_future(), need.num_answers, self._now())
+        comes: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         cost = need.size * need.num_answers
-        slots.waiting.push(need.tenant, cost, turn, need.place, need.num_answers)
+        turn = Turn(need.tenant, cost, comes, need.place, need.num_answers, self._now())
+        slots.waiting.push(turn)
         self.num_waiting += need.num_answers
         try:
             with nullcontext() if slots.max_running else self._lacking():
-                await turn.comes
+                await comes
         except asyncio.CancelledError:
-            comes = turn.comes
             if comes.done() and not comes.cancelled() and comes.exception() is None:
                 self._count_running(slots, -need.num_answers)  # its turn came in the same moment
                 self._admit_next()
-            elif slots.waiting.remove(need.tenant, turn):
+            elif slots.waiting.remove(turn):
                 self.num_waiting -= need.num_answers
             raise
         return True

@@ -208,7 +208,7 @@ class RoutedFleet:
 
     def look(self) -> None:
         """Announces what has changed in the view."""
-        seen = {(c.life, c.condition) for c in self.candidates()}
+        seen = {(c.record.life, c.condition) for c in self.candidates()}
         if seen != self._seen:
             self._seen = seen
             self.announce_change()

@@ -72,11 +72,6 @@ class Candidate(Struct, frozen=True):
     seats: int | None = None  # requests that we may have on it; None is all that it takes
 
     @property
-    def life(self) -> WorkerLife:
-        """Which life of which worker."""
-        return self.record.life
-
-    @property
     def num_seats(self) -> int:
         """How many requests we may have on it at once."""
         return self.record.capacity.max_num_seqs if self.seats is None else self.seats
@@ -139,7 +134,7 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
     goes there if it has a seat."""
     usable = [c for c in candidates if _is_usable(c, need)]
     for candidate in usable:
-        if candidate.life == need.beside and candidate.num_free_seats > 0:
+        if candidate.record.life == need.beside and candidate.num_free_seats > 0:
             return Placement(candidate.record, None, shares_prompt=True)
     writers = [c for c in usable if c.record.role == "prefill" and not c.is_full]
     fitting = _by_fingerprint(() if need.mode == "local" else writers)
@@ -148,7 +143,7 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
         return None
     decode = min(decoders, key=lambda c: _decode_score(c, fitting, need))
     able = list(_writers(decode, fitting, need))
-    trusted = [w for w in able if (w.life, decode.life) not in need.doubtful]
+    trusted = [w for w in able if (w.record.life, decode.record.life) not in need.doubtful]
     prefill = min(trusted or able, key=lambda c: _prefill_score(c, need), default=None)
     return Placement(decode.record, None if prefill is None else prefill.record)
 
@@ -258,7 +253,7 @@ def _state(candidate: Candidate, need: AttemptNeeds) -> str:
     """How a worker is that cannot be used."""
     if candidate.condition is not Condition.READY:
         return str(candidate.condition.value)
-    return "failing" if candidate.life in need.excluded else "reserved for another request"
+    return "failing" if candidate.record.life in need.excluded else "reserved for another request"
 
 
 def live_workers(
@@ -316,7 +311,7 @@ def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
     return (
         candidate.condition is Condition.READY
         and candidate.record.model.name == need.model
-        and candidate.life not in need.excluded
+        and candidate.record.life not in need.excluded
         and _is_its_own(candidate, need)
     )
 
@@ -352,7 +347,7 @@ def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterato
     for candidate in fitting.get(decode.record.fingerprint_text, ()):
         record = candidate.record
         may_push = record.may_push_to(decode.record)
-        if may_push and (candidate.life, decode.life) not in need.broken:
+        if may_push and (candidate.record.life, decode.record.life) not in need.broken:
             yield candidate
 
 
@@ -371,7 +366,7 @@ def _decode_score(
     placed = candidate.in_flight.placed
     # Whether prefill workers fit, and none of them is trusted to hand over to it.
     is_cut_off = record.fingerprint_text in fitting and all(
-        (w.life, candidate.life) in need.doubtful for w in _writers(candidate, fitting, need)
+        (w.record.life, record.life) in need.doubtful for w in _writers(candidate, fitting, need)
     )
     lacks_seats = candidate.num_free_seats < need.num_answers
     return candidate.is_suspect, is_cut_off, lacks_seats, used, blocks, placed, record.worker_id
@@ -383,5 +378,5 @@ def _prefill_score(candidate: Candidate, need: AttemptNeeds) -> tuple[bool, int,
     load = candidate.record.load
     queued = max(candidate.in_flight.tokens, load.queued_tokens)
     if load.prefix_queries:
-        queued -= need.cached.get(candidate.life, 0)
+        queued -= need.cached.get(candidate.record.life, 0)
     return candidate.is_suspect, queued, candidate.in_flight.placed, candidate.record.worker_id

@@ -14,6 +14,7 @@ not wait in it (`admission.py`)."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from effuse.protos.errors import InvalidRequest, Overloaded, Unauthenticated
 from effuse.protos.gate import CALLER, TOLD
@@ -44,8 +45,6 @@ MINUTE_S = 60.0
 AGAIN_S = 1.0
 QUANTUM: Final = 256
 """Tokens that a tenant may spend in a turn: an answer of the length that is usual."""
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,36 +242,38 @@ class Quotas:
         account.counted_at = now
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Entry(Generic[Item]):
-    """One item of a line, in its order."""
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One request in the queue of a model."""
 
-    place: float
-    number: int  # first come, first served among equals
-    cost: int = field(compare=False)
-    count: int = field(compare=False)
-    item: Item = field(compare=False)
+    tenant: str
+    cost: int  # tokens of its answers at most
+    comes: asyncio.Future[None]
+    place: float = 0.0  # of the same tenant those of smaller places go first
+    num_answers: int = 1  # what it counts as
+    since: float = 0.0  # when it began to wait
+    number: int = 0  # first come, first served among equals
 
 
 @dataclass(slots=True)
-class _Line(Generic[Item]):
+class _Line:
     """What one tenant waits with, the next one first, what that counts as, and tokens that it has
     saved."""
 
-    waiting: list[_Entry[Item]] = field(default_factory=list)
+    waiting: list[Turn] = field(default_factory=list)
     length: int = 0
     saved: int = 0
 
 
-class FairQueue(Generic[Item]):
-    """Items of tenants, each with a cost in tokens, and counted as one or several.
+class FairQueue:
+    """Turns of tenants, each with a cost in tokens, and counted as one or several.
 
     Each tenant in turn may spend `QUANTUM` tokens, and saves the rest of them while it waits. So
     all get the same share of tokens, however many requests each has, and however long they are. M.
     Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", 1996."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line[Item]] = {}  # none is empty
+        self._lines: dict[str, _Line] = {}  # none is empty
         self._turns: deque[str] = deque()  # the tenant whose turn it is stands first
         self._size = 0
         self._num_pushed = 0
@@ -280,9 +281,9 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return self._size
 
-    def items(self) -> list[tuple[str, Item]]:
-        """Every item with its tenant."""
-        return [(name, one.item) for name, line in self._lines.items() for one in line.waiting]
+    def turns(self) -> list[Turn]:
+        """Every turn."""
+        return [one for line in self._lines.values() for one in line.waiting]
 
     def length_of(self, tenant: str) -> int:
         """What one tenant's items count as."""
@@ -299,7 +300,7 @@ class FairQueue(Generic[Item]):
         its own and the other one's count together."""
         line = self._lines.get(tenant)
         before = () if line is None else line.waiting
-        own = sum(entry.count for entry in before if entry.place <= place)
+        own = sum(one.num_answers for one in before if one.place <= place)
         others = (one.length for name, one in self._lines.items() if name != tenant)
         return own + sum(min(length, own + count) for length in others)
 
@@ -307,20 +308,21 @@ class FairQueue(Generic[Item]):
         """The tenant with most in it; of an empty queue there is none (ValueError)."""
         return max(self._lines, key=self.length_of)
 
-    def push(self, tenant: str, cost: int, item: Item, place: float = 0.0, count: int = 1) -> None:
-        """Adds an item behind those of its tenant that have no larger place; one that costs less
+    def push(self, turn: Turn) -> None:
+        """Adds a turn behind those of its tenant that have no larger place; one that costs less
         than a token costs one."""
-        line = self._lines.get(tenant)
+        line = self._lines.get(turn.tenant)
         if line is None:
-            line = self._lines[tenant] = _Line()
-            self._turns.append(tenant)
+            line = self._lines[turn.tenant] = _Line()
+            self._turns.append(turn.tenant)
         self._num_pushed += 1
-        insort(line.waiting, _Entry(place, self._num_pushed, max(1, cost), count, item))
-        line.length += count
-        self._size += count
+        turn.number, turn.cost = self._num_pushed, max(1, turn.cost)
+        insort(line.waiting, turn, key=lambda one: (one.place, one.number))
+        line.length += turn.num_answers
+        self._size += turn.num_answers
 
-    def pop(self) -> Item:
-        """Takes out the next item. Raises IndexError if there is none."""
+    def pop(self) -> Turn:
+        """Takes out the next turn. Raises IndexError if there is none."""
         while True:
             tenant = self._turns[0]
             line = self._lines[tenant]
@@ -328,32 +330,31 @@ class FairQueue(Generic[Item]):
             if first.cost <= line.saved:
                 line.saved -= first.cost
                 del line.waiting[0]
-                self._forget(tenant, first)
-                return first.item
+                self._forget(first)
+                return first
             line.saved += QUANTUM
             self._turns.rotate(-1)
 
-    def pop_last(self, tenant: str) -> Item:
-        """Takes out the last item of a tenant. Raises KeyError if it has none."""
-        entry = self._lines[tenant].waiting.pop()
-        self._forget(tenant, entry)
-        return entry.item
+    def pop_last(self, tenant: str) -> Turn:
+        """Takes out the last turn of a tenant. Raises KeyError if it has none."""
+        last = self._lines[tenant].waiting.pop()
+        self._forget(last)
+        return last
 
-    def remove(self, tenant: str, item: Item) -> bool:
-        """Takes out one item of a tenant, if it is there; whether it was."""
-        line = self._lines.get(tenant)
-        for entry in () if line is None else tuple(line.waiting):
-            if entry.item is item:
-                assert line is not None
-                line.waiting.remove(entry)
-                self._forget(tenant, entry)
-                return True
-        return False
+    def remove(self, turn: Turn) -> bool:
+        """Takes out a turn, if it is there; whether it was."""
+        try:
+            self._lines[turn.tenant].waiting.remove(turn)
+        except (KeyError, ValueError):
+            return False
+        self._forget(turn)
+        return True
 
-    def _forget(self, tenant: str, gone: _Entry[Item]) -> None:
-        """An item has gone. A tenant without items saves nothing."""
-        self._size -= gone.count
-        self._lines[tenant].length -= gone.count
-        if not self._lines[tenant].waiting:
-            del self._lines[tenant]
-            self._turns.remove(tenant)
+    def _forget(self, gone: Turn) -> None:
+        """A turn has gone. A tenant without turns saves nothing."""
+        line = self._lines[gone.tenant]
+        self._size -= gone.num_answers
+        line.length -= gone.num_answers
+        if not line.waiting:
+            del self._lines[gone.tenant]
+            self._turns.remove(gone.tenant)

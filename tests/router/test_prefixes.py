@@ -72,7 +72,7 @@ def chosen(found: Placement | None) -> str:
 
 
 def test_a_known_beginning_makes_up_for_as_many_tokens_that_wait() -> None:
-    known = candidates(0)[0].life
+    known = candidates(0)[0].record.life
     need = AttemptNeeds(model="fake", mode="remote", cached={known: 100})
     assert chosen(place(candidates(0), need)) == "p0"
     assert chosen(place(candidates(99), need)) == "p0"
