@@ -112,8 +112,10 @@ class AnswerRun:
             if prospect is Prospect.NONE:
                 raise self._unavailable(fleet.what_is_missing(need))
             if prospect is Prospect.WORKER:
-                request.attempts.setbacks.begin_stall(router.seats.stalled_since(request))
-                stalled_s = request.attempts.setbacks.stalled_s(router.now())
+                setbacks = request.attempts.setbacks
+                if setbacks.stalled_at is None:
+                    setbacks.stalled_at = router.seats.stalled_since(request)
+                stalled_s = router.now() - setbacks.stalled_at
                 if stalled_s > router.config.recovery_s:
                     why = f"no worker could continue it within {stalled_s:.3g} s: "
                     raise self._unavailable(why + fleet.what_is_missing(need))
@@ -173,7 +175,7 @@ class AnswerRun:
             router.fleet.standing.next_change_s(),
         ]
         if setbacks.stalled_at is not None:
-            due.append(router.config.recovery_s - setbacks.stalled_s(now))
+            due.append(setbacks.stalled_at + router.config.recovery_s - now)
         return min(one for one in due if one is not None and one > 0) + 0.001
 
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:

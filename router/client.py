@@ -200,7 +200,12 @@ def progress_labels(request: AnyRequest) -> dict[str, str]:
     """How far a request got, for programs."""
     if isinstance(request, EarlyRequest):
         return {}
-    return {"tokens": str(request.num_written), **request.attempts.setbacks.labels()}
+    setbacks = request.attempts.setbacks
+    return {
+        "tokens": str(request.num_written),
+        "losses": str(setbacks.num_losses),
+        "refusals": str(setbacks.refusals.total()),
+    }
 
 
 def progress_text(request: AnyRequest) -> str:

@@ -133,15 +133,6 @@ class Setbacks:
             self._failures[life] += 1
             self._avoided_until[life] = now + pause_s
 
-    def begin_stall(self, now: float) -> None:
-        """No worker can go on with the request now."""
-        if self.stalled_at is None:
-            self.stalled_at = now
-
-    def stalled_s(self, now: float) -> float:
-        """Seconds since that was so for the first time after the last block."""
-        return 0.0 if self.stalled_at is None else now - self.stalled_at
-
     def add_progress(self) -> None:
         """There is a new block: earlier setbacks are no sign of later ones."""
         self.losses_in_a_row = 0
@@ -154,10 +145,6 @@ class Setbacks:
     def next_change_s(self, now: float) -> float | None:
         """Seconds until it no longer avoids one of them; None if it avoids none."""
         return min((at - now for at in self._avoided_until.values() if at > now), default=None)
-
-    def labels(self) -> dict[str, str]:
-        """The same for programs."""
-        return {"losses": str(self.num_losses), "refusals": str(self.refusals.total())}
 
     def tell(self) -> str:
         """Losses and refusals, each in a few words; empty if there were none."""

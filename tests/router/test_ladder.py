@@ -70,7 +70,7 @@ def test_refusals_are_no_losses() -> None:
         setbacks.add(failed(outcome), 0.0)
     assert (setbacks.num_losses, setbacks.losses_in_a_row) == (0, 0)
     assert not setbacks.avoided(0.0)
-    assert setbacks.labels() == {"losses": "0", "refusals": "3"}
+    assert (setbacks.num_losses, setbacks.refusals.total()) == (0, 3)
 
 
 def test_losses_in_a_row_end_with_a_block_and_a_handoff_is_none() -> None:
@@ -80,11 +80,9 @@ def test_losses_in_a_row_end_with_a_block_and_a_handoff_is_none() -> None:
     setbacks.add(failed(FailureKind.LOST), 0.0)
     setbacks.add(failed(FailureKind.FAILED), 0.0)
     assert setbacks.losses_in_a_row == 2
-    setbacks.begin_stall(5.0)
-    setbacks.begin_stall(6.0)
-    assert setbacks.stalled_s(8.0) == 3.0
+    setbacks.stalled_at = 5.0
     setbacks.add_progress()
-    assert (setbacks.losses_in_a_row, setbacks.stalled_s(9.0)) == (0, 0.0)
+    assert (setbacks.losses_in_a_row, setbacks.stalled_at) == (0, None)
     assert setbacks.num_losses == 3
 
 
