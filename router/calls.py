@@ -305,7 +305,7 @@ class Cleanup:
 
     def settle_calls(
         self,
-        ending: Sequence[grpc.aio.Call | asyncio.Task[None]],
+        ending: Sequence[grpc.aio.Call | asyncio.Task[Any]],
         cut_off: Callable[[], object],
     ) -> None:
         """Takes over the calls, and the tasks that read them, that an attempt leaves. `cut_off`

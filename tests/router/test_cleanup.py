@@ -40,6 +40,19 @@ class Call:
             callback(self)
 
 
+def any_call() -> Any:
+    """As much of a call as its end needs."""
+    return Call()
+
+
+def ender(call: Call, reader: asyncio.Task[Any]) -> Callable[[], None]:
+    def end() -> None:
+        call.end()
+        reader.cancel()
+
+    return end
+
+
 class NoWorkers(FleetView):
     def __init__(self) -> None:
         return
@@ -57,7 +70,7 @@ def test_what_ends_by_itself_is_let_be() -> None:
         cut: list[str] = []
         cleanup = cleanup_of(settle_s=10)
         async with cleanup.running():
-            call, reader = Call(), asyncio.create_task(asyncio.sleep(0))
+            call, reader = any_call(), asyncio.create_task(asyncio.sleep(0))
             cleanup.settle_calls([call, reader], lambda: cut.append("cut"))
             assert cleanup.num_open == 1
             call.end()
@@ -71,8 +84,8 @@ def test_what_does_not_end_is_ended() -> None:
     async def main() -> None:
         cleanup = cleanup_of(settle_s=0.01)
         async with cleanup.running():
-            call, reader = Call(), asyncio.create_task(asyncio.Event().wait())
-            cleanup.settle_calls([call, reader], lambda: call.end() or reader.cancel())
+            call, reader = any_call(), asyncio.create_task(asyncio.Event().wait())
+            cleanup.settle_calls([call, reader], ender(call, reader))
         assert call.has_ended and reader.cancelled()
         assert (cleanup.num_open, cleanup.num_late) == (0, 1)
 
@@ -82,8 +95,8 @@ def test_what_does_not_end_is_ended() -> None:
 def test_after_the_end_everything_is_ended_at_once() -> None:
     async def main() -> None:
         cleanup = cleanup_of(settle_s=10)
-        call, reader = Call(), asyncio.create_task(asyncio.Event().wait())
-        cleanup.settle_calls([call, reader], lambda: call.end() or reader.cancel())
+        call, reader = any_call(), asyncio.create_task(asyncio.Event().wait())
+        cleanup.settle_calls([call, reader], ender(call, reader))
         assert call.has_ended
         await asyncio.wait({reader}, timeout=30)
         assert reader.cancelled()

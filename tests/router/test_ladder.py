@@ -82,7 +82,7 @@ def test_losses_in_a_row_end_with_a_block_and_a_handoff_is_none() -> None:
     assert setbacks.losses_in_a_row == 2
     setbacks.stalled_at = 5.0
     setbacks.add_progress()
-    assert (setbacks.losses_in_a_row, setbacks.stalled_at) == (0, None)
+    assert setbacks.losses_in_a_row == 0 and setbacks.stalled_at is None
     assert setbacks.num_losses == 3
 
 
