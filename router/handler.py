@@ -1,9 +1,9 @@
 """One request from top to bottom: checked, let in, answered, and ended.
 
-Every protocol's requests come through `Entrance`, which raises all that speaks against a request
-before anything is held for it, and `Serving`. The end of each is decided and counted here, in one
-place. Not here: the meaning of other protocols' messages (`openai_requests.py`, `kserve.py`,
-`vllm_engine.py`), how an answer comes about and the reaction to failures of workers (`answer.py`).
+Every protocol's requests come through `Serving`, which raises all that speaks against a request
+before anything is held for it. The end of each is decided and counted here, in one place. Not here:
+the meaning of other protocols' messages (`openai_requests.py`, `kserve.py`, `vllm_engine.py`), how
+an answer comes about and the reaction to failures of workers (`answer.py`).
 """
 
 from __future__ import annotations
