@@ -35,16 +35,6 @@ class RouterMetrics(ProcessMetrics):
 
     def __init__(self) -> None:
         super().__init__(lambda: {"role": "router"})
-        self.losses = self.counter("worker_losses", "Attempts lost, by worker", "worker", "reason")
-        self.refusals = self.counter(
-            "worker_refusals", "Attempts that were not begun, by worker", "worker", "reason"
-        )
-        # Of both, those that were counted last behind the others.
-        self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()
-        self.workers = self.gauge("workers", "Workers by role and state", "worker_role", "state")
-        self.stalled = self.gauge(
-            "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
-        )
         self.requests = self.counter(
             "requests", "Requests by the status they ended with", MODEL, "status"
         )
@@ -67,6 +57,16 @@ class RouterMetrics(ProcessMetrics):
             "prompt_tokens", "Prompt tokens of answered requests", MODEL
         )
         self.generation_tokens = self.counter("generation_tokens", "Tokens generated", MODEL)
+        self.losses = self.counter("worker_losses", "Attempts lost, by worker", "worker", "reason")
+        self.refusals = self.counter(
+            "worker_refusals", "Attempts that were not begun, by worker", "worker", "reason"
+        )
+        # Of both, those that were counted last behind the others.
+        self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()
+        self.workers = self.gauge("workers", "Workers by role and state", "worker_role", "state")
+        self.stalled = self.gauge(
+            "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
+        )
         self.queue_time = self.histogram(
             "request_queue_time_seconds", "From arrival to a place on the fleet", MODEL
         )
