@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Awaitable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -189,9 +190,14 @@ def _page(
 
 def _filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
     """A message with the fields that `sources` have under the same names, and with others."""
-    names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
-    same = {name: getattr(one, name) for one in sources for name in names if hasattr(one, name)}
-    return kind(**same, **others)
+    same = {name: getattr(one, name) for one in sources for name in _shared(kind, type(one))}
+    return kind(**same | others)
+
+
+@cache
+def _shared(kind: type[Message], source: type) -> tuple[str, ...]:
+    """The fields of a message that a class has under the same names."""
+    return tuple(name for name in kind.DESCRIPTOR.fields_by_name if hasattr(source, name))
 
 
 def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
