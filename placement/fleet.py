@@ -105,7 +105,7 @@ class FleetView:
         self._poll_s = poll_s
         self._now = now
         self._snapshot = Snapshot({}, False)
-        self._polled = asyncio.Event()
+        self.polled = asyncio.Event()  # set once the first poll has ended
 
     @property
     def is_current(self) -> bool:
@@ -131,14 +131,10 @@ class FleetView:
             if self._snapshot.is_current:
                 LOG.warning("keeping the last known view of the fleet: %s", error)
                 self._snapshot = replace(self._snapshot, is_current=False)
-            elif not self._polled.is_set():
+            elif not self.polled.is_set():
                 LOG.warning("no process of the fleet is known yet: %s", error)
         else:
             if not self._snapshot.is_current:
                 LOG.info("the view of the fleet is current again")
             self._snapshot = merge(self._snapshot, answer, asked_at, self._now())
-        self._polled.set()
-
-    async def first_poll(self) -> None:
-        """Returns once the first poll has ended."""
-        await self._polled.wait()
+        self.polled.set()

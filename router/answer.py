@@ -16,7 +16,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Final
 
 from msgspec.structs import replace
@@ -120,14 +120,11 @@ class AnswerRun:
                     why = f"no worker could continue it within {stalled_s:.3g} s: "
                     raise self._unavailable(why + fleet.what_is_missing(need))
             reason = "alone" if need.alone else prospect.value
-            with router.metrics.waiting(reason), self._lacking(prospect):
+            # Other routers leave it a seat, if it waits for one.
+            seat = router.admission.without_seat(request.asked.model.name)
+            lacking = seat if prospect is Prospect.SEAT else nullcontext()
+            with router.metrics.waiting(reason), lacking:
                 await fleet.wait_for_change(self._look_again_s())
-
-    def _lacking(self, prospect: Prospect) -> AbstractContextManager[None]:
-        """Lets other routers leave it a seat, if it waits for one."""
-        if prospect is not Prospect.SEAT:
-            return nullcontext()
-        return self._router.admission.without_seat(self._request.asked.model.name)
 
     def _roles_alone(self) -> Collection[Role]:
         """In which workers the next attempt runs alone. It does not wait long for them if its

@@ -103,7 +103,7 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             beside.create_task(router.placements.run()),
             beside.create_task(_repeat(router.poison.share, lambda: SHARE_S)),
         ]
-        await router.view.first_poll()
+        await router.view.polled.wait()
         if config.share_port:  # another router may end as soon as this one listens
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KNOW_S):

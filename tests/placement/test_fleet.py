@@ -195,7 +195,7 @@ def test_run_polls_until_it_is_cancelled() -> None:
                 view = FleetView(store, poll_s=0.01)
                 task = asyncio.ensure_future(view.run())
                 async with asyncio.timeout(20):
-                    await view.first_poll()
+                    await view.polled.wait()
                 assert len(view.workers()) == 1
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
