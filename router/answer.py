@@ -7,7 +7,7 @@ UNAVAILABLE. An answer without part of its text never ends well. Of several answ
 brings the prompt's KV to a decode worker, and the others join it as soon as that worker holds pages
 for it. If one of them fails for good, or the client goes, all end. Not here: one attempt
 (`attempt.py`), the choice of workers (`policy.py`), the meaning of a failure (`failures.py`), the
-sharing within a decode worker (`decode_worker/shared_prompts.py`)."""
+sharing within a decode worker (`decode_worker/roster.py`)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from effuse.client.params import NAMES
-from effuse.config.decoding import DecodingDefaults
+from effuse.config.decoding import ALGORITHMS, DecodingDefaults
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.protos.rpc import Context
