@@ -190,7 +190,10 @@ def _page(
 
 def _filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
     """A message with the fields that `sources` have under the same names, and with others."""
-    same = {name: getattr(one, name) for one in sources for name in _shared(kind, type(one))}
+    same = {}
+    for one in sources:
+        names = _shared(kind, type(one))  # type: ignore[arg-type]  # classes can be hashed
+        same |= {name: getattr(one, name) for name in names}
     return kind(**same | others)
 
 
