@@ -190,7 +190,7 @@ def _page(
 
 def _filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
     """A message with the fields that `sources` have under the same names, and with others."""
-    same = {}
+    same: dict[str, Any] = {}
     for one in sources:
         names = _shared(kind, type(one))  # type: ignore[arg-type]  # classes can be hashed
         same |= {name: getattr(one, name) for name in names}
