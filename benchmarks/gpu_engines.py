@@ -28,7 +28,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of
-from effuse.prefill_worker.prompts import PrefillLimits
+from effuse.worker.config import PrefillConfig
 
 _MOST_S = 3600.0
 _NAME = "benchmark"
@@ -69,16 +69,17 @@ def paged(model: Transformer, num_tokens: int, *, page_size: int) -> Paged:
     )
     memory = PageMemory(layout, -(-num_tokens // page_size), model.device)
     kv, marks = memory.layer_views(), LayerMarks(layout.num_layers, layout.num_groups, model.device)
-    graphs = PromptGraphs(
-        model,
-        kv,
-        page_size=page_size,
-        block_size=config.block_size,
-        uses_graphs=model.device.type == "cuda",
-        marks=marks,
-        max_context=num_tokens if config.prompt_attention == "causal_blocks" else 0,
-    )
-    graphs.prepare()
+    graphs = None
+    if model.device.type == "cuda":
+        graphs = PromptGraphs(
+            model,
+            kv,
+            page_size=page_size,
+            block_size=config.block_size,
+            marks=marks,
+            max_context=num_tokens if config.prompt_attention == "causal_blocks" else 0,
+        )
+        graphs.prepare()
     runner = ModelRunner(
         model, kv, page_size=page_size, block_size=config.block_size, graphs=graphs, marks=marks
     )
@@ -125,20 +126,14 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
     )
     return PrefillEngine(
         executor,
+        PrefillConfig(
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=parts.layout.page_size,
+            max_request_s=_MOST_S,
+        ),
         config,
         PagePool(memory.num_pages),
         sender,
-        PrefillLimits(
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=64,
-            max_model_len=config.max_position_embeddings,
-            num_pages=memory.num_pages,
-            page_size=parts.layout.page_size,
-            block_size=config.block_size,
-            vocab_size=config.vocab_size,
-            mask_token_id=config.mask_token_id,
-            max_request_s=_MOST_S,
-        ),
         agreed,
         now=time.monotonic,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from effuse.kernels.experts_routing import Routing
 from effuse.models.config import ModelConfig
-from effuse.models.config_experts import ExpertConfig
+from effuse.models.family import ExpertConfig
 from effuse.models.transformer import LayerWeights, ModelWeights, Transformer
 
 DREAM_7B = ModelConfig(

@@ -19,8 +19,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
-from effuse.models.checkpoint import INDEX_FILE, module_names, tensor_shapes
+from effuse.models.checkpoint import INDEX_FILE
 from effuse.models.config import ModelConfig
+from effuse.models.tensors import module_names, tensor_shapes
 
 _TENSORS_A_FILE = 64
 _RELEASES = {"dream": ("DreamModel", "Dream"), "sdar": ("SDARForCausalLM", "sdar")}

@@ -24,7 +24,7 @@ from effuse.client.params import Params
 from effuse.config.decoding import Algorithm, DecodeSettings
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
-from effuse.models.families import Family, family_of
+from effuse.models.family import Family
 from effuse.models.preflight import check_checkpoint
 from effuse.offline.llm import LLM
 from effuse.router.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ class Rivals:
     @property
     def family(self) -> Family:
         """The checkpoint's architecture."""
-        return family_of(self.config.architecture)
+        return self.config.family
 
     @property
     def device(self) -> Device:

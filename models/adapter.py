@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effuse.models.checkpoint import Shape, TensorCut, TensorFiles, open_tensors
+from effuse.models.checkpoint import TensorFiles, open_tensors
 from effuse.models.config_keys import CheckpointError, ConfigKeys
+from effuse.models.tensors import Shape, TensorCut
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
-"""The released tensor names and shapes of each family, and reading them from safetensors files.
+"""Tensors in a checkpoint's safetensors files, single or sharded; every tensor is accounted for.
 
-Files are single or sharded; every tensor is accounted for. Headers are read without torch.
+`tensors.py` has their names and shapes. Headers are read without torch.
 `weights.py` merges products for speed; nothing is ever unpickled.
 """
 
@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from effuse.config.lfs import pointer_problem
 from effuse.models.config import ModelConfig
-from effuse.models.config_experts import ExpertConfig
 from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
+from effuse.models.tensors import SafeSlice, Shape, TensorCut, module_names
 
 if TYPE_CHECKING:
     import torch
@@ -37,186 +37,6 @@ DTYPE_NAMES: Final = tuple(_STORED_NAMES.values())
 # Buffers that old releases store. Every family's code computes them from the configuration, and
 # transformers drops them, so their values have no effect here either.
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorCut:
-    """Ranges of a tensor's rows (`dim` 0) or columns (`dim` 1), to be read one after the other."""
-
-    dim: int
-    ranges: tuple[range, ...]
-
-    def shape(self, whole: Shape) -> Shape:
-        """Shape of the cut of a tensor of shape `whole`."""
-        length = sum(map(len, self.ranges))
-        return (*whole[: self.dim], length, *whole[self.dim + 1 :])
-
-    def of(self, tensor: Tensor | SafeSlice) -> list[Tensor]:
-        """The ranges of a tensor, or of one in a file, of which nothing else is read."""
-        slices = [slice(part.start, part.stop) for part in self.ranges]
-        return [tensor[:, one] if self.dim else tensor[one] for one in slices]
-
-
-@dataclass(frozen=True, slots=True)
-class MlpNames:
-    """Released module names of one gated MLP, each with a `.weight`."""
-
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNames:
-    """Released module names of one layer, each with a `.weight` (and, of qkv, a `.bias`)."""
-
-    attn_norm: str
-    qkv: tuple[str, ...]  # q, k and v, or one module for all three
-    q_norm: str
-    k_norm: str
-    attn_out: str
-    mlp_norm: str
-    mlps: tuple[MlpNames, ...]  # one, or every expert, with the shared one last
-    router: str | None = None  # if there are experts
-    router_bias: str | None = None  # a tensor, not a module
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNames:
-    """Released module names outside the layers, and of every layer."""
-
-    embedding: str
-    norm: str
-    head: str
-    layers: tuple[LayerNames, ...]
-
-
-def module_names(config: ModelConfig) -> ModelNames:
-    """The names of modules in this family's releases."""
-    numbers = range(config.num_layers)
-    if config.architecture == "llada":
-        top = "model.transformer"
-        layers = tuple(_llada_layer(f"{top}.blocks.{i}") for i in numbers)
-        return ModelNames(f"{top}.wte", f"{top}.ln_f", f"{top}.ff_out", layers)
-    if config.architecture == "llada2_moe":
-        layers = tuple(_llada2_layer(config, i) for i in numbers)
-        return ModelNames("model.word_embeddings", "model.norm", "lm_head", layers)
-    layers = tuple(_qwen_layer(config, i) for i in numbers)
-    return ModelNames("model.embed_tokens", "model.norm", "lm_head", layers)
-
-
-def _qwen_layer(config: ModelConfig, number: int) -> LayerNames:
-    at = f"model.layers.{number}"
-    experts = config.experts_of(number)
-    return LayerNames(
-        attn_norm=f"{at}.input_layernorm",
-        qkv=tuple(f"{at}.self_attn.{name}_proj" for name in "qkv"),
-        q_norm=f"{at}.self_attn.q_norm",
-        k_norm=f"{at}.self_attn.k_norm",
-        attn_out=f"{at}.self_attn.o_proj",
-        mlp_norm=f"{at}.post_attention_layernorm",
-        mlps=_mlps(f"{at}.mlp", experts),
-        router=f"{at}.mlp.gate" if experts else None,
-    )
-
-
-def _llada2_layer(config: ModelConfig, number: int) -> LayerNames:
-    at = f"model.layers.{number}"
-    experts = config.experts_of(number)
-    return LayerNames(
-        attn_norm=f"{at}.input_layernorm",
-        qkv=(f"{at}.attention.query_key_value",),
-        q_norm=f"{at}.attention.query_layernorm",
-        k_norm=f"{at}.attention.key_layernorm",
-        attn_out=f"{at}.attention.dense",
-        mlp_norm=f"{at}.post_attention_layernorm",
-        mlps=_mlps(f"{at}.mlp", experts),
-        router=f"{at}.mlp.gate" if experts else None,
-        router_bias=f"{at}.mlp.gate.expert_bias" if experts else None,
-    )
-
-
-def _mlps(at: str, experts: ExpertConfig | None) -> tuple[MlpNames, ...]:
-    if experts is None:
-        return (_mlp(at),)
-    routed = (f"{at}.experts.{number}" for number in range(experts.routing.num_experts))
-    shared = (f"{at}.shared_experts",) * experts.routing.num_shared
-    return tuple(_mlp(name) for name in (*routed, *shared))
-
-
-def _mlp(at: str) -> MlpNames:
-    return MlpNames(f"{at}.gate_proj", f"{at}.up_proj", f"{at}.down_proj")
-
-
-def _llada_layer(at: str) -> LayerNames:
-    return LayerNames(
-        attn_norm=f"{at}.attn_norm",
-        qkv=tuple(f"{at}.{name}_proj" for name in "qkv"),
-        q_norm=f"{at}.q_norm",
-        k_norm=f"{at}.k_norm",
-        attn_out=f"{at}.attn_out",
-        mlp_norm=f"{at}.ff_norm",
-        mlps=(MlpNames(f"{at}.ff_proj", f"{at}.up_proj", f"{at}.ff_out"),),
-    )
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of a release with this configuration, with its shape."""
-    names = module_names(config)
-    shapes: dict[str, Shape] = {
-        f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
-        f"{names.norm}.weight": (config.hidden_size,),
-    }
-    if not config.tie_embeddings:
-        shapes[f"{names.head}.weight"] = (config.vocab_size, config.hidden_size)
-    for number, layer in enumerate(names.layers):
-        shapes |= _attention_shapes(config, layer)
-        shapes |= _mlp_shapes(config, layer, config.experts_of(number))
-    return shapes
-
-
-def _attention_shapes(config: ModelConfig, layer: LayerNames) -> dict[str, Shape]:
-    hidden, dim = config.hidden_size, config.head_dim
-    q_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
-    rows = (q_dim, kv_dim, kv_dim) if len(layer.qkv) == 3 else (q_dim + 2 * kv_dim,)
-    shapes: dict[str, Shape] = {
-        f"{layer.attn_norm}.weight": (hidden,),
-        f"{layer.attn_out}.weight": (hidden, q_dim),
-    }
-    for name, count in zip(layer.qkv, rows, strict=True):
-        shapes[f"{name}.weight"] = (count, hidden)
-        if config.qkv_bias:
-            shapes[f"{name}.bias"] = (count,)
-    if config.qk_norm:
-        shapes |= {f"{name}.weight": (dim,) for name in (layer.q_norm, layer.k_norm)}
-    return shapes
-
-
-def _mlp_shapes(
-    config: ModelConfig, layer: LayerNames, experts: ExpertConfig | None
-) -> dict[str, Shape]:
-    hidden = config.hidden_size
-    inner = config.intermediate_size if experts is None else experts.intermediate_size
-    shapes: dict[str, Shape] = {f"{layer.mlp_norm}.weight": (hidden,)}
-    for mlp in layer.mlps:
-        shapes |= {f"{name}.weight": (inner, hidden) for name in (mlp.gate, mlp.up)}
-        shapes[f"{mlp.down}.weight"] = (hidden, inner)
-    if experts is not None:
-        num_experts = experts.routing.num_experts
-        shapes[f"{layer.router}.weight"] = (num_experts, hidden)
-        if layer.router_bias is not None:
-            shapes[layer.router_bias] = (num_experts,)
-    return shapes
-
-
-class SafeSlice(Protocol):
-    """A tensor's description in an open file."""
-
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-    def __getitem__(self, at: slice | tuple[slice, slice]) -> Tensor: ...
 
 
 class SafeFile(Protocol):
@@ -351,8 +171,7 @@ def weight_map(directory: Path) -> dict[str, str]:
     return entries
 
 
-def check_tensors(directory: Path, files: TensorFiles, expected: Mapping[str, Shape]) -> None:
-    """Raise CheckpointError that names the first missing, extra or wrongly shaped tensor."""
+def _check_tensors(directory: Path, files: TensorFiles, expected: Mapping[str, Shape]) -> None:
     for name, shape in expected.items():
         if name not in files.locations:
             raise CheckpointError(f"{directory}: tensor {name} of shape {list(shape)} is missing")
@@ -368,16 +187,24 @@ def check_tensors(directory: Path, files: TensorFiles, expected: Mapping[str, Sh
         )
 
 
-def without_tied_head(config: ModelConfig, files: TensorFiles) -> TensorFiles:
-    """A tied model may also store its head; only the values show if it equals the embedding."""
-    head = f"{module_names(config).head}.weight"
-    if not config.tie_embeddings:
-        return files
-    return TensorFiles({name: at for name, at in files.locations.items() if name != head})
+def checked_tensors(
+    directory: Path, config: ModelConfig, files: TensorFiles, expected: Mapping[str, Shape]
+) -> TensorFiles:
+    """The tensors of `expected`, all of which are there. Without a tied head, which some releases
+    store as well: only its values show whether it equals the embedding.
+
+    Raises CheckpointError that names a missing, extra or wrongly shaped tensor, or one that is not
+    in its shard of the index.
+    """
+    _check_index(directory, files)
+    if config.tie_embeddings:
+        head = f"{module_names(config).head}.weight"
+        files = TensorFiles({name: at for name, at in files.locations.items() if name != head})
+    _check_tensors(directory, files, expected)
+    return files
 
 
-def check_index(directory: Path, files: TensorFiles) -> None:
-    """Raise CheckpointError that names a tensor that is not in its shard of the index."""
+def _check_index(directory: Path, files: TensorFiles) -> None:
     if (directory / SINGLE_FILE).exists():
         return
     for name, shard in weight_map(directory).items():

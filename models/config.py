@@ -1,43 +1,24 @@
 """A published checkpoint's config.json, reduced to the numbers that the transformer needs.
 
-Each family has one reader for its releases' files. `config_stated.py` compares the other keys with
-the model, so that a key that would change the forward is obeyed or refused. `families.py` finds the
-family, `end_ids.py` the ids that end an answer. Tensors and their names are in `checkpoint.py`.
+Each family's own `family_NAME.py` names the keys that its config.json may state.
+`config_stated.py` compares the other keys with the model, so that a key that would change the
+forward is obeyed or refused. `end_ids.py` finds the ids that end an answer. `tensors.py` has the
+names of the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
-from effuse.models.config_experts import (
-    ExpertConfig,
-    llada2_experts,
-    llada_experts,
-    qwen_experts,
-)
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.config_stated import check_stated, rotary_dim
 from effuse.models.end_ids import end_ids
-from effuse.models.families import FAMILIES, Architecture, family_of, find_family
+from effuse.models.families import family_of, find_family
+from effuse.models.family import ExpertConfig, Family
 
 PromptAttention = Literal["causal_blocks", "bidirectional"]
-
-_BLOCK_CAUSAL: Final[frozenset[Architecture]] = frozenset(
-    {"sdar", "sdar_moe", "llada2_moe", "fast_dllm_v2", "dream_reasoner", "stable_diffcoder"}
-)
-_QWEN2: Final[frozenset[Architecture]] = frozenset({"dream", "fast_dllm_v2"})
-_LLAMA: Final[frozenset[Architecture]] = frozenset({"stable_diffcoder", "illada"})
-_SHIFTED: Final[frozenset[Architecture]] = frozenset({"dream", "fast_dllm_v2"})
-_TOP_K_FIRST: Final = frozenset(one.architecture for one in FAMILIES if one.top_k_first)
-# Values that releases leave to the tokenizer or to their own code.
-_SDAR_MASK_TOKEN_ID = 151669
-_LING_MASK_TOKEN_ID = 156895
-_FAST_DLLM_MASK_TOKEN_ID = 151665
-_SEED_MASK_TOKEN_ID = 5
-_SDAR_HEAD_DIM = 128  # default of its configuration class, for any hidden size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +27,7 @@ class ModelConfig:
     of the logits, which includes padded rows of the released head.
     """
 
-    architecture: Architecture
+    architecture: str
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -68,43 +49,47 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(
+            raise ValueError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads: the "
                 "number of heads must be a multiple of the number of KV heads"
             )
         if self.head_dim % 2:
-            raise CheckpointError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
         for name, token in (
             ("mask_token_id", self.mask_token_id),
             *(("eos_token_id", token) for token in self.eos_token_ids),
         ):
             if not 0 <= token < self.vocab_size:
-                raise CheckpointError(f"{name} {token} lies outside 0..{self.vocab_size - 1}")
+                raise ValueError(f"{name} {token} lies outside 0..{self.vocab_size - 1}")
         if self.mask_token_id in self.eos_token_ids:
-            raise CheckpointError(f"mask_token_id {self.mask_token_id} is also an eos_token_id")
+            raise ValueError(f"mask_token_id {self.mask_token_id} is also an eos_token_id")
         if self.block_size < 1:
-            raise CheckpointError(f"block_size must be at least 1, got {self.block_size}")
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+
+    @property
+    def family(self) -> Family:
+        """The conventions that its releases share."""
+        return family_of(self.architecture)
 
     @property
     def shift_logits(self) -> bool:
         """Position p is predicted by the hidden row of p - 1."""
-        return self.architecture in _SHIFTED
+        return self.family.shift_logits
 
     @property
     def top_k_first(self) -> bool:
         """Sampling applies top-k before top-p, which then covers only the first k."""
-        return self.architecture in _TOP_K_FIRST
+        return self.family.top_k_first
 
     @property
     def prompt_attention(self) -> PromptAttention:
         """Whether the prompt attends to all of itself, or block by block like the answer."""
-        return "causal_blocks" if self.architecture in _BLOCK_CAUSAL else "bidirectional"
+        return "causal_blocks" if self.family.is_block_causal else "bidirectional"
 
     @property
     def postponed_ids(self) -> tuple[int, ...]:
         """Ids that LLaDA's confidence_eos_eot_inf writes last."""
-        turn_ends = family_of(self.architecture).turn_end_ids
-        beside = (token for token in turn_ends if token < self.vocab_size)
+        beside = (token for token in self.family.turn_end_ids if token < self.vocab_size)
         return tuple(dict.fromkeys((*self.eos_token_ids, *beside)))
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
@@ -131,234 +116,79 @@ class ModelConfig:
             block_size = keys.integer(family.block_size_key, default=family.block_size)
         ends = end_ids(directory, keys, family.end_ids)
         try:
-            config = _READERS[family.architecture](keys, ends, block_size)
-        except CheckpointError as error:  # of numbers that contradict each other
-            named = str(keys.path) in str(error)
-            raise error if named else CheckpointError(f"{keys.path}: {error}") from None
-        check_stated(keys, config)
+            config = _read(keys, family, ends, block_size)
+        except CheckpointError:
+            raise
+        except ValueError as error:  # of numbers that contradict each other
+            raise CheckpointError(f"{keys.path}: {error}") from None
+        check_stated(keys, config.facts())
         return config
 
-
-def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    keys.only("attention_bias", (None, False))
-    keys.only("num_experts", (None, 0))
-    mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
-    return _qwen(keys, "sdar", _sdar_head_dim(keys), mask_token_id, eos, block_size)
-
-
-def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    keys.only("attention_bias", (None, True))
-    keys.only("use_mrope", (None, False))
-    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
-    keys.only("head_dim", (None, head_dim))  # its class has none
-    mask_token_id = keys.integer("mask_token_id", least=0)
-    return _qwen(keys, "dream", head_dim, mask_token_id, eos, block_size)
-
-
-def _fast_dllm_v2(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """Fast-dLLM v2 (arXiv 2509.26328): Qwen2.5's layers, the prompt in blocks."""
-    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
-    head_dim = keys.integer("head_dim", default=head_dim)
-    mask_token_id = keys.integer("mask_token_id", default=_FAST_DLLM_MASK_TOKEN_ID, least=0)
-    return _qwen(keys, "fast_dllm_v2", head_dim, mask_token_id, eos, block_size)
+    def facts(self) -> dict[str, object]:
+        """By the names of `config_stated.py`; None for those that do not concern this model."""
+        named = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+        flags = ("rms_norm_eps", "qkv_bias", "qk_norm", "tie_embeddings")
+        facts: dict[str, object] = {name: getattr(self, name) for name in (*named, *flags)}
+        facts |= {"rope_type": "default", "activation": "silu", "mlp_size": None}
+        facts["rotary_dim"] = self.rotary_dim or self.head_dim
+        if self.experts is None:
+            facts["mlp_size"] = self.intermediate_size
+            none = dict.fromkeys(("num_experts", "top_k", "num_shared", "inner_size"), 0)
+            of_none = {"num_groups": 1, "top_groups": 1, "scale": 1.0, "has_router_bias": False}
+            return facts | none | of_none
+        routing = self.experts.routing
+        of_routing = ("num_experts", "top_k", "num_shared", "scale", "num_groups", "top_groups")
+        facts |= {name: getattr(routing, name) for name in (*of_routing, "scores", "renormalises")}
+        facts["inner_size"] = self.experts.intermediate_size
+        facts["num_dense_layers"] = self.experts.num_dense_layers
+        return facts | {"has_router_bias": self.experts.has_bias}
 
 
-def _dream_reasoner(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """DreamReasoner (arXiv 2606.19257): Qwen3's layers and SDAR's blocks with Dream's name."""
-    keys.only("attention_bias", (None, False))
-    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
-    head_dim = keys.integer("head_dim", default=head_dim)
-    mask_token_id = keys.integer("mask_token_id", least=0)
-    return _qwen(keys, "dream_reasoner", head_dim, mask_token_id, eos, block_size)
+def _read(keys: ConfigKeys, family: Family, eos: tuple[int, ...], block_size: int) -> ModelConfig:
+    """Raises ValueError, of which a CheckpointError names the file and the key."""
+    form = family.form
 
+    def size(key: str, *, default: int | None = None, least: int = 1) -> int:
+        default = form.defaults.get(key, default)
+        return keys.integer(form.names.get(key, key), default=default, least=least)
 
-def _stable_diffcoder(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    return _llama(keys, "stable_diffcoder", eos, block_size)
-
-
-def _illada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """iLLaDA (arXiv 2606.25331): LLaDA's canvas, the keys and names of Llama."""
-    keys.only("layer_norm_eps", (None,))
-    return _llama(keys, "illada", eos, block_size)
-
-
-def _llama(
-    keys: ConfigKeys,
-    architecture: Literal["stable_diffcoder", "illada"],
-    eos: tuple[int, ...],
-    block_size: int,
-) -> ModelConfig:
-    """Llama's layers, and the mask of the tokenizer that both share with Seed-Coder."""
-    keys.only("attention_bias", (None, False))
-    keys.only("mlp_bias", (None, False))
-    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
-    head_dim = keys.integer("head_dim", default=head_dim)
-    mask_token_id = keys.integer("mask_token_id", default=_SEED_MASK_TOKEN_ID, least=0)
-    return _qwen(keys, architecture, head_dim, mask_token_id, eos, block_size)
-
-
-def _qwen(
-    keys: ConfigKeys,
-    architecture: Architecture,
-    head_dim: int,
-    mask_token_id: int,
-    eos: tuple[int, ...],
-    block_size: int,
-    experts: ExpertConfig | None = None,
-) -> ModelConfig:
-    """The keys that Qwen3 (qk-norm, no bias), Qwen2 (qkv bias) and Llama (neither) share."""
-    keys.only("hidden_act", ("silu",))
-    keys.only("use_sliding_window", (None, False))
-    keys.only("quantization_config", (None,))
-    keys.every("layer_types", "full_attention")
-    return ModelConfig(
-        architecture=architecture,
-        num_layers=keys.num_layers(),
-        hidden_size=keys.integer("hidden_size"),
-        num_heads=keys.integer("num_attention_heads"),
-        num_kv_heads=keys.integer("num_key_value_heads"),
-        head_dim=head_dim,
-        intermediate_size=keys.integer("intermediate_size"),
-        vocab_size=keys.integer("vocab_size"),
-        max_position_embeddings=keys.integer("max_position_embeddings"),
-        rope_theta=keys.rope_theta(),
-        rms_norm_eps=keys.number("rms_norm_eps"),
-        qkv_bias=architecture in _QWEN2,
-        qk_norm=architecture not in _QWEN2 | _LLAMA,
-        tie_embeddings=keys.flag("tie_word_embeddings"),
-        mask_token_id=mask_token_id,
-        eos_token_ids=eos,
-        block_size=block_size,
-        experts=experts,
-    )
-
-
-def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """LLaDA-8B's release: an OLMo configuration with Llama's blocks."""
-    for key, accepted in _LLADA_FIXED.items():
+    for key, accepted in form.only.items():
         keys.only(key, accepted)
-    num_heads, hidden_size = keys.integer("n_heads"), keys.integer("d_model")
+    keys.every("layer_types", "full_attention")
+    num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
+    head_dim = hidden_size // num_heads
+    if form.has_head_dim:
+        head_dim = size("head_dim", default=head_dim)
+    else:
+        keys.only("head_dim", (None, head_dim))
+    experts = None if form.experts is None else form.experts(keys)
+    share, tied = form.rotary_share, "tie_word_embeddings"
     return ModelConfig(
-        architecture="llada",
-        num_layers=keys.num_layers("n_layers"),
+        architecture=family.architecture,
+        num_layers=keys.num_layers(form.names.get("num_hidden_layers", "num_hidden_layers")),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=keys.integer("n_kv_heads", default=num_heads),
-        head_dim=hidden_size // num_heads,
-        intermediate_size=keys.integer("mlp_hidden_size"),
-        vocab_size=keys.integer("embedding_size", default=keys.integer("vocab_size")),
-        max_position_embeddings=keys.integer("max_sequence_length"),
-        rope_theta=keys.rope_theta(),
-        rms_norm_eps=keys.number("rms_norm_eps"),
-        qkv_bias=False,
-        qk_norm=False,
-        tie_embeddings=keys.flag("weight_tying"),
-        mask_token_id=keys.integer("mask_token_id", least=0),
-        eos_token_ids=eos,
-        block_size=block_size,
-    )
-
-
-_LLADA_FIXED: dict[str, tuple[object, ...]] = {
-    "activation_type": ("silu",),
-    "block_type": ("llama",),
-    "layer_norm_type": ("rms",),
-    "rope": (True,),
-    "alibi": (None, False),
-    "attention_layer_norm": (None, False),
-    "bias_for_layer_norm": (None, False),
-    "block_group_size": (None, 1),
-    "clip_qkv": (None,),
-    "include_bias": (None, False),
-    "include_qkv_bias": (None, False),
-    "input_emb_norm": (None, False),
-    "layer_norm_with_affine": (None, True),
-    "multi_query_attention": (None, False),
-    "quantization_config": (None,),
-    "scale_logits": (None, False),
-}
-
-
-def _sdar_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """Qwen3's layers with experts instead of the MLP."""
-    keys.only("attention_bias", (None, False))
-    mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
-    experts = qwen_experts(keys)
-    return _qwen(keys, "sdar_moe", _sdar_head_dim(keys), mask_token_id, eos, block_size, experts)
-
-
-def _sdar_head_dim(keys: ConfigKeys) -> int:
-    return keys.integer("head_dim", default=_SDAR_HEAD_DIM)
-
-
-def _llada2_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """LLaDA2.0 and 2.1 (arXiv 2512.15745, 2602.08676): Ling's layers, the prompt in blocks."""
-    keys.only("use_qkv_bias", (None, False))
-    keys.only("use_bias", (False,))
-    keys.only("use_qk_norm", (None, True))
-    keys.only("norm_head", (None, False))
-    return _ling(keys, "llada2_moe", llada2_experts(keys), 0.5, eos, block_size)
-
-
-def _llada_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
-    """LLaDA-MoE (arXiv 2509.24389): OLMoE's layers, the prompt in both directions."""
-    keys.only("attention_bias", (None, False))
-    keys.only("qk_layernorm", (True,))
-    keys.only("clip_qkv", (None,))
-    return _ling(keys, "llada_moe", llada_experts(keys), 1.0, eos, block_size)
-
-
-def _ling(
-    keys: ConfigKeys,
-    architecture: Literal["llada2_moe", "llada_moe"],
-    experts: ExpertConfig,
-    rotary_share: float,
-    eos: tuple[int, ...],
-    block_size: int,
-) -> ModelConfig:
-    """The keys of both, and the token ids of their common tokenizer."""
-    keys.only("hidden_act", ("silu",))
-    keys.only("use_sliding_window", (None, False))
-    keys.only("quantization_config", (None,))
-    num_heads, hidden_size = keys.integer("num_attention_heads"), keys.integer("hidden_size")
-    head_dim = keys.integer("head_dim", default=hidden_size // num_heads)
-    dense = "intermediate_size" if architecture == "llada2_moe" else "dense_intermediate_size"
-    has_dense = experts.num_dense_layers > 0
-    return ModelConfig(
-        architecture=architecture,
-        num_layers=keys.num_layers(),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=keys.integer("num_key_value_heads", default=num_heads),
+        num_kv_heads=size(
+            "num_key_value_heads", default=num_heads if form.as_many_kv_heads else None
+        ),
         head_dim=head_dim,
-        intermediate_size=keys.integer(dense) if has_dense else experts.intermediate_size,
-        vocab_size=keys.integer("vocab_size"),
-        max_position_embeddings=keys.integer("max_position_embeddings"),
+        # Without a dense layer its size is not used.
+        intermediate_size=size(
+            "intermediate_size",
+            default=None
+            if experts is None or experts.num_dense_layers
+            else experts.intermediate_size,
+        ),
+        vocab_size=size("vocab_size", default=keys.integer("vocab_size")),
+        max_position_embeddings=size("max_position_embeddings"),
         rope_theta=keys.rope_theta(),
         rms_norm_eps=keys.number("rms_norm_eps"),
-        qkv_bias=False,
-        qk_norm=True,
-        tie_embeddings=keys.flag("tie_word_embeddings", default=False),
-        mask_token_id=keys.integer("mask_token_id", default=_LING_MASK_TOKEN_ID, least=0),
+        qkv_bias=form.qkv_bias,
+        qk_norm=form.qk_norm,
+        tie_embeddings=keys.flag(form.names.get(tied, tied), default=form.defaults.get(tied)),
+        mask_token_id=size("mask_token_id", least=0),
         eos_token_ids=eos,
         block_size=block_size,
-        rotary_dim=rotary_dim(keys, head_dim, rotary_share),
+        rotary_dim=None if share is None else rotary_dim(keys, head_dim, share),
         experts=experts,
     )
-
-
-Reader = Callable[[ConfigKeys, tuple[int, ...], int], ModelConfig]
-"""From a config.json, the ids that end an answer and the block size."""
-
-_READERS: Final[Mapping[Architecture, Reader]] = {
-    "sdar": _sdar,
-    "dream": _dream,
-    "llada": _llada,
-    "sdar_moe": _sdar_moe,
-    "llada2_moe": _llada2_moe,
-    "llada_moe": _llada_moe,
-    "fast_dllm_v2": _fast_dllm_v2,
-    "dream_reasoner": _dream_reasoner,
-    "stable_diffcoder": _stable_diffcoder,
-    "illada": _illada,
-}

@@ -54,7 +54,7 @@ class ConfigKeys:
             raise self.error(key, f"expected {form}, found {value!r}")
         return value
 
-    def num_layers(self, key: str = "num_hidden_layers") -> int:
+    def num_layers(self, key: str) -> int:
         """The number of layers, within a plausible limit."""
         value = self.integer(key)
         if value > _MOST_LAYERS:

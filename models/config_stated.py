@@ -11,12 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from effuse.models.config_keys import ConfigKeys
-
-if TYPE_CHECKING:
-    from effuse.models.config import ModelConfig
 
 _SPELLINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "hidden_size": ("hidden_size", "d_model", "n_embd"),
@@ -115,14 +112,16 @@ _ONE_CHANGES_NOTHING: Final = re.compile(
 _OFF: Final = ("", "none", "None", "default", "silu", "swiglu", "full", "full_attention", "rope")
 
 
-def check_stated(keys: ConfigKeys, config: ModelConfig) -> None:
-    """Raises CheckpointError that names file and first key that the forward would not obey."""
-    facts = _facts(config)
+def check_stated(keys: ConfigKeys, facts: Mapping[str, object]) -> None:
+    """Raises CheckpointError that names file and first key that the forward would not obey.
+
+    `facts` has the model's values by the names of `_SPELLINGS`, and the `rotary_dim` of a head.
+    """
     for path, value in _leaves(keys.values, ()):
         name, where = path[-1], ".".join(path)
         fact = facts.get(_FACT_OF.get(name, ""))
         if name in _SHARES + _COUNTS:
-            _check_rotated(keys, where, name, value, config)
+            _check_rotated(keys, where, name, value, facts)
         elif path[0] in keys.asked:
             continue
         elif fact is None:
@@ -132,9 +131,9 @@ def check_stated(keys: ConfigKeys, config: ModelConfig) -> None:
 
 
 def _check_rotated(
-    keys: ConfigKeys, where: str, name: str, value: object, config: ModelConfig
+    keys: ConfigKeys, where: str, name: str, value: object, facts: Mapping[str, Any]
 ) -> None:
-    rotated, head_dim = config.rotary_dim or config.head_dim, config.head_dim
+    rotated, head_dim = facts["rotary_dim"], facts["head_dim"]
     if _num_rotated(name, value, head_dim) != rotated:
         raise keys.error(
             where,
@@ -201,27 +200,6 @@ def _leaves(
             yield from _leaves(value, (*at, name))
         elif value is not None:
             yield (*at, name), value
-
-
-def _facts(config: ModelConfig) -> dict[str, object]:
-    """By the names of `_SPELLINGS`; None for those that do not concern this model."""
-    named = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope_theta")
-    flags = ("rms_norm_eps", "qkv_bias", "qk_norm", "tie_embeddings")
-    facts: dict[str, object] = {name: getattr(config, name) for name in (*named, *flags)}
-    facts |= {"rope_type": "default", "activation": "silu", "mlp_size": None}
-    experts = config.experts
-    if experts is None:
-        facts["mlp_size"] = config.intermediate_size
-        none = dict.fromkeys(("num_experts", "top_k", "num_shared", "inner_size"), 0)
-        of_none = {"num_groups": 1, "top_groups": 1, "scale": 1.0, "has_router_bias": False}
-        return (
-            facts | none | of_none | dict.fromkeys(("num_dense_layers", "renormalises", "scores"))
-        )
-    routing, chosen = experts.routing, ("num_experts", "top_k", "num_shared", "scale")
-    facts |= {name: getattr(routing, name) for name in (*chosen, "num_groups", "top_groups")}
-    facts |= {"inner_size": experts.intermediate_size, "scores": routing.scores}
-    facts |= {"num_dense_layers": experts.num_dense_layers, "renormalises": routing.renormalises}
-    return facts | {"has_router_bias": experts.has_bias}
 
 
 def _same(value: object, fact: object) -> bool:

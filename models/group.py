@@ -1,27 +1,84 @@
-"""The ranks of a tensor-parallel group over torch.distributed: Gloo on CPUs, NCCL between GPUs.
+"""The ranks of a tensor-parallel group, and their exchanges of hidden rows and logits.
 
-Ranks of one host meet through a file in a private directory, so that no port is open while they do.
-A group is a value of its own and not the process's default group: a process may be in several.
+Over torch.distributed: Gloo on CPUs, NCCL between GPUs. Ranks of one host meet through a file in a
+private directory, so that no port is open while they do. A group is a value of its own and not the
+process's default group: a process may be in several.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from effuse.kernels.experts import NO_EXPERT, Routes
+from effuse.models.config import ModelConfig
+from effuse.models.tensors import ModelShard, shard_of, vocabulary_sizes
 
 LOG = logging.getLogger(__name__)
 
 _LOOPBACK = "lo"
 
 
-class ProcessGroup:
+class Group:
+    """The ranks of one model. All of them call the same methods in the same order. This one has a
+    single rank, so that nothing is exchanged.
+    """
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors of this shape, in a fixed order of ranks; may overwrite
+        ``x``."""
+        return x
+
+    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """All ranks' ``x`` [R, sizes[rank]] side by side: [R, sum of sizes]."""
+        return x
+
+    def deal(self, x: Tensor) -> Tensor:
+        """From each rank its part for this rank; x: [N, ...], part n for rank n: [N, ...]."""
+        return x
+
+    def share(self, x: Tensor) -> Tensor:
+        """Rank 0's tensor; the others give one of the same shape, which is overwritten."""
+        return x
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        return number
+
+    def close(self) -> None:
+        """Ends its threads, if it has any."""
+
+
+ALONE: Final = Group()
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a process stands in the group that serves a model together."""
+
+    rank: int = 0
+    size: int = 1
+    expert_parallel: bool = False
+    group: Group = ALONE
+
+    def shard(self, config: ModelConfig) -> ModelShard:
+        """Its part of a model. Raises ValueError naming what does not divide."""
+        return shard_of(config, self.rank, self.size, expert_parallel=self.expert_parallel)
+
+
+ALL: Final = RankPlace()
+"""The place of a process that serves a model by itself."""
+
+
+class ProcessGroup(Group):
     """A `Group` of processes; its methods wait for the other ranks on a CPU, and are queued on a
     GPU's current stream. They raise RuntimeError if another rank has ended."""
 
@@ -44,31 +101,26 @@ class ProcessGroup:
         return total
 
     def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
-        """All ranks' ``x`` [R, sizes[rank]] side by side."""
         widest = max(sizes)
         own = x if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         parts = zip(self._of_all(own), sizes, strict=True)
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
 
     def deal(self, x: Tensor) -> Tensor:
-        """From each rank its part of ``x`` [N, ...] for this rank."""
         dealt = torch.empty_like(x)
         options = dist.AllToAllOptions()
         self._collectives.alltoall_base(dealt, x.contiguous(), [], [], options).wait()
         return dealt
 
     def share(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``."""
         self._collectives.broadcast([x], dist.BroadcastOptions()).wait()
         return x
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
         own = torch.tensor([number], dtype=torch.int64, device=self.device)
         return min(int(one) for one in torch.cat(self._of_all(own)).tolist())
 
     def close(self) -> None:
-        """Ends the threads of its collectives."""
         self._collectives = None
 
     def _of_all(self, x: Tensor) -> list[Tensor]:
@@ -107,3 +159,56 @@ def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def own_routes(routes: Routes, num_routed: int, shard: ModelShard) -> Routes:
+    """Routes [T, K] by the numbers of the experts that the rank holds; NO_EXPERT for others.
+
+    Every rank has the shared experts, and each row's are computed by one of the ranks, in turn.
+    """
+    own = shard.experts
+    assert own is not None, "experts are cut, not spread"
+    experts = routes.experts
+    is_own = (experts >= own.start) & (experts < own.stop)
+    turns = torch.arange(len(experts), device=experts.device)[:, None] % shard.size
+    is_shared = (experts >= num_routed) & (turns == shard.rank)
+    local = torch.where(is_shared, experts - num_routed + len(own), experts - own.start)
+    is_held = is_own | is_shared
+    return Routes(
+        torch.where(is_held, local, NO_EXPERT).int(),
+        torch.where(is_held, routes.weights, 0.0),
+        is_spread=True,
+    )
+
+
+def whole_rows(own: Tensor, config: ModelConfig, shard: ModelShard, group: Group) -> Tensor:
+    """Logits [S, V] of this rank's share of rows; own: [R, its vocabulary], of all rows.
+
+    Rank n gets rows n * S to n * S + S, with S = R / N rounded up; a row beyond the last one is the
+    last one again. Each logit moves once, so that N ranks move 1 / N of a gather's bytes.
+    """
+    widths = vocabulary_sizes(config, shard.size)
+    rows = _shares(len(own), shard.size, own.device).flatten()
+    padded = torch.nn.functional.pad(own, (0, max(widths) - own.shape[1]))
+    dealt = group.deal(padded[rows].view(shard.size, -1, max(widths)))
+    return torch.cat([part[:, :width] for part, width in zip(dealt, widths, strict=True)], dim=1)
+
+
+def own_rows(count: int, shard: ModelShard, device: torch.device) -> Tensor:
+    """Numbers [S] of this rank's share of `count` rows, see `whole_rows`."""
+    return _shares(count, shard.size, device)[shard.rank]
+
+
+def _shares(count: int, size: int, device: torch.device) -> Tensor:
+    share = -(-count // size)
+    return torch.arange(size * share, device=device).clamp_(max=count - 1).view(size, share)
+
+
+def embed(token_ids: Tensor, rows: Tensor, shard: ModelShard, group: Group) -> Tensor:
+    """Embeddings [T, H] of token_ids [T], of which this rank holds `rows` [its vocabulary, H]."""
+    if shard.is_whole:
+        return torch.nn.functional.embedding(token_ids, rows)
+    own = token_ids - shard.vocabulary.start
+    is_ours = (own >= 0) & (own < len(rows))
+    found = torch.nn.functional.embedding(own.clamp(0, len(rows) - 1), rows)
+    return group.sum(found.masked_fill(~is_ours[:, None], 0))

@@ -7,16 +7,9 @@ shapes, dtypes, sizes, and in an adapter. Only the worker knows whether the weig
 from pathlib import Path
 
 from effuse.models.adapter import open_adapter
-from effuse.models.checkpoint import (
-    check_index,
-    check_tensors,
-    dtype_name,
-    open_tensors,
-    tensor_shapes,
-    weight_files,
-    without_tied_head,
-)
+from effuse.models.checkpoint import checked_tensors, dtype_name, open_tensors, weight_files
 from effuse.models.config import ModelConfig
+from effuse.models.tensors import tensor_shapes
 
 
 def check_checkpoint(
@@ -33,8 +26,7 @@ def check_checkpoint(
     dtype_name(dtype, directory)
     shapes = tensor_shapes(config)
     with open_tensors(weight_files(directory), None) as files:
-        check_index(directory, files)
-        check_tensors(directory, without_tied_head(config, files), shapes)
+        checked_tensors(directory, config, files, shapes)
         for name in files.locations:
             files.check_dtype(name)
     if adapter is not None:

@@ -2,8 +2,7 @@
 
 The host needs about 8 ms to launch a forward's kernels one by one, which equals 300 rows of a 7B
 model, and an engine that also decodes needs that time. Prompts that begin with cached tokens have
-separate graphs, if there may be any. Forwards with candidates run without graphs. Without graphs
-(on the CPU) the same padded rows run call by call.
+separate graphs, if there may be any. Forwards with candidates run without graphs.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
+from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.marks import LayerMarks
 from effuse.models.packing import Integers, PackedParts
 from effuse.models.part import Part
@@ -38,7 +38,6 @@ class PromptGraphs:
         *,
         page_size: int,
         block_size: int,
-        uses_graphs: bool,
         marks: LayerMarks | None = None,
         max_context: int = 0,
     ) -> None:
@@ -50,9 +49,8 @@ class PromptGraphs:
         self._block_size = block_size
         self._max_context = max_context
         self._inputs = _Inputs.empty(model.device, max(1, -(-max_context // page_size)))
-        self._uses_graphs = uses_graphs
         self._graphs: dict[_Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if uses_graphs else None
+        self._pool: Any = None  # memory that all graphs share
 
     def takes(self, parts: Sequence[Part]) -> bool:
         """Whether these parts can run as one of the graphs."""
@@ -67,8 +65,6 @@ class PromptGraphs:
     @torch.inference_mode()
     def prepare(self) -> None:
         """Captures all graphs; a missing one is captured at its first use."""
-        if not self._uses_graphs:
-            return
         contexts = {0, self._max_context}
         sizes = range(MOST_ROWS, 0, -ROWS_APART)
         with ProgressLog("graphs of prompts", 2 * len(sizes) * len(contexts)) as progress:
@@ -83,14 +79,12 @@ class PromptGraphs:
             num_seqs=1 if len(parts) == 1 else MOST_SEQUENCES,
             max_context=self._max_context if any(part.start for part in parts) else 0,
         )
-        graph = self._graph(bucket) if self._uses_graphs else None
+        graph, hidden = self._graph(bucket)
         self._inputs.fill(parts, packed, bucket.rows)
         if bucket.max_context:
             self._inputs.fill_contexts(parts, self._page_size)
-        if graph is None:
-            return self._forward(bucket)[: len(packed.wanted_rows)]
-        graph[0].replay()
-        return graph[1][: len(packed.wanted_rows)]
+        graph.replay()
+        return hidden[: len(packed.wanted_rows)]
 
     def _graph(self, bucket: _Bucket) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         found = self._graphs.get(bucket)
@@ -107,6 +101,7 @@ class PromptGraphs:
         # The connector's thread may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._forward(bucket)
+        self._pool = graph.pool()
         return graph, hidden
 
     def _forward(self, bucket: _Bucket) -> Tensor:
@@ -125,24 +120,19 @@ class PromptGraphs:
         )
 
     def _attention(self, bucket: _Bucket) -> AttentionBatch:
-        if self._model.device.type == "cpu":
-            return self._attention_of_cpu(bucket)
-        return self._inputs.attention(bucket, self._block_size, self._page_size)
-
-    def _attention_of_cpu(self, bucket: _Bucket) -> AttentionBatch:
-        """The same batch for the CPU, where padding must be a separate sequence."""
-        inputs = self._inputs
-        lengths = inputs.cu_seqlens.diff().tolist()
-        lengths.append(bucket.rows - sum(lengths))
-        contexts = inputs.context_lens.tolist() if bucket.max_context else [0] * MOST_SEQUENCES
-        return make_attention_batch(
-            lengths,
-            [*contexts, 0],
-            [*inputs.page_table.tolist(), ()],
-            [*inputs.block_origins.tolist(), bucket.rows],
+        """The batch over the inputs; rows after the last sequence belong to none."""
+        inputs, num_seqs = self._inputs, bucket.num_seqs
+        context_lens = inputs.context_lens if bucket.max_context else inputs.nothing
+        return AttentionBatch(
+            cu_seqlens=inputs.cu_seqlens[: num_seqs + 1],
+            context_lens=context_lens[:num_seqs],
+            page_table=inputs.page_table[:num_seqs],
+            block_origins=inputs.block_origins[:num_seqs],
             block_size=self._block_size,
             page_size=self._page_size,
-            device=self._model.device,
+            max_seqlen=bucket.rows,
+            max_context=bucket.max_context,
+            gather=None,
         )
 
 
@@ -194,22 +184,6 @@ class _Inputs:
             cached=cached,
             context_lens=cached[:MOST_SEQUENCES],
             page_table=cached[MOST_SEQUENCES:].view(MOST_SEQUENCES, num_pages),
-        )
-
-    def attention(self, bucket: _Bucket, block_size: int, page_size: int) -> AttentionBatch:
-        """The batch over these inputs; rows after the last sequence belong to none."""
-        num_seqs = bucket.num_seqs
-        context_lens = self.context_lens if bucket.max_context else self.nothing
-        return AttentionBatch(
-            cu_seqlens=self.cu_seqlens[: num_seqs + 1],
-            context_lens=context_lens[:num_seqs],
-            page_table=self.page_table[:num_seqs],
-            block_origins=self.block_origins[:num_seqs],
-            block_size=block_size,
-            page_size=page_size,
-            max_seqlen=bucket.rows,
-            max_context=bucket.max_context,
-            gather=None,
         )
 
     def clear(self) -> None:

@@ -136,20 +136,22 @@ class ModelRunner:
             self._on_layer(len(self._kv) - 1)
 
     def _draw(self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor) -> _Drawn:
-        if packed.num_candidates == 0:
-            return _Drawn([], [], [], [None] * len(parts))
-        rows = hidden[: packed.num_candidates]
-        if packed.boundary_candidates:
-            (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
-            rows = rows.index_copy(0, at, self._boundaries(packed, rows))
-        sampling, edits = self._sampling(packed), self._edits(parts)
-        logits, candidates = self._candidates(parts, rows, sampling, edits)
+        none: list[HostLogprobs | None] = [None] * len(parts)
+        logits, candidates = None, None
+        if packed.num_candidates:
+            rows = hidden[: packed.num_candidates]
+            if packed.boundary_candidates:
+                (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
+                rows = rows.index_copy(0, at, self._boundaries(packed, rows))
+            logits, candidates = self._candidates(
+                parts, rows, self._sampling(packed), self._edits(parts)
+            )
         if candidates is None:
-            return _Drawn([], [], [], [None] * len(parts))
+            return _Drawn([], [], [], none)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
-        logprobs: list[HostLogprobs | None] = [None] * len(parts)
+        logprobs = none
         if logits is not None:
             logprobs = _logprobs(parts, logits, candidates.token, self.model.config)
         return _Drawn([int(token) for token in tokens], confidences, scores, logprobs)
@@ -163,7 +165,7 @@ class ModelRunner:
     ) -> tuple[Tensor | None, Candidates | None]:
         """(logits [R, V], candidates) of hidden rows [R, H]. Only rank 0 of a group has candidates;
         none has logits if no part needs them."""
-        model, config = self.model, self.model.config
+        model = self.model
         is_plain = edits is None and not any(part.draw or part.guidance for part in parts)
         needs_logits = any(part.num_logprobs is not None for part in parts)
         if is_plain and not needs_logits and not model.shard.is_whole:
@@ -176,8 +178,96 @@ class ModelRunner:
         if self._wait is not None:
             self._wait()
         if is_plain:
-            return logits, _sample_rows(None, logits, sampling, config, self._show)
-        return logits, _sample_by_part(parts, logits, sampling, edits, config, self._show)
+            return logits, self._sample_rows(None, logits, sampling)
+        return logits, self._sample_by_part(parts, logits, sampling, edits)
+
+    def _sample_rows(
+        self, draw: LladaDraw | None, logits: Tensor, sampling: RowSampling
+    ) -> Candidates:
+        """Candidates for ``logits`` [R, V] that are all drawn in the same way. On a CPU a few rows
+        at a time with progress after each, because a row of a large vocabulary takes as long as
+        dozens of layers.
+        """
+        most = max(LEAST_ROWS, MOST_LOGITS // logits.shape[1])
+        if logits.device.type != "cpu" or len(logits) <= most:
+            return self._sample_span(draw, logits, sampling)
+        drawn = []
+        for first in range(0, len(logits), most):
+            span = slice(first, first + most)
+            drawn.append(self._sample_span(draw, logits[span], sampling.of_rows(span)))
+            self._show()
+        return _joined(drawn)
+
+    def _sample_span(
+        self, draw: LladaDraw | None, logits: Tensor, sampling: RowSampling
+    ) -> Candidates:
+        if draw is not None:
+            return sample_llada(logits, draw, sampling.position, sampling.denoise_count)
+        config = self.model.config
+        return sample_confidence(
+            logits, sampling, config.mask_token_id, top_k_first=config.top_k_first
+        )
+
+    def _sample_by_part(
+        self,
+        parts: Sequence[Part],
+        logits: Tensor,
+        sampling: RowSampling,
+        edits: LogitEdits | None,
+    ) -> Candidates:
+        """Candidates for the rows of ``logits`` [R, V], in the order of the parts.
+
+        A part with guidance s uses u + (s + 1) * (c - u), with its own logits c and the logits u of
+        the next part, which has the same candidates. Nothing is drawn from u itself; the next
+        part's candidates are those of c.
+        """
+        drawn: list[Candidates] = []
+        led: list[Candidates] = []
+        first = 0
+        for part in parts:
+            end = first + len(part.candidates)
+            if end == first:
+                continue
+            if led:
+                drawn, led, first = drawn + led, [], end
+                continue
+            of_part, rows = sampling.of_rows(slice(first, end)), logits[first:end]
+            own_edits = None
+            if part.edits is not None and edits is not None:
+                own_edits = edits.of_rows(first, end)
+            if part.guidance or own_edits is not None:
+                free = logits[end : end + len(rows)]
+                changed = list(self._sample_changed(part, rows, free, of_part, own_edits))
+                drawn += changed
+                led = changed if part.guidance else []
+            else:
+                drawn.append(self._sample_rows(part.draw, rows, of_part))
+            if logits.device.type == "cpu":
+                self._show()
+            first = end
+        return _joined(drawn)
+
+    def _sample_changed(
+        self,
+        part: Part,
+        logits: Tensor,
+        free: Tensor,
+        sampling: RowSampling,
+        edits: LogitEdits | None,
+    ) -> Iterator[Candidates]:
+        """Candidates of a part whose logits are moved away from ``free`` or edited, some rows at a
+        time, because changed rows are copied as fp32.
+        """
+        for first in range(0, len(logits), _MOST_CHANGED):
+            span = slice(first, min(first + _MOST_CHANGED, len(logits)))
+            rows = logits[span]
+            if part.guidance:
+                unled = free[span].float()
+                rows = unled + (part.guidance + 1) * (rows.float() - unled)
+            if edits is not None:
+                own = edits.of_rows(span.start, span.stop)
+                rows = edit_logits(rows, own, self.model.config.mask_token_id)
+            yield self._sample_rows(part.draw, rows, sampling.of_rows(span))
 
     def _boundaries(self, packed: PackedParts, rows: Tensor) -> Tensor:
         """Boundary vectors [B, H] like ``rows``; rank 0 has them, and other ranks get them."""
@@ -271,100 +361,6 @@ def _logprobs(
             HostLogprobs(told.chosen.tolist(), told.top_tokens.tolist(), told.top.tolist())
         )
     return found
-
-
-def _sample_rows(
-    draw: LladaDraw | None,
-    logits: Tensor,
-    sampling: RowSampling,
-    config: ModelConfig,
-    show: Callable[[], None],
-) -> Candidates:
-    """Candidates for ``logits`` [R, V] that are all drawn in the same way. On a CPU a few rows at a
-    time with a call of `show` after each, because a row of a large vocabulary takes as long as
-    dozens of layers.
-    """
-    most = max(LEAST_ROWS, MOST_LOGITS // logits.shape[1])
-    if logits.device.type != "cpu" or len(logits) <= most:
-        return _sample_span(draw, logits, sampling, config)
-    drawn = []
-    for first in range(0, len(logits), most):
-        span = slice(first, first + most)
-        drawn.append(_sample_span(draw, logits[span], sampling.of_rows(span), config))
-        show()
-    return _joined(drawn)
-
-
-def _sample_span(
-    draw: LladaDraw | None, logits: Tensor, sampling: RowSampling, config: ModelConfig
-) -> Candidates:
-    if draw is not None:
-        return sample_llada(logits, draw, sampling.position, sampling.denoise_count)
-    return sample_confidence(logits, sampling, config.mask_token_id, top_k_first=config.top_k_first)
-
-
-def _sample_by_part(
-    parts: Sequence[Part],
-    logits: Tensor,
-    sampling: RowSampling,
-    edits: LogitEdits | None,
-    config: ModelConfig,
-    show: Callable[[], None],
-) -> Candidates:
-    """Candidates for the rows of ``logits`` [R, V], in the order of the parts.
-
-    A part with guidance s uses u + (s + 1) * (c - u), with its own logits c and the logits u of the
-    next part, which has the same candidates. Nothing is drawn from u itself; the next part's
-    candidates are those of c.
-    """
-    drawn: list[Candidates] = []
-    led: list[Candidates] = []
-    first = 0
-    for part in parts:
-        end = first + len(part.candidates)
-        if end == first:
-            continue
-        if led:
-            drawn, led, first = drawn + led, [], end
-            continue
-        of_part, rows = sampling.of_rows(slice(first, end)), logits[first:end]
-        own_edits = None
-        if part.edits is not None and edits is not None:
-            own_edits = edits.of_rows(first, end)
-        if part.guidance or own_edits is not None:
-            free = logits[end : end + len(rows)]
-            changed = list(_sample_changed(part, rows, free, of_part, own_edits, config, show))
-            drawn += changed
-            led = changed if part.guidance else []
-        else:
-            drawn.append(_sample_rows(part.draw, rows, of_part, config, show))
-        if logits.device.type == "cpu":
-            show()
-        first = end
-    return _joined(drawn)
-
-
-def _sample_changed(
-    part: Part,
-    logits: Tensor,
-    free: Tensor,
-    sampling: RowSampling,
-    edits: LogitEdits | None,
-    config: ModelConfig,
-    show: Callable[[], None],
-) -> Iterator[Candidates]:
-    """Candidates of a part whose logits are moved away from ``free`` or edited, some rows at a
-    time, because changed rows are copied as fp32.
-    """
-    for first in range(0, len(logits), _MOST_CHANGED):
-        span = slice(first, min(first + _MOST_CHANGED, len(logits)))
-        rows = logits[span]
-        if part.guidance:
-            unled = free[span].float()
-            rows = unled + (part.guidance + 1) * (rows.float() - unled)
-        if edits is not None:
-            rows = edit_logits(rows, edits.of_rows(span.start, span.stop), config.mask_token_id)
-        yield _sample_rows(part.draw, rows, sampling.of_rows(span), config, show)
 
 
 def _joined(drawn: Sequence[Candidates]) -> Candidates:

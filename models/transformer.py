@@ -24,17 +24,8 @@ from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
-from effuse.models.shard import (
-    ALONE,
-    Group,
-    ModelShard,
-    embed,
-    own_routes,
-    own_rows,
-    vocabulary_sizes,
-    whole,
-    whole_rows,
-)
+from effuse.models.group import ALONE, Group, embed, own_routes, own_rows, whole_rows
+from effuse.models.tensors import ModelShard, vocabulary_sizes, whole
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
 _MOST_ROWS_HALVED = 256

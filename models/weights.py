@@ -21,24 +21,24 @@ from torch import Tensor
 from effuse.kernels.attention import block_attention
 from effuse.models.adapter import Adapter, open_adapter
 from effuse.models.checkpoint import (
-    LayerNames,
-    ModelNames,
-    Shape,
-    TensorCut,
     TensorFiles,
-    check_index,
-    check_tensors,
+    checked_tensors,
     dtype_name,
-    module_names,
     open_tensors,
-    tensor_shapes,
     weight_files,
-    without_tied_head,
 )
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError
+from effuse.models.group import ALL, RankPlace
 from effuse.models.progress import ProgressLog
-from effuse.models.shard import ALL, RankPlace, cuts_of, held_names, held_shapes
+from effuse.models.tensors import (
+    LayerNames,
+    ModelNames,
+    Released,
+    module_names,
+    tensor_shapes,
+    tensors_of,
+)
 from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,21 +65,18 @@ def load_model(
     directory, device = Path(path), torch.device(device)
     config = ModelConfig.from_dir(directory, block_size=block_size)
     shard = place.shard(config)
-    shapes, cuts = tensor_shapes(config), cuts_of(config, shard)
-    check_memory(directory, held_shapes(config, shard, shapes, cuts), dtype, device)
+    shapes, held = tensor_shapes(config), tensors_of(config, shard)
+    check_memory(directory, held, dtype, device)
     with ExitStack() as stack:
-        files = stack.enter_context(open_tensors(weight_files(directory), device))
-        check_index(directory, files)
-        untied = without_tied_head(config, files)
-        check_tensors(directory, untied, shapes)
-        _check_tied_head(directory, config, files)
-        files = untied
+        opened = stack.enter_context(open_tensors(weight_files(directory), device))
+        files = checked_tensors(directory, config, opened, shapes)
+        _check_tied_head(directory, config, opened)
         merged = None
         if adapter is not None:
             merged = stack.enter_context(open_adapter(Path(adapter), shapes, device))
         with ProgressLog("weights", files.num_bytes(), unit="GB", per_unit=1e9) as progress:
-            loader = _Loader(files, merged, dtype, device, progress, cuts)
-            weights = loader.model(config, held_names(config, shard))
+            loader = _Loader(files, merged, dtype, device, progress, held)
+            weights = loader.model(config, module_names(config, shard))
     return Transformer(config, weights, attend, shard, place.group)
 
 
@@ -98,7 +95,10 @@ def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
     seconds for 16 GB in the page cache. Raises CheckpointError for a missing file.
     """
     digest = xxhash.xxh3_128()
-    for directory, config in _directories(path, adapter):
+    directories = [(Path(path), "config.json")]
+    if adapter is not None:
+        directories.append((Path(adapter), "adapter_config.json"))
+    for directory, config in directories:
         for file in (directory / config, *sorted(directory.glob("*.safetensors"))):
             if not file.is_file():  # also a broken link
                 raise CheckpointError(f"{file}: no such file")
@@ -109,10 +109,10 @@ def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
 
 
 def check_memory(
-    directory: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
+    directory: Path, tensors: Mapping[str, Released], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise CheckpointError if tensors of `shapes` do not fit into the device's free memory."""
-    needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    """Raise CheckpointError if what is read does not fit into the device's free memory."""
+    needed = sum(math.prod(one.held) for one in tensors.values()) * dtype.itemsize
     free = free_bytes(device)
     if needed > free:
         raise CheckpointError(
@@ -143,7 +143,7 @@ class _Loader:
     dtype: torch.dtype
     device: torch.device
     progress: ProgressLog
-    cuts: Mapping[str, TensorCut]
+    tensors: Mapping[str, Released]
 
     def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
         embedding = self.matrix(names.embedding)
@@ -182,7 +182,7 @@ class _Loader:
             gate_up = torch.cat([self.matrix(only.gate), self.matrix(only.up)])
             return gate_up, self.matrix(only.down)
         count = len(names.mlps)
-        hidden, inner = self.shape(f"{names.mlps[0].down}.weight")
+        hidden, inner = self.tensors[f"{names.mlps[0].down}.weight"].held
         empty = partial(torch.empty, dtype=self.dtype, device=self.device)
         gate_ups, downs = empty(count, 2 * inner, hidden), empty(count, hidden, inner)
         for mlp, gate_up, down in zip(names.mlps, gate_ups, downs, strict=True):
@@ -194,8 +194,9 @@ class _Loader:
     def matrix(self, module: str) -> Tensor:
         """A module's weight with its adapter merged."""
         weight = self.read(f"{module}.weight")
-        cut = self.cuts.get(f"{module}.weight")
-        delta = None if self.adapter is None else self.adapter.delta(module, cut)
+        delta = None
+        if self.adapter is not None:
+            delta = self.adapter.delta(module, self.tensors[f"{module}.weight"].cut)
         if delta is not None:
             weight = weight.float() + delta
         return weight.to(self.dtype)
@@ -203,12 +204,8 @@ class _Loader:
     def take(self, name: str) -> Tensor:
         return self.read(name).to(self.dtype)
 
-    def shape(self, name: str) -> Shape:
-        cut, whole = self.cuts.get(name), self.files.shape(name)
-        return whole if cut is None else cut.shape(whole)
-
     def read(self, name: str) -> Tensor:
-        cut = self.cuts.get(name)
+        cut = self.tensors[name].cut
         tensor = self.files.take(name, cut)
         self.progress.add(tensor.nbytes)
         if cut is not None or tensor.device.type != "cpu":
@@ -228,12 +225,6 @@ def _check_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -
             f"{directory}: tensor {head} differs from {names.embedding}.weight, although the "
             "configuration ties them"
         )
-
-
-def _directories(path: Path | str, adapter: Path | str | None) -> Iterator[tuple[Path, str]]:
-    yield Path(path), "config.json"
-    if adapter is not None:
-        yield Path(adapter), "adapter_config.json"
 
 
 def _chunks(file: Path) -> Iterator[bytes]:

@@ -2,7 +2,6 @@
 
 import sys
 
-from effuse.config import flags
 from effuse.config.extras import explaining
 from effuse.worker.config import PrefillConfig
 
@@ -13,13 +12,7 @@ def main() -> int:
         from effuse.prefill_worker.server import make_role
         from effuse.worker import front
 
-    config = flags.parse(
-        PrefillConfig,
-        sys.argv[1:],
-        prog="effuse-prefill",
-        about="Prompt in, KV pages out.",
-    )
-    return front.run(config, make_role(config))
+    return front.main(PrefillConfig, make_role, "effuse-prefill", "Prompt in, KV pages out.")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.part import Part, PromptForward
-from effuse.prefill_worker.prompts import Prompt
+from effuse.prefill_worker.prompts import Prompt, PromptChunk
 from effuse.worker.engine_process import ForwardGuard
 
 IsOver = Callable[[], bool]
@@ -29,40 +30,12 @@ _MOST_RUNNING = 2  # forwards that were launched and have not ended
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """One prompt's share of a forward: positions [start, end)."""
-
-    prompt: Prompt
-    start: int
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedForward:
-    """A forward that may not have ended. Its boundaries may be read after its end."""
+    """A forward that may not have ended."""
 
     chunks: Sequence[PromptChunk]
     progress: Pending[int]  # groups of layers that it has stored
-    boundaries: Sequence[Tensor | None]  # [hidden_size] on the host, of each chunk
     is_over: IsOver
-
-    def boundary(self, index: int) -> Pending[BoundaryState]:
-        """The boundary of a chunk that ends its prompt, once the forward has ended.
-
-        May be called from any thread.
-        """
-        prompt, row = self.chunks[index].prompt, self.boundaries[index]
-
-        def state() -> BoundaryState | None:
-            if not self.is_over():
-                return None
-            return prompt.boundary(None if row is None else _bytes_of(row))
-
-        return state
 
 
 class PromptExecutor:
@@ -119,13 +92,14 @@ class PromptExecutor:
         self.num_prompts += len(parts)
         self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
         results = self._guard.run(lambda: self._forward.run(parts), len(parts))
-        launched = self._launched(chunks, progress, [result.boundary for result in results])
-        self._running.append(launched)
-        for index, chunk in enumerate(chunks):
+        rows = [None if one.boundary is None else _to_host(one.boundary) for one in results]
+        is_over = _always if self._mark is None else self._mark()
+        self._running.append(LaunchedForward(chunks, progress, is_over))
+        for chunk, row in zip(chunks, rows, strict=True):
             chunk.prompt.num_launched = chunk.end
             if not chunk.prompt.num_left:
-                transfer_id = chunk.prompt.attempt.transfer_id
-                self._sender.computed(transfer_id, launched.boundary(index))
+                boundary = partial(_boundary, chunk.prompt, row, is_over)
+                self._sender.computed(chunk.prompt.attempt.transfer_id, boundary)
 
     def has_ended(self) -> bool:
         """Whether the oldest running forward has ended. Its progress is a sign of life, because a
@@ -166,17 +140,15 @@ class PromptExecutor:
         if pages:
             self._sender.pages_ready(prompt.attempt.transfer_id, pages, progress)
 
-    def _launched(
-        self,
-        chunks: Sequence[PromptChunk],
-        progress: Pending[int],
-        boundaries: Sequence[Tensor | None],
-    ) -> LaunchedForward:
-        """A forward whose call has just returned; starts copying its boundaries to the host."""
-        copies = [None if row is None else _to_host(row) for row in boundaries]
-        return LaunchedForward(
-            chunks, progress, copies, _always if self._mark is None else self._mark()
-        )
+
+def _boundary(prompt: Prompt, row: Tensor | None, is_over: IsOver) -> BoundaryState | None:
+    """The boundary of a prompt with `row` [hidden_size] on the host, once its forward has ended.
+
+    May be called from any thread.
+    """
+    if not is_over():
+        return None
+    return prompt.boundary(None if row is None else _bytes_of(row))
 
 
 def mark_of(device: torch.device) -> Mark | None:

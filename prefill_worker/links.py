@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from effuse.placement.records import MOST_LINKS, Link, WorkerRecord
 
@@ -25,61 +25,102 @@ AGREEING = 3  # rehearsals that must find a link too slow before it is refused
 MOST_SAMPLES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Samples of handoffs over one link, in bytes a second."""
-
-    measured: tuple[tuple[float, float], ...] = ()  # (when, rate) of rehearsals, the last ones
-    proven: tuple[float, float] | None = None  # the same for a prompt, as a lower bound
-
-    def with_measured(self, rate: float, now: float) -> Rates:
-        """With one more rehearsal."""
-        return replace(self, measured=(*self.measured, (now, rate))[-MOST_SAMPLES:])
-
-    def with_proven(self, rate: float, now: float) -> Rates:
-        """With a prompt, whose pages may have left only as fast as they were computed."""
-        is_news = rate >= self.best(now)
-        return replace(self, proven=(now, rate)) if is_news else self
-
-    def best(self, now: float) -> float:
-        """The link's rate now; 0 if nothing is known. The last AGREEING rehearsals count always."""
-        old, new = self.measured[:-AGREEING], self.measured[-AGREEING:]
-        proven = () if self.proven is None else (self.proven,)
-        recent = [rate for at, rate in (*old, *proven) if now - at <= WINDOW_S]
-        return max([*recent, *(rate for _, rate in new)], default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LinkState:
-    """The state of the link to one life of a decode worker."""
+    """The link to one life of a decode worker. Samples are (when, bytes a second)."""
 
     peer: WorkerRecord
     due_at: float  # when it is next rehearsed
+    least: float = 0.0  # bytes a second; a slower link is refused and measured again soon
+    jitter: Callable[[], float] = lambda: 0.5  # returns numbers in [0, 1)
     transport: str = ""  # transport of its bytes; empty while it is cold
-    rates: Rates = field(default_factory=Rates)
+    samples: Sequence[tuple[float, float]] = ()  # of rehearsals, the last ones
+    bound: Sequence[tuple[float, float]] = ()  # at most one of a prompt: a lower bound
     num_bytes: int = 0  # of the largest rehearsal
     num_good: int = 0  # rehearsals since the link was last too slow
     tries: int = 0  # that failed or found it too slow, since the last good one
     told: bool | None = None  # the last verdict in the log
+    is_under_way: bool = False  # a rehearsal runs
 
-    def link(self, least: float, now: float) -> Link | None:
-        """The link for a record; None while it is cold or may still miss a `least` rate."""
-        if not self.transport or (least and self.verdict(least, now) is None):
+    def best(self, now: float) -> float:
+        """The link's rate now; 0 if nothing is known. The last AGREEING rehearsals count always."""
+        old, new = self.samples[:-AGREEING], self.samples[-AGREEING:]
+        recent = [rate for at, rate in (*old, *self.bound) if now - at <= WINDOW_S]
+        return max([*recent, *(rate for _, rate in new)], default=0.0)
+
+    def verdict(self, now: float) -> bool | None:
+        """Whether it reaches the least rate; None while that is open."""
+        if not self.samples:
+            return None
+        if self.best(now) >= self.least:
+            return True
+        return False if len(self.samples) >= AGREEING else None
+
+    def link(self, now: float) -> Link | None:
+        """The link for a record; None while it is cold or may still miss the least rate."""
+        if not self.transport or (self.least and self.verdict(now) is None):
             return None
         life = self.peer.worker_id, self.peer.incarnation
-        return Link(*life, self.transport, self.rates.best(now))
+        return Link(*life, self.transport, self.best(now))
 
-    def verdict(self, least: float, now: float) -> bool | None:
-        """Whether it reaches this rate in bytes a second; None while that is open."""
-        if not self.rates.measured:
+    def news(self, now: float) -> Link | None:
+        """The link, if it should be logged: there is a verdict, and it is new or changed."""
+        verdict = self.verdict(now)
+        if verdict is None or verdict is self.told:
             return None
-        if self.rates.best(now) >= least:
-            return True
-        return False if len(self.rates.measured) >= AGREEING else None
+        self.told = verdict
+        return self.link(now)
+
+    def is_fine(self, now: float) -> bool:
+        """Whether prompts take the link and nothing about it is open."""
+        return bool(self.transport) and self.best(now) >= self.least
+
+    def warmed(self, transport: str, rate: float, now: float) -> None:
+        """It may carry prompts from now on, with at least this rate in bytes a second."""
+        self.proven(rate, now)
+        self.transport, self.due_at, self.tries = transport, now, 0
+
+    def measured(self, transport: str, rate: float, num_bytes: int, now: float) -> None:
+        """A rehearsal of this many bytes found a rate in bytes a second."""
+        self.transport, self.num_bytes = transport, max(self.num_bytes, num_bytes)
+        self.samples = (*self.samples, (now, rate))[-MOST_SAMPLES:]
+        verdict = self.verdict(now)
+        if verdict is None:
+            self.due_at, self.num_good = now + self._spread(FIRST_S), 0
+        elif not verdict:
+            self.num_good = 0
+            self.failed(now)
+        else:
+            pause_s = min(AGAIN_S * 2.0 ** min(self.num_good, 32), MOST_AGAIN_S)
+            self.due_at, self.tries = now + self._spread(pause_s), 0
+            self.num_good += 1
+
+    def proven(self, rate: float, now: float) -> None:
+        """A prompt's pages have moved, which may have left only as fast as they were computed."""
+        if rate >= self.best(now):
+            self.bound = ((now, rate),)
+
+    def refused(self, ways: str, now: float) -> None:
+        """No bytes can move, because the two ends have different connectors."""
+        self.transport, self.samples, self.bound = ways, ((now, 0.0),) * AGREEING, ()
+        self.failed(now)
+
+    def failed(self, now: float) -> float:
+        """An attempt failed; returns the seconds until the next one."""
+        first_s, most_s = (FIRST_S, MOST_S) if self.transport else (COLD_FIRST_S, COLD_MOST_S)
+        pause_s = self._spread(min(first_s * 2.0 ** min(self.tries, 32), most_s))
+        self.due_at, self.tries = now + pause_s, self.tries + 1
+        return pause_s
+
+    def _spread(self, pause_s: float) -> float:
+        return pause_s * (0.5 + self.jitter())
 
 
 class Links:
-    """All links of one prefill worker. Times are seconds of one monotonic clock."""
+    """All links of one prefill worker. Times are seconds of one monotonic clock.
+
+    A link belongs to one life at either end: results for an earlier one have no effect.
+    """
 
     def __init__(self, jitter: Callable[[], float], min_gbps: float = 0.0) -> None:
         """`jitter` returns numbers in [0, 1); a link below `min_gbps` is measured again soon."""
@@ -87,7 +128,6 @@ class Links:
         self._least = min_gbps * 1e9
         self.own = ""  # the life that measures
         self._links: dict[str, LinkState] = {}  # by worker id
-        self._under_way: set[str] = set()  # worker ids
 
     def follow(
         self, own: WorkerRecord, seen: Sequence[WorkerRecord], now: float
@@ -95,8 +135,7 @@ class Links:
         """Takes `seen`, all live workers, of which at most MOST_LINKS are followed. Returns the
         decode workers whose previous life has ended.
 
-        Links to decode workers with our fingerprint are due immediately. Results for another life,
-        ours or theirs, are dropped.
+        Links to decode workers with our fingerprint are due immediately.
         """
         before = self._links if self.own == own.incarnation else {}
         self.own, self._links = own.incarnation, {}
@@ -109,75 +148,33 @@ class Links:
         for peer in fitting[:MOST_LINKS]:
             state = before.get(peer.worker_id)
             if state is None or state.peer.incarnation != peer.incarnation:
-                state = LinkState(peer, now)
-            self._links[peer.worker_id] = replace(state, peer=peer)
+                state = LinkState(peer, now, self._least, self._jitter)
+            state.peer = peer
+            self._links[peer.worker_id] = state
         lives = {state.peer.incarnation for state in self._links.values()}
         return [one.peer for one in before.values() if one.peer.incarnation not in lives]
 
     def next(
         self, now: float, *, only_cold: bool = False, may_measure: bool = True
-    ) -> WorkerRecord | None:
-        """The decode worker to rehearse with now; None if nothing is due.
+    ) -> LinkState | None:
+        """The link to rehearse now; None if nothing is due.
 
         Cold links come first. `may_measure`: whether this engine is idle. A warm link that is fast
         enough waits until both of its ends are.
         """
         due = [
             state
-            for name, state in self._links.items()
-            if state.peer.state == "ready" and state.due_at <= now and name not in self._under_way
+            for state in self._links.values()
+            if state.peer.state == "ready" and state.due_at <= now and not state.is_under_way
             if not (only_cold and state.transport)
-            if (may_measure and _is_idle(state.peer)) or not self._is_fine(state, now)
+            if (may_measure and _is_idle(state.peer)) or not state.is_fine(now)
         ]
-        return min(due, key=self._turn).peer if due else None
-
-    def begin(self, peer: WorkerRecord) -> None:
-        """A rehearsal with this worker is running, until `end`."""
-        self._under_way.add(peer.worker_id)
-
-    def end(self, peer: WorkerRecord) -> None:
-        """It has ended."""
-        self._under_way.discard(peer.worker_id)
-
-    def state_of(self, peer: WorkerRecord) -> LinkState | None:
-        """The link to this life of a decode worker."""
-        state = self._links.get(peer.worker_id)
-        return state if state is not None and state.peer.incarnation == peer.incarnation else None
+        return min(due, key=self._turn) if due else None
 
     def known(self, now: float) -> tuple[Link, ...]:
         """All warm links, and whether each reaches the limit, if there is one."""
-        links = (state.link(self._least, now) for state in self._links.values())
+        links = (state.link(now) for state in self._links.values())
         return tuple(link for link in links if link is not None)
-
-    def warmed(self, peer: WorkerRecord, transport: str, rate: float, now: float) -> None:
-        """A link may carry prompts from now on, with at least this rate in bytes a second."""
-        state = self.state_of(peer)
-        if state is not None:
-            rates = state.rates.with_proven(rate, now)
-            self._put(replace(state, transport=transport, rates=rates, due_at=now, tries=0))
-
-    def measured(
-        self, peer: WorkerRecord, transport: str, rate: float, num_bytes: int, now: float
-    ) -> None:
-        """A rehearsal of this many bytes found a rate in bytes a second."""
-        state = self.state_of(peer)
-        if state is None:
-            return
-        state = replace(
-            state,
-            transport=transport,
-            rates=state.rates.with_measured(rate, now),
-            num_bytes=max(state.num_bytes, num_bytes),
-        )
-        verdict = state.verdict(self._least, now)
-        if verdict is None:
-            self._put(replace(state, due_at=now + FIRST_S * (0.5 + self._jitter()), num_good=0))
-        elif not verdict:
-            self._put(self._later(replace(state, num_good=0), now))
-        else:
-            pause_s = min(AGAIN_S * 2.0 ** min(state.num_good, 32), MOST_AGAIN_S)
-            due_at = now + pause_s * (0.5 + self._jitter())
-            self._put(replace(state, due_at=due_at, num_good=state.num_good + 1, tries=0))
 
     def proven(self, incarnation: str, num_bytes: int, seconds: float, now: float) -> None:
         """A prompt's pages have moved to this life of a decode worker, in this many seconds.
@@ -186,48 +183,9 @@ class Links:
         the messages.
         """
         for state in self._links.values():
-            is_there = state.peer.incarnation == incarnation and state.rates.measured
+            is_there = state.peer.incarnation == incarnation and state.samples
             if is_there and 2 * num_bytes >= state.num_bytes and seconds > 0:
-                rates = state.rates.with_proven(num_bytes / seconds, now)
-                self._put(replace(state, rates=rates))
-                return
-
-    def refused(self, peer: WorkerRecord, ways: str, now: float) -> None:
-        """No bytes can move, because the two ends have different connectors."""
-        state = self.state_of(peer)
-        if state is not None:
-            rates = Rates(((now, 0.0),) * AGREEING)
-            self._put(self._later(replace(state, transport=ways, rates=rates), now))
-
-    def news(self, peer: WorkerRecord, now: float) -> Link | None:
-        """The link, if it should be logged: there is a verdict, and it is new or changed."""
-        state = self.state_of(peer)
-        verdict = None if state is None else state.verdict(self._least, now)
-        if state is None or verdict is None or verdict is state.told:
-            return None
-        self._put(replace(state, told=verdict))
-        return state.link(self._least, now)
-
-    def failed(self, peer: WorkerRecord, now: float) -> float:
-        """An attempt failed; returns the seconds until the next one."""
-        state = self.state_of(peer)
-        if state is None:
-            return 0.0
-        later = self._later(state, now)
-        self._put(later)
-        return later.due_at - now
-
-    def _put(self, state: LinkState) -> None:
-        self._links[state.peer.worker_id] = state
-
-    def _later(self, state: LinkState, now: float) -> LinkState:
-        first_s, most_s = (FIRST_S, MOST_S) if state.transport else (COLD_FIRST_S, COLD_MOST_S)
-        pause_s = min(first_s * 2.0 ** min(state.tries, 32), most_s)
-        return replace(state, due_at=now + pause_s * (0.5 + self._jitter()), tries=state.tries + 1)
-
-    def _is_fine(self, state: LinkState, now: float) -> bool:
-        """Whether prompts take the link and nothing about it is open."""
-        return bool(state.transport) and state.rates.best(now) >= self._least
+                state.proven(num_bytes / seconds, now)
 
     def _turn(self, state: LinkState) -> tuple[bool, float, int]:
         """Workers that start together begin with different peers."""

@@ -8,15 +8,20 @@ sender pushes pages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from effuse.kvtransfer.connector import Cause, Pushed, PushFailed
 from effuse.kvtransfer.digest import prompt_digest
-from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
-from effuse.prefill_worker.prefix_cache import HeldPrefix, Key
+from effuse.kvtransfer.handoff import Tombstones
+from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
+from effuse.kvtransfer.pool import PagePool
+from effuse.models.config import ModelConfig
+from effuse.prefill_worker.prefix_cache import HeldPrefix, Key, PrefixCache
 from effuse.worker.config import PrefillConfig
-from effuse.worker.messages import Failed, FailureCode, PrefillDone, PromptPushed
+from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
+from effuse.worker.messages import Failed, FailureCode, PrefillDone, PromptPushed, StartPrefill
 
 LOG = logging.getLogger(__name__)
 
@@ -35,12 +40,16 @@ FOR_EVERYONE = (Cause.FINGERPRINT, Cause.MALFORMED)  # another attempt with this
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One attempt's prompt. Positions [0, num_paged) get KV in pages; the rest travels as ids."""
+    """One attempt's prompt. Positions [0, num_paged) get KV in pages; the rest travels as ids.
+
+    A rehearsal is an empty prompt whose pages are pushed as they are.
+    """
 
     attempt: AttemptId
     token_ids: tuple[int, ...]
     block_origin: int
     num_paged: int
+    num_pages: int
     can_split: bool  # into chunks that end at a block's end; a bidirectional prompt cannot
     arrived_s: float
     started_s: float = 0.0
@@ -51,6 +60,9 @@ class Prompt:
     pages: tuple[PageRef, ...] = ()
     keys: tuple[Key, ...] = ()  # keys under which the cache has, or will have, its beginning
     prefix: HeldPrefix = field(default_factory=HeldPrefix)
+    is_rehearsal: bool = False
+    is_live: bool = True  # it has not failed or been aborted
+    abort_due: bool | None = None  # if AbortDone is due: whether it ran when it was aborted
     is_unread: bool = False  # its handoff has ended: only a running forward may use its pages
 
     @property
@@ -85,66 +97,83 @@ class Prompt:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """One prompt's share of a forward: positions [start, end)."""
+
+    prompt: Prompt
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+def make_prompt(message: StartPrefill, model: ModelConfig, page_size: int, now: float) -> Prompt:
+    """A block-causal prompt is paged in whole blocks, a bidirectional one completely."""
+    token_ids = message.prompt_token_ids
+    can_split = model.prompt_attention == "causal_blocks"
+    block = model.block_size
+    num_paged = len(token_ids) // block * block if can_split else len(token_ids)
+    return Prompt(
+        attempt=message.attempt,
+        token_ids=token_ids,
+        block_origin=model.block_origin(len(token_ids)),
+        num_paged=num_paged,
+        num_pages=-(-num_paged // page_size),
+        can_split=can_split,
+        arrived_s=now,
+    )
+
+
+def make_rehearsal(attempt: AttemptId, pages: tuple[PageRef, ...]) -> Prompt:
+    """An empty prompt with these pages."""
+    return Prompt(
+        attempt=attempt,
+        token_ids=(),
+        block_origin=0,
+        num_paged=0,
+        num_pages=len(pages),
+        can_split=False,
+        arrived_s=math.inf,  # its caller has a time limit
+        pages=pages,
+        is_rehearsal=True,
+    )
+
+
 class PromptRefused(ValueError):
     """This prompt can never be computed here. The message has the found and the allowed value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillLimits:
-    """Limits of an engine in total and in one forward."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int  # prompts that are computed at a time
-    max_model_len: int  # tokens of prompt and answer
-    num_pages: int
-    page_size: int  # tokens
-    block_size: int  # tokens
-    vocab_size: int
-    mask_token_id: int
-    max_request_s: float = PrefillConfig.max_request_s
-    enable_prefix_caching: bool = PrefillConfig.enable_prefix_caching
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.block_size:
-            raise ValueError(
-                f"max_num_batched_tokens must be at least a block of {self.block_size}, "
-                f"got {self.max_num_batched_tokens}"
-            )
-        if min(self.max_num_seqs, self.max_model_len, self.num_pages, self.page_size) < 1:
-            raise ValueError(f"limits must be at least 1, got {self}")
-
-    def pages_for(self, num_tokens: int) -> int:
-        """Number of pages for the KV of this many tokens."""
-        return -(-num_tokens // self.page_size)
-
-
-def check_prompt(
-    token_ids: Sequence[int], num_paged: int, can_split: bool, limits: PrefillLimits
-) -> None:
-    """Raises PromptRefused with the numbers for a prompt that can never be computed here."""
-    if not token_ids:
+def check_prompt(prompt: Prompt, config: PrefillConfig, model: ModelConfig, pages: int) -> None:
+    """Raises PromptRefused with the numbers for a prompt that can never be computed in an engine
+    with so many `pages`.
+    """
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    ids, num_tokens, most = prompt.token_ids, len(prompt.token_ids), config.max_num_batched_tokens
+    if not ids:
         raise PromptRefused("prompt_token_ids must not be empty")
-    if len(token_ids) >= limits.max_model_len:
+    if num_tokens >= max_model_len:
         raise PromptRefused(
-            f"a prompt of {len(token_ids)} tokens leaves no room for an answer; "
-            f"max_model_len is {limits.max_model_len}"
+            f"a prompt of {num_tokens} tokens leaves no room for an answer; "
+            f"max_model_len is {max_model_len}"
         )
-    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+    if min(ids) < 0 or max(ids) >= model.vocab_size:
         raise PromptRefused(
-            f"prompt_token_ids must lie in 0..{limits.vocab_size - 1}, "
-            f"got {min(token_ids)}..{max(token_ids)}"
+            f"prompt_token_ids must lie in 0..{model.vocab_size - 1}, got {min(ids)}..{max(ids)}"
         )
-    if limits.mask_token_id in token_ids:
-        raise PromptRefused(f"the prompt contains the mask token {limits.mask_token_id}")
-    if limits.pages_for(num_paged) > limits.num_pages:
+    if model.mask_token_id in ids:
+        raise PromptRefused(f"the prompt contains the mask token {model.mask_token_id}")
+    if prompt.num_pages > pages:
         raise PromptRefused(
-            f"the prompt needs {limits.pages_for(num_paged)} pages of {limits.page_size} tokens; "
-            f"the pool has {limits.num_pages}"
+            f"the prompt needs {prompt.num_pages} pages of {config.page_size} tokens; "
+            f"the pool has {pages}"
         )
-    if not can_split and num_paged > limits.max_num_batched_tokens:
+    if not prompt.can_split and prompt.num_paged > most:
         raise PromptRefused(
-            f"a bidirectional prompt of {num_paged} tokens cannot be split; "
-            f"max_num_batched_tokens is {limits.max_num_batched_tokens}"
+            f"a bidirectional prompt of {prompt.num_paged} tokens cannot be split; "
+            f"max_num_batched_tokens is {most}"
         )
 
 
@@ -162,6 +191,101 @@ def schedule(left: Sequence[tuple[int, bool]], *, budget: int, block_size: int) 
         chunks.append(chunk)
         budget -= chunk
     return chunks
+
+
+class PromptTable:
+    """All prompts of an engine, from their arrival until nothing uses their pages."""
+
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache, outbox: Outbox, now: Callable[[], float]
+    ) -> None:
+        self.prompts: dict[str, Prompt] = {}  # by transfer, with draining ones and rehearsals
+        self.waiting: list[Prompt] = []
+        self.computing: list[Prompt] = []
+        self.over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
+        self._pool = pool
+        self._cache = cache
+        self._outbox = outbox
+        self._now = now
+
+    def add(self, prompt: Prompt) -> None:
+        """Takes a prompt, which waits for its pages, or a rehearsal, which has them."""
+        self.prompts[prompt.attempt.transfer_id] = prompt
+        if not prompt.is_rehearsal:
+            self.waiting.append(prompt)
+
+    def begin_next(self) -> Prompt | None:
+        """Gives the oldest waiting prompt its pages, with any known KV; None if too few are free or
+        none waits.
+        """
+        if not self.waiting:
+            return None
+        prompt = self.waiting[0]
+        given = self._cache.begin(prompt.keys, prompt.num_paged, prompt.num_pages)
+        if given is None:
+            return None
+        prompt.prefix, prompt.pages = given
+        prompt.num_cached = prompt.prefix.num_found * self._cache.unit_size
+        prompt.num_launched = prompt.num_computed = prompt.num_cached
+        prompt.started_s = self._now()
+        self.computing.append(self.waiting.pop(0))
+        return prompt
+
+    def next_chunks(self, *, budget: int, block_size: int) -> list[PromptChunk]:
+        """As much of each prompt as fits into a forward over `budget` tokens."""
+        left = [(prompt.num_left, prompt.can_split) for prompt in self.computing]
+        sizes = schedule(left, budget=budget, block_size=block_size)
+        return [
+            PromptChunk(prompt, prompt.num_launched, prompt.num_launched + size)
+            for prompt, size in zip(self.computing, sizes, strict=True)
+            if size
+        ]
+
+    def computed(self, chunk: PromptChunk) -> None:
+        """A forward over this chunk has ended."""
+        prompt = chunk.prompt
+        prompt.num_computed = chunk.end
+        self._cache.add(prompt.prefix, prompt.pages, chunk.end)
+        if prompt.is_unread and not prompt.is_being_written:
+            self._release(prompt)
+        if prompt in self.computing and prompt.num_computed == prompt.num_paged:
+            self.conclude(prompt)
+
+    def conclude(self, prompt: Prompt) -> None:
+        """The prompt's KV is complete."""
+        self.computing.remove(prompt)
+        self._outbox.say(prefill_done(prompt, self._now()))
+
+    def leave(self, prompt: Prompt) -> None:
+        """The prompt is not computed any more; its pages wait until they are not in use."""
+        prompt.is_live = False
+        for queue in (self.waiting, self.computing):
+            if prompt in queue:
+                queue.remove(prompt)
+
+    def end(self, prompt: Prompt) -> None:
+        """Nothing reads the prompt's pages any more; a forward that writes them must end first."""
+        self.leave(prompt)
+        prompt.is_unread = True
+        if not prompt.is_being_written:
+            self._release(prompt)
+
+    def _release(self, prompt: Prompt) -> None:
+        del self.prompts[prompt.attempt.transfer_id]
+        self._cache.end(prompt.prefix)
+        self._pool.release(prompt.pages)
+        self.over.add(prompt.attempt.transfer_id, self._now())
+        if prompt.abort_due is not None:
+            self._outbox.abort_done(prompt.attempt, was_running=prompt.abort_due)
+
+
+def unfit(prompt: Prompt, reservation: Reservation, *, is_first: bool) -> str:
+    """Why a living prompt cannot be pushed there; empty if it can."""
+    if not is_first:
+        return "a second reservation arrived"
+    if (found := len(reservation.pages)) != prompt.num_pages:
+        return f"the prompt needs {prompt.num_pages} pages, {found} are reserved"
+    return ""
 
 
 def prefill_done(prompt: Prompt, now: float) -> PrefillDone:

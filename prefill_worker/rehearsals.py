@@ -14,12 +14,11 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import grpc.aio
 
 from effuse.placement.records import FEW_PAGES, Link, WorkerRecord
-from effuse.prefill_worker.links import Links
+from effuse.prefill_worker.links import Links, LinkState
 from effuse.protos.errors import (
     Bug,
     EffuseError,
@@ -32,7 +31,7 @@ from effuse.protos.stubs import decode_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
-from effuse.worker.attempts import OpenAttempt, to_error
+from effuse.worker.attempts import to_error
 from effuse.worker.messages import Failed, PromptPushed, PushRehearsal, ReceiverGone
 from effuse.worker.shell import Shell
 
@@ -46,26 +45,20 @@ AT_ONCE = (
 )
 
 
-class LiveWorkers(Protocol):
-    """Source of the live workers; placement.fleet.FleetView is one."""
-
-    def workers(self) -> Sequence[WorkerRecord]:
-        """Live workers, including draining ones."""
-
-
 class Rehearsals:
     """Rehearsals of one front. Writes results to `shell.links`, and then calls `changed`."""
 
     def __init__(
         self,
         shell: Shell,
-        view: LiveWorkers,
+        workers: Callable[[], Sequence[WorkerRecord]],
         changed: Callable[[], None],
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`workers` returns all live workers, including draining ones."""
         self._shell = shell
-        self._view = view
+        self._workers = workers
         self._changed = changed
         self._now = now
         self._links = Links(random.random, shell.min_handoff_gbps)
@@ -89,25 +82,25 @@ class Rehearsals:
         own = self._shell.record()
         if own is None or own.state != "ready":
             return False
-        for gone in self._links.follow(own, self._view.workers(), self._now()):
+        for gone in self._links.follow(own, self._workers(), self._now()):
             self._shell.supervisor.send(ReceiverGone(incarnation=gone.incarnation), own.incarnation)
         self._publish(own)
         is_idle = not (own.load.running or own.load.waiting)
-        peer = self._links.next(self._now(), only_cold=only_cold, may_measure=is_idle)
-        if peer is None:
+        link = self._links.next(self._now(), only_cold=only_cold, may_measure=is_idle)
+        if link is None:
             return False
-        self._links.begin(peer)
+        link.is_under_way = True
         try:
-            await self._visit(own, peer)
+            await self._visit(own, link)
         except (EffuseError, TimeoutError) as error:
-            pause_s = self._links.failed(peer, self._now())
+            pause_s = link.failed(self._now())
             text = "it took too long" if isinstance(error, TimeoutError) else str(error)
             LOG.info(
                 "handoff %s to %s: not measured, next try in %.1f s: %s",
-                *(own.worker_id, peer.worker_id, pause_s, text),
+                *(own.worker_id, link.peer.worker_id, pause_s, text),
             )
         finally:
-            self._links.end(peer)
+            link.is_under_way = False
         self._publish(own)
         return True
 
@@ -121,42 +114,36 @@ class Rehearsals:
         if known != before:
             self._changed()
 
-    async def _visit(self, own: WorkerRecord, peer: WorkerRecord) -> None:
+    async def _visit(self, own: WorkerRecord, link: LinkState) -> None:
         """Warms a cold link up, then measures it. Raises EffuseError or TimeoutError."""
-        if not own.has_connector_of(peer):
-            ways = f"{own.connector} here, {peer.connector} there"
-            self._links.refused(peer, ways, self._now())
-            self._tell(own, peer)
-            return
-        most_pages = max(1, own.capacity.total_pages // LEAST_SHARE)
-        async with self._shell.access.connect(peer.address) as channel:
-            await channel.prove()
-            stub = decode_stub(channel)
-            state = self._links.state_of(peer)
-            if state is None or not state.transport:
-                await self._warm_up(stub, own, peer, most_pages)
-            pushed = await self._rehearse(stub, own, peer, most_pages)
-        rate = pushed.bytes / max(pushed.push_s, 1e-9)
-        self._links.measured(peer, pushed.transport, rate, pushed.bytes, self._now())
-        self._tell(own, peer, is_fallback=pushed.is_fallback)
-
-    def _tell(self, own: WorkerRecord, peer: WorkerRecord, *, is_fallback: bool = False) -> None:
-        link = self._links.news(peer, self._now())
-        if link is not None:
-            tell(own.worker_id, link, own.min_handoff_gbps, is_fallback=is_fallback)
+        peer, is_fallback = link.peer, False
+        if own.has_connector_of(peer):
+            most_pages = max(1, own.capacity.total_pages // LEAST_SHARE)
+            async with self._shell.access.connect(peer.address) as channel:
+                await channel.prove()
+                stub = decode_stub(channel)
+                if not link.transport:
+                    await self._warm_up(stub, own, link, most_pages)
+                pushed = await self._rehearse(stub, own, peer, most_pages)
+            rate, is_fallback = pushed.bytes / max(pushed.push_s, 1e-9), pushed.is_fallback
+            link.measured(pushed.transport, rate, pushed.bytes, self._now())
+        else:
+            link.refused(f"{own.connector} here, {peer.connector} there", self._now())
+        if (news := link.news(self._now())) is not None:
+            tell(own.worker_id, news, own.min_handoff_gbps, is_fallback=is_fallback)
 
     async def _warm_up(
         self,
         stub: pb_grpc.DecodeServiceAsyncStub,
         own: WorkerRecord,
-        peer: WorkerRecord,
+        link: LinkState,
         most_pages: int,
     ) -> None:
         """Few pages, whole and by groups of layers, then as many as possible, like large prompts.
 
         A peer lends many only while nothing waits there; prompts do not wait for that.
         """
-        few = min(FEW_PAGES, most_pages)
+        peer, few = link.peer, min(FEW_PAGES, most_pages)
         await self._rehearse(stub, own, peer, few)
         pushed = await self._rehearse(stub, own, peer, few, in_groups=True)
         try:
@@ -165,7 +152,7 @@ class Rehearsals:
         except Overloaded as error:
             LOG.debug("%s cannot lend enough pages now: %s", peer.worker_id, error)
         rate = pushed.bytes / max(pushed.moved_s, pushed.push_s, 1e-9)
-        self._links.warmed(peer, pushed.transport, rate, self._now())
+        link.warmed(pushed.transport, rate, self._now())
         self._publish(own)
 
     async def _rehearse(
@@ -221,16 +208,7 @@ class Rehearsals:
             shell.attempts.close(attempt)
             return event
         finally:
-            if attempt.engine_gone:
-                shell.attempts.close(attempt)
-            elif not attempt.ended.is_set():
-                shell.spawn(self._end(attempt))
-
-    async def _end(self, attempt: OpenAttempt) -> None:
-        try:
-            await self._shell.end_in_engine(attempt, "the rehearsal ended")
-        finally:
-            self._shell.attempts.close(attempt)
+            shell.leave(attempt, "the rehearsal ended")
 
 
 def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:

@@ -92,8 +92,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             reader.cancel()
             if stream.limit is not None:
                 stream.limit.cancel()
-            if not attempt.ended.is_set():
-                self._shell.spawn(self._end(attempt))
+            self._shell.leave(attempt, "the stream ended")
 
     async def _relay(self, stream: _PrefillCall, context: _Context) -> None:
         while True:
@@ -143,13 +142,6 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         except EffuseError as error:
             stream.attempt.fail(error)
 
-    async def _end(self, attempt: OpenAttempt) -> None:
-        """Ends an attempt whose stream broke, failed or ran out of time."""
-        try:
-            await self._shell.end_in_engine(attempt, "the stream ended")
-        finally:
-            self._shell.attempts.close(attempt)
-
 
 def _salt(salt: str) -> str:
     if len(salt) > _MOST_SALT:
@@ -189,5 +181,5 @@ def make_role(config: PrefillConfig) -> Role:
         engine_module="effuse.prefill_worker.build",
         service="effuse.v1.PrefillService",
         add=add,
-        beside=lambda shell, view, changed: Rehearsals(shell, view, changed).run(),
+        beside=lambda shell, view, changed: Rehearsals(shell, view.workers, changed).run(),
     )

@@ -11,8 +11,8 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
+from effuse.models.group import RankPlace
 from effuse.models.runner import ModelRunner
-from effuse.models.shard import RankPlace
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model
 

@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from effuse.models.shard import RankPlace
+from effuse.models.group import Group, RankPlace
 
 T = TypeVar("T")
 _PATIENCE_S = 60.0
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """One rank's end of a group of threads; adds in the order of ranks."""
 
     def __init__(self, rank: int, slots: list[Tensor | None], barrier: threading.Barrier) -> None:

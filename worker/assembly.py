@@ -7,27 +7,41 @@ parts.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.kernels.marks import QueuedLayers
 from effuse.kvtransfer.connector import Connector
-from effuse.kvtransfer.layout import Fingerprint, fingerprint
+from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.models.config import ModelConfig
+from effuse.models.defaults import read_defaults
+from effuse.models.group import RankPlace
 from effuse.models.part import PromptForward
-from effuse.models.shard import RankPlace, shard_of
+from effuse.models.tensors import shard_of
 from effuse.models.transformer import Transformer
-from effuse.placement.records import Role
+from effuse.models.weights import weights_digest
+from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import choose_connector, connect, why_no_nixl
-from effuse.worker.description import facts_of, model_directory, model_info
 from effuse.worker.group_parts import GroupConnector, GroupRunner
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open
-from effuse.worker.rank_part import RankPart, device_of, join, load_shard, make_part
+from effuse.worker.rank_part import (
+    RankPart,
+    device_of,
+    join,
+    load_shard,
+    make_part,
+    model_directory,
+)
 from effuse.worker.ranks import Ranks, end_process, note_only
 from effuse.worker.watchdog import Pulse
+
+# A block's KV is stored by the forward after the one in which it settled.
+_COMMIT_RULE = "settled_recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +100,7 @@ def assemble(
         ranks.wait_for("loaded", config.startup_timeout_s)
     part = make_part(config, role, pulse, model, ranks)
     layout = part.memory.layout
-    agreed = fingerprint(layout, facts_of(config, directory, model))
+    agreed = fingerprint(layout, _facts_of(config, directory, model))
     if ranks is not None and connects:
         ranks.send(Open(agreed))
         ranks.wait_for("open", config.startup_timeout_s)
@@ -100,7 +114,7 @@ def assemble(
         connect=partial(_connect_all, config, part, incarnation, agreed, role, ranks),
         max_model_len=part.max_model_len,
         ready=Ready(
-            model=model_info(config, directory, model, part.max_model_len, default_algorithm),
+            model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
             fingerprint=tuple((field.name, field.value) for field in agreed),
             page_size=layout.page_size,
             total_pages=part.memory.num_pages,
@@ -121,3 +135,39 @@ def _connect_all(
     """The connector of all ranks, of which the others have opened theirs."""
     own = connect(config, part.memory, part.max_model_len, incarnation, agreed, role)
     return own if ranks is None else GroupConnector(own, ranks)
+
+
+def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> ModelFacts:
+    return ModelFacts(
+        weights=weights_digest(directory, config.adapter),
+        architecture=model.config.architecture,
+        block_size=model.config.block_size,
+        mask_token_id=model.config.mask_token_id,
+        prompt_attention=model.config.prompt_attention,
+        commit_rule=_COMMIT_RULE,
+    )
+
+
+def _model_info(
+    config: WorkerConfig,
+    directory: Path,
+    model: Transformer,
+    max_model_len: int,
+    default_algorithm: Algorithm | None,
+) -> ModelInfo:
+    return ModelInfo(
+        name=config.served_model_name or name_of_model(directory),
+        architecture=model.config.architecture,
+        block_size=model.config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        mask_token_id=model.config.mask_token_id,
+        eos_token_ids=model.config.eos_token_ids,
+        prompt_attention=model.config.prompt_attention,
+        defaults=read_defaults(
+            directory,
+            model.config,
+            algorithm=default_algorithm,
+            adapted=config.adapter is not None,
+        ),
+    )

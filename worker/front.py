@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
 
+from effuse.config import flags
 from effuse.config.access import host_and_port
 from effuse.models.config_keys import CheckpointError
 from effuse.models.defaults import refuse_unserved
@@ -43,6 +45,7 @@ from effuse.worker.shell import Shell
 from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarnation
 
 LOG = logging.getLogger(__name__)
+Config = TypeVar("Config", bound=WorkerConfig)
 
 _WORKER_SERVICE = "effuse.v1.WorkerService"
 _POLL_S = 1.0  # seconds between polls of the fleet
@@ -62,6 +65,12 @@ class Role:
     beside: Callable[[Shell, FleetView, Callable[[], None]], Coroutine[None, None, None]] | None = (
         None
     )
+
+
+def main(kind: type[Config], make_role: Callable[[Config], Role], prog: str, about: str) -> int:
+    """Runs a worker with the flags of the command line; returns its exit status."""
+    config = flags.parse(kind, sys.argv[1:], prog=prog, about=about)
+    return run(config, make_role(config))
 
 
 def run(config: WorkerConfig, role: Role) -> int:

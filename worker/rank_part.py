@@ -8,22 +8,21 @@ from pathlib import Path
 
 import torch
 
+import effuse.models
 from effuse.config.decoding import Sampling
 from effuse.kernels.attention import block_attention
 from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
-from effuse.models.group import join_group
+from effuse.models.group import RankPlace, join_group
 from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
-from effuse.models.shard import RankPlace
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype
 from effuse.placement.records import Role
 from effuse.worker.config import PrefillConfig, WorkerConfig
-from effuse.worker.description import model_directory
 from effuse.worker.group_parts import GroupMemory
 from effuse.worker.rank_messages import meeting_path
 from effuse.worker.ranks import Ranks
@@ -56,12 +55,26 @@ def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> R
     return RankPlace(rank, size, config.expert_parallel, group)
 
 
+def model_directory(config: WorkerConfig) -> Path:
+    """Directory of the checkpoint; without one in the config the bundled model's."""
+    return config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
+
+
 def load_shard(
     config: WorkerConfig, device: torch.device, place: RankPlace, pulse: Pulse
 ) -> Transformer:
     """The model, or the rank's share of it. Raises ValueError."""
     _announce_compiling(config, device, pulse)
-    return _load(config, model_directory(config), device, place)
+    directory, is_exact = model_directory(config), config.dtype == "auto" and device.type == "cpu"
+    return load_model(
+        directory,
+        adapter=config.adapter,
+        device=device,
+        dtype=select_dtype("float32" if is_exact else config.dtype, directory),
+        block_size=config.block_size,
+        attend=_attend(config),
+        place=place,
+    )
 
 
 def make_part(
@@ -160,22 +173,6 @@ def _queued_layers(device: torch.device, role: Role, pulse: Pulse) -> QueuedLaye
     return QueuedLayers(place_on_cuda, pulse.mark)
 
 
-def _load(
-    config: WorkerConfig, directory: Path, device: torch.device, place: RankPlace
-) -> Transformer:
-    on_cpu = device.type == "cpu"
-    name = "float32" if config.dtype == "auto" and on_cpu else config.dtype
-    return load_model(
-        directory,
-        adapter=config.adapter,
-        device=device,
-        dtype=select_dtype(name, directory),
-        block_size=config.block_size,
-        attend=_attend(config),
-        place=place,
-    )
-
-
 def _attend(config: WorkerConfig) -> Attend:
     """Imports FlexAttention only for its use, because it loads all of torch's compiler."""
     if config.attention == "flex":
@@ -261,7 +258,6 @@ def _prompt_graphs(
         memory.layer_views(),
         page_size=memory.layout.page_size,
         block_size=model.config.block_size,
-        uses_graphs=True,
         marks=marks,
         max_context=max_context,
     )

@@ -26,7 +26,7 @@ import zmq
 
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import Shard
-from effuse.models.shard import ALONE, Group
+from effuse.models.group import ALONE, Group
 from effuse.placement.records import Role
 from effuse.telemetry import output
 from effuse.worker.config import WorkerConfig, to_json

@@ -120,6 +120,17 @@ class Shell:
         for task in self._spawned:
             task.cancel()
 
+    def leave(self, attempt: OpenAttempt, reason: str) -> None:
+        """Ends an unfinished attempt in the engine, although no caller waits for it."""
+        if not attempt.ended.is_set():
+            self.spawn(self._end(attempt, reason))
+
+    async def _end(self, attempt: OpenAttempt, reason: str) -> None:
+        try:
+            await self.end_in_engine(attempt, reason)
+        finally:
+            self.attempts.close(attempt)
+
     async def end_in_engine(self, attempt: OpenAttempt, reason: str) -> None:
         """Returns once the engine has released the attempt, or is dead.
 

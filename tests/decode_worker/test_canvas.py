@@ -12,6 +12,7 @@ from checkpoints import write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import Answer, Rig, load_tiny, make_request, random_requests
 from decoding.published import Published, published_model, published_runs
+from padded_prompts import PaddedPrompts
 from torch import Tensor
 
 from effuse.config.decoding import Sampling
@@ -20,7 +21,6 @@ from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.sequence import RequestError
 from effuse.models.packing import PackedParts
 from effuse.models.part import Part
-from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
@@ -42,7 +42,7 @@ def model(models: dict[tuple[str, int], Transformer]) -> Transformer:
     return models["llada", 1]
 
 
-class CountingGraphs(PromptGraphs):
+class CountingGraphs(PaddedPrompts):
     """Counts their forwards."""
 
     num_runs = 0
@@ -239,7 +239,7 @@ def test_forwards_that_propose_nothing_may_run_as_graphs_of_prompts(
     model = models[architecture, 1]
     rig = Rig(model)
     kv = rig.memory.layer_views()
-    graphs = CountingGraphs(model, kv, page_size=4, block_size=8, uses_graphs=False)
+    graphs = CountingGraphs(model, kv, page_size=4, block_size=8)
     rig.forward = ModelRunner(model, kv, page_size=4, block_size=8, graphs=graphs)
     rig.connect(None)
     for run in some_runs("fast_dllm" if architecture == "llada" else "dream"):

@@ -14,8 +14,8 @@ from decoding.engines import Rig, load_tiny, of_length, random_requests
 from thread_group import run_ranks
 
 from effuse.decode_worker.executor import Executor
+from effuse.models.group import RankPlace
 from effuse.models.runner import ModelRunner
-from effuse.models.shard import RankPlace
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker.group_parts import GroupRunner

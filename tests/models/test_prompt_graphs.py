@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from operators import child
+from padded_prompts import PaddedPrompts
 
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -33,14 +34,8 @@ def make(
     memory, kv = pool.tensor.fill_(-7.0), pool.layer_views()
     graphs = None
     if padded:
-        graphs = PromptGraphs(
-            model,
-            kv,
-            page_size=PAGE,
-            block_size=BLOCK,
-            uses_graphs=uses_graphs,
-            max_context=NUM_PAGES * PAGE,
-        )
+        kind = PromptGraphs if uses_graphs else PaddedPrompts
+        graphs = kind(model, kv, page_size=PAGE, block_size=BLOCK, max_context=NUM_PAGES * PAGE)
     return ModelRunner(model, kv, page_size=PAGE, block_size=BLOCK, graphs=graphs), memory
 
 
@@ -115,7 +110,7 @@ def test_so_do_prompts_that_begin_with_cached_tokens(
 
 def test_what_does_not_fit_goes_the_usual_way(tmp_path: Path) -> None:
     model = load_model(write_tiny_checkpoint(tmp_path, "dream", seed=3), block_size=BLOCK)
-    graphs = PromptGraphs(model, [], page_size=PAGE, block_size=BLOCK, uses_graphs=False)
+    graphs = PromptGraphs(model, [], page_size=PAGE, block_size=BLOCK)
 
     def part(length: int, start: int = 0, candidates: Sequence[int] = ()) -> Part:
         return Part(
@@ -132,9 +127,7 @@ def test_what_does_not_fit_goes_the_usual_way(tmp_path: Path) -> None:
     assert not graphs.takes([part(1)] * (MOST_SEQUENCES + 1))
     assert not graphs.takes([part(MOST_ROWS), part(1)])
     assert not graphs.takes([part(8), part(8, start=4)])
-    caching = PromptGraphs(
-        model, [], page_size=PAGE, block_size=BLOCK, uses_graphs=False, max_context=4
-    )
+    caching = PromptGraphs(model, [], page_size=PAGE, block_size=BLOCK, max_context=4)
     assert caching.takes([part(8), part(8, start=4)])
     assert not caching.takes([part(8, start=5)])
     assert not graphs.takes([part(8, candidates=[3])])

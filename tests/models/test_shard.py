@@ -16,7 +16,8 @@ from thread_group import run_ranks
 from torch import Tensor
 
 from effuse.models.config import ModelConfig
-from effuse.models.shard import RankPlace, shard_of
+from effuse.models.group import RankPlace
+from effuse.models.tensors import shard_of
 from effuse.models.weights import load_model
 
 TOLERANCE = 2e-5  # of the largest logit

@@ -17,13 +17,13 @@ from unittest.mock import patch
 import torch
 from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from decoding.engines import layout_of, load_tiny
+from padded_prompts import PaddedPrompts
 from torch import Tensor
 
 from effuse.kernels import attention_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kvtransfer.memory import PageMemory
-from effuse.models import prompt_graphs
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner, Part
 from effuse.models.transformer import Transformer
@@ -42,10 +42,6 @@ def attention(
     out = torch.full_like(q, torch.nan)
     attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
     return out
-
-
-def batch_of(graphs: PromptGraphs, bucket: prompt_graphs._Bucket) -> AttentionBatch:
-    return graphs._inputs.attention(bucket, BLOCK, PAGE)
 
 
 def first_block(part: Part) -> Part:
@@ -68,13 +64,8 @@ def run(
     memory, kv = pool.tensor.fill_(NOTHING), pool.layer_views()
     graphs = None
     if padded:
-        graphs = PromptGraphs(
-            model,
-            kv,
-            page_size=PAGE,
-            block_size=BLOCK,
-            uses_graphs=False,
-            max_context=NUM_PAGES * PAGE,
+        graphs = PaddedPrompts(
+            model, kv, page_size=PAGE, block_size=BLOCK, max_context=NUM_PAGES * PAGE
         )
     runner = ModelRunner(model, kv, page_size=PAGE, block_size=BLOCK, graphs=graphs)
     free = [5, 2, 9, 0, 11, 7, 1, 3, 10, 8, 6, 4]
@@ -111,7 +102,7 @@ def main() -> None:
         expected, boundaries = run(model, lengths, padded=False)
         with (
             patch.object(model, "_attention", attention),
-            patch.object(prompt_graphs.PromptGraphs, "_attention", batch_of),
+            patch.object(PaddedPrompts, "_attention", PromptGraphs._attention),
         ):
             memory, kept = run(model, lengths, padded=True)
         pairs = [(memory, expected), *zip(kept, boundaries, strict=True)]

@@ -24,7 +24,7 @@ from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import Mark, PromptExecutor
-from effuse.prefill_worker.prompts import PrefillLimits
+from effuse.worker.config import PrefillConfig
 from effuse.worker.messages import Abort, CoreEvent, Heartbeat, PushTo, StartPrefill
 from effuse.worker.watchdog import Pulse
 
@@ -117,21 +117,17 @@ class Rig:
         )
         self.engine = PrefillEngine(
             executor,
-            config,
-            self.pool,
-            sender,
-            PrefillLimits(
+            PrefillConfig(
                 max_num_batched_tokens=budget,
                 max_num_seqs=max_num_seqs,
                 max_model_len=200,
-                num_pages=num_pages,
                 page_size=page_size,
-                block_size=config.block_size,
-                vocab_size=config.vocab_size,
-                mask_token_id=config.mask_token_id,
                 max_request_s=MOST_S,
                 enable_prefix_caching=caches,
             ),
+            config,
+            self.pool,
+            sender,
             self.fingerprint,
             now=self.now,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -393,7 +392,12 @@ def test_load_counts_what_there_is(make: Callable[..., Rig]) -> None:
     rig.start("b", PROMPT)
     rig.step()
     load = rig.engine.load()
-    assert dataclasses.astuple(rig.engine._limits)[0] == 8
+    assert rig.engine._config.max_num_batched_tokens == 8
     assert (load.running, load.waiting, load.runnable) == (1, 1, 1)
     assert (load.queued_tokens, load.free_pages, load.total_pages) == (12 + 20, 1, 6)
     assert load.steps == 1
+
+
+def test_a_budget_below_one_block_is_refused(make: Callable[..., Rig]) -> None:
+    with pytest.raises(ValueError, match="at least a block of 4, got 3"):
+        make(budget=3)

@@ -18,7 +18,7 @@ from effuse.prefill_worker.links import (
     MOST_S,
     WINDOW_S,
     Links,
-    Rates,
+    LinkState,
 )
 from effuse.prefill_worker.rehearsals import tell
 
@@ -39,15 +39,24 @@ def links(jitter: float = 0.5, min_gbps: float = 0.0) -> Links:
 def due(table: Links, now: float) -> set[str]:
     """The due links, each of which fails."""
     found = set()
-    while (peer := table.next(now)) is not None:
-        assert peer.worker_id not in found
-        found.add(peer.worker_id)
-        table.failed(peer, now)
+    while (link := table.next(now)) is not None:
+        assert link.peer.worker_id not in found
+        found.add(link.peer.worker_id)
+        link.failed(now)
     return found
 
 
+def state(table: Links, peer: WorkerRecord) -> LinkState:
+    return table._links[peer.worker_id]
+
+
+def chosen(table: Links, now: float, **how: bool) -> WorkerRecord | None:
+    link = table.next(now, **how)
+    return None if link is None else link.peer
+
+
 def measured(table: Links, peer: WorkerRecord, gbps: float, now: float) -> None:
-    table.measured(peer, "cuda_ipc", gbps * 1e9, LARGE, now)
+    state(table, peer).measured("cuda_ipc", gbps * 1e9, LARGE, now)
 
 
 def rates(table: Links, now: float) -> list[float]:
@@ -65,9 +74,9 @@ def test_a_link_is_known_once_it_is_warm_and_only_for_that_life() -> None:
     table, peer = links(), decode("d0")
     table.follow(OWN, [peer], 0.0)
     assert table.known(0.0) == ()
-    table.warmed(peer, "cuda_ipc", 2e9, 0.0)
+    state(table, peer).warmed("cuda_ipc", 2e9, 0.0)
     assert rates(table, 0.0) == [2.0]
-    assert table.next(0.0) == peer, "it has not been measured"
+    assert chosen(table, 0.0) == peer, "it has not been measured"
     table.follow(OWN, [decode("d0", "2")], 1.0)
     assert table.known(1.0) == ()
     assert due(table, 1.0) == {"d0"}
@@ -79,7 +88,7 @@ def test_a_new_life_of_our_own_begins_anew() -> None:
     measured(table, peer, 3.0, 0.0)
     table.follow(redis_server.worker(worker_id="p0", role="prefill", incarnation="2"), [peer], 1.0)
     assert table.known(1.0) == ()
-    assert table.next(1.0) == peer
+    assert chosen(table, 1.0) == peer
 
 
 @pytest.mark.parametrize(
@@ -91,13 +100,13 @@ def test_failures_are_tried_again_ever_later_up_to_a_limit(
     table, peer, now = links(), decode("d0"), 0.0
     table.follow(OWN, [peer], now)
     if is_warm:
-        table.warmed(peer, "cuda_ipc", 1e9, now)
+        state(table, peer).warmed("cuda_ipc", 1e9, now)
     pauses = []
     for _ in range(40):
-        pause_s = table.failed(peer, now)
-        assert table.next(now + 0.99 * pause_s) is None
+        pause_s = state(table, peer).failed(now)
+        assert chosen(table, now + 0.99 * pause_s) is None
         now += pause_s
-        assert table.next(now) == peer
+        assert chosen(table, now) == peer
         pauses.append(pause_s)
     assert pauses[:3] == pytest.approx([first_s, 2 * first_s, 4 * first_s])
     assert pauses[-1] == pytest.approx(most_s)
@@ -108,7 +117,7 @@ def test_jitter_parts_those_who_were_refused_together() -> None:
     for jitter in (0.0, 0.999):
         table, peer = links(jitter), decode("d0")
         table.follow(OWN, [peer], 0.0)
-        pauses.append(table.failed(peer, 0.0))
+        pauses.append(state(table, peer).failed(0.0))
     assert pauses == pytest.approx([COLD_FIRST_S / 2, COLD_FIRST_S * 1.499])
 
 
@@ -117,7 +126,7 @@ def test_a_good_link_is_measured_again_ever_later() -> None:
     table.follow(OWN, [peer], now)
     for _ in range(9):
         measured(table, peer, 3.0, now)
-        pause_s = next(s for s in range(1, 10**6) if table.next(now + s) is not None)
+        pause_s = next(s for s in range(1, 10**6) if chosen(table, now + s) is not None)
         pauses.append(pause_s)
         now += pause_s
     assert pauses[:3] == [AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S]
@@ -129,25 +138,25 @@ def test_a_good_link_is_measured_only_while_both_ends_are_idle(load: Load) -> No
     table, peer, later = links(), decode("d0"), 2 * AGAIN_S
     table.follow(OWN, [peer], 0.0)
     measured(table, peer, 3.0, 0.0)
-    assert table.next(later, may_measure=False) is None
+    assert chosen(table, later, may_measure=False) is None
     table.follow(OWN, [decode("d0", load=load)], later)
-    assert table.next(later) is None
+    assert chosen(table, later) is None
     table.follow(OWN, [peer], later)
-    assert table.next(later) == peer
+    assert chosen(table, later) == peer
 
 
 def test_cold_links_are_warmed_up_first_and_however_busy_the_ends_are() -> None:
     table, warm, cold = links(), decode("d0"), decode("d1", load=Load(running=3, waiting=2))
     table.follow(OWN, [warm], 0.0)
-    table.warmed(warm, "cuda_ipc", 1e9, 0.0)
+    state(table, warm).warmed("cuda_ipc", 1e9, 0.0)
     table.follow(OWN, [warm, cold], 1.0)
-    assert table.next(1.0, may_measure=False) == cold
-    assert table.next(1.0) == cold
-    table.begin(cold)
-    assert table.next(1.0, only_cold=True) is None
-    assert table.next(1.0) == warm
-    table.end(cold)
-    assert table.next(1.0, only_cold=True) == cold
+    assert chosen(table, 1.0, may_measure=False) == cold
+    assert chosen(table, 1.0) == cold
+    state(table, cold).is_under_way = True
+    assert chosen(table, 1.0, only_cold=True) is None
+    assert chosen(table, 1.0) == warm
+    state(table, cold).is_under_way = False
+    assert chosen(table, 1.0, only_cold=True) == cold
 
 
 def test_one_bad_measurement_refuses_nothing_and_several_that_agree_do() -> None:
@@ -155,20 +164,20 @@ def test_one_bad_measurement_refuses_nothing_and_several_that_agree_do() -> None
     table.follow(OWN, [peer], now)
     for _ in range(AGREEING - 1):
         measured(table, peer, 0.5, now)
-        assert table.news(peer, now) is None
+        assert state(table, peer).news(now) is None
         assert table.known(now) == (), "nothing is said of it yet"
-        assert table.next(now + FIRST_S) == peer, "soon, as nothing is decided"
+        assert chosen(table, now + FIRST_S) == peer, "soon, as nothing is decided"
         now += FIRST_S
     measured(table, peer, 0.6, now)
-    link = table.news(peer, now)
+    link = state(table, peer).news(now)
     assert link is not None
     assert link.gigabytes_per_second == 0.6
-    assert table.news(peer, now) is None
+    assert state(table, peer).news(now) is None
     busy = decode("d0", load=Load(running=1))
     table.follow(OWN, [busy], now + MOST_S)
-    assert table.next(now + MOST_S, may_measure=False) == busy, "a refused link is tried again"
+    assert chosen(table, now + MOST_S, may_measure=False) == busy, "a refused link is tried again"
     measured(table, busy, 2.0, now + MOST_S)
-    good = table.news(busy, now + MOST_S)
+    good = state(table, busy).news(now + MOST_S)
     assert good is not None
     assert good.gigabytes_per_second == 2.0
 
@@ -185,10 +194,12 @@ def test_a_good_link_survives_bad_moments_until_all_that_is_recent_agrees() -> N
 
 
 def test_the_last_measurements_count_however_old_they_are() -> None:
-    found = Rates().with_measured(3.0, 0.0).with_measured(1.0, 1.0)
+    found = LinkState(decode("d0"), 0.0)
+    found.measured("tcp", 3.0, 1, 0.0)
+    found.measured("tcp", 1.0, 1, 1.0)
     assert found.best(1e9) == 3.0
     for at in range(AGREEING):
-        found = found.with_measured(0.5, 1e9 + at)
+        found.measured("tcp", 0.5, 1, 1e9 + at)
     assert found.best(1e9 + AGREEING) == 0.5
 
 
@@ -209,11 +220,13 @@ def test_prompts_correct_a_rate_upwards_alone() -> None:
 def test_who_is_gone_is_forgotten_even_while_it_is_measured() -> None:
     table, peer = links(), decode("d0")
     table.follow(OWN, [peer], 0.0)
+    link = table.next(0.0)
+    assert link is not None
     table.follow(OWN, [], 1.0)
-    table.warmed(peer, "cuda_ipc", 1e9, 1.0)
-    measured(table, peer, 3.0, 1.0)
-    assert table.failed(peer, 1.0) == 0.0
-    assert (table.known(1.0), table.next(1.0), table.news(peer, 1.0)) == ((), None, None)
+    link.warmed("cuda_ipc", 1e9, 1.0)
+    link.measured("cuda_ipc", 3e9, LARGE, 1.0)
+    link.failed(1.0)
+    assert (table.known(1.0), table.next(1.0)) == ((), None)
 
 
 def test_workers_that_start_together_begin_with_different_peers() -> None:
@@ -222,7 +235,7 @@ def test_workers_that_start_together_begin_with_different_peers() -> None:
     for own in range(16):
         table = links()
         table.follow(redis_server.worker(role="prefill", incarnation=f"own-{own}"), seen, 0.0)
-        peer = table.next(0.0)
+        peer = chosen(table, 0.0)
         assert peer is not None
         first.add(peer.worker_id)
     assert len(first) > 3

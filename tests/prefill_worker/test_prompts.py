@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.kvtransfer.messages import AttemptId
-from effuse.prefill_worker.prompts import PrefillLimits, push_failed, schedule
+from effuse.prefill_worker.prompts import push_failed, schedule
 from effuse.worker.messages import Failed
 
 ONE = AttemptId("r", 1, "t")
@@ -32,31 +30,6 @@ def test_chunks_end_with_a_block_and_fit_the_budget(
     left: list[tuple[int, bool]], budget: int, expected: list[int]
 ) -> None:
     assert schedule(left, budget=budget, block_size=4) == expected
-
-
-def limits(**changes: int) -> PrefillLimits:
-    values: dict[str, Any] = {
-        "max_num_batched_tokens": 64,
-        "max_num_seqs": 4,
-        "max_model_len": 100,
-        "num_pages": 8,
-        "page_size": 4,
-        "block_size": 16,
-        "vocab_size": 50,
-        "mask_token_id": 1,
-    }
-    return PrefillLimits(**(values | changes))
-
-
-def test_a_budget_below_one_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least a block of 16, got 15"):
-        limits(max_num_batched_tokens=15)
-
-
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len", "num_pages", "page_size"])
-def test_limits_are_positive(name: str) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        limits(**{name: 0})
 
 
 def told(cause: Cause, message: str) -> Failed:

@@ -84,7 +84,9 @@ class Scene:
             )
             for name in peers
         ]  # fmt: skip
-        self.rehearsals = Rehearsals(one.front.shell, self, self._changed, now=lambda: self.time)
+        self.rehearsals = Rehearsals(
+            one.front.shell, self.workers, self._changed, now=lambda: self.time
+        )
 
     def workers(self) -> Sequence[WorkerRecord]:
         return self.records

@@ -31,8 +31,8 @@ from effuse.models.config import ModelConfig
 from effuse.placement.records import Role
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor
-from effuse.prefill_worker.prompts import PrefillLimits
 from effuse.worker.attempts import attempt_of
+from effuse.worker.config import PrefillConfig
 from effuse.worker.messages import (
     AbortDone,
     CoreEvent,
@@ -48,7 +48,6 @@ from .clock import Action, Clock, Violation
 from .pages import (
     BLOCK,
     LAYOUT,
-    MASK,
     PAGE,
     TOKENS,
     AnswerModel,
@@ -316,20 +315,16 @@ class EngineProcess:
         shifts = sizes.model.shift_logits
         return PrefillEngine(
             PromptExecutor(model, memory, sender, needs_boundary=shifts, mark=model.mark),
-            sizes.model,
-            self.pool,
-            sender,
-            PrefillLimits(
+            PrefillConfig(
                 max_num_batched_tokens=sizes.budget,
                 max_num_seqs=4,
                 max_model_len=TOKENS,
-                num_pages=self.pool.num_pages,
                 page_size=PAGE,
-                block_size=BLOCK,
-                vocab_size=sizes.model.vocab_size,
-                mask_token_id=MASK,
                 max_request_s=MOST_S,
             ),
+            sizes.model,
+            self.pool,
+            sender,
             fingerprint_of(sizes.model),
             now=self.clock,
         )

@@ -14,7 +14,7 @@ from effuse.kvtransfer import pushes
 from effuse.kvtransfer.messages import Reservation
 from effuse.kvtransfer.push import Push
 from effuse.kvtransfer.transport import Chunk
-from effuse.prefill_worker import rehearsal_sender
+from effuse.prefill_worker import engine
 from effuse.worker.messages import Abort, AbortDone, Failed, PromptPushed, PushRehearsal
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
@@ -89,7 +89,7 @@ def test_prompts_that_wait_come_before_more_than_a_few_pages(
 ) -> None:
     rig.start("prompt", PROMPT)
     rehearse(rig, 1, "few")
-    monkeypatch.setattr(rehearsal_sender, "FEW_PAGES", 0)
+    monkeypatch.setattr(engine, "FEW_PAGES", 0)
     rehearse(rig, 1)
     rig.settle()
     (pushed,) = rig.take(PromptPushed)

@@ -1,0 +1,298 @@
+"""The released tensors of each family: names, shapes, and the part for one rank.
+
+Attention is cut by heads, the MLP by its inner columns, embedding and head by vocabulary (Shoeybi
+et al., arXiv 1909.08053). Experts are cut by inner columns as well, or spread over the ranks whole.
+Knows no torch and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from effuse.models.config import ModelConfig
+from effuse.models.family import ExpertConfig, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class SafeSlice(Protocol):
+    """A tensor's description in an open file."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, at: slice | tuple[slice, slice]) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCut:
+    """Ranges of a tensor's rows (`dim` 0) or columns (`dim` 1), to be read one after the other."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    def shape(self, whole: Shape) -> Shape:
+        """Shape of the cut of a tensor of shape `whole`."""
+        length = sum(map(len, self.ranges))
+        return (*whole[: self.dim], length, *whole[self.dim + 1 :])
+
+    def of(self, tensor: Tensor | SafeSlice) -> list[Tensor]:
+        """The ranges of a tensor, or of one in a file, of which nothing else is read."""
+        slices = [slice(part.start, part.stop) for part in self.ranges]
+        return [tensor[:, one] if self.dim else tensor[one] for one in slices]
+
+
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """Released module names of one gated MLP, each with a `.weight`."""
+
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Released module names of one layer, each with a `.weight` (and, of qkv, a `.bias`)."""
+
+    attn_norm: str
+    qkv: tuple[str, ...]  # q, k and v, or one module for all three
+    q_norm: str
+    k_norm: str
+    attn_out: str
+    mlp_norm: str
+    mlps: tuple[MlpNames, ...]  # one, or every expert, with the shared one last
+    router: str | None = None  # if there are experts
+    router_bias: str | None = None  # a tensor, not a module
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Released module names outside the layers, and of every layer."""
+
+    embedding: str
+    norm: str
+    head: str
+    layers: tuple[LayerNames, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """One rank's part of a model. Ranges are of the whole model's numbers.
+
+    KV heads that are fewer than ranks are replicated: several ranks hold the same one.
+    """
+
+    rank: int
+    size: int  # ranks in the group
+    heads: range
+    kv_heads: range
+    vocabulary: range
+    experts: range | None = None  # routed experts that it holds whole; None cuts each expert
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds all of the model."""
+        return self.size == 1
+
+
+def whole(config: ModelConfig) -> ModelShard:
+    """The shard of a group of one."""
+    return shard_of(config, 0, 1)
+
+
+def shard_of(
+    config: ModelConfig, rank: int, size: int, *, expert_parallel: bool = False
+) -> ModelShard:
+    """The part of `rank` in a group of `size`. Raises ValueError naming what does not divide."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in a group of {size}")
+    _check(config, size, expert_parallel=expert_parallel)
+    experts = None
+    if config.experts is not None and expert_parallel:
+        experts = _part(config.experts.routing.num_experts, rank, size)
+    return ModelShard(
+        rank,
+        size,
+        heads=_part(config.num_heads, rank, size),
+        kv_heads=_kv_heads(config.num_kv_heads, rank, size),
+        vocabulary=_part(config.vocab_size, rank, size),
+        experts=experts,
+    )
+
+
+def _check(config: ModelConfig, size: int, *, expert_parallel: bool) -> None:
+    name = "--tensor-parallel-size"
+    kv_heads = config.num_kv_heads
+    if config.num_heads % size:
+        raise ValueError(f"{name} {size}: {config.num_heads} attention heads do not divide by it")
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(
+            f"{name} {size}: expected a divisor or a multiple of the {kv_heads} KV heads"
+        )
+    has_dense = config.experts is None or config.experts.num_dense_layers > 0
+    if has_dense and config.intermediate_size % size:
+        raise ValueError(f"{name} {size}: {config.intermediate_size} MLP columns do not divide")
+    if config.experts is None:
+        if expert_parallel and size > 1:
+            raise ValueError("--expert-parallel: the model has no experts")
+        return
+    count, inner = config.experts.routing.num_experts, config.experts.intermediate_size
+    if expert_parallel and count % size:
+        raise ValueError(f"--expert-parallel: {count} experts do not divide by {size} ranks")
+    if not expert_parallel and inner % size:
+        raise ValueError(
+            f"{name} {size}: an expert's {inner} columns do not divide by it; "
+            "--expert-parallel spreads whole experts"
+        )
+
+
+def _part(count: int, rank: int, size: int) -> range:
+    """Part `rank` of `size` nearly equal ones of `count`, the larger ones first."""
+    least, left = divmod(count, size)
+    begin = rank * least + min(rank, left)
+    return range(begin, begin + least + (rank < left))
+
+
+def _kv_heads(count: int, rank: int, size: int) -> range:
+    if count % size == 0:
+        return _part(count, rank, size)
+    only = rank * count // size
+    return range(only, only + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A released tensor of which a rank reads something: all of it, or a cut."""
+
+    shape: Shape  # of all of it
+    cut: TensorCut | None = None
+
+    @property
+    def held(self) -> Shape:
+        """Shape of the rank's part."""
+        return self.shape if self.cut is None else self.cut.shape(self.shape)
+
+
+def module_names(config: ModelConfig, shard: ModelShard | None = None) -> ModelNames:
+    """The names of modules in this family's releases, or of those of which a rank holds a part: of
+    experts that are spread only its own, and shared ones.
+    """
+    layout, own = config.family.layout, None if shard is None else shard.experts
+    layers = tuple(
+        _layer_names(layout, f"{layout.layers}.{number}", config.experts_of(number), own)
+        for number in range(config.num_layers)
+    )
+    return ModelNames(layout.embedding, layout.norm, layout.head, layers)
+
+
+def _layer_names(
+    layout: Layout, at: str, experts: ExpertConfig | None, own: range | None
+) -> LayerNames:
+    router = f"{at}.mlp.gate"
+    return LayerNames(
+        attn_norm=f"{at}.{layout.attn_norm}",
+        qkv=tuple(f"{at}.{name}" for name in layout.qkv),
+        q_norm=f"{at}.{layout.q_norm}",
+        k_norm=f"{at}.{layout.k_norm}",
+        attn_out=f"{at}.{layout.attn_out}",
+        mlp_norm=f"{at}.{layout.mlp_norm}",
+        mlps=_mlp_names(layout, f"{at}.{layout.mlp}", experts, own),
+        router=router if experts else None,
+        router_bias=f"{router}.expert_bias" if experts and experts.has_bias else None,
+    )
+
+
+def _mlp_names(
+    layout: Layout, at: str, experts: ExpertConfig | None, own: range | None
+) -> tuple[MlpNames, ...]:
+    places = [at]
+    if experts is not None:
+        routed = range(experts.routing.num_experts) if own is None else own
+        places = [f"{at}experts.{number}." for number in routed]
+        places += [f"{at}shared_experts."] * experts.routing.num_shared
+    return tuple(
+        MlpNames(place + layout.gate, place + layout.up, place + layout.down) for place in places
+    )
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of a release with this configuration, with its shape."""
+    return {name: one.shape for name, one in tensors_of(config, whole(config)).items()}
+
+
+def tensors_of(config: ModelConfig, shard: ModelShard) -> dict[str, Released]:
+    """By name every tensor of a release of which the rank reads something."""
+    names, hidden = module_names(config, shard), config.hidden_size
+    rows = Released((config.vocab_size, hidden), _cut(shard, 0, shard.vocabulary))
+    found = {f"{names.embedding}.weight": rows, f"{names.norm}.weight": Released((hidden,))}
+    if not config.tie_embeddings:
+        found[f"{names.head}.weight"] = rows
+    for number, layer in enumerate(names.layers):
+        found |= _attention(config, shard, layer)
+        found |= _mlp(config, shard, layer, config.experts_of(number))
+    return found
+
+
+def _attention(config: ModelConfig, shard: ModelShard, layer: LayerNames) -> Mapping[str, Released]:
+    hidden, dim = config.hidden_size, config.head_dim
+    q_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
+    q, kv = _rows(shard.heads, dim), _rows(shard.kv_heads, dim)
+    of_kv = kv_dim, (kv,)
+    parts: Sequence[tuple[int, tuple[range, ...]]] = ((q_dim, (q,)), of_kv, of_kv)
+    if len(layer.qkv) == 1:
+        joined = (q, _moved(kv, q_dim), _moved(kv, q_dim + kv_dim))
+        parts = ((q_dim + 2 * kv_dim, joined),)
+    found = {
+        f"{layer.attn_norm}.weight": Released((hidden,)),
+        f"{layer.attn_out}.weight": Released((hidden, q_dim), _cut(shard, 1, q)),
+    }
+    for name, (count, ranges) in zip(layer.qkv, parts, strict=True):
+        found[f"{name}.weight"] = Released((count, hidden), _cut(shard, 0, *ranges))
+        if config.qkv_bias:
+            found[f"{name}.bias"] = Released((count,), _cut(shard, 0, *ranges))
+    if config.qk_norm:
+        found |= {f"{name}.weight": Released((dim,)) for name in (layer.q_norm, layer.k_norm)}
+    return found
+
+
+def _mlp(
+    config: ModelConfig, shard: ModelShard, layer: LayerNames, experts: ExpertConfig | None
+) -> Mapping[str, Released]:
+    hidden = config.hidden_size
+    inner = config.intermediate_size if experts is None else experts.intermediate_size
+    is_cut = experts is None or shard.experts is None
+    own = _part(inner, shard.rank, shard.size) if is_cut else range(inner)
+    found = {f"{layer.mlp_norm}.weight": Released((hidden,))}
+    for mlp in layer.mlps:
+        for name in (mlp.gate, mlp.up):
+            found[f"{name}.weight"] = Released((inner, hidden), _cut(shard, 0, own))
+        found[f"{mlp.down}.weight"] = Released((hidden, inner), _cut(shard, 1, own))
+    if experts is not None:
+        num_experts = experts.routing.num_experts
+        found[f"{layer.router}.weight"] = Released((num_experts, hidden))
+        if layer.router_bias is not None:
+            found[layer.router_bias] = Released((num_experts,))
+    return found
+
+
+def _cut(shard: ModelShard, dim: int, *ranges: range) -> TensorCut | None:
+    """A rank that holds the whole model reads every tensor whole."""
+    return None if shard.is_whole else TensorCut(dim, ranges)
+
+
+def _rows(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _moved(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by)
+
+
+def vocabulary_sizes(config: ModelConfig, size: int) -> list[int]:
+    """Rows of the head that each rank of a group of `size` holds."""
+    return [len(_part(config.vocab_size, rank, size)) for rank in range(size)]
