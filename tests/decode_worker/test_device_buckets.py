@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from decoding.scripts import MASK_ID, make_settings
-from operators.torch_steps import Views, advance, plan_step
+from operators.torch_plan import Views, plan_step
+from operators.torch_steps import advance
 
 from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.denoise import open_step

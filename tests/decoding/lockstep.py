@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from operators.torch_steps import Views
+from operators.torch_plan import Views
 from torch import Tensor
 
 from decoding.invariants import make_sequence

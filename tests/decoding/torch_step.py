@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from operators.torch_steps import advance, exchange_boundaries, gather_rows, plan_step
+from operators.torch_plan import exchange_boundaries, gather_rows, plan_step
+from operators.torch_steps import advance
 
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.kernels.attention_batch import make_attention_batch

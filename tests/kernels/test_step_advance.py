@@ -8,7 +8,8 @@ import pytest
 from decoding.lockstep import PAGE_SIZE, Lockstep, Machine, Seen
 from decoding.scripts import MASK_ID
 from operators import child
-from operators.torch_steps import advance, plan_step
+from operators.torch_plan import plan_step
+from operators.torch_steps import advance
 from torch import Tensor
 
 from effuse.kernels.step_slots import SlotTable, StepRows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from operators import rows
-from operators.torch_steps import exchange_boundaries, gather_rows
+from operators.torch_plan import exchange_boundaries, gather_rows
 
 
 def test_rows_are_gathered_and_boundaries_exchanged() -> None:

@@ -71,7 +71,7 @@ class Pair:
         return next_event(self.sender, reserved.transfer_id)
 
     def end(self, reserved: Reservation) -> None:
-        """Lets the sender forget a push, which it would else poll for until its lease is over."""
+        """Has the sender forget a push, for which it would poll until its lease is over."""
         self.sender.send(Cancel(reserved.transfer_id))
         next_event(self.sender, reserved.transfer_id, PushCancelled)
 
@@ -388,9 +388,8 @@ def test_many_pushes_to_nobody_fail_one_by_one(
     alone: Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More messages than a socket queues by default: the connector must outlive them."""
-    monkeypatch.setattr(
-        zmq_transport, "CONNECT_S", DEADLINE_S
-    )  # each fails for itself, by its lease
+    # Each fails for itself, by its lease.
+    monkeypatch.setattr(zmq_transport, "CONNECT_S", DEADLINE_S)
     pushes = [
         msgspec.structs.replace(nowhere(), attempt=AttemptId("r", 1, f"nobody-{number}"))
         for number in range(1200)
