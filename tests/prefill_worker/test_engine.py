@@ -17,13 +17,7 @@ from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import AttemptId, Field
 from effuse.kvtransfer.pool import AuditError
 from effuse.kvtransfer.sender import OVERTIME_S
-from effuse.worker.messages import (
-    Failed,
-    PrefillDone,
-    PromptPushed,
-    PushTo,
-    StartDecode,
-)
+from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo, StartDecode
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 BLOCK = 4
