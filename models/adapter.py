@@ -7,8 +7,7 @@ PEFT option is refused by name, because an ignored option would silently give an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,10 +71,9 @@ class Adapter:
         return (b @ a).mul_(self.scale)
 
 
-@contextmanager
 def open_adapter(
     directory: Path, base: Mapping[str, Shape], device: torch.device | None
-) -> Iterator[Adapter]:
+) -> Adapter:
     """Open an adapter for a model whose tensors have the names and shapes of `base`. Without a
     device it is checked but not merged.
 
@@ -89,9 +87,9 @@ def open_adapter(
     stabilised = keys.flag("use_rslora", default=False)
     scale = keys.number("lora_alpha") / (math.sqrt(rank) if stabilised else rank)
     modules = _targets(keys, base)
-    with open_tensors([directory / TENSOR_FILE], device) as files:
-        _check(directory / TENSOR_FILE, files, modules, rank)
-        yield Adapter(scale, frozenset(modules), files)
+    files = open_tensors([directory / TENSOR_FILE], device)
+    _check(directory / TENSOR_FILE, files, modules, rank)
+    return Adapter(scale, frozenset(modules), files)
 
 
 def _targets(keys: ConfigKeys, base: Mapping[str, Shape]) -> dict[str, Shape]:

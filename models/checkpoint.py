@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -31,6 +30,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # names used by safetensors
 _STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _STORED_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+MOST_MAPPED: Final = 512 << 20
 DTYPE_NAMES: Final = tuple(_STORED_NAMES.values())
 """Dtypes in which weights may be stored and computed."""
 
@@ -39,7 +39,7 @@ DTYPE_NAMES: Final = tuple(_STORED_NAMES.values())
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
-class SafeFile(Protocol):
+class _SafeFile(Protocol):
     """The used part of an open safetensors file; the library has no types for it."""
 
     def keys(self) -> list[str]: ...
@@ -47,67 +47,96 @@ class SafeFile(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
+class TensorFile:
+    """An open safetensors file. What was read of it counts as memory of this process until it is
+    closed, so it is opened again after `MOST_MAPPED` bytes.
+    """
+
+    def __init__(self, path: Path, device: torch.device | None) -> None:
+        """Raises CheckpointError. Without a device only headers are read, without torch."""
+        self.path = path
+        self._device = device
+        self._file = _open(path, device)
+        self._mapped = 0
+
+    def names(self) -> list[str]:
+        """Its tensors."""
+        return self._file.keys()
+
+    def shape(self, name: str) -> Shape:
+        """Shape of a tensor without reading it."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def stored_as(self, name: str) -> str:
+        """Dtype of a tensor by safetensors' name."""
+        return self._file.get_slice(name).get_dtype()
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor; 0 of an unsupported dtype."""
+        return math.prod(self.shape(name)) * _STORED_BYTES.get(self.stored_as(name), 0)
+
+    def take(self, name: str, cut: TensorCut | None) -> Tensor:
+        """Reads one tensor, or a cut of it."""
+        self._mapped += self.num_bytes(name)
+        if self._mapped > MOST_MAPPED:
+            self._file, self._mapped = _open(self.path, self._device), self.num_bytes(name)
+        if cut is None:
+            return self._file.get_tensor(name)
+        import torch
+
+        return torch.cat(cut.of(self._file.get_slice(name)), dim=cut.dim)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
     """Open safetensors files; each of their tensors is known by name, and read when it is used."""
 
-    locations: Mapping[str, tuple[Path, SafeFile]]
+    locations: Mapping[str, TensorFile]
 
     def shape(self, name: str) -> Shape:
         """Shape of a tensor without reading it."""
-        _, file = self.locations[name]
-        return tuple(file.get_slice(name).get_shape())
+        return self.locations[name].shape(name)
 
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored."""
-        return sum(
-            math.prod(self.shape(name)) * _STORED_BYTES.get(file.get_slice(name).get_dtype(), 0)
-            for name, (_, file) in self.locations.items()
-        )
+        return sum(file.num_bytes(name) for name, file in self.locations.items())
 
     def take(self, name: str, cut: TensorCut | None = None) -> Tensor:
         """Read one tensor, or a cut of it, on the device that the files were opened for, in its
         stored dtype."""
         self.check_dtype(name)
-        file = self.locations[name][1]
-        if cut is None:
-            return file.get_tensor(name)
-        import torch
-
-        return torch.cat(cut.of(file.get_slice(name)), dim=cut.dim)
+        return self.locations[name].take(name, cut)
 
     def check_dtype(self, name: str) -> None:
         """Raise CheckpointError if a tensor is stored in an unsupported dtype."""
-        path, file = self.locations[name]
-        stored = file.get_slice(name).get_dtype()
+        file = self.locations[name]
+        stored = file.stored_as(name)
         if stored not in _STORED_NAMES:
             raise CheckpointError(
-                f"{path}: tensor {name} has dtype {stored}; "
+                f"{file.path}: tensor {name} has dtype {stored}; "
                 f"expected one of {', '.join(_STORED_NAMES)}"
             )
 
 
-@contextmanager
-def open_tensors(paths: list[Path], device: torch.device | None) -> Iterator[TensorFiles]:
+def open_tensors(paths: list[Path], device: torch.device | None) -> TensorFiles:
     """Open files together, to be read on `device`, or only their headers without torch. A tensor in
     two of them is an error; buffers of rotary numbers are left out.
     """
-    locations: dict[str, tuple[Path, SafeFile]] = {}
-    with ExitStack() as stack:
-        for path in paths:
-            file = stack.enter_context(_open(path, device))
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                if _COMPUTED.search(name):
-                    continue
-                if name in locations:
-                    raise CheckpointError(
-                        f"tensor {name} is in both {locations[name][0].name} and {path.name}"
-                    )
-                locations[name] = (path, file)
-        yield TensorFiles(locations)
+    locations: dict[str, TensorFile] = {}
+    for path in paths:
+        file = TensorFile(path, device)
+        for name in file.names():
+            if _COMPUTED.search(name):
+                continue
+            if name in locations:
+                raise CheckpointError(
+                    f"tensor {name} is in both {locations[name].path.name} and {path.name}"
+                )
+            locations[name] = file
+    return TensorFiles(locations)
 
 
-def _open(path: Path, device: torch.device | None) -> AbstractContextManager[SafeFile]:
+def _open(path: Path, device: torch.device | None) -> _SafeFile:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     try:
@@ -118,7 +147,7 @@ def _open(path: Path, device: torch.device | None) -> AbstractContextManager[Saf
     except SafetensorError as error:
         problem = pointer_problem(path) or f"not a safetensors file: {error}"
         raise CheckpointError(f"{path}: {problem}") from None
-    return cast("AbstractContextManager[SafeFile]", opened)
+    return cast("_SafeFile", opened)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -135,9 +164,8 @@ def stored_dtype(directory: Path) -> str:
     safetensors' name. Reads no tensor. Raises CheckpointError.
     """
     counts: Counter[str] = Counter()
-    with open_tensors(weight_files(directory), None) as files:
-        for name, (_, file) in files.locations.items():
-            counts[file.get_slice(name).get_dtype()] += math.prod(files.shape(name))
+    for name, file in open_tensors(weight_files(directory), None).locations.items():
+        counts[file.stored_as(name)] += math.prod(file.shape(name))
     most = max(counts, key=lambda dtype: counts[dtype], default="F32")
     return _STORED_NAMES.get(most, most)
 
@@ -211,8 +239,8 @@ def _check_index(directory: Path, files: TensorFiles) -> None:
         found = files.locations.get(name)
         if _COMPUTED.search(name):
             continue
-        if found is None or found[0].name != shard:
-            where = "no shard" if found is None else found[0].name
+        if found is None or found.path.name != shard:
+            where = "no shard" if found is None else found.path.name
             raise CheckpointError(
                 f"{directory / INDEX_FILE}: tensor {name}: expected in {shard}, found in {where}"
             )

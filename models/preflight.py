@@ -25,11 +25,10 @@ def check_checkpoint(
     config = ModelConfig.from_dir(directory, block_size=block_size)
     dtype_name(dtype, directory)
     shapes = tensor_shapes(config)
-    with open_tensors(weight_files(directory), None) as files:
-        checked_tensors(directory, config, files, shapes)
+    opened = [open_tensors(weight_files(directory), None)]
+    checked_tensors(directory, config, opened[0], shapes)
+    if adapter is not None:
+        opened.append(open_adapter(adapter, shapes, None).files)
+    for files in opened:
         for name in files.locations:
             files.check_dtype(name)
-    if adapter is not None:
-        with open_adapter(adapter, shapes, None) as opened:
-            for name in opened.files.locations:
-                opened.files.check_dtype(name)

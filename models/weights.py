@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,16 +66,13 @@ def load_model(
     shard = place.shard(config)
     shapes, held = tensor_shapes(config), tensors_of(config, shard)
     check_memory(directory, held, dtype, device)
-    with ExitStack() as stack:
-        opened = stack.enter_context(open_tensors(weight_files(directory), device))
-        files = checked_tensors(directory, config, opened, shapes)
-        _check_tied_head(directory, config, opened)
-        merged = None
-        if adapter is not None:
-            merged = stack.enter_context(open_adapter(Path(adapter), shapes, device))
-        with ProgressLog("weights", files.num_bytes(), unit="GB", per_unit=1e9) as progress:
-            loader = _Loader(files, merged, dtype, device, progress, held)
-            weights = loader.model(config, module_names(config, shard))
+    opened = open_tensors(weight_files(directory), device)
+    files = checked_tensors(directory, config, opened, shapes)
+    _check_tied_head(directory, config, opened)
+    merged = None if adapter is None else open_adapter(Path(adapter), shapes, device)
+    with ProgressLog("weights", files.num_bytes(), unit="GB", per_unit=1e9) as progress:
+        loader = _Loader(files, merged, dtype, device, progress, held)
+        weights = loader.model(config, module_names(config, shard))
     return Transformer(config, weights, attend, shard, place.group)
 
 
