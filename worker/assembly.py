@@ -4,6 +4,7 @@ Runs only in the engine's process; the front never imports it. Each engine's own
 parts.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,7 +77,7 @@ def assemble(
 
     `default_algorithm` is the model's if it is None. `pulse` receives the progress of long steps,
     now and in all later forwards. Without `connects` no rank opens a connector, and a broken group
-    raises GroupBroken and does not end the process.
+    raises GroupBroken and does not end the process. Ranks end if the start fails.
     """
     device = device_of(config)
     connector = choose_connector(
@@ -84,26 +85,29 @@ def assemble(
     )
     config = replace(config, connector=connector)
     directory = model_directory(config)
-    ranks, place = None, RankPlace()
-    if config.tensor_parallel_size > 1:
-        shard_of(
-            ModelConfig.from_dir(directory, block_size=config.block_size),
-            *(0, config.tensor_parallel_size),
-            expert_parallel=config.expert_parallel,
-        )
-        ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
-        ranks.wait_for("present", config.startup_timeout_s)
-        place = join(config, 0, device, ranks.home)
-        ranks.group = place.group
-    model = load_shard(config, device, place, pulse)
-    if ranks is not None:
-        ranks.wait_for("loaded", config.startup_timeout_s)
-    part = make_part(config, role, pulse, model, ranks)
-    layout = part.memory.layout
-    agreed = fingerprint(layout, _facts_of(config, directory, model))
-    if ranks is not None and connects:
-        ranks.send(Open(agreed))
-        ranks.wait_for("open", config.startup_timeout_s)
+    with contextlib.ExitStack() as on_failure:
+        ranks, place = None, RankPlace()
+        if config.tensor_parallel_size > 1:
+            shard_of(
+                ModelConfig.from_dir(directory, block_size=config.block_size),
+                *(0, config.tensor_parallel_size),
+                expert_parallel=config.expert_parallel,
+            )
+            ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
+            on_failure.callback(ranks.close)
+            ranks.wait_for("present", config.startup_timeout_s)
+            place = join(config, 0, device, ranks.home)
+            ranks.group = place.group
+        model = load_shard(config, device, place, pulse)
+        if ranks is not None:
+            ranks.wait_for("loaded", config.startup_timeout_s)
+        part = make_part(config, role, pulse, model, ranks)
+        layout = part.memory.layout
+        agreed = fingerprint(layout, _facts_of(config, directory, model))
+        if ranks is not None and connects:
+            ranks.send(Open(agreed))
+            ranks.wait_for("open", config.startup_timeout_s)
+        on_failure.pop_all()
     return Assembly(
         model=model,
         memory=part.memory,

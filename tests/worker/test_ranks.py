@@ -19,7 +19,7 @@ from worker.planted import LIMIT_S, plant, ranks_of
 
 import effuse
 from effuse.protos.errors import EngineLost
-from effuse.worker import ranks, supervisor
+from effuse.worker import assembly, ranks, supervisor
 from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, RankOrders
 from effuse.worker.ranks import GroupBroken
 from effuse.worker.watchdog import BROKEN_STATUS
@@ -96,16 +96,42 @@ def test_a_rank_that_a_signal_has_stopped_breaks_its_group_although_it_is_idle(
         group.generate("ab")
 
 
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes of ranks, as they are spawned."""
+    spawn, found = ranks._spawn, list[subprocess.Popen[bytes]]()
+
+    def spawn_and_keep(orders: RankOrders) -> subprocess.Popen[bytes]:
+        found.append(spawn(orders))
+        return found[-1]
+
+    monkeypatch.setattr(ranks, "_spawn", spawn_and_keep)
+    return found
+
+
+def test_no_rank_is_left_if_the_leader_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawned: list[subprocess.Popen[bytes]]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(assembly, "make_part", fail)
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    with pytest.raises(ValueError, match="planted"):
+        effuse.LLM(path, device="cpu", tensor_parallel_size=2)
+    assert [one.poll() is None for one in spawned] == [False]
+
+
 def test_a_rank_that_a_signal_stops_as_it_starts_does_not_outlive_its_leader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawned: list[subprocess.Popen[bytes]]
 ) -> None:
     """It has not yet asked to die with its leader."""
-    spawn, spawned = ranks._spawn, list[subprocess.Popen[bytes]]()
+    spawn = ranks._spawn
 
     def stopped(orders: RankOrders) -> subprocess.Popen[bytes]:
-        spawned.append(spawn(orders))
-        spawned[0].send_signal(signal.SIGSTOP)
-        return spawned[0]
+        process = spawn(orders)
+        process.send_signal(signal.SIGSTOP)
+        return process
 
     monkeypatch.setattr(ranks, "_spawn", stopped)
     path = write_tiny_checkpoint(tmp_path, "sdar")
