@@ -302,7 +302,9 @@ class NixlTransport(Transport):
         else:
             if pace is Pace.IDLE:
                 self._ucx.tables()  # so that warnings are shown
-            select.select([requests], [], [], seconds)
+            poll = select.poll()  # select takes no descriptor above 1023
+            poll.register(requests, select.POLLIN)
+            poll.poll(seconds * 1000)
 
     def _agent(self, suffix: str) -> NixlAgent:
         memory = self._memory
