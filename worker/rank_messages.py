@@ -7,7 +7,6 @@ command that a rank gets is digested there as the leader digested it: `Digests`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_origin
 
@@ -26,13 +25,14 @@ Stage = Literal["present", "loaded", "open"]
 """Of a rank's start: it runs and waits for the others, has its weights, has pages and connector."""
 
 
-@dataclass(frozen=True, slots=True)
 class ForwardProgress:
     """Groups of layers that a forward has stored, by its number in the group. Only the number goes
-    to other ranks."""
+    to other ranks: so this is no dataclass, which the encoder would write whole."""
 
-    number: int
-    stored: Callable[[], int] | None = None  # on this rank's device
+    def __init__(self, number: int, stored: Callable[[], int] | None = None) -> None:
+        """`stored` counts those of this rank's device."""
+        self.number = number
+        self.stored = stored
 
     def __call__(self) -> int:
         assert self.stored is not None, "it is of another rank"

@@ -263,7 +263,9 @@ def _queued(fleet: Fleet) -> int:
 
 
 def _workers(fleet: Fleet) -> list[str]:
-    return [*fleet.names("prefill"), *fleet.names("decode")]
+    """Those that have not ended."""
+    dead = {process.name for process in fleet.dead()}
+    return [name for name in (*fleet.names("prefill"), *fleet.names("decode")) if name not in dead]
 
 
 def _who_served(answers: Sequence[pb.GenerateResponse]) -> set[str]:

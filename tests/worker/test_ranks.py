@@ -14,13 +14,17 @@ from typing import Any
 import pytest
 from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from expert_checkpoints import write_expert_checkpoint
+from kvtransfer.fixtures import SMALL, boundary, reservation
 from slowness import patient
 from worker.planted import LIMIT_S, plant, ranks_of
 
 import effuse
+from effuse.kvtransfer.connector import FinishPush, PushPages
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import PageRef, ReceiverAddress
 from effuse.protos.errors import EngineLost
 from effuse.worker import assembly, ranks, supervisor
-from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, RankOrders
+from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, ForwardProgress, RankOrders
 from effuse.worker.ranks import GroupBroken
 from effuse.worker.watchdog import BROKEN_STATUS
 
@@ -175,3 +179,15 @@ def test_a_model_that_cannot_be_cut_is_refused_before_a_rank_starts(tmp_path: Pa
 
 def test_no_command_is_lost_in_its_encoding() -> None:
     assert COMMANDS.decode(ENCODER.encode(CopyPage(3, 4))) == CopyPage(3, 4)
+
+
+def test_of_a_push_only_the_forwards_number_and_the_boundary_travel() -> None:
+    address = ReceiverAddress(connector="zmq", endpoint="tcp://127.0.0.1:9")
+    reserved = reservation(PageMemory(SMALL, 4), address, (PageRef(1, 1),))
+    pages = PushPages(reserved, (0,), 0, ForwardProgress(7, lambda: 3))
+    found = COMMANDS.decode(ENCODER.encode(pages))
+    assert isinstance(found, PushPages) and isinstance(found.num_final, ForwardProgress)
+    assert (found.reservation, found.source_pages) == (reserved, (0,))
+    assert (found.num_final.number, found.num_final.stored) == (7, None)
+    finish = COMMANDS.decode(ENCODER.encode(FinishPush(reserved, boundary)))
+    assert isinstance(finish, FinishPush) and finish.boundary() == boundary()
