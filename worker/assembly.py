@@ -88,11 +88,7 @@ def assemble(
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
         if config.tensor_parallel_size > 1:
-            shard_of(
-                ModelConfig.from_dir(directory, block_size=config.block_size),
-                *(0, config.tensor_parallel_size),
-                expert_parallel=config.expert_parallel,
-            )
+            _check_cuts(config, directory)
             ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
             on_failure.callback(ranks.close)
             ranks.wait_for("present", config.startup_timeout_s)
@@ -126,6 +122,12 @@ def assemble(
         ),
         ranks=ranks,
     )
+
+
+def _check_cuts(config: WorkerConfig, directory: Path) -> None:
+    """Raises ValueError if the model cannot be cut for so many ranks."""
+    model = ModelConfig.from_dir(directory, block_size=config.block_size)
+    shard_of(model, 0, config.tensor_parallel_size, expert_parallel=config.expert_parallel)
 
 
 def _connect_all(
