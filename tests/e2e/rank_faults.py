@@ -56,7 +56,8 @@ class Ledger:
         took = sorted(self.took_s) or [0.0]
         return (
             f"{self.right} right, {len(self.wrong)} wrong, {len(self.failed)} failed; faults "
-            f"{self.faults}; p50 {took[len(took) // 2]:.2f} s, most {took[-1]:.2f} s"
+            f"{self.faults}; p50 {took[len(took) // 2]:.2f} s, "
+            f"p99 {took[len(took) * 99 // 100]:.2f} s, most {took[-1]:.2f} s"
         )
 
 
