@@ -5,6 +5,7 @@ For another size: PYTHONPATH=src:tests python -P -m models.test_load_memory DIRE
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -61,7 +62,8 @@ def load_here(directory: Path, rank: int, size: int) -> Loaded:
     place = RankPlace(rank, size)
     config = ModelConfig.from_dir(directory)
     tensors = tensors_of(config, place.shard(config))
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    with contextlib.suppress(OSError):  # the peak so far is that of imports, which is small
+        Path("/proc/self/clear_refs").write_text("5")  # resets it
     before = _status("VmRSS")
     model = load_model(directory, dtype=torch.bfloat16, place=place)
     assert model.config == config
