@@ -28,12 +28,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
-from effuse.worker.rank_messages import (
-    CopyPage,
-    ForwardProgress,
-    RunParts,
-    ZeroTail,
-)
+from effuse.worker.rank_messages import CopyPage, ForwardProgress, RunParts, ZeroTail
 from effuse.worker.ranks import Ranks
 
 _FAILURES = (ArrivalRefused, PushFailed)
