@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from effuse.kernels.pages_digests import digest_key, piece_bytes_of
 from effuse.kvtransfer.layout import KVLayout
@@ -118,29 +118,32 @@ class HostDigester:
     """
 
     def __init__(self, memory: PageMemory) -> None:
-        piece_bytes = piece_bytes_of(memory.layout.head_bytes)
         rows: npt.NDArray[np.uint8] = memory.byte_rows().numpy()
         self._layout = memory.layout
-        self._pieces = rows.reshape(memory.num_pages, -1, piece_bytes)
+        self._piece_bytes = piece_bytes_of(memory.layout.head_bytes)
+        self._page_bytes = rows.shape[1]
+        self._bytes = memoryview(rows.reshape(-1))
 
     def begin(
         self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
     ) -> DigestJob:
         """Of these groups of layers and KV heads of these pages.
 
-        Without torch, because its few calls took as long as the digests of three pages (measured).
+        Without torch, because its few calls took as long as the digests of three pages, and from
+        slices of a memoryview, because rows of an array took a quarter longer (measured).
         """
-        place = _place_of(self._layout, groups, heads)
-        runs = [
-            (first, first + place.run_pieces)
-            for first in range(place.first, place.end, place.run_step)
+        place, size, memory = _place_of(self._layout, groups, heads), self._piece_bytes, self._bytes
+        starts = [
+            run + piece * size
+            for run in range(place.first * size, place.end * size, place.run_step * size)
+            for piece in range(place.run_pieces)
         ]
-        found = np.empty((len(page_ids), len(runs) * place.run_pieces), dtype=np.uint64)
+        found = np.empty((len(page_ids), len(starts)), dtype=np.uint64)
         for digests, page_id in zip(found, page_ids, strict=True):
-            page = self._pieces[page_id]
-            parts = [page[first:end] for first, end in runs]
-            pieces = chain.from_iterable(parts) if len(parts) > 1 else parts[0]
-            digests[:] = list(map(xxhash.xxh3_64_intdigest, pieces, repeat(seed)))
+            at = page_id * self._page_bytes
+            digests[:] = [
+                xxh3_64_intdigest(memory[at + start : at + start + size], seed) for start in starts
+            ]
         return _OnHost(found.view(np.int64))
 
 
