@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group, and their exchanges of hidden rows and logits.
+"""The ranks of a model, and their exchanges of hidden rows and logits.
 
 Over torch.distributed: Gloo on CPUs, NCCL between GPUs. Ranks of one host meet through a file in a
 private directory, so that no port is open while they do. A group is a value of its own and not the
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from effuse.kernels.experts import NO_EXPERT, Routes
 from effuse.models.config import ModelConfig
-from effuse.models.tensors import ModelShard, shard_of, vocabulary_sizes
+from effuse.models.tensors import ModelShard, replica_of, shard_of, vocabulary_sizes
 
 LOG = logging.getLogger(__name__)
 
@@ -40,6 +40,10 @@ class Group:
     def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
         """All ranks' ``x`` [R, sizes[rank]] side by side: [R, sum of sizes]."""
         return x
+
+    def collect(self, x: Tensor) -> Tensor:
+        """All ranks' ``x`` [R, ...], in their order: [N, R, ...]."""
+        return x[None]
 
     def deal(self, x: Tensor) -> Tensor:
         """From each rank its part for this rank; x: [N, ...], part n for rank n: [N, ...]."""
@@ -61,16 +65,70 @@ ALONE: Final = Group()
 
 
 @dataclass(frozen=True, slots=True)
+class RowCounts:
+    """The rows of each replica in one forward, in the order of replicas."""
+
+    rows: tuple[int, ...]
+    wanted: tuple[int, ...]  # the rows that the last layer computes after its attention
+
+
+class Replicas:
+    """Ranks that compute requests of their own, and each layer's experts together.
+
+    All of them run the same forwards. One that has no rows in a forward only computes its experts
+    for the rows of the others. (Data-parallel attention, as in DeepSeek-V3, arXiv 2412.19437.)
+    """
+
+    def __init__(self, rank: int, group: Group, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+
+    def meet(self, own: Tensor, counts: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
+        """(rows of all replicas [N * M, H], the replica of each [N * M, 1]); own: [R, H].
+
+        Each has M places, the most of `counts`; without counts all replicas have R rows. A place
+        without a row has the number N instead of a replica's.
+        """
+        most = len(own) if counts is None else max(counts)
+        padded = torch.nn.functional.pad(own, (0, 0, 0, most - len(own)))
+        owners = torch.arange(self.size, device=own.device)[:, None].expand(-1, most)
+        if counts is not None:
+            places = torch.arange(most, device=own.device)
+            filled = torch.tensor(counts, device=own.device)[:, None] > places
+            owners = owners.where(filled, self.size)
+        return self.group.collect(padded).flatten(0, 1), owners.reshape(-1, 1)
+
+    def part(self, results: Tensor, num_own: int) -> Tensor:
+        """The sum over replicas of this one's `num_own` rows; results: as given by `meet`."""
+        most = len(results) // self.size
+        return self.group.sum(results)[self.rank * most :][:num_own]
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlace:
     """Where a process stands in the group that serves a model together."""
 
     rank: int = 0
     size: int = 1
     expert_parallel: bool = False
-    group: Group = ALONE
+    data_parallel: bool = False
+    meeting: Group = ALONE
+
+    @property
+    def group(self) -> Group:
+        """The ranks that compute the same rows."""
+        return ALONE if self.data_parallel else self.meeting
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The ranks that compute other rows, with the same experts."""
+        return Replicas(self.rank, self.meeting, self.size) if self.data_parallel else None
 
     def shard(self, config: ModelConfig) -> ModelShard:
         """Its part of a model. Raises ValueError naming what does not divide."""
+        if self.data_parallel:
+            return replica_of(config, self.rank, self.size)
         return shard_of(config, self.rank, self.size, expert_parallel=self.expert_parallel)
 
 
@@ -95,7 +153,7 @@ class ProcessGroup(Group):
         if self.size == 2 or x.is_cuda:
             self._collectives.allreduce(x).wait()
             return x
-        total, *others = self._of_all(x)
+        total, *others = self.collect(x)
         for other in others:
             total += other
         return total
@@ -103,8 +161,13 @@ class ProcessGroup(Group):
     def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
         widest = max(sizes)
         own = x if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
-        parts = zip(self._of_all(own), sizes, strict=True)
+        parts = zip(self.collect(own), sizes, strict=True)
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
+
+    def collect(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self.size, len(x), *x.shape[1:])
+        self._collectives._allgather_base(parts.flatten(0, 1), x.contiguous()).wait()
+        return parts
 
     def deal(self, x: Tensor) -> Tensor:
         dealt = torch.empty_like(x)
@@ -118,16 +181,10 @@ class ProcessGroup(Group):
 
     def least(self, number: int) -> int:
         own = torch.tensor([number], dtype=torch.int64, device=self.device)
-        return min(int(one) for one in torch.cat(self._of_all(own)).tolist())
+        return min(int(one) for one in self.collect(own).flatten().tolist())
 
     def close(self) -> None:
         self._collectives = None
-
-    def _of_all(self, x: Tensor) -> list[Tensor]:
-        """Every rank's ``x`` [R, ...]."""
-        parts = x.new_empty(self.size, len(x), *x.shape[1:])
-        self._collectives._allgather_base(parts.flatten(0, 1), x.contiguous()).wait()
-        return list(parts)
 
 
 def join_group(
@@ -161,17 +218,24 @@ def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def own_routes(routes: Routes, num_routed: int, shard: ModelShard) -> Routes:
-    """Routes [T, K] by the numbers of the experts that the rank holds; NO_EXPERT for others.
+def in_turn(count: int, shard: ModelShard, device: torch.device) -> Tensor:
+    """Which of `count` rows this rank computes if ranks take turns: [count, 1] bool."""
+    return torch.arange(count, device=device)[:, None] % shard.size == shard.rank
 
-    Every rank has the shared experts, and each row's are computed by one of the ranks, in turn.
+
+def without(routes: Routes, rows: Tensor) -> Routes:
+    """Routes [T, K] with NO_EXPERT in these rows, [T, 1] bool."""
+    return Routes(routes.experts.masked_fill(rows, NO_EXPERT), routes.weights)
+
+
+def own_routes(routes: Routes, num_routed: int, own: range, is_ours: Tensor) -> Routes:
+    """Routes [T, K] by the numbers of the `own` experts that a rank holds; NO_EXPERT for others.
+
+    Every rank has the shared experts; it computes those of the rows that `is_ours` [T, 1] names.
     """
-    own = shard.experts
-    assert own is not None, "experts are cut, not spread"
     experts = routes.experts
     is_own = (experts >= own.start) & (experts < own.stop)
-    turns = torch.arange(len(experts), device=experts.device)[:, None] % shard.size
-    is_shared = (experts >= num_routed) & (turns == shard.rank)
+    is_shared = (experts >= num_routed) & is_ours
     local = torch.where(is_shared, experts - num_routed + len(own), experts - own.start)
     is_held = is_own | is_shared
     return Routes(

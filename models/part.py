@@ -57,6 +57,7 @@ class Part:
     guidance: float = 0.0  # above 0, its logits are moved away from those of the next part
     num_logprobs: int | None = None  # most likely ids to return with log-probabilities; None: none
     edits: PartEdits | None = None  # changes of its logits, applied after guidance
+    replica: int = 0  # that has its pages and computes it
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from effuse.kernels.sampling_llada import LladaDraw, sample_llada
 from effuse.kernels.sampling_logprobs import token_logprobs
 from effuse.kernels.values import Candidates, LogitEdits, RowSampling
 from effuse.models.config import ModelConfig
+from effuse.models.group import RowCounts
 from effuse.models.packing import (
     PackedParts,
     join_aligned,
@@ -92,17 +93,26 @@ class ModelRunner:
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
         """Run all parts in one forward; results are in their order.
 
-        Afterwards K and V of each part's first `num_stored` rows are in its pages.
+        Afterwards K and V of each part's first `num_stored` rows are in its pages. Replicas give
+        the parts of all of them, and get the results of their own.
         """
+        replicas, counts = self.model.replicas, None
+        if replicas is not None:
+            counts = count_rows(parts, replicas.size)
+            parts = [part for part in parts if part.replica == replicas.rank]
+            if not parts:
+                self.model.help(counts)
         if not parts:
             return []
         config = self.model.config
         packed = pack_parts(parts, page_size=self._page_size, shift=config.shift_logits)
-        hidden = self._forward(parts, packed)
+        hidden = self._forward(parts, packed, counts)
         drawn = self._draw(parts, packed, hidden)
         return _results(parts, packed, drawn, hidden)
 
-    def _forward(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
+    def _forward(
+        self, parts: Sequence[Part], packed: PackedParts, counts: RowCounts | None
+    ) -> Tensor:
         """Hidden rows [candidates + kept boundaries, H]."""
         if self._graphs is not None and self._graphs.takes(parts):
             hidden = self._graphs.run(parts, packed)
@@ -121,7 +131,14 @@ class ModelRunner:
         arrays = (packed.token_ids, packed.positions, packed.slots, packed.wanted_rows)
         token_ids, positions, slots, wanted = self._to_device(arrays)
         return self.model.forward(
-            token_ids, positions, attention, self._kv, slots, last_rows=wanted, stored=self._stored
+            token_ids,
+            positions,
+            attention,
+            self._kv,
+            slots,
+            last_rows=wanted,
+            stored=self._stored,
+            counts=counts,
         )
 
     def _stored(self, layer: int) -> None:
@@ -318,6 +335,15 @@ class ModelRunner:
         joined, spans = join_aligned(arrays)
         copied = torch.from_numpy(joined).pin_memory().to(self.model.device, non_blocking=True)
         return [copied[span] for span in spans]
+
+
+def count_rows(parts: Sequence[Part], num_replicas: int) -> RowCounts:
+    """The rows of each replica in a forward over these parts, of models that shift no logits."""
+    rows, wanted = [0] * num_replicas, [0] * num_replicas
+    for part in parts:
+        rows[part.replica] += len(part.token_ids)
+        wanted[part.replica] += len(part.candidates)
+    return RowCounts(tuple(rows), tuple(wanted))
 
 
 def _results(

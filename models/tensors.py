@@ -2,13 +2,14 @@
 
 Attention is cut by heads, the MLP by its inner columns, embedding and head by vocabulary (Shoeybi
 et al., arXiv 1909.08053). Experts are cut by inner columns as well, or spread over the ranks whole.
+Replicas hold everything else whole.
 Knows no torch and no files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from effuse.models.config import ModelConfig
@@ -96,7 +97,7 @@ class ModelShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank holds all of the model."""
+        """Whether the rank holds all of the model, or all but other replicas' experts."""
         return self.size == 1
 
 
@@ -123,6 +124,24 @@ def shard_of(
         vocabulary=_part(config.vocab_size, rank, size),
         experts=experts,
     )
+
+
+def replica_of(config: ModelConfig, rank: int, size: int) -> ModelShard:
+    """All of the model but its routed experts, of which `rank` of `size` replicas holds a part.
+
+    Raises ValueError for a model without experts, or whose experts do not divide.
+    """
+    name, experts = "--data-parallel-size", config.experts
+    if experts is None:
+        raise ValueError(
+            f"{name}: the model has no experts to have in common; start {size} workers instead"
+        )
+    if config.shift_logits:
+        raise ValueError(f"{name}: {config.architecture} shifts logits, which replicas do not")
+    count = experts.routing.num_experts
+    if count % size:
+        raise ValueError(f"{name}: {count} experts do not divide by {size} replicas")
+    return replace(whole(config), experts=_part(count, rank, size))
 
 
 def _check(config: ModelConfig, size: int, *, expert_parallel: bool) -> None:

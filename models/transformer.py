@@ -18,13 +18,24 @@ from torch import Tensor
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
+from effuse.kernels.experts import expert_mlp, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
-from effuse.models.group import ALONE, Group, embed, own_routes, own_rows, whole_rows
+from effuse.models.group import (
+    ALONE,
+    Group,
+    Replicas,
+    RowCounts,
+    embed,
+    in_turn,
+    own_routes,
+    own_rows,
+    whole_rows,
+    without,
+)
 from effuse.models.tensors import ModelShard, vocabulary_sizes, whole
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
@@ -89,7 +100,8 @@ class Transformer:
     """Weights with a forward; there is no state between calls.
 
     In a group of ranks it is this rank's `shard`: hidden rows are those of the whole model on every
-    rank, heads and K and V its own.
+    rank, heads and K and V its own. One of several `replicas` has rows of its own, and each of its
+    forwards takes all of them.
     """
 
     def __init__(
@@ -99,10 +111,12 @@ class Transformer:
         attend: Attend = block_attention,
         shard: ModelShard | None = None,
         group: Group = ALONE,
+        replicas: Replicas | None = None,
     ) -> None:
         self.config = config
         self.shard = whole(config) if shard is None else shard
         self.group = group
+        self.replicas = replicas
         self.weights = weights
         self._attention = attend
         self.device = weights.embedding.device
@@ -126,6 +140,7 @@ class Transformer:
         *,
         last_rows: Tensor | None,
         stored: Stored | None = None,
+        counts: RowCounts | None = None,
     ) -> Tensor:
         """Hidden rows after the final norm, in the model's dtype.
 
@@ -133,20 +148,30 @@ class Transformer:
         page_size, Hkv, D]; the K and V of rows whose slot is not -1 are stored there. `last_rows`
         [R] int64 selects the result [R, H], and the last layer only computes these rows (without
         any, only its K and V). None means all: [T, H]. `stored` is called with each layer's number
-        once its K and V are stored or queued.
+        once its K and V are stored or queued. `counts` are the rows of all replicas, by default as
+        many as here.
         """
-        rows = _Rows(positions, attention, slot_mapping)
+        rows = _Rows(positions, attention, slot_mapping, None if counts is None else counts.rows)
+        wanted = None if counts is None else counts.wanted
         normed, residual = self._but_last(token_ids, kv, rows, stored or _ignore)
         layer, number = self.weights.layers[-1], len(self.weights.layers) - 1
         if last_rows is not None and len(last_rows) == 0:
             self._store_only(layer, normed, kv[-1], rows)
             (stored or _ignore)(number)
+            self._help(layer, wanted or ())
             return normed[:0]
         mixed = self._attend(layer, normed, kv[-1], rows)
         (stored or _ignore)(number)
         if last_rows is not None:
             mixed, residual = mixed[last_rows], residual[last_rows]
-        return self.finish(mixed, residual)
+        return self.finish(mixed, residual, wanted)
+
+    def help(self, counts: RowCounts) -> None:
+        """A replica's share of a forward in which it has no rows."""
+        *layers, last = self.weights.layers
+        for layer in layers:
+            self._help(layer, counts.rows)
+        self._help(last, counts.wanted)
 
     def forward_unfinished(
         self,
@@ -167,9 +192,12 @@ class Transformer:
         mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
         residual.copy_(before)
 
-    def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        """Hidden rows [R, H] after the final norm, from the output of `forward_unfinished`."""
-        update, residual = self._mlp(self.weights.layers[-1], mixed, residual)
+    def finish(
+        self, mixed: Tensor, residual: Tensor, counts: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Hidden rows [R, H] after the final norm, from the output of `forward_unfinished`; counts:
+        R of each replica."""
+        update, residual = self._mlp(self.weights.layers[-1], mixed, residual, counts)
         return self._add_norm(update, residual, self.weights.norm)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -208,7 +236,7 @@ class Transformer:
         for number, (layer, following) in enumerate(pairwise(layers)):
             mixed = self._attend(layer, normed, kv[number], rows)
             stored(number)
-            update, residual = self._mlp(layer, mixed, residual)
+            update, residual = self._mlp(layer, mixed, residual, rows.counts)
             normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
 
@@ -242,7 +270,11 @@ class Transformer:
         return x.view(len(x), len(self.shard.kv_heads), self.config.head_dim)
 
     def _mlp(
-        self, layer: LayerWeights, mixed: Tensor, residual: Tensor
+        self,
+        layer: LayerWeights,
+        mixed: Tensor,
+        residual: Tensor,
+        counts: tuple[int, ...] | None,
     ) -> tuple[Tensor | WeightedParts, Tensor]:
         """(MLP output, residual with the attention's output added), both [rows, H].
 
@@ -252,9 +284,7 @@ class Transformer:
         projected = self.group.sum(linear(mixed, layer.attn_out))
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
         if layer.router is not None:
-            routes = self._route(normed, layer.router, layer.router_bias)
-            given = expert_mlp(normed, layer.gate_up, layer.down, routes)
-            return given if self.shard.is_whole else self.group.sum(given.total()), residual
+            return self._experts(layer, layer.router, normed, counts), residual
         activated = swiglu(linear(normed, layer.gate_up))
         if not self.shard.is_whole:
             return self.group.sum(linear(activated, layer.down)), residual
@@ -262,14 +292,33 @@ class Transformer:
             return _halves(activated, layer.down), residual
         return linear(activated, layer.down), residual
 
-    def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
-        """The experts of each row of x [rows, H]."""
+    def _experts(
+        self, layer: LayerWeights, router: Tensor, x: Tensor, counts: tuple[int, ...] | None
+    ) -> Tensor | WeightedParts:
+        """The experts' results for x [rows, H]."""
         assert self.config.experts is not None, "weights with a router come with its rule"
-        routing = self.config.experts.routing
-        routes = route(router_logits(x, router), bias, routing)
-        if self.shard.experts is None:
-            return routes
-        return own_routes(routes, routing.num_experts, self.shard)
+        routing, own = self.config.experts.routing, self.shard.experts
+        rows, owners = x, None
+        if self.replicas is not None:
+            rows, owners = self.replicas.meet(x, counts)
+        routes = route(router_logits(rows, router), layer.router_bias, routing)
+        if own is not None:
+            if owners is None or self.replicas is None:
+                is_ours = in_turn(len(rows), self.shard, self.device)
+            else:
+                is_ours = owners == self.replicas.rank
+                routes = without(routes, owners == self.replicas.size)
+            routes = own_routes(routes, routing.num_experts, own, is_ours)
+        given = expert_mlp(rows, layer.gate_up, layer.down, routes)
+        if self.replicas is not None:
+            return self.replicas.part(given.total(), len(x))
+        return given if self.shard.is_whole else self.group.sum(given.total())
+
+    def _help(self, layer: LayerWeights, counts: tuple[int, ...]) -> None:
+        """A replica without rows computes its experts for those of the others, if there are any."""
+        if layer.router is not None and any(counts):
+            none = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+            self._experts(layer, layer.router, none, counts)
 
     def _add_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor
@@ -288,6 +337,7 @@ class _Rows:
     positions: Tensor
     attention: AttentionBatch
     slot_mapping: Tensor
+    counts: tuple[int, ...] | None = None  # of each replica
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:

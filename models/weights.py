@@ -73,7 +73,7 @@ def load_model(
     with ProgressLog("weights", files.num_bytes(), unit="GB", per_unit=1e9) as progress:
         loader = _Loader(files, merged, dtype, device, progress, held)
         weights = loader.model(config, module_names(config, shard))
-    return Transformer(config, weights, attend, shard, place.group)
+    return Transformer(config, weights, attend, shard, place.group, place.replicas)
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:

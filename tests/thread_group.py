@@ -38,6 +38,9 @@ class ThreadGroup(Group):
         assert [part.shape[1] for part in parts] == sizes
         return torch.cat(parts, dim=1)
 
+    def collect(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x))
+
     def deal(self, x: Tensor) -> Tensor:
         return torch.stack([of_rank[self._rank] for of_rank in self._exchange(x)])
 
@@ -59,7 +62,11 @@ class ThreadGroup(Group):
 
 
 def run_ranks(
-    size: int, work: Callable[[RankPlace], T], *, expert_parallel: bool = False
+    size: int,
+    work: Callable[[RankPlace], T],
+    *,
+    expert_parallel: bool = False,
+    data_parallel: bool = False,
 ) -> list[T]:
     """Runs `work` once for each rank, all at once; results by rank. Raises what a rank raises."""
     slots: list[Tensor | None] = [None] * size
@@ -68,7 +75,7 @@ def run_ranks(
     def one(rank: int) -> T:
         try:
             group = ThreadGroup(rank, slots, barrier)
-            return work(RankPlace(rank, size, expert_parallel, group))
+            return work(RankPlace(rank, size, expert_parallel, data_parallel, group))
         except BaseException:
             barrier.abort()
             raise
