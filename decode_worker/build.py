@@ -5,24 +5,29 @@ Only connects parts to each other.
 """
 
 import time
+from functools import partial
 
 import torch
 
 from effuse.config.flags import flag_of
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.executor import Executor
+from effuse.decode_worker.executor import Executor, JointForward
 from effuse.decode_worker.intake import Boundary, Intake
+from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.marks import QueuedLayers, place_on_cuda
+from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.part import Forward
 from effuse.models.transformer import Transformer
 from effuse.placement.records import ModelInfo
-from effuse.worker.assembly import assemble
+from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
-from effuse.worker.rank_messages import Prepare
+from effuse.worker.group_parts import ReplicaConnector
+from effuse.worker.rank_messages import CopyPage, ForReplica, Prepare
 from effuse.worker.ranks import Ranks
 from effuse.worker.watchdog import Pulse
 
@@ -44,6 +49,9 @@ def build(
     limits = limits_of(config, parts.memory, parts.model, parts.max_model_len)
     _check_defaults(parts.ready.model, limits)
     connector = parts.connect() if connects else None
+    wakes = () if connector is None else (connector.fileno(),)
+    if config.num_replicas > 1:
+        return _replicated(config, incarnation, parts, limits, connector)
     model, on_device = parts.model, denoises_on_device(config, parts.model.device)
     with pulse.during("capturing" if on_device else "loading"):
         executor = make_executor(
@@ -55,17 +63,56 @@ def build(
             queued=parts.queued,
             ranks=parts.ranks,
         )
+    core = _core(config, incarnation, parts, limits, executor, connector)
+    return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
+
+
+def _replicated(
+    config: DecodeConfig,
+    incarnation: str,
+    parts: Assembly,
+    limits: DecodeLimits,
+    connector: Connector | None,
+) -> Engine:
+    """An engine of several replicas; `connector` is that of this process's pages, if there is one."""
+    joint, ranks = JointForward(parts.runner), parts.ranks
+    assert ranks is not None, "replicas are ranks"
+    executor = Executor(parts.runner, parts.memory.copy_page, joint=joint)
+    cores = [_core(config, incarnation, parts, limits, executor, connector)]
+    for number in range(1, config.num_replicas):
+        copy_page = partial(_copy_of_replica, ranks, number)
+        executor = Executor(parts.runner, copy_page, replica=number, joint=joint)
+        own = None if connector is None else ReplicaConnector(ranks, number, connector.name)
+        cores.append(_core(config, incarnation, parts, limits, executor, own))
+    wakes = () if connector is None else (connector.fileno(), ranks.event_signal)
+    return Engine(ReplicatedEngine(cores, joint), parts.ready, wakes=wakes, ranks=ranks)
+
+
+def _copy_of_replica(ranks: Ranks, replica: int, source: int, target: int) -> None:
+    ranks.send(ForReplica(replica, CopyPage(source, target)))
+
+
+def _core(
+    config: DecodeConfig,
+    incarnation: str,
+    parts: Assembly,
+    limits: DecodeLimits,
+    executor: Executor,
+    connector: Connector | None,
+) -> DecodeEngine:
+    """An engine with all pages of a replica."""
+    model, pool = parts.model, PagePool(parts.memory.num_pages)
     identity = ReceiverIdentity(
         incarnation=incarnation,
         fingerprint=parts.fingerprint,
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
-    core = DecodeEngine(
+    return DecodeEngine(
         executor,
-        parts.pool,
+        pool,
         Intake(model.config, limits),
-        HandoffReceiver(parts.pool, connector, identity),
+        HandoffReceiver(pool, connector, identity),
         Boundary(
             hidden_size=model.config.hidden_size if model.config.shift_logits else None,
             dtype=model.dtype,
@@ -74,8 +121,6 @@ def build(
         now=time.monotonic,
         max_request_s=config.max_request_s,
     )
-    wakes = () if connector is None else (connector.fileno(),)
-    return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
 
 
 def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:

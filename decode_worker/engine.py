@@ -59,15 +59,15 @@ class DecodeEngine:
 
         It waits for no step: while the executor is full, it only handles arrivals and ends.
         """
-        has_changed = self._take_handoffs() | self._end_late() | self._admit() | self._apply()
+        has_changed = self._take_handoffs() | self._end_late() | self._admit() | self.apply()
         if self._executor.is_full:
             return has_changed
-        shares = self._roster.schedule(lambda: self._apply(waits=True))
+        shares = self._roster.schedule(lambda: self.apply(waits=True))
         for share in shares:
             self._outbox.say(*begun_drafts(share.request))
         has_launched = self._executor.launch(shares)
         self._is_stalled = not has_launched
-        return self._apply() or has_changed or has_launched
+        return self.apply() or has_changed or has_launched
 
     def is_working(self) -> bool:
         """Whether a step that was launched has not been read."""
@@ -101,6 +101,19 @@ class DecodeEngine:
     def check(self, message: StartDecode) -> None:
         """Raises RequestError for a request that could never be served here; stores nothing."""
         self._intake.make_request(message, arrival=0, now=self._now())
+
+    def knows(self, transfer_id: str) -> bool:
+        """Whether the attempt or rehearsal has anything here, or was aborted here."""
+        return (
+            transfer_id in self._roster.by_transfer
+            or transfer_id in self._aborted
+            or self._rehearsal.is_of(transfer_id)
+            or self._handoffs.is_open(transfer_id)
+        )
+
+    def knows_group(self, group: str) -> bool:
+        """Whether a request of this group is here."""
+        return self._roster.has_group(group)
 
     def outbox(self) -> Sequence[CoreEvent]:
         """Events since the last call, in order."""
@@ -226,7 +239,7 @@ class DecodeEngine:
 
     # After a step.
 
-    def _apply(self, *, waits: bool = False) -> bool:
+    def apply(self, *, waits: bool = False) -> bool:
         """Applies the results of steps that have ended, or waits for all launched ones; True if
         there were any.
         """
@@ -277,7 +290,7 @@ class DecodeEngine:
     def _end(self, request: DecodeRequest) -> None:
         """Removes the request completely; pages that a writer may reach are quarantined."""
         if self._executor.remove(request):
-            self._apply(waits=True)
+            self.apply(waits=True)
         if request.transfer_id in self._roster.receiving:
             # The pages belong to the handoff, which frees them or already has.
             self._handoffs.abort(request.transfer_id)

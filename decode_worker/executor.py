@@ -5,9 +5,8 @@ The host feeds every forward, except for the denoise steps of requests in the sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -84,6 +83,29 @@ StepResult = Prefilled | Denoised | Broken
 NOT_FINITE = "the model gave no finite probabilities"
 
 
+class JointForward:
+    """One forward over the shares of several replicas, each with an executor of its own."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._asked: list[tuple[Executor, Sequence[Share]]] = []
+
+    def ask(self, executor: Executor, shares: Sequence[Share]) -> None:
+        """The next `run` has these shares of the executor's requests."""
+        self._asked.append((executor, shares))
+
+    def run(self) -> bool:
+        """Computes all shares that were asked for, and gives each executor its results; False if
+        there were none. Raises GroupBroken."""
+        asked, self._asked = self._asked, []
+        parts = [executor.parts_of(shares) for executor, shares in asked]
+        flat = [part for of_one in parts for each in of_one for part in each]
+        results = iter(self._forward.run(flat))
+        for (executor, shares), own in zip(asked, parts, strict=True):
+            executor.take(shares, own, results)
+        return bool(asked)
+
+
 class Executor:
     """Launches steps, and returns their results once they have ended.
 
@@ -103,9 +125,13 @@ class Executor:
         place: Callable[[], Place] | None = None,
         queued: QueuedLayers | None = None,
         slots: DeviceSlots | None = None,
+        *,
+        replica: int = 0,
+        joint: JointForward | None = None,
     ) -> None:
         """`copy_page` copies within the pages' memory. On a device `place` returns the place after
-        all launched work. `queued` are the forward's layers, whose ends are signs of life.
+        all launched work. `queued` are the forward's layers, whose ends are signs of life. With
+        `joint` a launched step waits for that one's next run.
         """
         self.counters = Counters()
         self.runs_ahead = slots is not None  # a step is launched before the last one is read
@@ -114,6 +140,8 @@ class Executor:
         self._place = place
         self._queued = queued
         self._slots = slots
+        self._replica = replica
+        self._joint = joint
         self._guard, self._slots_guard = ForwardGuard(), ForwardGuard()
         self._results: list[StepResult] = []  # of the host's forwards, and of failed launches
         # Work that may still write pages: those of a request, by transfer id, or named ones.
@@ -215,27 +243,43 @@ class Executor:
                 results.append(Denoised(request, outcome))
         return results
 
-    def _launch_from_host(self, shares: Sequence[Share]) -> bool:
-        if shares:
-            self._results += self._run(shares)
-            self._note([share.request.transfer_id for share in shares])
-        return bool(shares)
-
-    def _run(self, shares: Sequence[Share]) -> list[StepResult]:
+    def parts_of(self, shares: Sequence[Share]) -> list[list[Part]]:
+        """The parts of a forward for each share."""
         parts = [_parts_of(share) for share in shares]
-        flat = [part for of_share in parts for part in of_share]
+        if self._replica:
+            parts = [[replace(part, replica=self._replica) for part in each] for each in parts]
         self.counters.steps += 1
         self.counters.requests += len(shares)
-        self.counters.rows += sum(len(part.token_ids) for part in flat)
+        self.counters.rows += sum(len(part.token_ids) for each in parts for part in each)
+        return parts
+
+    def take(
+        self, shares: Sequence[Share], parts: Sequence[Sequence[Part]], results: Iterator[PartResult]
+    ) -> None:
+        """Applies a forward's results, which are there for all parts in their order."""
+        for share, each in zip(shares, parts, strict=True):
+            first, *_ = [next(results) for _ in each]
+            self._results.append(_apply(share.request, each[0], first))
+        self._note([share.request.transfer_id for share in shares])
+
+    def _launch_from_host(self, shares: Sequence[Share]) -> bool:
+        if not shares:
+            return False
+        if self._joint is not None:
+            self._joint.ask(self, shares)
+            return True
+        parts = self.parts_of(shares)
+        flat = [part for each in parts for part in each]
         try:
             results = self._guard.run(lambda: self._forward.run(flat), len(shares))
         except ForwardFailed as failure:
-            return [Broken(share.request, str(failure), is_retryable=True) for share in shares]
-        firsts = accumulate(map(len, parts[:-1]), initial=0)
-        return [
-            _apply(share.request, flat[first], results[first])
-            for share, first in zip(shares, firsts, strict=True)
-        ]
+            self._results += [
+                Broken(share.request, str(failure), is_retryable=True) for share in shares
+            ]
+            self._note([share.request.transfer_id for share in shares])
+        else:
+            self.take(shares, parts, iter(results))
+        return True
 
 
 def _parts_of(share: Share) -> list[Part]:

@@ -272,9 +272,13 @@ class RehearsalReceiver:
             )
         return True
 
+    def is_of(self, transfer_id: str) -> bool:
+        """Whether this rehearsal is running."""
+        return self._attempt is not None and self._attempt.transfer_id == transfer_id
+
     def abort(self, transfer_id: str) -> bool:
         """Abandons the rehearsal; False if there is none of this name."""
-        if self._attempt is None or self._attempt.transfer_id != transfer_id:
+        if not self.is_of(transfer_id):
             return False
         self._attempt, self._pages = None, ()
         self._handoffs.abort(transfer_id)

@@ -38,6 +38,10 @@ class Roster:
         """Requests that hold pages."""
         return len(self.receiving) + len(self.running)
 
+    def has_group(self, group: str) -> bool:
+        """Whether a request of this group is here."""
+        return any(name == group for name, _ in self._groups)
+
     def add(self, request: DecodeRequest) -> None:
         """A request arrives, after all others."""
         self.by_transfer[request.transfer_id] = request

@@ -119,15 +119,21 @@ class NixlDelivery:
 
 
 class NixlTransport(Transport):
-    """A Transport whose agents are named after the role and this life of the engine, and listen on
-    the interface of `host`."""
+    """A Transport whose agents are named after the role, this life of the engine and its `rank`, and
+    listen on the interface of `host`."""
 
     name = "nixl"
     is_two_sided = False
     drain_s = math.inf  # posted writes cannot be stopped
 
     def __init__(
-        self, memory: PageMemory, incarnation: str, *, role: str, host: str = "127.0.0.1"
+        self,
+        memory: PageMemory,
+        incarnation: str,
+        *,
+        role: str,
+        rank: int = 0,
+        host: str = "127.0.0.1",
     ) -> None:
         on_device = memory.device.type == "cuda"
         self.chunk_bytes = DEVICE_BYTES if on_device else HOST_CHUNK_BYTES
@@ -137,7 +143,6 @@ class NixlTransport(Transport):
         self._kind = "VRAM" if on_device else "DRAM"
         self._pause_s = PAUSE_S if on_device else {**PAUSE_S, Pace.HOT: HOST_HOT_S}
         self._device_id = (memory.device.index or 0) if on_device else 0
-        rank = f"{memory.layout.rank}" if memory.layout.degree > 1 else ""
         self._name = f"{role}-{incarnation}-{rank}"
         self._host = host
         self._num_agents = 0

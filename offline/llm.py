@@ -25,6 +25,7 @@ from effuse.client.params import Params, Prompt, make_request, read_prompt
 from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
@@ -66,6 +67,7 @@ class EngineOptions(TypedDict, total=False):
     served_model_name: str | None
     tensor_parallel_size: int
     expert_parallel: bool
+    data_parallel_size: int
 
 
 class LLM:
@@ -101,7 +103,7 @@ class LLM:
         with _threads_kept():
             engine = self._engine = build(config, "offline", connects=False)
             self._num_threads = torch.get_num_threads()  # that an engine computes with
-        assert isinstance(engine.core, DecodeEngine), "a decode worker's engine is a decode engine"
+        assert isinstance(engine.core, DecodeEngine | ReplicatedEngine), "it is a decode worker's"
         self._core, self.model = engine.core, engine.ready.model
         self._most = config.max_num_seqs
         self._busy = threading.Lock()

@@ -5,6 +5,7 @@ Only connects parts to each other.
 
 import time
 
+from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of
@@ -32,7 +33,7 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse) -> Engine:
         executor,
         config,
         model.config,
-        parts.pool,
+        PagePool(parts.memory.num_pages),
         sender,
         parts.fingerprint,
         now=time.monotonic,

@@ -16,12 +16,10 @@ from effuse.kernels.marks import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.pool import PagePool
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
 from effuse.models.group import RankPlace
 from effuse.models.part import PromptForward
-from effuse.models.tensors import shard_of
 from effuse.models.transformer import Transformer
 from effuse.models.weights import weights_digest
 from effuse.placement.records import ModelInfo, Role
@@ -54,7 +52,6 @@ class Assembly:
 
     model: Transformer
     memory: PageMemory
-    pool: PagePool
     runner: PromptForward
     queued: QueuedLayers | None
     fingerprint: Fingerprint
@@ -87,7 +84,7 @@ def assemble(
     directory = model_directory(config)
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
-        if config.tensor_parallel_size > 1:
+        if config.num_ranks > 1:
             _check_cuts(config, directory)
             ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
             on_failure.callback(ranks.close)
@@ -107,7 +104,6 @@ def assemble(
     return Assembly(
         model=model,
         memory=part.memory,
-        pool=PagePool(part.memory.num_pages),
         runner=part.runner if ranks is None else GroupRunner(part.runner, ranks),
         queued=part.queued,
         fingerprint=agreed,
@@ -117,7 +113,7 @@ def assemble(
             model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
             fingerprint=tuple((field.name, field.value) for field in agreed),
             page_size=layout.page_size,
-            total_pages=part.memory.num_pages,
+            total_pages=part.memory.num_pages * config.num_replicas,
             connector=connector,
         ),
         ranks=ranks,
@@ -127,7 +123,8 @@ def assemble(
 def _check_cuts(config: WorkerConfig, directory: Path) -> None:
     """Raises ValueError if the model cannot be cut for so many ranks."""
     model = ModelConfig.from_dir(directory, block_size=config.block_size)
-    shard_of(model, 0, config.tensor_parallel_size, expert_parallel=config.expert_parallel)
+    size, replicas = config.num_ranks, config.num_replicas > 1
+    RankPlace(0, size, config.expert_parallel, replicas).shard(model)
 
 
 def _connect_all(
@@ -140,7 +137,7 @@ def _connect_all(
 ) -> Connector:
     """The connector of all ranks, of which the others have opened theirs."""
     own = connect(config, part.memory, part.max_model_len, incarnation, agreed, role)
-    return own if ranks is None else GroupConnector(own, ranks)
+    return own if ranks is None or config.num_replicas > 1 else GroupConnector(own, ranks)
 
 
 def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> ModelFacts:

@@ -165,6 +165,16 @@ class WorkerConfig(Access):
         checks.directory("adapter", self.adapter)
 
     @property
+    def num_replicas(self) -> int:
+        """Ranks that compute requests of their own."""
+        return 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of an engine, with a device each."""
+        return self.tensor_parallel_size * self.num_replicas
+
+    @property
     def runs_graphs(self) -> bool:
         """Whether a GPU may run captured graphs; FlexAttention compiles for new lengths."""
         return not self.enforce_eager and self.attention != "flex"
@@ -217,14 +227,28 @@ class DecodeConfig(WorkerConfig):
         float,
         "most time to push a computed prompt, and longest silence of its writer before",
     ] = 60.0
+    data_parallel_size: Annotated[
+        int, "devices with requests and KV of their own, and each layer's experts in common"
+    ] = 1
     max_window: Annotated[int, "most blocks in flight for one request"] = 8
     max_stop_ids: Annotated[int, "most stop ids of a request, including end-of-sequence ids"] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.seconds("handoff_lease_s", self.handoff_lease_s, MAX_LEASE_S)
+        checks.whole("data_parallel_size", self.data_parallel_size, 1, _MOST_RANKS)
+        if self.data_parallel_size > 1 and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "--data-parallel-size: expected --tensor-parallel-size 1 with it, "
+                f"got {self.tensor_parallel_size}"
+            )
         checks.whole("max_window", self.max_window, int(WINDOW.low), int(WINDOW.high))
         checks.whole("max_stop_ids", self.max_stop_ids, 1, _MOST_STOP_IDS)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that compute requests of their own."""
+        return self.data_parallel_size
 
 
 def to_json(config: WorkerConfig) -> bytes:

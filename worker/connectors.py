@@ -67,10 +67,11 @@ def connect(
     incarnation: str,
     agreed: Fingerprint,
     role: Role,
+    rank: int = 0,
 ) -> Connector:
     """Starts the connector of a rank's pages. Raises ValueError if it cannot be opened."""
     _check_reservable(memory.layout, max_model_len)
-    transport = _transport(config, memory, incarnation, role)
+    transport = _transport(config, memory, incarnation, role, rank)
     connector = ThreadConnector(transport, memory, incarnation, agreed)
     connector.start()
     return connector
@@ -93,12 +94,14 @@ def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
         )
 
 
-def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:
+def _transport(
+    config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role, rank: int
+) -> Transport:
     """Imports only the chosen one, because NIXL needs a library that ZMQ does not."""
     if config.connector == "nixl":
         from effuse.kvtransfer.nixl_transport import NixlTransport
 
-        return NixlTransport(memory, incarnation, role=role, host=config.host)
+        return NixlTransport(memory, incarnation, role=role, rank=rank, host=config.host)
     from effuse.kvtransfer.zmq_transport import ZmqTransport
 
     return ZmqTransport(

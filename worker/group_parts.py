@@ -28,14 +28,20 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
-from effuse.worker.rank_messages import CopyPage, ForwardProgress, RunParts, ZeroTail
+from effuse.worker.rank_messages import (
+    CopyPage,
+    ForReplica,
+    ForwardProgress,
+    RunParts,
+    ZeroTail,
+)
 from effuse.worker.ranks import Ranks
 
 _FAILURES = (ArrivalRefused, PushFailed)
 
 
 class GroupRunner:
-    """A `PromptForward` of all ranks; candidates are the leader's."""
+    """A `PromptForward` of all ranks; candidates are the leader's, or of each replica its own."""
 
     def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
         self._runner = runner
@@ -60,7 +66,45 @@ class GroupRunner:
             self._ranks.failed(error)
             raise
         self._ranks.confirm()
-        return results
+        if self._runner.model.replicas is None:
+            return results
+        of_replica = [iter(results), *map(iter, self._ranks.computed(self._number - 1))]
+        return [next(of_replica[part.replica]) for part in parts]
+
+
+class ReplicaConnector:
+    """A `Connector` of the pages of another rank, which is a replica."""
+
+    def __init__(self, ranks: Ranks, replica: int, name: str) -> None:
+        """name: as of `Connector`. The other rank's connector is open."""
+        self.name = name
+        self._ranks = ranks
+        self._replica = replica
+
+    def start(self) -> None:
+        """It has begun."""
+
+    def close(self) -> None:
+        """It ends with its rank."""
+
+    def describe(self) -> tuple[Shard, ...]:
+        """How peers reach the replica's pool."""
+        return (self._ranks.shards()[self._replica - 1],)
+
+    def send(self, command: Command) -> None:
+        """Has the replica carry out a command. A writer may begin once `Expect` is sent."""
+        self._ranks.send(ForReplica(self._replica, command))
+        if isinstance(command, Expect):
+            self._ranks.confirm()
+
+    def poll(self) -> list[ConnectorEvent]:
+        """Events since the last call. Raises GroupBroken if a rank has ended."""
+        self._ranks.check()
+        return list(self._ranks.events(self._replica))
+
+    def fileno(self) -> int:
+        """Readable while poll() of some replica has something."""
+        return self._ranks.event_signal
 
 
 class GroupMemory(PageMemory):
@@ -143,7 +187,8 @@ class GroupConnector:
         self._ranks.check()
         self._finish_others()
         events = [(0, event) for event in self._own.poll()]
-        events += self._ranks.events()
+        for rank in range(1, self._ranks.size):
+            events += [(rank, event) for event in self._ranks.events(rank)]
         return [merged for rank, event in events for merged in self._events.take(rank, event)]
 
     def fileno(self) -> int:

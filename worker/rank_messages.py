@@ -19,7 +19,7 @@ from torch import Tensor
 from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import BoundaryState, Field, Shard
-from effuse.models.part import Part
+from effuse.models.part import Part, PartResult
 
 Stage = Literal["present", "loaded", "open"]
 """Of a rank's start: it runs and waits for the others, has its weights, has pages and connector."""
@@ -99,6 +99,13 @@ class LaunchStep(msgspec.Struct, frozen=True, tag=True):
     context: int
 
 
+class ForReplica(msgspec.Struct, frozen=True, tag=True):
+    """Of one replica's pages; the others pass over it."""
+
+    replica: int
+    command: Transfer | CopyPage
+
+
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Opens the rank's connector."""
 
@@ -110,7 +117,7 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
 
 
 Slots = JoinSlot | LeaveSlot | GrowSlot | LaunchStep
-Command = RunParts | CopyPage | ZeroTail | Transfer | Slots | Prepare | Open | Quit
+Command = RunParts | CopyPage | ZeroTail | Transfer | ForReplica | Slots | Prepare | Open | Quit
 
 # To the leader.
 
@@ -141,13 +148,20 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     event: ConnectorEvent
 
 
+class Computed(msgspec.Struct, frozen=True, tag=True):
+    """The results of a replica's parts of a forward, in their order."""
+
+    number: int
+    results: list[PartResult]
+
+
 class Readdressed(msgspec.Struct, frozen=True, tag=True):
     """The rank's connector is reached in another way from now on."""
 
     shard: Shard
 
 
-FromRank = Reached | RankRefused | Taken | Moved | Readdressed
+FromRank = Reached | RankRefused | Taken | Moved | Computed | Readdressed
 
 
 class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,4 +250,4 @@ def _dtype_of(kind: Any) -> Any:
 
 ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_special)
 COMMANDS: Final = msgspec.msgpack.Decoder(Command, dec_hook=_decode_special)
-ANSWERS: Final = msgspec.msgpack.Decoder(FromRank)
+ANSWERS: Final = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode_special)

@@ -4,6 +4,7 @@ Runs only in an engine's processes; the front never imports it.
 """
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -50,9 +51,9 @@ class RankPart:
 
 def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
     """Meets the other ranks of the engine. Raises ValueError if they do not come."""
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     group = join_group(rank, size, device, meeting_path(home), _JOIN_S)
-    return RankPlace(rank, size, config.expert_parallel, group)
+    return RankPlace(rank, size, config.expert_parallel, config.num_replicas > 1, group)
 
 
 def model_directory(config: WorkerConfig) -> Path:
@@ -86,14 +87,15 @@ def make_part(
 ) -> RankPart:
     """Pages and a runner for a model, and a first forward; all ranks call it together.
 
-    Only a leader has `ranks`. Raises ValueError for a config that leaves no room for pages.
+    Only a leader has `ranks`. Raises ValueError for a config that leaves no room for pages. A
+    replica's pages are its own.
     """
     max_model_len = _max_model_len(config, model)
     layout, device = _layout(config, model), model.device
     num_pages = _num_pages(config, model, layout, max_model_len)
     memory = (
         PageMemory(layout, num_pages, device)
-        if ranks is None
+        if ranks is None or model.replicas is not None
         else GroupMemory(layout, num_pages, device, ranks)
     )
     # Only a worker that pushes needs to know which layers are stored.
@@ -102,19 +104,22 @@ def make_part(
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
-    warm_up(runner, model.config.max_position_embeddings, model.config.block_size)
+    warm_up(
+        runner, model.config.max_position_embeddings, model.config.block_size, config.num_replicas
+    )
     return RankPart(
         model=model, memory=memory, runner=runner, queued=queued, max_model_len=max_model_len
     )
 
 
-def warm_up(runner: Forward, most: int, num_rows: int) -> None:
-    """Runs a forward of `num_rows` rows, nearly all of which want a candidate; writes to page 0.
+def warm_up(runner: Forward, most: int, num_rows: int, num_replicas: int = 1) -> None:
+    """Runs a forward of `num_rows` rows of each replica, nearly all of which want a candidate;
+    writes to page 0.
 
     A sequence has at most `most` of them, the model's positions: tables end there.
     """
     parts = []
-    for begin in range(0, num_rows, most):
+    for replica, begin in product(range(num_replicas), range(0, num_rows, most)):
         length = min(most, num_rows - begin)
         wanted = range(1, length)  # position 0 has no row before it, which shifting models need
         part = Part(
@@ -126,6 +131,7 @@ def warm_up(runner: Forward, most: int, num_rows: int) -> None:
             candidates=wanted,
             denoise_counts=[0] * len(wanted),
             sampling=Sampling(temperature=1.0, top_p=0.9, top_k=8),
+            replica=replica,
         )
         parts.append(part)
     runner.run(parts)
@@ -142,9 +148,9 @@ def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
     if config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(CPU_THREADS)
         return torch.device("cpu")
-    size, count = config.tensor_parallel_size, torch.cuda.device_count()
+    size, count = config.num_ranks, torch.cuda.device_count()
     if count < size:
-        raise ValueError(f"--tensor-parallel-size {size}: this worker sees {count} GPUs")
+        raise ValueError(f"a worker of {size} ranks needs as many GPUs, and sees {count}")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
@@ -215,7 +221,8 @@ def _num_pages(
     least = layout.pages_for(max_model_len)
     if model.device.type == "cpu":
         return max(least, _CPU_POOL_BYTES // layout.page_bytes)
-    return model.group.least(_device_pages(config, model, layout))
+    everyone = model.group if model.replicas is None else model.replicas.group
+    return everyone.least(_device_pages(config, model, layout))
 
 
 def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) -> int:
@@ -223,7 +230,7 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
     probe = PageMemory(layout, 1, model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     most = model.config.max_position_embeddings
-    warm_up(_runner(model, probe), most, config.max_num_batched_tokens)
+    warm_up(_runner(model, probe), most, config.max_num_batched_tokens, config.num_replicas)
     total = torch.cuda.get_device_properties(model.device).total_memory
     share = int(total * config.gpu_memory_utilization)
     room = share - torch.cuda.max_memory_allocated(model.device)
@@ -251,8 +258,8 @@ def _prompt_graphs(
     max_context: int,
 ) -> PromptGraphs | None:
     """Graphs captured before serving; None if they are not used."""
-    if model.device.type != "cuda" or not config.runs_graphs:
-        return None
+    if model.device.type != "cuda" or not config.runs_graphs or model.replicas is not None:
+        return None  # a graph of replicas would need rows of all of them
     graphs = PromptGraphs(
         model,
         memory.layer_views(),

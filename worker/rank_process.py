@@ -30,8 +30,10 @@ from effuse.worker.rank_messages import (
     COMMANDS,
     ENCODER,
     Command,
+    Computed,
     CopyPage,
     Digests,
+    ForReplica,
     ForwardProgress,
     FromRank,
     GrowSlot,
@@ -80,24 +82,31 @@ class Leader:
         self._context = zmq.Context()
         self._commands = self._connected(zmq.PAIR, commands_path(home, rank))
         self._answers = self._connected(zmq.PUSH, answers_path(home))
-        self._rank = bytes([rank])
+        self._rank = rank
         self._digests = Digests()
+        self._num_confirmed = 0
 
     def answer(self, message: FromRank) -> None:
         """Sends an answer; never waits."""
-        self._answers.send_multipart([self._rank, ENCODER.encode(message)], zmq.NOBLOCK)
+        self._answers.send_multipart([bytes([self._rank]), ENCODER.encode(message)], zmq.NOBLOCK)
 
     def read(self) -> Command | None:
-        """The next command, if one has come; `confirm` follows."""
-        if not self._commands.poll(0):
-            return None
-        data = self._commands.recv(zmq.NOBLOCK)
-        self._digests.add(data)
-        command: Command = COMMANDS.decode(data)
-        return command
+        """The next command for this rank, if one has come; `confirm` follows."""
+        while self._commands.poll(0):
+            data = self._commands.recv(zmq.NOBLOCK)
+            self._digests.add(data)
+            command: Command = COMMANDS.decode(data)
+            if not isinstance(command, ForReplica):
+                return command
+            if command.replica == self._rank:
+                return command.command
+        return None
 
     def confirm(self) -> None:
-        """Confirms all commands that were read."""
+        """Confirms all commands that were read, if there are new ones."""
+        if self._digests.count == self._num_confirmed:
+            return
+        self._num_confirmed = self._digests.count
         self.answer(Taken(self._digests.count, self._digests.value))
 
     def wait(self, others: Sequence[int]) -> None:
@@ -179,6 +188,7 @@ class Rank:
             else:
                 self._inbox.append(command)
             self._leader.confirm()
+        self._leader.confirm()
         if self._connector is None:
             return
         for event in self._connector.poll():
@@ -193,7 +203,9 @@ class Rank:
             case RunParts(number=number, parts=parts):
                 self._note_progress(number)
                 self._next = number + 1
-                self._part.runner.run(parts)
+                results = self._part.runner.run(parts)
+                if self._part.model.replicas is not None:
+                    self._leader.answer(Computed(number, results))
                 for old in [at for at in self._progress if at <= number - _MOST_FORWARDS]:
                     del self._progress[old]
             case CopyPage(source=source, target=target):
@@ -281,7 +293,13 @@ def _start(
 
     def open_connector(fingerprint: Fingerprint) -> Connector:
         return connect(
-            config, part.memory, part.max_model_len, orders.incarnation, fingerprint, orders.role
+            config,
+            part.memory,
+            part.max_model_len,
+            orders.incarnation,
+            fingerprint,
+            orders.role,
+            orders.rank,
         )
 
     steps = None if make_steps is None else partial(make_steps, config, part)

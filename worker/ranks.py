@@ -27,6 +27,7 @@ import zmq
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import Shard
 from effuse.models.group import ALONE, Group
+from effuse.models.part import PartResult
 from effuse.placement.records import Role
 from effuse.telemetry import output
 from effuse.worker.config import WorkerConfig, to_json
@@ -35,6 +36,7 @@ from effuse.worker.rank_messages import (
     ANSWERS,
     ENCODER,
     Command,
+    Computed,
     Digests,
     FromRank,
     Moved,
@@ -104,7 +106,7 @@ class Ranks:
         reason and with what became of the rank: a key of `BROKEN_STATUS`. Raises OSError if a
         process cannot be started.
         """
-        self.size = config.tensor_parallel_size
+        self.size = config.num_ranks
         self.home = make_home()
         self.group: Group = ALONE  # once it is joined
         self.event_signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -112,7 +114,8 @@ class Ranks:
         self._digests = Digests()
         self._context = zmq.Context()
         self._answers = self._bound(zmq.PULL, answers_path(self.home))
-        self._events: deque[tuple[int, ConnectorEvent]] = deque()
+        self._events = {rank: deque[ConnectorEvent]() for rank in range(1, self.size)}
+        self._computed: dict[int, Computed] = {}  # by rank: the last forward's
         # Shared with the watching thread, under the condition's lock.
         self._changed = threading.Condition()
         self._sent: dict[int, int] = {}  # digest by count, until every rank has answered
@@ -191,11 +194,30 @@ class Ranks:
         """How peers reach the pool of each rank, in their order; their connectors are open."""
         return tuple(one.shard for one in self._others.values() if one.shard is not None)
 
-    def events(self) -> Sequence[tuple[int, ConnectorEvent]]:
-        """Events of the ranks' connectors since the last call, each with its rank."""
+    def computed(self, number: int) -> list[list[PartResult]]:
+        """What the ranks have computed in this forward, by rank from 1 on, for replicas.
+
+        Raises GroupBroken.
+        """
+
+        def are_there() -> bool:
+            done = [one for one in self._computed.values() if one.number == number]
+            return self._failure is not None or len(done) == len(self._others)
+
+        with self._changed:
+            in_time = self._changed.wait_for(are_there, _CONFIRM_S)
+            self.check()
+        if not in_time:
+            raise GroupBroken(f"a replica has computed nothing for {_CONFIRM_S:g} s")
+        return [self._computed[rank].results for rank in self._others]
+
+    def events(self, rank: int) -> Sequence[ConnectorEvent]:
+        """Events of a rank's connector since the last call. It clears the signal of all ranks, so
+        whoever takes one rank's events takes those of all."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.event_signal)
-        return [self._events.popleft() for _ in range(len(self._events))]
+        events = self._events[rank]
+        return [events.popleft() for _ in range(len(events))]
 
     def close(self) -> None:
         """Ends the ranks, killed if they do not end in time; may be called twice."""
@@ -281,8 +303,12 @@ class Ranks:
             case Taken(count=count, digest=digest):
                 self._compare(rank, count, digest)
             case Moved(event=event):
-                self._events.append((rank, event))
+                self._events[rank].append(event)
                 os.eventfd_write(self.event_signal, 1)
+            case Computed():
+                with self._changed:
+                    self._computed[rank] = answer
+                    self._changed.notify_all()
             case Readdressed(shard=shard):
                 other.shard = shard
             case Reached(stage=stage, shard=shard):

@@ -170,9 +170,11 @@ class Shell:
             capacity=Capacity(
                 total_pages=life.ready.total_pages,
                 page_size=life.ready.page_size,
-                ranks=self.config.tensor_parallel_size,
-                max_num_seqs=self.config.max_num_seqs,
-                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                ranks=self.config.num_ranks,
+                max_num_seqs=self.config.max_num_seqs * self.config.num_replicas,
+                max_num_batched_tokens=(
+                    self.config.max_num_batched_tokens * self.config.num_replicas
+                ),
             ),
             load=Load() if is_over else life.load,
             links=() if is_over else self.links.get(life.incarnation, ()),

@@ -1,0 +1,90 @@
+"""Several decode engines in one: replicas with pages and requests of their own, whose steps are one
+forward. The requests of one call with equal prompts go to the same replica, others to the idlest.
+"""
+
+from collections.abc import Sequence
+from itertools import cycle
+
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.executor import JointForward
+from effuse.placement.records import Load
+from effuse.worker import messages
+from effuse.worker.messages import CoreEvent, StartDecode, ToEngine
+
+
+class ReplicatedEngine:
+    """An EngineCore of the engines of all replicas, the leader's first."""
+
+    def __init__(self, engines: Sequence[DecodeEngine], forward: JointForward) -> None:
+        """`forward` is the one that the engines' executors ask."""
+        self._engines = engines
+        self._forward = forward
+        self._in_turn = cycle(engines)
+
+    def step(self) -> bool:
+        """One iteration of every replica, and one forward over all of their shares."""
+        has_changed = [engine.step() for engine in self._engines]
+        has_run = self._forward.run()
+        has_applied = [engine.apply() for engine in self._engines]
+        return has_run or any(has_changed) or any(has_applied)
+
+    def is_working(self) -> bool:
+        """Whether a step that was launched has not been read."""
+        return any(engine.is_working() for engine in self._engines)
+
+    def handle(self, message: ToEngine) -> None:
+        """Handles one message of the front."""
+        match message:
+            case StartDecode():
+                self._place(message).handle(message)
+            case messages.StartRehearsal():
+                next(self._in_turn).handle(message)
+            case messages.Abort(attempt=attempt):
+                self._with(attempt.transfer_id).handle(message)
+            case messages.WriterGone(transfer_id=transfer_id):
+                self._with(transfer_id).handle(message)
+            case _:
+                self._engines[0].handle(message)
+
+    def check(self, message: StartDecode) -> None:
+        """Raises RequestError for a request that could never be served here; stores nothing."""
+        self._engines[0].check(message)
+
+    def outbox(self) -> Sequence[CoreEvent]:
+        """Events since the last call, in order."""
+        return [event for engine in self._engines for event in engine.outbox()]
+
+    def load(self) -> Load:
+        """State and counters of all replicas together; a forward counts for each."""
+        loads = [engine.load() for engine in self._engines]
+        return Load(
+            **{name: sum(getattr(load, name) for load in loads) for name in Load.__struct_fields__}
+        )
+
+    def audit(self) -> None:
+        """Checks that every page is free, or held for some request. Raises AuditError."""
+        for engine in self._engines:
+            engine.audit()
+
+    def close(self) -> None:
+        """Stops the connectors."""
+        for engine in self._engines:
+            engine.close()
+
+    def _with(self, transfer_id: str) -> DecodeEngine:
+        """The replica of an attempt; the first one if none knows it."""
+        found = (engine for engine in self._engines if engine.knows(transfer_id))
+        return next(found, self._engines[0])
+
+    def _place(self, message: StartDecode) -> DecodeEngine:
+        """The replica for a request: one that knows it, or has its siblings, or the idlest."""
+        transfer_id, group = message.attempt.transfer_id, message.group
+        for engine in self._engines:
+            if engine.knows(transfer_id) or (group and engine.knows_group(group)):
+                return engine
+        return min(self._engines, key=_work)
+
+
+def _work(engine: DecodeEngine) -> tuple[int, int]:
+    load = engine.load()
+    return load.waiting, load.blocks_left
