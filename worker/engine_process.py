@@ -33,6 +33,7 @@ from effuse.worker.messages import (
     Failed,
     FailureCode,
     Finished,
+    Orders,
     PromptPushed,
     Ready,
     Shutdown,
@@ -55,15 +56,6 @@ _WAIT_BUSY_MS = 2  # a peer or the connector may have an event soon
 _WAIT_IDLE_MS = 100
 KEEP_ABORTED_S = 600.0  # how long an engine refuses attempts that were aborted before they began
 _MOST_FAILED_FORWARDS = 8  # consecutive ones; then the device counts as lost and the process ends
-
-
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """The front's input to its new engine, on standard input as JSON."""
-
-    endpoint: str  # of the front's socket
-    incarnation: str
-    front_pid: int
-    config: msgspec.Raw  # the worker's config
 
 
 # Called repeatedly within a long step, with the messages that have arrived; returns those that wait
