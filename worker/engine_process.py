@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 import zmq
@@ -26,6 +26,7 @@ from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load
 from effuse.telemetry import logs, output
 from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_home import kept_open
 from effuse.worker.messages import (
     AbortDone,
     CoreEvent,
@@ -41,8 +42,10 @@ from effuse.worker.messages import (
     ToEngine,
     ToFront,
 )
-from effuse.worker.ranks import GroupBroken, Ranks, kept_open
-from effuse.worker.watchdog import Pulse
+from effuse.worker.watchdog import GroupBroken, Pulse
+
+if TYPE_CHECKING:
+    from effuse.worker.ranks import Ranks
 
 LOG = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=WorkerConfig)
@@ -76,7 +79,7 @@ class Engine:
     ready: Ready
     wakes: Sequence[int] = ()  # descriptors that are readable while the core has work
     meanwhile: Meanwhile = leave
-    ranks: Ranks | None = None
+    ranks: "Ranks | None" = None
 
     def close(self) -> None:
         """Stops the connector and the other ranks."""
