@@ -18,6 +18,10 @@ _PREFIX = "effuse-engine-"
 _NAME = re.compile(re.escape(_PREFIX) + r"(\d{1,10})-.+")
 _MOST_SOCKET_PATH_BYTES = 107  # sockaddr_un
 
+kept_open: list[int] = []
+"""Descriptors of this process's listening socket that its ranks keep open too: the closed port of
+an engine proves that nothing of it writes any more, so it must outlive the last rank."""
+
 
 def make_home() -> Path:
     """Returns a new directory that only this user can enter, with a path short enough for a socket;

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 import zmq
@@ -26,6 +26,7 @@ from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load
 from effuse.telemetry import logs, output
 from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_home import kept_open
 from effuse.worker.messages import (
     AbortDone,
     CoreEvent,
@@ -33,6 +34,7 @@ from effuse.worker.messages import (
     Failed,
     FailureCode,
     Finished,
+    Orders,
     PromptPushed,
     Ready,
     Shutdown,
@@ -40,8 +42,10 @@ from effuse.worker.messages import (
     ToEngine,
     ToFront,
 )
-from effuse.worker.ranks import GroupBroken, Ranks, kept_open
-from effuse.worker.watchdog import Pulse
+from effuse.worker.watchdog import GroupBroken, Pulse
+
+if TYPE_CHECKING:
+    from effuse.worker.ranks import Ranks
 
 LOG = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=WorkerConfig)
@@ -55,15 +59,6 @@ _WAIT_BUSY_MS = 2  # a peer or the connector may have an event soon
 _WAIT_IDLE_MS = 100
 KEEP_ABORTED_S = 600.0  # how long an engine refuses attempts that were aborted before they began
 _MOST_FAILED_FORWARDS = 8  # consecutive ones; then the device counts as lost and the process ends
-
-
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """The front's input to its new engine, on standard input as JSON."""
-
-    endpoint: str  # of the front's socket
-    incarnation: str
-    front_pid: int
-    config: msgspec.Raw  # the worker's config
 
 
 # Called repeatedly within a long step, with the messages that have arrived; returns those that wait
@@ -84,7 +79,7 @@ class Engine:
     ready: Ready
     wakes: Sequence[int] = ()  # descriptors that are readable while the core has work
     meanwhile: Meanwhile = leave
-    ranks: Ranks | None = None
+    ranks: "Ranks | None" = None
 
     def close(self) -> None:
         """Stops the connector and the other ranks."""

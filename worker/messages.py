@@ -51,6 +51,15 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
 # Front to engine.
 
 
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """The front's input to its new engine, on standard input as JSON."""
+
+    endpoint: str  # of the front's socket
+    incarnation: str
+    front_pid: int
+    config: msgspec.Raw  # the worker's config
+
+
 class StartPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Computes a prompt immediately; the push waits for the reservation."""
 

@@ -31,7 +31,7 @@ from effuse.models.part import PartResult
 from effuse.placement.records import Role
 from effuse.telemetry import output
 from effuse.worker.config import WorkerConfig, to_json
-from effuse.worker.engine_home import make_home
+from effuse.worker.engine_home import kept_open, make_home
 from effuse.worker.rank_messages import (
     ANSWERS,
     ENCODER,
@@ -50,7 +50,7 @@ from effuse.worker.rank_messages import (
     answers_path,
     commands_path,
 )
-from effuse.worker.watchdog import BROKEN_STATUS, Limits, is_stopped_by_signal
+from effuse.worker.watchdog import BROKEN_STATUS, GroupBroken, Limits, is_stopped_by_signal
 
 LOG = logging.getLogger(__name__)
 
@@ -58,14 +58,6 @@ _CONFIRM_S: Final = 30.0
 _LOOK_MS: Final = 250
 _QUIT_S: Final = 5.0
 _SETTLED_S: Final = 0.3  # after a failure, for the rank that caused it to be seen
-
-kept_open: list[int] = []
-"""Descriptors of this process's listening socket that its ranks keep open too: the closed port of
-an engine proves that nothing of it writes any more, so it must outlive the last rank."""
-
-
-class GroupBroken(RuntimeError):
-    """A rank has ended, or runs other commands than the leader sent."""
 
 
 def end_process(message: str, ending: str) -> NoReturn:

@@ -32,9 +32,9 @@ from effuse.worker.attempts import Attempts
 from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import SOCKET, make_home
-from effuse.worker.engine_process import Orders
 from effuse.worker.messages import (
     Heartbeat,
+    Orders,
     Phase,
     Ready,
     Shutdown,

@@ -32,6 +32,10 @@ BROKEN_STATUS: Final[Mapping[str, int]] = {"died": 70, "killed": 71, "stopped": 
 _FORGETTING = 0.1  # weight of the newest step in the expected time; a longer one counts immediately
 
 
+class GroupBroken(RuntimeError):
+    """A rank has ended, or runs other commands than the leader sent."""
+
+
 class Pulse:
     """Counts the signs of life of one engine, and sends them with `tell`, which never waits.
 

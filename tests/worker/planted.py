@@ -22,7 +22,8 @@ from slowness import patient
 
 import effuse
 from effuse.worker.rank_messages import COMMANDS, ENCODER, Command, RunParts
-from effuse.worker.ranks import GroupBroken, Ranks
+from effuse.worker.ranks import Ranks
+from effuse.worker.watchdog import GroupBroken
 
 LIMIT_S = patient(2.0)
 KINDS = ("number", "bit", "earlier", "twice")

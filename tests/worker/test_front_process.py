@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ sys.exit(front.run(config, fronts.use_fake_engine(make_role())))
 """
 PATHS = [str(Path(fronts.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+STARTS = re.compile(r"engine .* starts as process (\d+)\n")
 HANG_S = patient(1.0)  # for which an engine of a quiet machine may be silent
 
 
@@ -76,10 +78,16 @@ def test_a_signal_ends_a_worker_with_status_0_and_no_engine_left(
 
 
 def test_a_signal_while_the_engine_still_starts_ends_both(tmp_path: Path) -> None:
-    flags = ["--served-model-name", "slow", "--log-level", "error"]
-    with subprocess.Popen([sys.executable, "-P", "-c", LAUNCH, *flags], env=ENVIRONMENT) as process:
-        until(lambda: len(psutil.Process(process.pid).children()) == 1)
-        (engine,) = psutil.Process(process.pid).children()
+    command = [sys.executable, "-P", "-c", LAUNCH, "--served-model-name", "slow"]
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as told,
+        subprocess.Popen(command, env=ENVIRONMENT, stderr=told) as process,
+    ):
+        # Not by its children: a library may run a command while it is imported.
+        until(lambda: STARTS.search(log.read_text()) is not None)
+        (number,) = STARTS.findall(log.read_text())
+        engine = psutil.Process(int(number))
         process.send_signal(signal.SIGTERM)
         assert process.wait(patient(30)) == 0
         assert not engine.is_running()
@@ -164,7 +172,10 @@ def test_a_taken_port_is_an_error_and_not_a_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_front_imports_no_torch(role: str) -> None:
     code = (
-        f"import sys, effuse.{role}_worker.__main__\n"
+        f"import contextlib, sys, effuse.{role}_worker.__main__ as front\n"
+        "sys.argv = ['front', '--help']\n"
+        "with contextlib.suppress(SystemExit):\n"
+        "    front.main()\n"
         "heavy = {'torch', 'numpy', 'triton', 'transformers', 'nixl'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -26,8 +26,7 @@ from effuse.kvtransfer.messages import PageRef, ReceiverAddress
 from effuse.protos.errors import EngineLost
 from effuse.worker import assembly, ranks, supervisor
 from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, ForwardProgress, RankOrders
-from effuse.worker.ranks import GroupBroken
-from effuse.worker.watchdog import BROKEN_STATUS
+from effuse.worker.watchdog import BROKEN_STATUS, GroupBroken
 
 QUESTIONS = ["ab", "the second prompt, which is longer", "c" * 40]
 PARAMS = [
