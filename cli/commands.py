@@ -23,6 +23,7 @@ from effuse.worker.gpus import Memory, gpus_here, memory_of
 
 LOOPBACK = "127.0.0.1"
 SIZE_FLAG = "--tensor-parallel-size"
+REPLICAS_FLAG = "--data-parallel-size"
 HTTP_PORT = 8000
 _MEMORY = "--gpu-memory-utilization"
 Flags = Sequence[str]
@@ -96,7 +97,8 @@ class FleetConfig:
 
     def _size(self, of_role: tuple[str, ...]) -> int:
         """GPUs of each worker of a role, whose own flags come last."""
-        return int(value_of((*self.worker_flags, *of_role), SIZE_FLAG) or 1)
+        flags = (*self.worker_flags, *of_role)
+        return max(int(value_of(flags, name) or 1) for name in (SIZE_FLAG, REPLICAS_FLAG))
 
     def _names_cpu(self) -> bool:
         roles = (self.prefill_flags, self.decode_flags)

@@ -33,6 +33,7 @@ LOOPS: Final = {"SDAR's loop": SDAR, "LLaDA2's loop": LLADA2, "Fast-dLLM v2's lo
 """Of models whose prompts are handed over. Prompts of a canvas never are."""
 CANVASES: Final = {"LLaDA's loops": canvas("llada"), "Dream's loops": canvas("dream")}
 SPREAD: Final = "LLaDA2's loop, experts spread"
+REPLICAS: Final = "LLaDA2's loop, replicas"
 _ANSWERS: Final = 2  # of each request
 
 Asked = tuple[pb.GenerateRequest, Sequence[int]]
@@ -53,7 +54,7 @@ class Case:
 
 def all_cases() -> Iterator[Case]:
     """Every family whose layers differ and every loop; every connector and pair of degrees."""
-    for work in (*ARCHITECTURES, *LOOPS, SPREAD):
+    for work in (*ARCHITECTURES, *LOOPS, SPREAD, REPLICAS):
         for connector in ("nixl", "zmq"):
             for pair in itertools.product(DEGREES, DEGREES):
                 yield Case(work, connector, *pair)
@@ -86,7 +87,7 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     """
     size = "--tensor-parallel-size"
     prefill = (size, str(case.prefill)) if case.prefill else ()
-    decode = (size, str(case.decode))
+    decode = ("--data-parallel-size" if case.work == REPLICAS else size, str(case.decode))
     if case.work in ARCHITECTURES:
         architecture = architecture_of(case.work)
         with tiny_fleet(
@@ -134,7 +135,7 @@ def with_answers(request: pb.GenerateRequest) -> pb.GenerateRequest:
 
 
 def _family(work: str) -> Family:
-    return (LOOPS | CANVASES | {SPREAD: LLADA2})[work]
+    return (LOOPS | CANVASES | {SPREAD: LLADA2, REPLICAS: LLADA2})[work]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from e2e.degrees import Case, differing
         Case("sdar", "nixl", 1, 2),
         Case("dream", "zmq", 2, 1),
         Case("LLaDA2's loop, experts spread", "zmq", 2, 2),
+        Case("LLaDA2's loop, replicas", "nixl", 1, 2),
         Case("Dream's loops", "zmq", 0, 2),
     ],
     ids=str,

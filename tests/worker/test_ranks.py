@@ -20,6 +20,7 @@ from slowness import patient
 from worker.planted import LIMIT_S, plant, ranks_of
 
 import effuse
+from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.kvtransfer.connector import FinishPush, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress
@@ -41,16 +42,20 @@ def answers(llm: effuse.LLM) -> list[list[tuple[int, ...]]]:
     return [[one.token_ids for one in (answer, *answer.others)] for answer in made]
 
 
-@pytest.mark.parametrize(("family", "size", "expert_parallel"), [
-    ("sdar", 2, False), ("dream", 4, False), ("llada2_moe", 2, True),
+@pytest.mark.parametrize(("family", "group_options"), [
+    ("sdar", {"tensor_parallel_size": 2}),
+    ("dream", {"tensor_parallel_size": 4}),
+    ("llada2_moe", {"tensor_parallel_size": 2, "expert_parallel": True}),
+    ("llada2_moe", {"data_parallel_size": 2}),
 ])  # fmt: skip
 def test_a_group_answers_as_one_process_does(
-    tmp_path: Path, family: str, size: int, expert_parallel: bool
+    tmp_path: Path, family: str, group_options: dict[str, Any]
 ) -> None:
     sizes = TinySizes(num_heads=8, num_kv_heads=2, head_dim=4)
+    size = max(group_options.values())
     path = (
         write_expert_checkpoint(tmp_path, "llada2_moe")
-        if expert_parallel
+        if family == "llada2_moe"
         else write_tiny_checkpoint(tmp_path, architecture_of(family), seed=2, sizes=sizes)
     )
     # Too few pages for all at once, so that requests are preempted.
@@ -62,9 +67,7 @@ def test_a_group_answers_as_one_process_does(
     }
     with effuse.LLM(path, **options) as one:
         expected = answers(one)
-    with effuse.LLM(
-        path, tensor_parallel_size=size, expert_parallel=expert_parallel, **options
-    ) as group:
+    with effuse.LLM(path, **group_options, **options) as group:
         assert answers(group) == expected
         pids = [one.process.pid for one in ranks_of(group)._others.values()]
         assert len(pids) == size - 1
@@ -76,6 +79,39 @@ def group(tmp_path: Path) -> Iterator[effuse.LLM]:
     path = write_tiny_checkpoint(tmp_path, "sdar", seed=2)
     with effuse.LLM(path, device="cpu", num_pages=64, tensor_parallel_size=2) as made:
         yield made
+
+
+@pytest.mark.parametrize(("family", "message"), [
+    ("sdar", "has no experts"), ("llada2_moe", "experts do not divide by 3 replicas"),
+])  # fmt: skip
+def test_replicas_of_a_model_that_they_cannot_share_are_refused(
+    tmp_path: Path, family: str, message: str
+) -> None:
+    if family == "sdar":
+        write_tiny_checkpoint(tmp_path, "sdar")
+    else:
+        write_expert_checkpoint(tmp_path, "llada2_moe")
+    with pytest.raises(ValueError, match=message):
+        effuse.LLM(tmp_path, device="cpu", data_parallel_size=3)
+
+
+def test_replicas_of_several_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="--data-parallel-size: expected --tensor-parallel-size 1"):
+        effuse.LLM(device="cpu", data_parallel_size=2, tensor_parallel_size=2)
+
+
+def test_requests_spread_over_replicas_and_a_lost_one_ends_all(tmp_path: Path) -> None:
+    path = write_expert_checkpoint(tmp_path, "llada2_moe")
+    with effuse.LLM(path, device="cpu", num_pages=64, data_parallel_size=2) as llm:
+        llm.generate(["a", "b", "c", "d"], effuse.Params(max_tokens=8, ignore_eos=True))
+        core = llm._core
+        assert isinstance(core, ReplicatedEngine)
+        assert [engine.counters.requests > 0 for engine in core._engines] == [True, True]
+        core.audit()
+        assert core.load().free_pages == core.load().total_pages == 128
+        os.kill(ranks_of(llm)._others[1].process.pid, signal.SIGKILL)
+        with pytest.raises(GroupBroken, match="rank 1 has ended with status -9"):
+            llm.generate(["a", "b"])
 
 
 def test_a_rank_that_ends_breaks_its_group(group: effuse.LLM) -> None:
