@@ -7,6 +7,8 @@ Only connects parts to each other.
 import time
 from functools import partial
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from effuse.config.flags import flag_of
@@ -31,6 +33,10 @@ from effuse.worker.rank_messages import CopyPage, ForReplica, Prepare
 from effuse.worker.ranks import Ranks
 from effuse.worker.watchdog import Pulse
 
+if TYPE_CHECKING:
+    from effuse.decode_worker.device_slots import DeviceSlots
+    from effuse.decode_worker.replica_steps import ReplicaSteps
+
 
 def build(
     config: DecodeConfig,
@@ -50,10 +56,12 @@ def build(
     _check_defaults(parts.ready.model, limits)
     connector = parts.connect() if connects else None
     wakes = () if connector is None else (connector.fileno(),)
-    if config.num_replicas > 1:
-        return _replicated(config, incarnation, parts, limits, connector)
     model, on_device = parts.model, denoises_on_device(config, parts.model.device)
     with pulse.during("capturing" if on_device else "loading"):
+        if config.num_replicas > 1:
+            return replicated(
+                config, incarnation, parts, limits, connector, on_device=on_device
+            )
         executor = make_executor(
             model,
             parts.memory,
@@ -67,25 +75,46 @@ def build(
     return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
 
 
-def _replicated(
+def replicated(
     config: DecodeConfig,
     incarnation: str,
     parts: Assembly,
     limits: DecodeLimits,
     connector: Connector | None,
+    *,
+    on_device: bool,
 ) -> Engine:
     """An engine of several replicas; `connector` is that of this process's pages, if there is one."""
-    joint, ranks = JointForward(parts.runner), parts.ranks
+    ranks, memory, runner = parts.ranks, parts.memory, parts.runner
     assert ranks is not None, "replicas are ranks"
-    executor = Executor(parts.runner, parts.memory.copy_page, joint=joint)
-    cores = [_core(config, incarnation, parts, limits, executor, connector)]
-    for number in range(1, config.num_replicas):
-        copy_page = partial(_copy_of_replica, ranks, number)
-        executor = Executor(parts.runner, copy_page, replica=number, joint=joint)
-        own = None if connector is None else ReplicaConnector(ranks, number, connector.name)
+    steps = None
+    if on_device:
+        from effuse.decode_worker.device_stepper import make_stepper
+        from effuse.decode_worker.replica_steps import ReplicaSteps
+
+        ranks.send(Prepare())
+        stepper = make_stepper(parts.model, memory.layer_views(), limits)
+        steps = ReplicaSteps(stepper, ranks, config.num_replicas)
+    joint = JointForward(runner, steps)
+    cores = []
+    for number in range(config.num_replicas):
+        own, copy_page = connector, memory.copy_page
+        place = place_on_cuda if parts.model.device.type == "cuda" else None
+        if number:
+            # A rank has ended all work of a forward once its results are here.
+            place, copy_page = None, partial(_copy_of_replica, ranks, number)
+            own = connector and ReplicaConnector(ranks, number, connector.name)
+        slots = None if steps is None else _slots_of(steps, number)
+        executor = Executor(runner, copy_page, place, slots=slots, replica=number, joint=joint)
         cores.append(_core(config, incarnation, parts, limits, executor, own))
     wakes = () if connector is None else (connector.fileno(), ranks.event_signal)
     return Engine(ReplicatedEngine(cores, joint), parts.ready, wakes=wakes, ranks=ranks)
+
+
+def _slots_of(steps: "ReplicaSteps", number: int) -> "DeviceSlots":
+    from effuse.decode_worker.device_slots import DeviceSlots
+
+    return DeviceSlots(steps.of[number])
 
 
 def _copy_of_replica(ranks: Ranks, replica: int, source: int, target: int) -> None:

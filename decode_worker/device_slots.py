@@ -16,6 +16,7 @@ from effuse.config.decoding import ALGORITHMS, DecodeSettings, Sampling
 from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.replica_steps import ReplicaStepper
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import Block, Sequence
 from effuse.kernels.step_slots import (
@@ -51,7 +52,7 @@ class DeviceSlots:
     this one.
     """
 
-    def __init__(self, stepper: DeviceStepper) -> None:
+    def __init__(self, stepper: DeviceStepper | ReplicaStepper) -> None:
         self.stepper = stepper
         self.residents: dict[str, Resident] = {}  # by transfer id
         self._free_slots = list(range(stepper.layout.num_slots))

@@ -7,6 +7,7 @@ records.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -32,6 +33,25 @@ from effuse.worker.ranks import Ranks
 _ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records that may be in use at a time
 _STAGED = 256  # the same for rows and pages: as many requests may join while one step runs
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A launched step: its records, which are being copied to the host, and when they are there."""
+
+    records: Tensor  # [S, record_width], of replicas [N, S, record_width]
+    done: torch.cuda.Event | None
+
+    def has_ended(self) -> bool:
+        """Whether its records can be read without waiting."""
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> Integers:
+        """Its records; waits for them."""
+        if self.done is not None:
+            self.done.synchronize()
+        records: Integers = self.records.numpy()
+        return records
 
 
 def make_stepper(
@@ -69,15 +89,16 @@ class DeviceStepper:
         self._ranks = ranks
         self._on_cuda = step.model.device.type == "cuda"
         self._forecast = Forecast(self.layout)
-        shape = (_COPIES, *step.records.shape)
+        replicas = step.model.replicas
+        of_all = () if replicas is None else (replicas.size,)
+        shape = (_COPIES, *of_all, *step.records.shape)
         self._copies = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
         shape = (_STAGED, self.layout.width)
         self._staged = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
         self._staged_done: deque[torch.cuda.Event] = deque()
         self._num_staged = 0
         self._num_launched = 0
-        # Records [S, record_width] that are being copied to the host, and when they are there.
-        self._launched: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._launched: deque[Launched] = deque()
         self._limit = 0
         self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}  # by bucket
         self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
@@ -118,25 +139,29 @@ class DeviceStepper:
     @torch.inference_mode()
     def launch(self) -> None:
         """Enqueues the next step; never waits for the device."""
-        need = self._forecast.need()
+        self._launched.append(self.enqueue(self._forecast.need(), self._ranks))
+        self._forecast.launched()
+
+    @torch.inference_mode()
+    def enqueue(self, need: Need, ranks: Ranks | None) -> Launched:
+        """Enqueues a step for this need, on the other ranks as well; never waits for the device."""
         rows, candidates, context = self._buckets(need)
-        if self._ranks is not None:
-            self._ranks.send(LaunchStep(rows, candidates, context))
+        if ranks is not None:
+            ranks.send(LaunchStep(rows, candidates, context))
         try:
-            self._run(rows, candidates, context)
+            records = self._run(rows, candidates, context)
         except Exception as error:
-            if self._ranks is not None:
-                self._ranks.failed(error)
+            if ranks is not None:
+                ranks.failed(error)
             raise
         copy = self._copies[self._num_launched % _COPIES]
-        copy.copy_(self.step.records, non_blocking=True)
+        copy.copy_(records, non_blocking=True)
         done = None
         if self._on_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._launched.append((copy, done))
         self._num_launched += 1
-        self._forecast.launched()
+        return Launched(copy, done)
 
     @torch.inference_mode()
     def obey(self, command: Slots) -> None:
@@ -158,8 +183,7 @@ class DeviceStepper:
 
     def has_ended(self) -> bool:
         """Whether the oldest launched step has ended, so that `read` does not wait."""
-        _, done = self._launched[0]
-        return done is None or bool(done.query())  # type: ignore[no-untyped-call]
+        return self._launched[0].has_ended()
 
     def read(self) -> Integers:
         """Records [S, record_width] of the oldest launched step; waits only for that step.
@@ -168,10 +192,7 @@ class DeviceStepper:
         """
         if self._ranks is not None:
             self._ranks.confirm()
-        copy, done = self._launched.popleft()
-        if done is not None:
-            done.synchronize()
-        records: Integers = copy.numpy()
+        records = self._launched.popleft().read()
         self._forecast.read(records, is_last=not self._launched)
         return records
 
@@ -209,16 +230,25 @@ class DeviceStepper:
         most = layout.max_pages * self.step.page_size
         return context_class(min(context, most) if rows < _ROWS_THAT_SPLIT else most)
 
-    def _run(self, rows: int, candidates: int, context: int) -> None:
+    def _run(self, rows: int, candidates: int, context: int) -> Tensor:
+        """Enqueues a step; its records."""
         if not self._on_cuda:
             self._set_limit(candidates)
             self.step.run_rows(rows, context)
             self.step.run_candidates(candidates)
-            return
-        row_graph, candidate_graph = self._graph(rows, context), self._graph(candidates)
-        self._set_limit(candidates)
-        row_graph.replay()
-        candidate_graph.replay()
+        else:
+            row_graph, candidate_graph = self._graph(rows, context), self._graph(candidates)
+            self._set_limit(candidates)
+            row_graph.replay()
+            candidate_graph.replay()
+        return self._all_records()
+
+    def _all_records(self) -> Tensor:
+        """The records of this device, or of all replicas' devices."""
+        replicas = self.step.model.replicas
+        if replicas is None:
+            return self.step.records
+        return replicas.group.collect(self.step.records)
 
     def _set_limit(self, candidates: int) -> None:
         if candidates != self._limit:

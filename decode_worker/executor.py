@@ -26,6 +26,7 @@ from effuse.worker.messages import TokenLogprobs
 
 if TYPE_CHECKING:
     from effuse.decode_worker.device_slots import DeviceSlots
+    from effuse.decode_worker.replica_steps import ReplicaSteps
 
 _SCORES: Final[Mapping[Alg, ScoreCode]] = {
     "origin": ScoreCode.CONFIDENCE,  # which decides nothing there
@@ -84,10 +85,12 @@ NOT_FINITE = "the model gave no finite probabilities"
 
 
 class JointForward:
-    """One forward over the shares of several replicas, each with an executor of its own."""
+    """One forward over the shares of several replicas, each with an executor of its own, and one
+    step of their slots."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, steps: ReplicaSteps | None = None) -> None:
         self._forward = forward
+        self._steps = steps
         self._asked: list[tuple[Executor, Sequence[Share]]] = []
 
     def ask(self, executor: Executor, shares: Sequence[Share]) -> None:
@@ -95,15 +98,16 @@ class JointForward:
         self._asked.append((executor, shares))
 
     def run(self) -> bool:
-        """Computes all shares that were asked for, and gives each executor its results; False if
-        there were none. Raises GroupBroken."""
+        """Computes all shares that were asked for, gives each executor its results, and launches a
+        step of the slots; False if there was nothing to do. Raises GroupBroken."""
         asked, self._asked = self._asked, []
         parts = [executor.parts_of(shares) for executor, shares in asked]
         flat = [part for of_one in parts for each in of_one for part in each]
         results = iter(self._forward.run(flat))
         for (executor, shares), own in zip(asked, parts, strict=True):
             executor.take(shares, own, results)
-        return bool(asked)
+        has_stepped = self._steps is not None and self._steps.run()
+        return bool(asked) or has_stepped
 
 
 class Executor:

@@ -99,13 +99,6 @@ class LaunchStep(msgspec.Struct, frozen=True, tag=True):
     context: int
 
 
-class ForReplica(msgspec.Struct, frozen=True, tag=True):
-    """Of one replica's pages; the others pass over it."""
-
-    replica: int
-    command: Transfer | CopyPage
-
-
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Opens the rank's connector."""
 
@@ -117,6 +110,15 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
 
 
 Slots = JoinSlot | LeaveSlot | GrowSlot | LaunchStep
+
+
+class ForReplica(msgspec.Struct, frozen=True, tag=True):
+    """Of one replica's pages or slots; the others pass over it."""
+
+    replica: int
+    command: Transfer | CopyPage | Slots
+
+
 Command = RunParts | CopyPage | ZeroTail | Transfer | ForReplica | Slots | Prepare | Open | Quit
 
 # To the leader.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
 import msgspec
+import torch
 import zmq
 
 from effuse.kvtransfer.connector import Command as Transfer
@@ -205,6 +206,7 @@ class Rank:
                 self._next = number + 1
                 results = self._part.runner.run(parts)
                 if self._part.model.replicas is not None:
+                    self._settle()
                     self._leader.answer(Computed(number, results))
                 for old in [at for at in self._progress if at <= number - _MOST_FORWARDS]:
                     del self._progress[old]
@@ -230,6 +232,12 @@ class Rank:
                     progress = self._progress_of(command.num_final)
                     command = msgspec.structs.replace(command, num_final=progress)
                 self._connector.send(command)
+
+    def _settle(self) -> None:
+        """A replica's pages may change hands once its results are there."""
+        device = self._part.model.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _progress_of(self, forward: Pending[int]) -> Pending[int] | None:
         """How far a forward is: the next one, or one that was asked for before. A forward that is

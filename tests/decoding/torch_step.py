@@ -21,13 +21,19 @@ class TorchStep(DeviceStep):
         rows, config = self.rows, self.model.config
         mask, shift = config.mask_token_id, config.shift_logits
         plan_step(self.table, self._control, rows, num_rows, self.page_size, mask, shift)
-        lengths = rows.cu_seqlens.diff().tolist()
+        lengths, contexts = rows.cu_seqlens.diff().tolist(), rows.context_lens.tolist()
+        pages, origins = rows.page_table.tolist(), rows.block_origins.tolist()
+        if self.model.replicas is not None:  # which all compute as many rows, used or not
+            lengths.append(num_rows - sum(lengths))
+            contexts.append(0)
+            pages.append(pages[0])
+            origins.append(0)
         # All page lists have the widest length; entries beyond a sequence are not read.
         attention = make_attention_batch(
             lengths,
-            rows.context_lens.tolist(),
-            rows.page_table.tolist(),
-            rows.block_origins.tolist(),
+            contexts,
+            pages,
+            origins,
             block_size=self.layout.block_size,
             page_size=self.page_size,
             device=self.model.device,

@@ -44,16 +44,25 @@ def test_a_group_is_as_often_right_as_one_gpu(size: int, enforce_eager: bool) ->
     assert abs(found - expected) <= 4
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "expert_parallel": True},
+        {"data_parallel_size": 2},
+    ],
+    ids=str,
+)
 def test_experts_of_a_group_give_the_same_tokens_in_fp32(
-    tmp_path: Path, expert_parallel: bool
+    tmp_path: Path, group: dict[str, Any], enforce_eager: bool
 ) -> None:
     path = write_expert_checkpoint(tmp_path, "llada2_moe", 5, head_dim=32)
     params = effuse.Params(max_tokens=24, ignore_eos=True)
+    prompts = ["abcd", "abcd" * 9, "e", "fg" * 7, "hijk"]  # more on one replica than on the other
     tokens = []
-    group: dict[str, Any] = {"tensor_parallel_size": 2, "expert_parallel": expert_parallel}
-    for options in ({}, group):
+    for options in ({}, {**group, "enforce_eager": enforce_eager}):
         with effuse.LLM(path, dtype="float32", **OPTIONS, **options) as llm:
-            answers = llm.generate(["abcd", "abcd" * 9], params)
+            answers = llm.generate(prompts, params)
         tokens.append([answer.token_ids for answer in answers])
     assert tokens[0] == tokens[1]
