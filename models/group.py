@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from effuse.kernels.experts import NO_EXPERT, Routes
 from effuse.models.config import ModelConfig
 from effuse.models.tensors import ModelShard, shard_of, vocabulary_sizes
 
@@ -161,26 +160,6 @@ def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def own_routes(routes: Routes, num_routed: int, shard: ModelShard) -> Routes:
-    """Routes [T, K] by the numbers of the experts that the rank holds; NO_EXPERT for others.
-
-    Every rank has the shared experts, and each row's are computed by one of the ranks, in turn.
-    """
-    own = shard.experts
-    assert own is not None, "experts are cut, not spread"
-    experts = routes.experts
-    is_own = (experts >= own.start) & (experts < own.stop)
-    turns = torch.arange(len(experts), device=experts.device)[:, None] % shard.size
-    is_shared = (experts >= num_routed) & (turns == shard.rank)
-    local = torch.where(is_shared, experts - num_routed + len(own), experts - own.start)
-    is_held = is_own | is_shared
-    return Routes(
-        torch.where(is_held, local, NO_EXPERT).int(),
-        torch.where(is_held, routes.weights, 0.0),
-        is_spread=True,
-    )
-
-
 def whole_rows(own: Tensor, config: ModelConfig, shard: ModelShard, group: Group) -> Tensor:
     """Logits [S, V] of this rank's share of rows; own: [R, its vocabulary], of all rows.
 
@@ -188,9 +167,11 @@ def whole_rows(own: Tensor, config: ModelConfig, shard: ModelShard, group: Group
     last one again. Each logit moves once, so that N ranks move 1 / N of a gather's bytes.
     """
     widths = vocabulary_sizes(config, shard.size)
-    rows = _shares(len(own), shard.size, own.device).flatten()
-    padded = torch.nn.functional.pad(own, (0, max(widths) - own.shape[1]))
-    dealt = group.deal(padded[rows].view(shard.size, -1, max(widths)))
+    if len(own) % shard.size:
+        own = own[_shares(len(own), shard.size, own.device).flatten()]
+    if own.shape[1] < max(widths):
+        own = torch.nn.functional.pad(own, (0, max(widths) - own.shape[1]))
+    dealt = group.deal(own.view(shard.size, -1, max(widths)))
     return torch.cat([part[:, :width] for part, width in zip(dealt, widths, strict=True)], dim=1)
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
+from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
+from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu, total_of
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
-from effuse.models.group import ALONE, Group, embed, own_routes, own_rows, whole_rows
+from effuse.models.group import ALONE, Group, embed, own_rows, whole_rows
 from effuse.models.tensors import ModelShard, vocabulary_sizes, whole
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
@@ -254,7 +254,7 @@ class Transformer:
         if layer.router is not None:
             routes = self._route(normed, layer.router, layer.router_bias)
             given = expert_mlp(normed, layer.gate_up, layer.down, routes)
-            return given if self.shard.is_whole else self.group.sum(given.total()), residual
+            return given if self.shard.is_whole else self.group.sum(total_of(given)), residual
         activated = swiglu(linear(normed, layer.gate_up))
         if not self.shard.is_whole:
             return self.group.sum(linear(activated, layer.down)), residual
@@ -267,9 +267,10 @@ class Transformer:
         assert self.config.experts is not None, "weights with a router come with its rule"
         routing = self.config.experts.routing
         routes = route(router_logits(x, router), bias, routing)
-        if self.shard.experts is None:
+        shard = self.shard
+        if shard.experts is None:
             return routes
-        return own_routes(routes, routing.num_experts, self.shard)
+        return own_routes(routes, shard.experts, routing.num_experts, shard.rank, shard.size)
 
     def _add_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor
