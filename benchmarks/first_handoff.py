@@ -7,8 +7,8 @@ the decode engine. Prefill is remote, so each request uses the pair's link.
 
     python -m effuse.benchmarks.first_handoff --connector nixl [--model DIR] [--device cuda]
 
-Prints a table and exits with 1 if a first handoff took more than MOST times the median. With two
-GPUs each worker gets one.
+Prints a table and exits with 1 if a first handoff took more than MOST times the median. With enough
+GPUs each worker has as many of its own as `--sizes` asks for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from effuse.benchmarks.report import Figure, Report
-from effuse.cli.commands import FleetConfig
+from effuse.cli.commands import SIZE_FLAG, FleetConfig
 from effuse.cli.fleet import Fleet
 from effuse.client.client import Client
 from effuse.client.params import Params
@@ -49,11 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=96, help="tokens of each prompt")
     parser.add_argument("--next", type=int, default=NUM_NEXT, help="requests after the first one")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs=2,
+        default=(1, 1),
+        metavar=("PREFILL", "DECODE"),
+        help="ranks of each worker",
+    )
+    parser.add_argument("--no-kills", action="store_true", help="only the fleet that is ready")
+    parser.add_argument("--log-dir", type=Path, help="where the processes log")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/first_handoff.json"))
     asked = parser.parse_args(argv)
     report = Report(f"first handoff of a new pair, {asked.device}, {asked.connector}")
     with Fleet(_config(asked)) as fleet, Client(fleet.address, timeout_s=REQUEST_S) as client:
-        for name in ("a fleet that is ready", "prefill engine killed", "decode engine killed"):
+        kills = () if asked.no_kills else ("prefill engine killed", "decode engine killed")
+        for name in ("a fleet that is ready", *kills):
             if name.endswith("killed"):
                 _replace_engine(fleet, f"{name.split()[0]}-0")
             figure, note = _measured(client, name, asked.tokens, asked.next)
@@ -67,13 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _config(asked: argparse.Namespace) -> FleetConfig:
     """One prefill and one decode worker; every prompt is handed over."""
+    prefill, decode = asked.sizes
+    on_cuda, num_gpus = asked.device == "cuda", prefill + decode
     return FleetConfig(
         connector=asked.connector,
         model=asked.model,
         router_flags=("--prefill", "remote"),
         worker_flags=("--device", asked.device, "--startup-timeout-s", str(READY_S)),
-        gpus=tuple(gpus_here())[:2] if asked.device == "cuda" else None,
-        gpu_sharing=asked.device == "cuda" and len(gpus_here()) < 2,
+        prefill_flags=(SIZE_FLAG, str(prefill)),
+        decode_flags=(SIZE_FLAG, str(decode)),
+        gpus=tuple(gpus_here())[:num_gpus] if on_cuda else None,
+        gpu_sharing=on_cuda and len(gpus_here()) < num_gpus,
+        log_dir=asked.log_dir,
     )
 
 

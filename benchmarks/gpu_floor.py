@@ -69,8 +69,8 @@ class Floor:
             torch.randn(most_rows, width, device=model.device, dtype=model.dtype)
             for width in (
                 config.hidden_size,
-                config.num_heads * config.head_dim,
-                config.intermediate_size,
+                model.q_dim,
+                config.intermediate_size // model.shard.size,
             )
         )
         self._inputs = {"qkv": x, "attn_out": mixed, "gate_up": x, "down": activated, "head": x}

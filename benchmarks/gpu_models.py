@@ -14,6 +14,7 @@ from torch import Tensor
 from effuse.kernels.experts_routing import Routing
 from effuse.models.config import ModelConfig
 from effuse.models.family import ExpertConfig
+from effuse.models.group import ALL, RankPlace
 from effuse.models.transformer import LayerWeights, ModelWeights, Transformer
 
 DREAM_7B = ModelConfig(
@@ -76,6 +77,21 @@ TINY = ModelConfig(
 )
 MODELS = {"dream-7b": DREAM_7B, "llada-8b": LLADA_8B, "tiny": TINY}
 
+_MINI_EXPERTS = ExpertConfig(
+    routing=Routing(
+        num_experts=256,
+        top_k=8,
+        scores="sigmoid",
+        renormalises=True,
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        num_shared=1,
+    ),
+    intermediate_size=512,
+    num_dense_layers=1,
+    has_bias=True,
+)
 LLADA2_MINI = ModelConfig(
     architecture="llada2_moe",
     num_layers=20,
@@ -95,21 +111,15 @@ LLADA2_MINI = ModelConfig(
     eos_token_ids=(156892,),
     block_size=32,
     rotary_dim=64,
-    experts=ExpertConfig(
-        routing=Routing(
-            num_experts=256,
-            top_k=8,
-            scores="sigmoid",
-            renormalises=True,
-            scale=2.5,
-            num_groups=8,
-            top_groups=4,
-            num_shared=1,
-        ),
-        intermediate_size=512,
-        num_dense_layers=1,
-        has_bias=True,
-    ),
+    experts=_MINI_EXPERTS,
+)
+LLADA2_FLASH = replace(
+    LLADA2_MINI,
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    intermediate_size=9216,
+    experts=replace(_MINI_EXPERTS, intermediate_size=1024),
 )
 TINY_EXPERTS = replace(
     TINY,
@@ -126,12 +136,21 @@ TINY_EXPERTS = replace(
     ),
 )
 # Those with experts; the others' products are the same for every row.
-EXPERT_MODELS = {"llada2-mini": LLADA2_MINI, "tiny-experts": TINY_EXPERTS}
+EXPERT_MODELS = {
+    "llada2-mini": LLADA2_MINI,
+    "llada2-flash": LLADA2_FLASH,
+    "tiny-experts": TINY_EXPERTS,
+}
 
 
-def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """A transformer of this shape; equal calls give equal weights on one kind of device."""
+def random_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, place: RankPlace = ALL
+) -> Transformer:
+    """A transformer of this shape, or a rank's part of one; equal calls give equal weights on one
+    kind of device.
+    """
     generator = torch.Generator(device).manual_seed(1)
+    shard = place.shard(config)
 
     def normal(*shape: int) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -141,11 +160,16 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
         return torch.ones(size, dtype=dtype, device=device)
 
     def layer(number: int) -> LayerWeights:
-        width, q_dim = config.hidden_size, config.num_heads * config.head_dim
-        qkv_dim = q_dim + 2 * config.num_kv_heads * config.head_dim
+        width, q_dim = config.hidden_size, len(shard.heads) * config.head_dim
+        qkv_dim = q_dim + 2 * len(shard.kv_heads) * config.head_dim
         experts = config.experts_of(number)
-        count = () if experts is None else (experts.routing.num_weights,)
         inner = config.intermediate_size if experts is None else experts.intermediate_size
+        if experts is None or shard.experts is None:
+            inner //= shard.size
+        count: tuple[int, ...] = ()
+        if experts is not None:
+            routed = experts.routing.num_experts if shard.experts is None else len(shard.experts)
+            count = (routed + experts.routing.num_shared,)
         return LayerWeights(
             attn_norm=ones(),
             qkv=normal(qkv_dim, width),
@@ -164,12 +188,13 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
             ),
         )
 
-    head = normal(config.vocab_size, config.hidden_size)
-    head[[config.mask_token_id, *config.eos_token_ids]] = 0
+    head = normal(len(shard.vocabulary), config.hidden_size)
+    never = {config.mask_token_id, *config.eos_token_ids}.intersection(shard.vocabulary)
+    head[[token_id - shard.vocabulary.start for token_id in never]] = 0
     weights = ModelWeights(
-        embedding=normal(config.vocab_size, config.hidden_size),
+        embedding=normal(len(shard.vocabulary), config.hidden_size),
         layers=tuple(layer(number) for number in range(config.num_layers)),
         norm=ones(),
         head=head,
     )
-    return Transformer(config, weights)
+    return Transformer(config, weights, shard=shard, group=place.group)

@@ -26,8 +26,9 @@ from effuse.benchmarks.gpu_record import write_record
 from effuse.benchmarks.gpu_step import Bench, Result, table
 from effuse.benchmarks.gpu_timing import medians_us
 from effuse.config.decoding import DecodeSettings
-from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
+from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.models.config import ModelConfig
+from effuse.models.group import RankPlace
 from effuse.models.transformer import LayerWeights, Transformer
 
 if TYPE_CHECKING:
@@ -51,7 +52,14 @@ class DrawnRoutes(Transformer):
         self.drawn = route(scores, None, routing).experts
 
     def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
-        return Routes(self.drawn[: len(x)], super()._route(x, router, bias).weights)
+        assert self.config.experts is not None
+        routing = self.config.experts.routing
+        weights = route(router_logits(x, router), bias, routing).weights
+        routes = Routes(self.drawn[: len(x)], weights)
+        shard = self.shard
+        if shard.experts is None:
+            return routes
+        return own_routes(routes, shard.experts, routing.num_experts, shard.rank, shard.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +186,11 @@ class ExpertBench(Bench):
         assert isinstance(self.model, DrawnRoutes)
         return len(torch.unique(self.model.drawn[:rows]))
 
-    def _model(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
-        return DrawnRoutes(config, random_model(config, device, dtype).weights)
+    def _model(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, place: RankPlace
+    ) -> Transformer:
+        drawn = random_model(config, device, dtype, place)
+        return DrawnRoutes(config, drawn.weights, shard=drawn.shard, group=drawn.group)
 
     def _floor(self, most_rows: int) -> Floor:
         assert isinstance(self.model, DrawnRoutes)

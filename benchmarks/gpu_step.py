@@ -40,6 +40,7 @@ from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.config import ModelConfig
+from effuse.models.group import ALL, RankPlace
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 
@@ -88,11 +89,18 @@ class Bench:
     models = MODELS
     window = WINDOW
 
-    def __init__(self, name: str, device: torch.device, most_batch: int, most_context: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        most_batch: int,
+        most_context: int,
+        place: RankPlace = ALL,
+    ) -> None:
         config = self.models[name]
         self.name = name
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = self._model(config, device, dtype)
+        self.model = self._model(config, device, dtype, place)
         layout = KVLayout(
             "unified",
             config.num_layers,
@@ -100,6 +108,8 @@ class Bench:
             config.head_dim,
             PAGE_SIZE,
             str(dtype).removeprefix("torch."),
+            rank=place.rank,
+            degree=place.size,
         )
         num_pages = most_batch * (-(-(most_context + ANSWER) // PAGE_SIZE) + 1)
         self.memory = PageMemory(layout, num_pages, device)
@@ -108,16 +118,10 @@ class Bench:
 
     def measure(self, batch: int, context: int, pace: int, steps: int, size: int) -> Result:
         """Runs `steps` steps of `batch` requests, then in turns of `size` with bare products."""
-        stepper, layout = self._stepper(batch, context, pace)
-        requests = self._requests(layout, context, pace)
-        fill(stepper, requests)
-        for _ in range(WARM_STEPS):
-            next_step(stepper)
-        kept: list[Integers] = []
-        alone = run_marked(stepper, lambda: kept.append(next_step(stepper)), steps)
-        assert not alone.captures, "no graph is captured in timed steps"
-        used = used_in(kept, layout)
-        turns, used_again = self._in_turns(stepper, requests, used, size)
+        stepper, requests = self.ready(batch, context, pace)
+        alone, kept = run_alone(stepper, steps)
+        used = used_in(kept, stepper.layout)
+        turns, used_again = self.in_turns(stepper, requests, used, size)
         return Result(
             model=self.name,
             batch=batch,
@@ -130,6 +134,33 @@ class Bench:
             ratio=turns.ratio,
             strayed=int((used != used_again).any(1).sum()),
         )
+
+    def ready(
+        self, batch: int, context: int, pace: int
+    ) -> tuple[MarkedStepper, Sequence[Integers]]:
+        """A stepper with `batch` requests after its first steps, and their rows at the start."""
+        stepper, layout = self._stepper(batch, context, pace)
+        requests = self._requests(layout, context, pace)
+        fill(stepper, requests)
+        for _ in range(WARM_STEPS):
+            next_step(stepper)
+        return stepper, requests
+
+    def in_turns(
+        self, stepper: MarkedStepper, requests: Sequence[Integers], used: Integers, size: int
+    ) -> tuple[Turns, Integers]:
+        """The requests again, in turns with products of rows `used` [steps, 2]; new rows."""
+        bare = [self.floor.replay(*pair) for pair in used.tolist()]
+        kept: list[Integers] = []
+
+        def step() -> None:
+            kept.append(next_step(stepper))
+
+        fill(stepper, requests)
+        in_turns(self.model.device, step, list(islice(cycle(bare), WARM_STEPS)), size)
+        kept.clear()
+        turns = in_turns(self.model.device, step, bare, size)
+        return turns, used_in(kept, stepper.layout)
 
     def arrivals(self, batch: int, context: int, pace: int, answer: int, steps: int) -> Arrivals:
         """Steps of a decode worker's engine while requests of `answer` tokens end and are replaced.
@@ -163,18 +194,17 @@ class Bench:
 
     def profile(self, batch: int, context: int, pace: int, path: Path) -> list[str]:
         """Device time by kernel over a few steps, and the host's waiting calls."""
-        stepper, layout = self._stepper(batch, context, pace)
-        fill(stepper, self._requests(layout, context, pace))
-        for _ in range(WARM_STEPS):
-            next_step(stepper)
+        stepper, _ = self.ready(batch, context, pace)
         found = profiled(lambda: next_step(stepper), 8)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(found.table(sort_by="self_device_time_total", row_limit=40))
         heading = f"{self.name}, batch {batch}, context {context}, {waits_line(waits(found, 8))}"
         return [heading, *longest_kernels(found, 8)]
 
-    def _model(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
-        return random_model(config, device, dtype)
+    def _model(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, place: RankPlace
+    ) -> Transformer:
+        return random_model(config, device, dtype, place)
 
     def _floor(self, most_rows: int) -> Floor:
         return Floor(self.model, most_rows)
@@ -196,22 +226,6 @@ class Bench:
             range(rows - size, rows + max(size, rows // 8) + 1),
             range(masks * 3 // 4, max(masks * 3 // 2, masks + 2 * size) + 1),
         )
-
-    def _in_turns(
-        self, stepper: MarkedStepper, requests: Sequence[Integers], used: Integers, size: int
-    ) -> tuple[Turns, Integers]:
-        """The requests again, in turns with products of rows `used` [steps, 2]; new rows."""
-        bare = [self.floor.replay(*pair) for pair in used.tolist()]
-        kept: list[Integers] = []
-
-        def step() -> None:
-            kept.append(next_step(stepper))
-
-        fill(stepper, requests)
-        in_turns(self.model.device, step, list(islice(cycle(bare), WARM_STEPS)), size)
-        kept.clear()
-        turns = in_turns(self.model.device, step, bare, size)
-        return turns, used_in(kept, stepper.layout)
 
     def _stepper(
         self, batch: int, context: int, pace: int, *, is_mixed: bool = False
@@ -288,6 +302,14 @@ class Bench:
 def _scripted(sequence: Tokens, settings: DecodeSettings, plan: StepPlan, pace: int) -> None:
     left = [block.masks_left for block in sequence.blocks]
     denoise.apply_step(sequence, settings, plan, deal(plan, left, pace))
+
+
+def run_alone(stepper: MarkedStepper, steps: int) -> tuple[Run, Sequence[Integers]]:
+    """Times so many steps by themselves; also their records."""
+    kept: list[Integers] = []
+    alone = run_marked(stepper, lambda: kept.append(next_step(stepper)), steps)
+    assert not alone.captures, "no graph is captured in timed steps"
+    return alone, kept
 
 
 def used_in(records: Sequence[Integers], layout: SlotLayout) -> Integers:

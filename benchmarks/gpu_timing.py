@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_stepper import DeviceStepper
@@ -78,14 +79,14 @@ class MarkedStepper(DeviceStepper):
         self.captures += 1
         return super()._capture(run)
 
-    def _run(self, rows: int, candidates: int, context: int) -> None:
+    def _run(self, rows: int, candidates: int, context: int) -> Tensor:
         if self.marks is None:
-            super()._run(rows, candidates, context)
-            return
+            return super()._run(rows, candidates, context)
         self.marks.begin.append(Stamp(self.device))
-        super()._run(rows, candidates, context)
+        records = super()._run(rows, candidates, context)
         self.marks.end.append(Stamp(self.device))
         self.marks.buckets.append((rows, candidates))
+        return records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

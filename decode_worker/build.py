@@ -6,7 +6,6 @@ Only connects parts to each other.
 
 import time
 from functools import partial
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,9 +58,7 @@ def build(
     model, on_device = parts.model, denoises_on_device(config, parts.model.device)
     with pulse.during("capturing" if on_device else "loading"):
         if config.num_replicas > 1:
-            return replicated(
-                config, incarnation, parts, limits, connector, on_device=on_device
-            )
+            return replicated(config, incarnation, parts, limits, connector, on_device=on_device)
         executor = make_executor(
             model,
             parts.memory,

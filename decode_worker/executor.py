@@ -258,7 +258,10 @@ class Executor:
         return parts
 
     def take(
-        self, shares: Sequence[Share], parts: Sequence[Sequence[Part]], results: Iterator[PartResult]
+        self,
+        shares: Sequence[Share],
+        parts: Sequence[Sequence[Part]],
+        results: Iterator[PartResult],
     ) -> None:
         """Applies a forward's results, which are there for all parts in their order."""
         for share, each in zip(shares, parts, strict=True):

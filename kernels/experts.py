@@ -25,7 +25,7 @@ class Routes:
 
     experts: Tensor  # [T, K] int32, NO_EXPERT for another rank's
     weights: Tensor  # [T, K] fp32
-    is_spread: bool = False  # whether other ranks hold some of the experts
+    num_ranks: int = 1  # over which the experts are spread
 
 
 def router_logits(x: Tensor, router: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Weig
         from effuse.kernels import experts_triton
 
         return experts_triton.launch_mlp(
-            x, gate_up, down, routes.experts, routes.weights, is_spread=routes.is_spread
+            x, gate_up, down, routes.experts, routes.weights, num_ranks=routes.num_ranks
         )
     picked = routes.experts.flatten()
     parts = x.new_zeros(len(picked), x.shape[1])
@@ -81,6 +81,31 @@ def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Weig
         rows = x[picks // routes.experts.shape[1]]
         parts[picks] = linear(swiglu(linear(rows, gate_up[expert])), down[expert])
     return WeightedParts(parts, None, routes.weights)
+
+
+def own_routes(routes: Routes, held: range, num_routed: int, rank: int, num_ranks: int) -> Routes:
+    """Routes [T, K] by the numbers of the experts that the rank holds; NO_EXPERT for others.
+
+    It holds the routed experts `held` of `num_routed`, and all shared ones. Each row's shared
+    experts are computed by one of the ranks, in turn.
+    """
+    experts = routes.experts
+    if experts.is_cuda:
+        from effuse.kernels import experts_routes_triton
+
+        found = experts_routes_triton.launch_own(
+            experts, routes.weights, held, num_routed, rank, num_ranks
+        )
+        return Routes(*found, num_ranks)
+    turns = torch.arange(len(experts))[:, None] % num_ranks
+    is_shared = experts >= num_routed
+    is_own = torch.where(is_shared, turns == rank, (experts >= held.start) & (experts < held.stop))
+    local = torch.where(is_shared, experts - num_routed + len(held), experts - held.start)
+    return Routes(
+        torch.where(is_own, local, NO_EXPERT).int(),
+        torch.where(is_own, routes.weights, 0.0),
+        num_ranks,
+    )
 
 
 def _within_best_groups(choice: Tensor, routing: Routing) -> Tensor:

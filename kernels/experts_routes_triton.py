@@ -51,6 +51,31 @@ def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
     return experts, weights
 
 
+def launch_own(
+    experts: Tensor, weights: Tensor, held: range, num_routed: int, rank: int, num_ranks: int
+) -> tuple[Tensor, Tensor]:
+    """`experts.own_routes` of experts and weights [T, K]."""
+    own, shares = torch.empty_like(experts), torch.empty_like(weights)
+    count = experts.numel()
+    if count:
+        _own_kernel[(triton.cdiv(count, MANY_PICKS),)](
+            experts,
+            weights,
+            own,
+            shares,
+            count,
+            K=experts.shape[1],
+            FIRST=held.start,
+            END=held.stop,
+            ROUTED=num_routed,
+            RANK=rank,
+            RANKS=num_ranks,
+            PART=MANY_PICKS,
+            num_warps=4,
+        )
+    return own, shares
+
+
 @dataclass(frozen=True, slots=True)
 class SortedPicks:
     """Picks by expert, in ascending order within each, and the tiles over them. All int32."""
@@ -63,7 +88,9 @@ class SortedPicks:
 
 
 def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPicks:
-    """Sorts the picks of ``experts`` [T, K], and lays tiles of `rows` rows over them."""
+    """Sorts the picks of ``experts`` [T, K], and lays tiles of `rows` rows over them. Negative
+    picks count as those of the last expert.
+    """
     num_picks, device = experts.numel(), experts.device
     num_tiles = most_tiles(num_picks, num_experts, tile_rows)
     sizes = (num_picks, num_picks, num_experts, num_tiles, num_tiles)
@@ -161,6 +188,32 @@ def _route_kernel(
     tl.store(weights + at, weight, mask=place < TOP_K + SHARED)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _own_kernel(
+    experts,
+    weights,
+    own,
+    shares,
+    count,
+    K: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    ROUTED: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    at = tl.program_id(0) * PART + tl.arange(0, PART)
+    exists = at < count
+    expert = tl.load(experts + at, mask=exists, other=0)
+    is_shared = expert >= ROUTED
+    is_own = tl.where(is_shared, (at // K) % RANKS == RANK, (expert >= FIRST) & (expert < END))
+    local = tl.where(is_shared, expert - ROUTED + END - FIRST, expert - FIRST)
+    share = tl.load(weights + at, mask=exists & is_own, other=0.0)
+    tl.store(own + at, tl.where(is_own, local, -1), mask=exists)
+    tl.store(shares + at, share, mask=exists)
+
+
 @triton.jit
 def _within_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TILE: tl.constexpr):
     """`choice` [TILE] with -inf outside of the best groups, ranked by the sum of their two best."""
@@ -190,6 +243,7 @@ def _count_kernel(
     part = tl.program_id(0)
     pick = part * PART + tl.arange(0, PART)
     owner = tl.load(experts + pick, mask=pick < num_picks, other=TILE - 1)
+    owner = tl.where(owner < 0, EXPERTS - 1, owner)
     expert = tl.arange(0, TILE)
     tl.store(counts + part * EXPERTS + expert, tl.histogram(owner, TILE), mask=expert < EXPERTS)
 
@@ -233,6 +287,7 @@ def _sort_kernel(
     owner = tl.load(
         experts + part * PART + place, mask=part * PART + place < num_picks, other=TILE - 1
     )
+    owner = tl.where(owner < 0, EXPERTS - 1, owner)
     key = tl.sort(owner * PART + place)
     pick = part * PART + key % PART
     rank = tl.gather(base, key // PART, 0) + place

@@ -46,16 +46,17 @@ def launch_mlp(
     experts: Tensor,
     weights: Tensor,
     *,
-    is_spread: bool = False,
+    num_ranks: int = 1,
 ) -> WeightedParts:
     """[T, H] from x [T, H], gate_up [E, 2I, H], down [E, H, I] and the picks [T, K].
 
-    If the experts `is_spread` over ranks, negative picks are of another rank's and give zeros.
+    If experts are spread over `num_ranks`, negative picks are of another rank's. Their weights are
+    0, and their parts are not written.
     """
     if len(x) == 0:
         return WeightedParts(torch.empty_like(x), None, weights)
-    if is_spread:
-        return _own_picks(x, gate_up, down, experts, weights)
+    if num_ranks > 1:
+        return _own_picks(x, gate_up, down, experts, weights, num_ranks)
     if x.dtype == torch.bfloat16 and experts.numel() >= PICKS_THAT_GROUP * len(gate_up):
         return grouped_mlp(x, gate_up, down, experts, weights)
     of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down)
@@ -66,17 +67,13 @@ def launch_mlp(
 
 
 def _own_picks(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, num_ranks: int
 ) -> WeightedParts:
     """Other ranks' picks are sorted behind all others, as one more expert, and not computed."""
-    num_held = len(gate_up)
-    sortable = torch.where(experts < 0, num_held, experts).int()
-    of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down)
-    picks = launch_sort(sortable, num_held + 1, of_gate_up.rows)
+    of_gate_up, of_down = tiles_of(max(1, experts.numel() // num_ranks), gate_up, down)
+    picks = launch_sort(experts, len(gate_up) + 1, of_gate_up.rows)
     activated = launch_gate_up(x, gate_up, picks, of_gate_up)
-    given = x.new_zeros(experts.numel(), x.shape[1])
-    launch_down(activated, down, picks, of_down, given)
-    return WeightedParts(given, None, weights)
+    return WeightedParts(launch_down(activated, down, picks, of_down), None, weights)
 
 
 def grouped_mlp(
@@ -135,17 +132,10 @@ def launch_gate_up(x: Tensor, gate_up: Tensor, picks: SortedPicks, shape: Produc
     return activated
 
 
-def launch_down(
-    activated: Tensor,
-    down: Tensor,
-    picks: SortedPicks,
-    shape: ProductTile,
-    given: Tensor | None = None,
-) -> Tensor:
+def launch_down(activated: Tensor, down: Tensor, picks: SortedPicks, shape: ProductTile) -> Tensor:
     """The result of each pick, [picks, H] by pick; activated [picks, I], down [E, H, I]."""
     hidden, inner = down.shape[1:]
-    if given is None:
-        given = activated.new_empty(len(activated), hidden)
+    given = activated.new_empty(len(activated), hidden)
     _down_kernel[(len(picks.owners) * triton.cdiv(hidden, shape.columns),)](
         activated,
         down,

@@ -50,6 +50,15 @@ def rms_norm_residual(
     return _rms_norm_torch(total, weight, eps), total
 
 
+def total_of(given: WeightedParts) -> Tensor:
+    """The sums [T, H] of the parts; those of weight 0 may be anything on a GPU."""
+    if given.parts.is_cuda:
+        from effuse.kernels import rowwise_triton
+
+        return rowwise_triton.launch_total(given)
+    return given.total()
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up [T, I], of ``gate_up`` [T, 2I] with the gate first; in its dtype."""
     if gate_up.is_cuda:

@@ -81,6 +81,26 @@ def _launch_norm(
     )
 
 
+def launch_total(given: WeightedParts) -> Tensor:
+    """[T, H]: the sum of each row's parts. Parts of weight 0 are not read."""
+    (rows, count), width = given.weights.shape, given.parts.shape[1]
+    total = given.parts.new_empty(rows, width)
+    if rows:
+        _total_kernel[(rows, triton.cdiv(width, TILE))](
+            given.parts,
+            given.weights if given.places is None else given.places,
+            given.weights,
+            total,
+            COUNT=count,
+            HAS_PLACES=given.places is not None,
+            WIDTH=width,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return total
+
+
 def launch_swiglu(gate_up: Tensor) -> Tensor:
     """[T, I] from [T, 2I] with contiguous rows."""
     tokens, width = gate_up.shape
@@ -158,6 +178,32 @@ def _rms_norm_kernel(
     normed = (values * scale[:, None]).to(out.dtype.element_ty)
     result = normed.to(tl.float32) * factor.to(tl.float32)[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _total_kernel(
+    parts,
+    places,
+    weights,
+    total,
+    COUNT: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < WIDTH
+    values = tl.zeros([TILE], tl.float32)
+    for part in tl.static_range(COUNT):
+        at = row * COUNT + part
+        share = tl.load(weights + at)
+        if HAS_PLACES:
+            at = tl.load(places + at).to(tl.int64)
+        end = tl.where(share != 0.0, WIDTH, 0)
+        more = tl.load(parts + at * WIDTH + column, mask=column < end, other=0.0)
+        values += more.to(tl.float32) * share
+    tl.store(total + row * WIDTH + column, values.to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -122,7 +122,7 @@ class HostDigester:
         self._layout = memory.layout
         self._piece_bytes = piece_bytes_of(memory.layout.head_bytes)
         self._page_bytes = rows.shape[1]
-        self._bytes = memoryview(rows.reshape(-1))
+        self._bytes = memoryview(rows.reshape(-1).data)
 
     def begin(
         self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from effuse.kernels.experts import NO_EXPERT, Routes
 from effuse.models.config import ModelConfig
 from effuse.models.tensors import ModelShard, replica_of, shard_of, vocabulary_sizes
 
@@ -84,20 +83,15 @@ class Replicas:
         self.size = size
         self.group = group
 
-    def meet(self, own: Tensor, counts: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
-        """(rows of all replicas [N * M, H], the replica of each [N * M, 1]); own: [R, H].
+    def meet(self, own: Tensor, counts: tuple[int, ...] | None) -> Tensor:
+        """The rows of all replicas: [N * M, H]; own: [R, H].
 
-        Each has M places, the most of `counts`; without counts all replicas have R rows. A place
-        without a row has the number N instead of a replica's.
+        Each has M places, the most of `counts`, and zeros after its rows. Without counts all
+        replicas have R rows.
         """
         most = len(own) if counts is None else max(counts)
         padded = torch.nn.functional.pad(own, (0, 0, 0, most - len(own)))
-        owners = torch.arange(self.size, device=own.device)[:, None].expand(-1, most)
-        if counts is not None:
-            places = torch.arange(most, device=own.device)
-            filled = torch.tensor(counts, device=own.device)[:, None] > places
-            owners = owners.where(filled, self.size)
-        return self.group.collect(padded).flatten(0, 1), owners.reshape(-1, 1)
+        return self.group.collect(padded).flatten(0, 1)
 
     def part(self, results: Tensor, num_own: int) -> Tensor:
         """The sum over replicas of this one's `num_own` rows; results: as given by `meet`."""
@@ -112,8 +106,8 @@ class RankPlace:
     rank: int = 0
     size: int = 1
     expert_parallel: bool = False
-    data_parallel: bool = False
     meeting: Group = ALONE
+    data_parallel: bool = False
 
     @property
     def group(self) -> Group:
@@ -153,7 +147,7 @@ class ProcessGroup(Group):
         if self.size == 2 or x.is_cuda:
             self._collectives.allreduce(x).wait()
             return x
-        total, *others = self.collect(x)
+        total, *others = self.collect(x).unbind()
         for other in others:
             total += other
         return total
@@ -165,7 +159,7 @@ class ProcessGroup(Group):
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
 
     def collect(self, x: Tensor) -> Tensor:
-        parts = x.new_empty(self.size, len(x), *x.shape[1:])
+        parts: Tensor = x.new_empty(self.size, len(x), *x.shape[1:])
         self._collectives._allgather_base(parts.flatten(0, 1), x.contiguous()).wait()
         return parts
 
@@ -218,33 +212,6 @@ def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def in_turn(count: int, shard: ModelShard, device: torch.device) -> Tensor:
-    """Which of `count` rows this rank computes if ranks take turns: [count, 1] bool."""
-    return torch.arange(count, device=device)[:, None] % shard.size == shard.rank
-
-
-def without(routes: Routes, rows: Tensor) -> Routes:
-    """Routes [T, K] with NO_EXPERT in these rows, [T, 1] bool."""
-    return Routes(routes.experts.masked_fill(rows, NO_EXPERT), routes.weights)
-
-
-def own_routes(routes: Routes, num_routed: int, own: range, is_ours: Tensor) -> Routes:
-    """Routes [T, K] by the numbers of the `own` experts that a rank holds; NO_EXPERT for others.
-
-    Every rank has the shared experts; it computes those of the rows that `is_ours` [T, 1] names.
-    """
-    experts = routes.experts
-    is_own = (experts >= own.start) & (experts < own.stop)
-    is_shared = (experts >= num_routed) & is_ours
-    local = torch.where(is_shared, experts - num_routed + len(own), experts - own.start)
-    is_held = is_own | is_shared
-    return Routes(
-        torch.where(is_held, local, NO_EXPERT).int(),
-        torch.where(is_held, routes.weights, 0.0),
-        is_spread=True,
-    )
-
-
 def whole_rows(own: Tensor, config: ModelConfig, shard: ModelShard, group: Group) -> Tensor:
     """Logits [S, V] of this rank's share of rows; own: [R, its vocabulary], of all rows.
 
@@ -252,9 +219,11 @@ def whole_rows(own: Tensor, config: ModelConfig, shard: ModelShard, group: Group
     last one again. Each logit moves once, so that N ranks move 1 / N of a gather's bytes.
     """
     widths = vocabulary_sizes(config, shard.size)
-    rows = _shares(len(own), shard.size, own.device).flatten()
-    padded = torch.nn.functional.pad(own, (0, max(widths) - own.shape[1]))
-    dealt = group.deal(padded[rows].view(shard.size, -1, max(widths)))
+    if len(own) % shard.size:
+        own = own[_shares(len(own), shard.size, own.device).flatten()]
+    if own.shape[1] < max(widths):
+        own = torch.nn.functional.pad(own, (0, max(widths) - own.shape[1]))
+    dealt = group.deal(own.view(shard.size, -1, max(widths)))
     return torch.cat([part[:, :width] for part, width in zip(dealt, widths, strict=True)], dim=1)
 
 

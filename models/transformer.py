@@ -18,24 +18,13 @@ from torch import Tensor
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.experts import expert_mlp, route, router_logits
+from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
+from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu, total_of
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
-from effuse.models.group import (
-    ALONE,
-    Group,
-    Replicas,
-    RowCounts,
-    embed,
-    in_turn,
-    own_routes,
-    own_rows,
-    whole_rows,
-    without,
-)
+from effuse.models.group import ALONE, Group, Replicas, RowCounts, embed, own_rows, whole_rows
 from effuse.models.tensors import ModelShard, vocabulary_sizes, whole
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
@@ -296,23 +285,23 @@ class Transformer:
         self, layer: LayerWeights, router: Tensor, x: Tensor, counts: tuple[int, ...] | None
     ) -> Tensor | WeightedParts:
         """The experts' results for x [rows, H]."""
-        assert self.config.experts is not None, "weights with a router come with its rule"
-        routing, own = self.config.experts.routing, self.shard.experts
-        rows, owners = x, None
-        if self.replicas is not None:
-            rows, owners = self.replicas.meet(x, counts)
-        routes = route(router_logits(rows, router), layer.router_bias, routing)
-        if own is not None:
-            if owners is None or self.replicas is None:
-                is_ours = in_turn(len(rows), self.shard, self.device)
-            else:
-                is_ours = owners == self.replicas.rank
-                routes = without(routes, owners == self.replicas.size)
-            routes = own_routes(routes, routing.num_experts, own, is_ours)
+        replicas = self.replicas
+        rows = x if replicas is None else replicas.meet(x, counts)
+        routes = self._route(rows, router, layer.router_bias)
         given = expert_mlp(rows, layer.gate_up, layer.down, routes)
-        if self.replicas is not None:
-            return self.replicas.part(given.total(), len(x))
-        return given if self.shard.is_whole else self.group.sum(given.total())
+        if replicas is not None:
+            return replicas.part(total_of(given), len(x))
+        return given if self.shard.is_whole else self.group.sum(total_of(given))
+
+    def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
+        """The experts of each row of x [rows, H], by the numbers of this rank."""
+        assert self.config.experts is not None, "weights with a router come with its rule"
+        routing, place = self.config.experts.routing, self.replicas or self.shard
+        routes = route(router_logits(x, router), bias, routing)
+        if self.shard.experts is None:
+            return routes
+        held = self.shard.experts
+        return own_routes(routes, held, routing.num_experts, place.rank, place.size)
 
     def _help(self, layer: LayerWeights, counts: tuple[int, ...]) -> None:
         """A replica without rows computes its experts for those of the others, if there are any."""

@@ -75,7 +75,7 @@ def run_ranks(
     def one(rank: int) -> T:
         try:
             group = ThreadGroup(rank, slots, barrier)
-            return work(RankPlace(rank, size, expert_parallel, data_parallel, group))
+            return work(RankPlace(rank, size, expert_parallel, group, data_parallel))
         except BaseException:
             barrier.abort()
             raise

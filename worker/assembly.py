@@ -123,8 +123,9 @@ def assemble(
 def _check_cuts(config: WorkerConfig, directory: Path) -> None:
     """Raises ValueError if the model cannot be cut for so many ranks."""
     model = ModelConfig.from_dir(directory, block_size=config.block_size)
-    size, replicas = config.num_ranks, config.num_replicas > 1
-    RankPlace(0, size, config.expert_parallel, replicas).shard(model)
+    has_replicas = config.num_replicas > 1
+    place = RankPlace(0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas)
+    place.shard(model)
 
 
 def _connect_all(

@@ -53,7 +53,7 @@ def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> R
     """Meets the other ranks of the engine. Raises ValueError if they do not come."""
     size = config.num_ranks
     group = join_group(rank, size, device, meeting_path(home), _JOIN_S)
-    return RankPlace(rank, size, config.expert_parallel, config.num_replicas > 1, group)
+    return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1)
 
 
 def model_directory(config: WorkerConfig) -> Path:

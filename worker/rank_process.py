@@ -224,8 +224,8 @@ class Rank:
                 self._connector = self._open(fingerprint)
                 (self._shard,) = self._connector.describe()
                 self._leader.answer(Reached("open", self._shard))
-            case Quit():
-                raise AssertionError("the loop takes it")
+            case Quit() | ForReplica():
+                raise AssertionError("the loop and the leader's end take them")
             case _:
                 assert self._connector is not None, "it is opened before transfers begin"
                 if isinstance(command, PushPages) and command.num_final is not None:

@@ -88,7 +88,7 @@ def follow(model: Transformer, rank: int, replicas: Replicas) -> None:
             case Prepare():
                 pass
             case _:
-                rig.stepper.obey(command)  # type: ignore[arg-type]
+                rig.stepper.obey(command)
 
 
 @pytest.mark.parametrize("size", [2, 4])

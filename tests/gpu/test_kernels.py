@@ -13,8 +13,9 @@ from operators.paths import experts_grouped, public, triton_kernels
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
+from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.experts_routing import Routing
+from effuse.kernels.rowwise import total_of
 from effuse.kernels.sampling_edits import edit_logits
 from effuse.kernels.step_plan_triton import launch_exchange, launch_gather
 from effuse.kernels.values import Candidates
@@ -130,8 +131,15 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_experts_of_crowded_and_of_shuffled_rows(dtype: torch.dtype) -> None:
     experts.check_crowd(expert_mlp, CUDA, dtype)
-    experts.check_spread(expert_mlp, CUDA, dtype, experts.LAYERS["many_tiles"])
+    spread = experts.Spread(own_routes, expert_mlp, total_of)
+    for name in ("many_tiles", "one_row"):
+        experts.check_spread(spread, CUDA, dtype, experts.LAYERS[name])
     experts.check_order(expert_mlp, CUDA, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_are_summed(dtype: torch.dtype) -> None:
+    rows.check_total(total_of, CUDA, dtype)
 
 
 def test_experts_by_grouped_products() -> None:

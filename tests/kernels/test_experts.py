@@ -8,9 +8,10 @@ import pytest
 import torch
 from operators import experts
 
-from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
+from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.experts_routes_triton import most_tiles
 from effuse.kernels.experts_routing import Routing
+from effuse.kernels.rowwise import total_of
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -38,7 +39,9 @@ def test_a_row_gets_the_same_in_every_batch() -> None:
 
 
 def test_picks_of_another_rank_give_zeros() -> None:
-    experts.check_spread(expert_mlp, CPU, torch.float32, experts.LAYERS["many_tiles"])
+    spread = experts.Spread(own_routes, expert_mlp, total_of)
+    for name in ("many_tiles", "one_row"):
+        experts.check_spread(spread, CPU, torch.float32, experts.LAYERS[name])
     layer = experts.LAYERS["many_tiles"]
     x, gate_up, down = experts.weights_of(layer, torch.float32)
     together = expert_mlp(x, gate_up, down, experts.routes_of(layer)).total()

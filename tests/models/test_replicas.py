@@ -56,9 +56,7 @@ def test_each_replica_gets_the_results_of_its_rows(
     # Replicas with one sequence, with several, and with none.
     replicas = (0, 1, 1) if size == 2 else (3, 1, 1, 0)
     expected = results(path, RankPlace(), replicas)
-    of_ranks = run_ranks(
-        size, lambda place: results(path, place, replicas), data_parallel=True
-    )
+    of_ranks = run_ranks(size, lambda place: results(path, place, replicas), data_parallel=True)
     for rank, found in enumerate(of_ranks):
         own = [one for one, at in zip(expected, replicas, strict=True) if at == rank]
         assert [one.tokens for one in found] == [one.tokens for one in own]

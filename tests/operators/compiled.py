@@ -178,6 +178,7 @@ def row_variants() -> Variants:
         "norm_residual": lambda: rowwise_triton.launch_norm_residual(x, x, weight, 1e-6),
         "norm_of_parts": lambda: rowwise_triton.launch_norm_residual(parts, x, weight, 1e-6),
         "norm_of_experts": lambda: rowwise_triton.launch_norm_residual(given, x, weight, 1e-6),
+        "total_of_experts": lambda: rowwise_triton.launch_total(given),
         "norm_of_heads": lambda: rowwise_triton.launch_norm(
             meta(64, 36, 128)[:, :28], meta(128), 1e-6
         ),
@@ -208,6 +209,8 @@ def launch_experts(
     bias = meta(routing.num_experts, dtype=FP32)
     logits = meta(rows, routing.num_experts, dtype=FP32)
     routes = experts_routes_triton.launch_route(logits, bias, routing)
+    num_routed = routing.num_experts
+    experts_routes_triton.launch_own(*routes, range(num_routed // 2), num_routed, 1, 2)
     gate_up = meta(routing.num_weights, 2 * inner, hidden, dtype=dtype)
     down = meta(routing.num_weights, hidden, inner, dtype=dtype)
     experts_triton.launch_mlp(meta(rows, hidden, dtype=dtype), gate_up, down, *routes)

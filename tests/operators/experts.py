@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from effuse.kernels.experts import NO_EXPERT, Routes
+from effuse.kernels.experts import Routes, own_routes
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.values import WeightedParts
 from operators.references import expert_mlp_ref, route_ref
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 Route = Callable[[Tensor, Tensor | None, Routing], Routes]
 ExpertMlp = Callable[[Tensor, Tensor, Tensor, Routes], WeightedParts]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What a rank calls that holds a part of the experts."""
+
+    own: Callable[[Routes, range, int, int, int], Routes]
+    mlp: ExpertMlp
+    total: Callable[[WeightedParts], Tensor]
+
 
 SOFTMAX = Routing(num_experts=6, top_k=2, scores="softmax", renormalises=False)
 RENORMALISED = Routing(num_experts=8, top_k=3, scores="softmax", renormalises=True)
@@ -142,19 +152,23 @@ def check_crowd(mlp: ExpertMlp, device: torch.device, dtype: torch.dtype) -> Non
     assert_close(found.total(), exact, expert_mlp_ref(x, gate_up, down, routes))
 
 
-def check_spread(mlp: ExpertMlp, device: torch.device, dtype: torch.dtype, layer: Layer) -> None:
-    """Two ranks with half of the experts each give, summed, what one gives with all."""
+def check_spread(
+    spread: Spread, device: torch.device, dtype: torch.dtype, layer: Layer, size: int = 2
+) -> None:
+    """Ranks with a part of the experts each give, summed, what one gives with all."""
     x, gate_up, down = weights_of(layer, dtype)
-    routes = routes_of(layer)
+    routes, num_routed = routes_of(layer), layer.routing.num_experts
     total = torch.zeros(layer.rows, layer.hidden, device=device)
-    half = len(gate_up) // 2
-    for held in (slice(0, half), slice(half, len(gate_up))):
-        own = routes.experts - held.start
-        is_own = (own >= 0) & (own < held.stop - held.start)
-        picks = torch.where(is_own, own, NO_EXPERT).int()
-        part = Routes(picks, torch.where(is_own, routes.weights, 0.0), is_spread=True)
-        on_device = (x.to(device), gate_up[held].to(device), down[held].to(device))
-        total += mlp(*on_device, routes_on(part, device)).total().float()
+    each = num_routed // size
+    for rank in range(size):
+        held = range(rank * each, (rank + 1) * each)
+        kept = [*held, *range(num_routed, len(gate_up))]
+        expected = own_routes(routes, held, num_routed, rank, size)
+        part = spread.own(routes_on(routes, device), held, num_routed, rank, size)
+        assert torch.equal(part.experts.cpu(), expected.experts)
+        assert torch.equal(part.weights.cpu(), expected.weights)
+        given = spread.mlp(x.to(device), gate_up[kept].to(device), down[kept].to(device), part)
+        total += spread.total(given).float()
     exact = expert_mlp_ref(x.double(), gate_up.double(), down.double(), routes)
     assert_close(total.to(dtype), exact, expert_mlp_ref(x, gate_up, down, routes))
 
@@ -174,4 +188,4 @@ def routes_of(layer: Layer) -> Routes:
 
 
 def routes_on(routes: Routes, device: torch.device) -> Routes:
-    return Routes(routes.experts.to(device), routes.weights.to(device), routes.is_spread)
+    return Routes(routes.experts.to(device), routes.weights.to(device), routes.num_ranks)

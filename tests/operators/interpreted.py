@@ -84,6 +84,8 @@ def row_checks() -> Iterator[tuple[str, Check]]:
             for stores in (False, True):
                 name = f"rotary-{heads}-{'store' if stores else 'alone'}-{suffix}"
                 yield name, partial(rows.check_rotary, OPS, dtype, heads, stores=stores)
+        total = partial(rows.check_total, paths.total_on_triton, torch.device("cpu"), dtype)
+        yield f"total-{suffix}", total
         yield f"norm_of_heads-{suffix}", partial(rows.check_norm_of_heads, OPS, dtype)
         yield f"store-{suffix}", partial(rows.check_store, OPS, dtype)
     yield "store-nothing", partial(rows.check_store_of_nothing, OPS, torch.float32)
@@ -143,7 +145,12 @@ def expert_checks() -> Iterator[tuple[str, Check]]:
             check = partial(experts.check_mlp, paths.experts_on_triton, cpu, dtype, layer)
             yield f"{name}-{suffix}", check
     few = experts.LAYERS["many_tiles"]
-    yield "spread", partial(experts.check_spread, paths.experts_on_triton, cpu, torch.float32, few)
+    spread = experts.Spread(
+        paths.own_routes_on_triton, paths.experts_on_triton, paths.total_on_triton
+    )
+    yield "spread", partial(experts.check_spread, spread, cpu, torch.float32, few)
+    grouped = experts.LAYERS["one_row"]
+    yield "spread-shared", partial(experts.check_spread, spread, cpu, torch.float32, grouped, 4)
     yield "crowd", partial(experts.check_crowd, paths.experts_on_triton, cpu, torch.float32)
     grouped, layer = paths.experts_grouped, experts.LAYERS["odd_sizes"]
     yield "grouped", partial(experts.check_mlp, grouped, cpu, torch.float32, layer)

@@ -157,8 +157,25 @@ def experts_on_triton(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) 
     from effuse.kernels import experts_triton
 
     return experts_triton.launch_mlp(
-        x, gate_up, down, routes.experts, routes.weights, is_spread=routes.is_spread
+        x, gate_up, down, routes.experts, routes.weights, num_ranks=routes.num_ranks
     )
+
+
+def own_routes_on_triton(
+    routes: Routes, held: range, num_routed: int, rank: int, num_ranks: int
+) -> Routes:
+    """`experts.own_routes` by its kernel."""
+    from effuse.kernels.experts_routes_triton import launch_own
+
+    found = launch_own(routes.experts, routes.weights, held, num_routed, rank, num_ranks)
+    return Routes(*found, num_ranks)
+
+
+def total_on_triton(given: WeightedParts) -> Tensor:
+    """`rowwise.total_of` by its kernel."""
+    from effuse.kernels import rowwise_triton
+
+    return rowwise_triton.launch_total(given)
 
 
 def experts_grouped(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> WeightedParts:

@@ -111,6 +111,21 @@ def _check_norm_of_weighted(
     )
 
 
+def check_total(
+    total: Callable[[WeightedParts], Tensor], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Of rows of three parts; a part of weight 0 may be anything."""
+    for places in (None, _shuffled(21)):
+        given = WeightedParts(random(21, 40).to(dtype), places, _shares(7))
+        given.weights[::2, 1] = 0
+        exact = given.total()
+        unused = torch.arange(1, 21, 6) if places is None else places[1::6].long()
+        given.parts[unused] = torch.nan
+        moved = None if places is None else places.to(device)
+        found = total(WeightedParts(given.parts.to(device), moved, given.weights.to(device)))
+        torch.testing.assert_close(found.cpu(), exact)
+
+
 def _shuffled(count: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(count)).int()
 

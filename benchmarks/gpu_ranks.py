@@ -1,0 +1,420 @@
+"""`python -m effuse.benchmarks.gpu_ranks`: decode steps and prompts of groups of GPUs.
+
+Every rank is a process that draws its own part of a published shape. Steps are those of `gpu_step`
+and `gpu_moe`, in lockstep because every rank makes the same decisions. They are compared with one
+GPU, with their products and two unfused sums a layer in one graph (the fastest of NCCL and torch's
+symmetric memory), and with the same steps without any exchange. Steps of experts are compared with
+the bytes that a rank reads, at the rate of a copy. Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from effuse.benchmarks.gpu_floor import Floor, fastest, graph_of
+from effuse.benchmarks.gpu_models import EXPERT_MODELS, MODELS
+from effuse.benchmarks.gpu_moe import DrawnRoutes, ExpertBench
+from effuse.benchmarks.gpu_prefill import elapsed_ms
+from effuse.benchmarks.gpu_record import kernel_classes, write_record
+from effuse.benchmarks.gpu_step import BATCHES, PAGE_SIZE, Bench, run_alone, used_in
+from effuse.benchmarks.gpu_timing import Stamp, copy_bytes_per_us, next_step, synchronize
+from effuse.models.group import ALL, Group, RankPlace, join_group
+from effuse.models.part import Part
+from effuse.models.runner import ModelRunner
+from effuse.models.tensors import shard_of
+from effuse.models.transformer import LayerWeights, Transformer
+
+MODULE = "effuse.benchmarks.gpu_ranks"
+PACE = 4
+PROFILED = 4  # steps
+JOIN_S = 120.0
+
+Sum = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One case of one degree; milliseconds of a step or of a forward."""
+
+    model: str
+    degree: int
+    what: str  # step or prefill
+    batch: int
+    context: int  # cached tokens of each request, or tokens of the prompt
+    rows: float
+    ms: float
+    silent_ms: float  # the same without any exchange between ranks
+    idle_share: float = 0.0
+    bare_ms: float | None = None  # products and sums
+    bare_by: str = ""
+    ratio: float | None = None  # to these, in turns
+    bytes_ms: float | None = None
+    kernels: tuple[str, ...] = field(default=())
+
+    @property
+    def case(self) -> tuple[object, ...]:
+        """The same for all degrees."""
+        return self.model, self.what, self.batch, self.context
+
+
+class Silent(Group):
+    """A group of `size` whose exchanges have the right shapes and cost next to nothing."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+        every = x.repeat(1, self._size)
+        return functional.pad(every, (0, max(0, sum(sizes) - every.shape[1])))[:, : sum(sizes)]
+
+
+class SummedFloor(Floor):
+    """A rank's products, with a sum over all ranks behind two products of each layer."""
+
+    def __init__(self, model: Transformer, most_rows: int) -> None:
+        super().__init__(model, most_rows)
+        self._group = model.group
+        self._sums = known_sums(model, most_rows)
+        self._sum = self._sums["nccl"]
+        self._fastest: dict[int, str] = {}  # by the number's length in bits
+        self.times: list[str] = []
+
+    def replay(self, num_rows: int, num_head_rows: int) -> Callable[[], object]:
+        length = num_rows.bit_length()
+        if length not in self._fastest:
+            self._fastest[length] = self._fastest_sum(num_rows, num_head_rows)
+        self._sum = self._sums[self._fastest[length]]
+        return super().replay(num_rows, num_head_rows)
+
+    def _fastest_sum(self, num_rows: int, num_head_rows: int) -> str:
+        """All ranks choose the same, by the sums of their times."""
+        run = partial(self._run, num_rows, num_head_rows)
+        self._choose(num_rows, num_head_rows)
+        found = []
+        for add in self._sums.values():
+            self._sum = add
+            replay = graph_of(run) if self._is_cuda else run
+            found.append(_mean_ms(replay, self._model.device, 8))
+            del replay
+        mine = torch.tensor([found], device=self._model.device)
+        means = (self._group.sum(mine)[0] / self._model.shard.size).tolist()
+        times = dict(zip(self._sums, means, strict=True))
+        self.times.append(f"{num_rows} rows: {times}")
+        return fastest(times)
+
+    def _product(self, layer: LayerWeights, product: str, count: int) -> None:
+        weight = getattr(layer, product)
+        out = functional.linear(self._inputs[product][:count], weight)
+        if product != "gate_up":
+            self._sum(out)
+
+    def _ways(self, product: str, rows: int) -> tuple[str, ...]:
+        return ("linear",)
+
+
+class RankBench(Bench):
+    """Steps of a rank of a dense model."""
+
+    def _floor(self, most_rows: int) -> Floor:
+        whole = self.model.shard.is_whole
+        return Floor(self.model, most_rows) if whole else SummedFloor(self.model, most_rows)
+
+
+def known_sums(model: Transformer, most_rows: int) -> dict[str, Sum]:
+    """Ways to sum rows over all ranks, the first of which works everywhere."""
+    ways: dict[str, Sum] = {"nccl": model.group.sum}
+    if model.device.type != "cuda" or not dist.is_initialized():
+        return ways
+    import torch.distributed._symmetric_memory as symmetric
+
+    name = dist.group.WORLD.group_name
+    try:
+        shape = most_rows, model.config.hidden_size
+        rows = symmetric.empty(*shape, dtype=model.dtype, device=model.device)
+        symmetric.rendezvous(rows, name)
+    except RuntimeError as error:
+        print(f"no symmetric memory: {error}", flush=True)
+        return ways
+    operators = torch.ops.symm_mem
+
+    def copied(x: Tensor) -> Tensor:
+        return rows[: len(x)].copy_(x)
+
+    ways["one shot"] = lambda x: operators.one_shot_all_reduce(copied(x), "sum", name)
+    ways["two shots"] = lambda x: operators.two_shot_all_reduce_(copied(x), "sum", name)
+    return ways
+
+
+def measure_step(bench: Bench, batch: int, context: int, steps: int, size: int) -> Result:
+    """Steps of `batch` requests; of a dense model also in turns with their products."""
+    model, floor = bench.model, bench.floor
+    stepper, requests = bench.ready(batch, context, PACE)
+    alone, kept = run_alone(stepper, steps)
+    kernels = kernel_classes(lambda: next_step(stepper), PROFILED)
+    turns = None
+    if not isinstance(bench, ExpertBench):
+        turns, _ = bench.in_turns(stepper, requests, used_in(kept, stepper.layout), size)
+
+    def silent_ms() -> float:
+        return run_alone(bench.ready(batch, context, PACE)[0], steps)[0].step_ms
+
+    return Result(
+        model=bench.name,
+        degree=model.shard.size,
+        what="step",
+        batch=batch,
+        context=context,
+        rows=float(used_in(kept, stepper.layout)[:, 0].mean()),
+        ms=alone.step_ms,
+        idle_share=alone.idle_share,
+        silent_ms=without_exchange(model, silent_ms, alone.step_ms),
+        bare_ms=None if turns is None else turns.mean_bare_ms,
+        bare_by="; ".join(floor.times) if isinstance(floor, SummedFloor) else "",
+        ratio=None if turns is None else turns.ratio,
+        kernels=tuple(kernels),
+    )
+
+
+def without_exchange(model: Transformer, measured: Callable[[], float], of_one: float) -> float:
+    """`measured` while ranks exchange nothing; `of_one` if there is a single rank."""
+    if model.shard.is_whole:
+        return of_one
+    group = model.group
+    model.group = Silent(model.shard.size)
+    try:
+        return measured()
+    finally:
+        model.group = group
+
+
+def measure_prefill(bench: Bench, length: int, rounds: int = 6) -> Result:
+    """One prompt of `length` tokens, eagerly, by the host's clock."""
+    model, config = bench.model, bench.model.config
+    runner = ModelRunner(
+        model, bench.memory.layer_views(), page_size=PAGE_SIZE, block_size=config.block_size
+    )
+    prompt = np.random.default_rng(length).integers(0, config.mask_token_id, length).tolist()
+    part = Part(
+        token_ids=prompt,
+        start=0,
+        pages=range(-(-length // PAGE_SIZE)),
+        num_stored=length,
+        block_origin=config.block_origin(length),
+        keep_boundary=True,
+    )
+
+    def run() -> None:
+        runner.run([part])
+        synchronize(model.device)
+
+    def middle() -> float:
+        return median([elapsed_ms(run) for _ in range(2 + rounds)][2:])
+
+    ms = middle()
+    return Result(
+        model=bench.name,
+        degree=model.shard.size,
+        what="prefill",
+        batch=1,
+        context=length,
+        rows=length,
+        ms=ms,
+        silent_ms=without_exchange(model, middle, ms),
+        kernels=tuple(kernel_classes(run, PROFILED)),
+    )
+
+
+def bytes_ms(bench: ExpertBench, result: Result, bytes_per_us: float) -> float:
+    """Time of a rank's reads in a step, mean of all: experts reached, other weights, K and V."""
+    model, config = bench.model, bench.model.config
+    assert isinstance(model, DrawnRoutes) and config.experts is not None
+    num_routed, size = config.experts.routing.num_experts, model.shard.size
+    reached = torch.unique(model.drawn[: round(result.rows)])
+    reached = reached[reached < num_routed]
+    held = [shard_of(config, r, size, expert_parallel=size > 1).experts for r in range(size)]
+    counts = [sum(one is None or expert in one for expert in reached.tolist()) for one in held]
+    num_bytes = model.weights.head.nbytes
+    for layer in model.weights.layers:
+        mlp = layer.gate_up.nbytes + layer.down.nbytes
+        if layer.router is not None:
+            picked = sum(counts) / size + config.experts.routing.num_shared
+            mlp = round(mlp / len(layer.down) * picked) + layer.router.nbytes
+        num_bytes += layer.qkv.nbytes + layer.attn_out.nbytes + mlp
+    tokens = bench.memory.page_bytes / PAGE_SIZE
+    num_bytes += round(result.batch * result.context * tokens)
+    return num_bytes / bytes_per_us / 1e3
+
+
+def measure(
+    asked: argparse.Namespace,
+    place: RankPlace,
+    device: torch.device,
+    keep: Callable[[Result], None],
+) -> None:
+    """All cases of a rank; all ranks call it together."""
+    is_dense = asked.model in MODELS
+    rate = copy_bytes_per_us() if device.type == "cuda" else 1e4
+    batches = [row for row in BATCHES if row[0] in asked.batch]
+    most = max((row[0] for row in batches), default=1)
+    kind = RankBench if is_dense else ExpertBench
+    bench = kind(asked.model, device, most, max([asked.context, *asked.prefill]), place)
+    for batch, steps, size in batches:
+        result = measure_step(bench, batch, asked.context, steps, size)
+        if isinstance(bench, ExpertBench):
+            result = replace(result, bytes_ms=bytes_ms(bench, result, rate))
+        keep(result)
+    for length in asked.prefill:
+        keep(measure_prefill(bench, length))
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line for each case; speedups are over one GPU's result of the same case."""
+    lines = [
+        "model        degree what    batch context   rows       ms  over one  no exchange ms"
+        "  bare ms  ratio  bytes ms  ratio"
+    ]
+    ones = {each.case: each.ms for each in results if each.degree == 1}
+    for r in results:
+        speedup = _number(ones[r.case] / r.ms if r.case in ones else None, 9)
+        over_bytes = None if r.bytes_ms is None else r.ms / r.bytes_ms
+        lines.append(
+            f"{r.model:12} {r.degree:6} {r.what:7} {r.batch:5} {r.context:7} {r.rows:6.0f} "
+            f"{r.ms:8.3f} {speedup} {r.silent_ms:15.3f} {_number(r.bare_ms, 8)} "
+            f"{_number(r.ratio, 6)} {_number(r.bytes_ms, 9)} {_number(over_bytes, 6)}"
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None, width: int) -> str:
+    return " " * width if value is None else f"{value:{width}.3f}"
+
+
+def _mean_ms(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    run()
+    begin = Stamp(device)
+    for _ in range(repeats):
+        run()
+    return begin.ms_until(Stamp(device)) / repeats
+
+
+def run_rank(asked: argparse.Namespace) -> None:
+    """The process of one rank; the first one writes the results."""
+    rank, size = asked.rank, asked.size
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    place = ALL
+    if device.type == "cuda":
+        torch.cuda.set_device(rank)
+    if size > 1:
+        group = join_group(rank, size, device, asked.home / "meeting", JOIN_S)
+        place = RankPlace(rank, size, asked.model in EXPERT_MODELS, group)
+    if size > 1 and device.type == "cuda":  # for the rivals
+        store = dist.FileStore(str(asked.home / "rivals"), size)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+    results: list[dict[str, object]] = []
+
+    def keep(result: Result) -> None:
+        if rank:
+            return
+        results.append(asdict(result))
+        (asked.home / "results.json").write_text(json.dumps(results))
+        print(
+            "\n".join([*table([result]).splitlines()[1:], result.bare_by, *result.kernels]),
+            flush=True,
+        )
+
+    measure(asked, place, device, keep)
+    sys.stdout.flush()
+    os._exit(0)  # without the teardown of communicators, which waits for the slowest rank
+
+
+def waves(degrees: Sequence[int], num_gpus: int) -> list[list[int]]:
+    """Degrees that run at the same time, each on GPUs of its own."""
+    found: list[list[int]] = []
+    for degree in degrees:
+        if found and sum(found[-1]) + degree <= num_gpus:
+            found[-1].append(degree)
+        else:
+            found.append([degree])
+    return found
+
+
+def run_wave(degrees: Sequence[int], argv: Sequence[str], deadline: float) -> list[Result]:
+    """Groups of these degrees, side by side; what each has measured before the deadline."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+    with tempfile.TemporaryDirectory() as home:
+        processes = []
+        for degree in degrees:
+            own, gpus = gpus[:degree], gpus[degree:]
+            place = Path(home) / str(degree)
+            place.mkdir()
+            flags = ["--size", str(degree), "--home", str(place)]
+            processes += [
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", MODULE, *argv, *flags, "--rank", str(rank)],
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)},
+                )
+                for rank in range(degree)
+            ]
+        _wait(processes, deadline)
+        files = [Path(home) / str(degree) / "results.json" for degree in degrees]
+        found = [one for file in files if file.exists() for one in json.loads(file.read_text())]
+    return [Result(**one) for one in found]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+    """Until all have ended; kills the others if one fails, or at the deadline."""
+    while time.monotonic() < deadline:
+        ended = [process.poll() for process in processes]
+        if None not in ended or any(ended):
+            break
+        time.sleep(0.1)
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what was asked for; the exit status is 1 if a case is missing."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    parser.add_argument("--model", choices=sorted(MODELS | EXPERT_MODELS), default="dream-7b")
+    parser.add_argument("--degree", type=int, action="append", help="default: 1, 2 and 4")
+    parser.add_argument("--batch", type=int, action="append", default=[])
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--prefill", type=int, action="append", default=[], metavar="TOKENS")
+    parser.add_argument("--seconds", type=float, default=500, help="for each group of GPUs")
+    parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_ranks.json"))
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    if asked.rank is not None:
+        run_rank(asked)
+    degrees = asked.degree or [1, 2, 4]
+    results: list[Result] = []
+    for wave in waves(degrees, max(1, torch.cuda.device_count())):
+        results += run_wave(wave, argv, time.monotonic() + asked.seconds)
+        write_record(asked.json, [asdict(each) for each in results], [])
+    print(table(results))
+    return int(len(results) < len(degrees) * (len(asked.batch) + len(asked.prefill)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

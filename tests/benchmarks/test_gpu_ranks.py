@@ -1,0 +1,82 @@
+"""The benchmark of groups of GPUs on tiny models, whose ranks are threads on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from thread_group import run_ranks
+
+from effuse.benchmarks import gpu_ranks
+from effuse.benchmarks.gpu_ranks import Result, Silent, measure, table, waves
+from effuse.models.group import RankPlace
+
+CPU = torch.device("cpu")
+
+
+def asked(model: str, **options: object) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"model": model, "batch": [1], "context": 64, "prefill": [], **options}
+    )
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(gpu_ranks, "BATCHES", ((1, 4, 2), (8, 1, 1)))
+    # The profiler is global to the process.
+    monkeypatch.setattr(gpu_ranks, "kernel_classes", lambda run, repeats: [run(), []][1])
+
+
+def measured(size: int, options: argparse.Namespace) -> list[list[Result]]:
+    def of_rank(place: RankPlace) -> list[Result]:
+        results: list[Result] = []
+        measure(options, place, CPU, results.append)
+        return results
+
+    experts = options.model == "tiny-experts"
+    return run_ranks(size, of_rank, expert_parallel=experts and size > 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_measure_steps_and_prompts_in_lockstep(size: int) -> None:
+    found = measured(size, asked("tiny", prefill=[96]))
+    for step, prompt in found:
+        assert (step.what, step.degree, step.rows > 0, step.bare_ms is None) == (
+            "step",
+            size,
+            True,
+            False,
+        )
+        assert (prompt.what, prompt.rows) == ("prefill", 96)
+        assert ("nccl" in step.bare_by) == (size > 1)
+    assert len({step.rows for step, _ in found}) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_of_experts_have_a_limit_by_bytes(size: int) -> None:
+    (first,), *_ = found = measured(size, asked("tiny-experts"))
+    assert len(found) == size
+    assert first.bytes_ms is not None and first.bytes_ms > 0
+
+
+def test_a_silent_group_gives_the_right_shapes() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert Silent(2).gather(x, [3, 3]).shape == (2, 6)
+    assert Silent(2).gather(x, [4, 3]).shape == (2, 7)
+
+
+def test_degrees_run_side_by_side_if_there_are_enough_gpus() -> None:
+    assert waves([1, 2, 4], 4) == [[1, 2], [4]]
+    assert waves([1, 2, 4], 1) == [[1], [2], [4]]
+
+
+def test_the_table_compares_with_one_gpu() -> None:
+    one = Result(
+        model="m", degree=1, what="step", batch=1, context=64, rows=1, ms=6.0, silent_ms=6.0
+    )
+    two = Result(
+        model="m", degree=2, what="step", batch=1, context=64, rows=1, ms=4.0, silent_ms=3.0
+    )
+    assert " 1.500 " in table([one, two]).splitlines()[2]
