@@ -81,7 +81,7 @@ def replicated(
     *,
     on_device: bool,
 ) -> Engine:
-    """An engine of several replicas; `connector` is that of this process's pages, if there is one."""
+    """An engine of several replicas; `connector` is that of this process's own pages, or None."""
     ranks, memory, runner = parts.ranks, parts.memory, parts.runner
     assert ranks is not None, "replicas are ranks"
     steps = None

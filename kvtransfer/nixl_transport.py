@@ -119,8 +119,8 @@ class NixlDelivery:
 
 
 class NixlTransport(Transport):
-    """A Transport whose agents are named after the role, this life of the engine and its `rank`, and
-    listen on the interface of `host`."""
+    """A Transport whose agents are named after the role, this life of the engine and its `rank`,
+    and listen on the interface of `host`."""
 
     name = "nixl"
     is_two_sided = False
