@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from eventually import is_readable
 from slowness import patient
 
 VARIABLE = "EFFUSE_BROWSER"
@@ -81,7 +81,7 @@ class Page:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self.heard:
-            ready, _, _ = select.select([self.told], [], [], DEADLINE_S)
+            ready = is_readable(self.told, DEADLINE_S)
             more = os.read(self.told, 1 << 16) if ready else b""
             assert more, "the browser says nothing"
             self.heard += more

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from eventually import is_readable
 
 from effuse.cli.process import Process, Spawner, stop_all
 
@@ -51,7 +51,7 @@ def _is_up(log: Path) -> Iterator[None]:
     reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     try:
         yield
-        assert select.select([reader], [], [], 20)[0], "the child said nothing"
+        assert is_readable(reader, 20), "the child said nothing"
         assert os.read(reader, 100) == b"up"
     finally:
         os.close(reader)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from itertools import islice
 
 import pytest
 from cli.looked_at import REQUEST, WORKER, router
+from eventually import is_readable
 from rich.console import Console
 
 from effuse.cli import look
@@ -129,7 +129,7 @@ def _at_a_terminal() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             drawn, deadline = b"", time.monotonic() + 60
             while b"q or Ctrl-C ends" not in drawn or b"tokens/s" not in drawn:
                 assert time.monotonic() < deadline, drawn
-                if select.select([ours], [], [], 0.1)[0]:
+                if is_readable(ours, 0.1):
                     drawn += os.read(ours, 65536)
             yield child, ours
         finally:
@@ -153,7 +153,7 @@ def test_it_shows_how_it_ends_and_leaves_the_terminal_as_it_was(
         left, deadline = b"", time.monotonic() + 30
         while child.poll() is None:
             assert time.monotonic() < deadline
-            if select.select([ours], [], [], 0.1)[0]:
+            if is_readable(ours, 0.1):
                 with suppress(OSError):
                     left += os.read(ours, 65536)
         assert child.returncode == status, left
@@ -165,7 +165,7 @@ def test_it_ends_at_a_terminal_that_is_paused(end: bytes | signal.Signals, statu
     """By Ctrl-S: its remaining output would wait for Ctrl-Q for ever."""
     with _at_a_terminal() as (child, ours):
         os.write(ours, b"\x13")
-        while select.select([ours], [], [], 1.0)[0]:  # it draws four times a second
+        while is_readable(ours, 1.0):  # it draws four times a second
             os.read(ours, 65536)
         if isinstance(end, bytes):
             os.write(ours, end)

@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import struct
 import subprocess
@@ -28,7 +27,7 @@ import redis
 import redis_server
 from certificates import Authority
 from checkpoints import write_tiny_checkpoint
-from eventually import eventually
+from eventually import eventually, is_readable
 from slowness import patient
 
 from effuse.cli.commands import FleetConfig
@@ -321,7 +320,7 @@ def _drawn_until(word: str, terminal: int) -> str:
     """All that was written to a terminal up to the end of the line that begins with a word."""
     drawn = ""
     while not re.search(rf"^{word}.*\n", drawn, re.MULTILINE):
-        assert select.select([terminal], [], [], DEADLINE_S)[0], drawn
+        assert is_readable(terminal, DEADLINE_S), drawn
         drawn += os.read(terminal, 1 << 16).decode().replace("\r\n", "\n")
     return drawn
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 from client.fake_router import FakeRouter
 
 import effuse
+from effuse.cli.ports import free_port
 from effuse.client import retries
 from effuse.client.retries import REPEATED_KEY, SPAN_S, Options, Retries, is_name
 from effuse.protos.errors import (
@@ -141,9 +141,8 @@ def serving(router: FakeRouter, port: int) -> Iterator[None]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that the kernel gives to nobody else while no router listens on it."""
+    return free_port()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -12,6 +12,7 @@ import pytest
 from e2e.client import Client, connect, wait_until
 from e2e.processes import engine_of, tree
 from e2e.tiny import tiny_fleet
+from slowness import patient
 
 from effuse.cli.fleet import Fleet
 from effuse.placement.fleet import DEAF_S, GRACE_S
@@ -23,7 +24,7 @@ READY = model_pb2.WORKER_STATE_READY
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    flags = ("--hang-timeout-s", "3")
+    flags = ("--hang-timeout-s", str(patient(3)))
     with tiny_fleet("sdar", connector="zmq", decode=2, worker_flags=flags) as running:
         yield running
 

@@ -19,7 +19,7 @@ from effuse.cli.fleet import Fleet
 
 ROUNDS = 3  # so that each engine is the one that lives once
 CONCURRENT = 8
-THINK_S = 0.1  # which leaves the engines that start some of a small machine
+THINK_S = 0.3  # which leaves the engines that start some of a small machine
 DECODE = ("decode-0", "decode-1", "decode-2")
 
 
@@ -61,10 +61,13 @@ def life_of(fleet: Fleet, name: str) -> str:
 
 
 def kill_engines(fleet: Fleet, names: Sequence[str]) -> None:
-    """Kills the engines of these workers at the same moment, sees them dead, and waits until each
-    worker has another one."""
+    """Kills the engines of these workers at the same moment, while one of them runs a request, sees
+    them dead, and waits until each worker has another one."""
     engines = [engine_of(fleet.processes[name].pid) for name in names]
     lives = {name: life_of(fleet, name) for name in names}
+    wait_until(
+        lambda: any(load_of(fleet.address_of(name)).running for name in names), "no request runs"
+    )
     for engine in engines:
         engine.kill()
     _, alive = psutil.wait_procs(engines, timeout=30)

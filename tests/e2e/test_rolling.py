@@ -34,7 +34,7 @@ METHOD = {
         "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
     },
 }
-THINK_S = 0.1  # which leaves the processes that start some of a small machine
+THINK_S = 0.3  # which leaves the processes that start some of a small machine
 
 
 @dataclass

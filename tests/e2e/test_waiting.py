@@ -48,8 +48,11 @@ def _ask_for_more_than_seats_can_give(
     (job,) = draw_jobs(5, 1, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
     message = replace(job, max_tokens=200).message()
     message.n = 8
-    with pytest.raises(grpc.RpcError) as caught:
-        client.generate(message, timeout_s=2 * held_s)
+    for _ in range(5):  # a busy machine may take all of that time to answer
+        with pytest.raises(grpc.RpcError) as caught:
+            client.generate(message, timeout_s=2 * held_s)
+        if caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            break
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "it has 8 answers" in str(caught.value.details())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 import xxhash
+from eventually import is_readable
 from slowness import patient
 
 from effuse.kvtransfer.connector import Command, Connector, ConnectorEvent, ForgetLife, Promised
@@ -159,16 +159,6 @@ def next_event(
         left = deadline - time.monotonic()
         assert left > 0, "no event came"
         is_readable(connector.fileno(), left)
-
-
-def is_readable(descriptor: int, within_s: float = 0.0) -> bool:
-    """Whether there is something to read within this time.
-
-    `select.select` takes no descriptor above 1023, and a process with many NIXL agents has some.
-    """
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(within_s * 1000))
 
 
 def run_on_thread(connector: ThreadConnector, action: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from eventually import is_readable
 from kvtransfer.fixtures import (
     DEADLINE_S,
     SMALL,
@@ -20,7 +21,6 @@ from kvtransfer.fixtures import (
     changed,
     digests_of,
     filled,
-    is_readable,
     next_event,
     print_of,
     reservation,

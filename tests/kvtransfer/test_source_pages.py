@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from eventually import is_readable
 from kvtransfer.fixtures import (
     DEADLINE_S,
     LARGE,
     boundary,
     digests_of,
     filled,
-    is_readable,
     next_event,
 )
 from kvtransfer.receiver_process import make

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from eventually import is_readable
 from kvtransfer.fixtures import (
     DEADLINE_S,
     HEADS,
     SMALL,
     boundary,
     filled,
-    is_readable,
     print_of,
     reservation,
     run_on_thread,

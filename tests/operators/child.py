@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
 from typing import TypeAlias
 
+from eventually import is_readable
 from slowness import patient
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -70,7 +70,7 @@ class Program:
     def _read(self) -> bool:
         """Reads the next output; False at the program's end."""
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], LINE_S)[0]:
+        if not is_readable(self._process.stdout.fileno(), LINE_S):
             self._process.kill()
             raise AssertionError(f"{self._name} printed nothing for {LINE_S:.0f} s")
         read = os.read(self._process.stdout.fileno(), 1 << 20)

@@ -178,7 +178,7 @@ def test_a_rank_that_a_signal_stops_as_it_starts_does_not_outlive_its_leader(
     def note(_message: str, _ending: str) -> None:
         """Here an engine with a front ends its process."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            ended.append(spawned[0].wait(3.0))  # before the leader closes its group
+            ended.append(spawned[0].wait(patient(10.0)))  # before the leader closes its group
 
     monkeypatch.setattr(ranks, "_spawn", stopped)
     monkeypatch.setattr(assembly, "note_only", note)

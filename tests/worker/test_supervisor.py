@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -21,7 +20,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from eventually import eventually
+from eventually import eventually, is_readable
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load
@@ -299,7 +298,7 @@ def test_incarnations_differ_and_sort_by_age() -> None:
 def _block_until_signalled(descriptor: int) -> None:
     """Keeps the loop from running until something has come; an answer that is quick enough leaves
     no signal, since the send before it has taken notice of it already."""
-    select.select([descriptor], [], [], 1)
+    is_readable(descriptor, 1)
     time.sleep(0.02)  # a send looks for signals only some milliseconds after the last look
 
 
