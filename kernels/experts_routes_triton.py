@@ -72,6 +72,7 @@ def launch_own(
             RANKS=num_ranks,
             PART=MANY_PICKS,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return own, shares
 

@@ -227,9 +227,12 @@ def whole_rows(own: Tensor, config: ModelConfig, shard: ModelShard, group: Group
     return torch.cat([part[:, :width] for part, width in zip(dealt, widths, strict=True)], dim=1)
 
 
-def own_rows(count: int, shard: ModelShard, device: torch.device) -> Tensor:
-    """Numbers [S] of this rank's share of `count` rows, see `whole_rows`."""
-    return _shares(count, shard.size, device)[shard.rank]
+def own_rows(count: int, shard: ModelShard, device: torch.device) -> Tensor | slice:
+    """This rank's share S of `count` rows, see `whole_rows`."""
+    share, left = divmod(count, shard.size)
+    if left:
+        return _shares(count, shard.size, device)[shard.rank]
+    return slice(shard.rank * share, (shard.rank + 1) * share)
 
 
 def _shares(count: int, size: int, device: torch.device) -> Tensor:

@@ -212,7 +212,7 @@ class Transformer:
         columns = torch.stack(
             [drawn.token.double(), drawn.confidence.double(), drawn.score.double()]
         )
-        of_all = self.group.gather(columns, [len(rows)] * shard.size)[:, : len(hidden)]
+        of_all = self.group.gather(columns, [columns.shape[1]] * shard.size)[:, : len(hidden)]
         return Candidates(of_all[0].long(), of_all[1].float(), of_all[2].float())
 
     def _but_last(

@@ -44,7 +44,7 @@ def hopper(compiled: Compiled) -> Codes:
     return [pair for pair in compiled("hopper") if pair[1].kernel != "_merge_kernel"]
 
 
-@pytest.mark.parametrize(("group", "kernels"), [("distinct", 10), ("rows", 10), ("sampling", 16)])
+@pytest.mark.parametrize(("group", "kernels"), [("distinct", 10), ("rows", 11), ("sampling", 16)])
 def test_no_spills(compiled: Compiled, group: str, kernels: int) -> None:
     codes = compiled(group)
     assert len(codes) == kernels
@@ -68,7 +68,7 @@ def test_products_of_experts_are_wide_copies_and_tensor_cores(compiled: Compiled
     """Tiles of 64 rows by wgmma, smaller ones by the older instructions, fp32 by neither; the wide
     ones of the largest steps, which leave the second product to torch, by descriptor."""
     codes = compiled("experts")
-    assert len(codes) == 24
+    assert len(codes) == 29
     assert_no_spills(codes)
     products = [pair for pair in codes if pair[1].kernel in ("_gate_up_kernel", "_down_kernel")]
     wide = [pair for pair in products if pair[0] == "llada2_64"]
