@@ -20,7 +20,7 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
+from effuse.kernels.rowwise import linear, rms_norm, swiglu
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
@@ -244,21 +244,20 @@ class Transformer:
     def _mlp(
         self, layer: LayerWeights, mixed: Tensor, residual: Tensor
     ) -> tuple[Tensor | WeightedParts, Tensor]:
-        """(MLP output, residual with the attention's output added), both [rows, H].
+        """(this rank's MLP output, residual with the attention's output added), both [rows, H].
 
         The output may be in parts, [2, rows, H] fp32 or the experts' results, which the next norm
-        adds up.
+        adds up, like the outputs of all ranks.
         """
-        projected = self.group.sum(linear(mixed, layer.attn_out))
+        projected = linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
         if layer.router is not None:
             routes = self._route(normed, layer.router, layer.router_bias)
             given = expert_mlp(normed, layer.gate_up, layer.down, routes)
-            return given if self.shard.is_whole else self.group.sum(given.total()), residual
+            return given if self.shard.is_whole else given.total(), residual
         activated = swiglu(linear(normed, layer.gate_up))
-        if not self.shard.is_whole:
-            return self.group.sum(linear(activated, layer.down)), residual
-        if activated.is_cuda and self.dtype != torch.float32 and len(mixed) <= _MOST_ROWS_HALVED:
+        can_halve = activated.is_cuda and self.dtype != torch.float32 and self.shard.is_whole
+        if can_halve and len(mixed) <= _MOST_ROWS_HALVED:
             return _halves(activated, layer.down), residual
         return linear(activated, layer.down), residual
 
@@ -274,7 +273,8 @@ class Transformer:
     def _add_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
+        """(normalised sum, sum) [rows, H] of the residual and of all ranks' x."""
+        return self.group.sum_norm(x, residual, weight, self.config.rms_norm_eps)
 
 
 def _ignore(_: int) -> None:

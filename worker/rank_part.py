@@ -89,6 +89,7 @@ def make_part(
     Only a leader has `ranks`. Raises ValueError for a config that leaves no room for pages.
     """
     max_model_len = _max_model_len(config, model)
+    model.group.map_peers(model.config.hidden_size, model.dtype)
     layout, device = _layout(config, model), model.device
     num_pages = _num_pages(config, model, layout, max_model_len)
     memory = (

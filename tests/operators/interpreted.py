@@ -30,7 +30,7 @@ from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
 from effuse.kernels.sampling import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
 from effuse.kernels.values import LogitEdits
-from operators import attention, digests, distinct, edits, experts, paths, rows, sampling
+from operators import attention, digests, distinct, edits, experts, paths, peers, rows, sampling
 from operators.paths import Operators, triton_kernels
 
 OPS = triton_kernels(torch.device("cpu"), max_chunk=32)
@@ -156,6 +156,7 @@ GROUPS = {
     "distinct": distinct_checks,
     "experts": expert_checks,
     "rows": row_checks,
+    "peers": peers.checks,
     "sampling": sampling_checks,
     "digests": digest_checks,
 }
