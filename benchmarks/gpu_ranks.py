@@ -144,7 +144,9 @@ def known_sums(model: Transformer, most_rows: int) -> dict[str, Sum]:
         return ways
     import torch.distributed._symmetric_memory as symmetric
 
-    name = dist.group.WORLD.group_name
+    everyone = dist.group.WORLD
+    assert everyone is not None, "it was initialised"
+    name = everyone.group_name
     try:
         shape = most_rows, model.config.hidden_size
         rows = symmetric.empty(*shape, dtype=model.dtype, device=model.device)
@@ -325,7 +327,7 @@ def run_rank(asked: argparse.Namespace) -> None:
         group = join_group(rank, size, device, asked.home / "meeting", JOIN_S)
         place = RankPlace(rank, size, asked.model in EXPERT_MODELS, group)
     if size > 1 and device.type == "cuda":  # for the rivals
-        store = dist.FileStore(str(asked.home / "rivals"), size)
+        store = dist.FileStore(str(asked.home / "rivals"), size)  # type: ignore[attr-defined]
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
     results: list[dict[str, object]] = []
 

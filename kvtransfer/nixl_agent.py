@@ -40,7 +40,7 @@ from nixl._bindings import (
     nixlUnknownError,
 )
 
-from effuse.kvtransfer.cuda_ipc import HANDLE_BYTES
+from effuse.kernels.cuda_ipc import HANDLE_BYTES
 from effuse.kvtransfer.messages import DIGEST_BYTES
 
 LOG = logging.getLogger(__name__)

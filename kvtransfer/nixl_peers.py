@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from effuse.kvtransfer import cuda_ipc
+from effuse.kernels import cuda_ipc
 from effuse.kvtransfer.connector import UNKNOWN, Cause, HandoffRefused, Route
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.messages import DIGEST_BYTES, ReceiverAddress, Reservation, Shard

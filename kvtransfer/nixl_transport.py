@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from effuse.kvtransfer import cuda_ipc
+from effuse.kernels import cuda_ipc
 from effuse.kvtransfer.connector import UNKNOWN, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (

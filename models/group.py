@@ -1,8 +1,8 @@
 """The ranks of a model, and their exchanges of hidden rows and logits.
 
-Over torch.distributed: Gloo on CPUs, NCCL between GPUs. Ranks of one host meet through a file in a
-private directory, so that no port is open while they do. A group is a value of its own and not the
-process's default group: a process may be in several.
+Over torch.distributed: Gloo on CPUs, NCCL between GPUs. GPUs sum few rows over each other's memory.
+Ranks of one host meet through a file in a private directory, so that no port is open while they do.
+A group is a value of its own and not the process's default group: a process may be in several.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from effuse.kernels.peers import Peers, map_peers
+from effuse.kernels.rowwise import rms_norm_residual
+from effuse.kernels.values import WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.tensors import ModelShard, replica_of, shard_of, vocabulary_sizes
 
@@ -35,6 +38,17 @@ class Group:
         """The sum of all ranks' tensors of this shape, in a fixed order of ranks; may overwrite
         ``x``."""
         return x
+
+    def sum_norm(
+        self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`rms_norm_residual` of the sum of all ranks' ``x``; the residual is the same on all. Only
+        a single rank may give weighted parts."""
+        summed = x if isinstance(x, WeightedParts) else self.sum(x)
+        return rms_norm_residual(summed, residual, weight, eps)
+
+    def map_peers(self, width: int, dtype: torch.dtype) -> None:
+        """Lets `sum_norm` use the memory of other GPUs for rows of `width`, if they can map it."""
 
     def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
         """All ranks' ``x`` [R, sizes[rank]] side by side: [R, sum of sizes]."""
@@ -140,6 +154,23 @@ class ProcessGroup(Group):
         self.size = size
         self.device = device
         self._collectives = collectives
+        self._peers: Peers | None = None
+
+    def sum_norm(
+        self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(x, Tensor), "parts are added up first"
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.sum_norm(x, residual, weight, eps)
+        return super().sum_norm(x, residual, weight, eps)
+
+    def map_peers(self, width: int, dtype: torch.dtype) -> None:
+        if self.device.type != "cuda":
+            return
+        try:
+            self._peers = map_peers(self.rank, self.size, width, dtype, self.device, self.collect)
+        except OSError as error:
+            LOG.warning("rank %d: NCCL sums small steps too, because %s", self.rank, error)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``. Over Gloo ranks are added in order, because the order of its
@@ -178,7 +209,9 @@ class ProcessGroup(Group):
         return min(int(one) for one in self.collect(own).flatten().tolist())
 
     def close(self) -> None:
-        self._collectives = None
+        if self._peers is not None:
+            self._peers.close()
+        self._peers = self._collectives = None
 
 
 def join_group(

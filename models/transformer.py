@@ -20,7 +20,7 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu, total_of
+from effuse.kernels.rowwise import linear, rms_norm, swiglu, total_of
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
@@ -265,33 +265,32 @@ class Transformer:
         residual: Tensor,
         counts: tuple[int, ...] | None,
     ) -> tuple[Tensor | WeightedParts, Tensor]:
-        """(MLP output, residual with the attention's output added), both [rows, H].
+        """(this rank's MLP output, residual with the attention's output added), both [rows, H].
 
         The output may be in parts, [2, rows, H] fp32 or the experts' results, which the next norm
-        adds up.
+        adds up, like the outputs of all ranks.
         """
-        projected = self.group.sum(linear(mixed, layer.attn_out))
+        projected = linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
         if layer.router is not None:
             return self._experts(layer, layer.router, normed, counts), residual
         activated = swiglu(linear(normed, layer.gate_up))
-        if not self.shard.is_whole:
-            return self.group.sum(linear(activated, layer.down)), residual
-        if activated.is_cuda and self.dtype != torch.float32 and len(mixed) <= _MOST_ROWS_HALVED:
+        can_halve = activated.is_cuda and self.dtype != torch.float32 and self.shard.is_whole
+        if can_halve and len(mixed) <= _MOST_ROWS_HALVED:
             return _halves(activated, layer.down), residual
         return linear(activated, layer.down), residual
 
     def _experts(
         self, layer: LayerWeights, router: Tensor, x: Tensor, counts: tuple[int, ...] | None
     ) -> Tensor | WeightedParts:
-        """The experts' results for x [rows, H]."""
+        """This rank's share of the experts' results for x [rows, H]; of replicas all of them."""
         replicas = self.replicas
         rows = x if replicas is None else replicas.meet(x, counts)
         routes = self._route(rows, router, layer.router_bias)
         given = expert_mlp(rows, layer.gate_up, layer.down, routes)
         if replicas is not None:
             return replicas.part(total_of(given), len(x))
-        return given if self.shard.is_whole else self.group.sum(total_of(given))
+        return given if self.shard.is_whole else total_of(given)
 
     def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
         """The experts of each row of x [rows, H], by the numbers of this rank."""
@@ -312,7 +311,8 @@ class Transformer:
     def _add_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
+        """(normalised sum, sum) [rows, H] of the residual and of all ranks' x."""
+        return self.group.sum_norm(x, residual, weight, self.config.rms_norm_eps)
 
 
 def _ignore(_: int) -> None:

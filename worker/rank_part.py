@@ -91,6 +91,7 @@ def make_part(
     replica's pages are its own.
     """
     max_model_len = _max_model_len(config, model)
+    model.group.map_peers(model.config.hidden_size, model.dtype)
     layout, device = _layout(config, model), model.device
     num_pages = _num_pages(config, model, layout, max_model_len)
     memory = (

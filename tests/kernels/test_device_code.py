@@ -64,6 +64,17 @@ def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma(
         assert code.programs_per_processor() >= 2, (variant, str(code))
 
 
+def test_sums_move_rows_in_wide_accesses_and_poll_past_the_caches(compiled: Compiled) -> None:
+    codes = compiled("peers")
+    assert len(codes) == 4
+    assert_no_spills(codes)
+    for variant, code in codes:
+        assert code.count("LDG.E.U16") == code.count("STG.E.U16") == 0, (variant, str(code))
+        # A row to each peer, both results, and places that are free again.
+        assert code.count("STG.E.128") >= int(variant[0]) - 1 + 2 + 1, (variant, str(code))
+        assert code.count("LDG.E.128.STRONG.SYS") > 0, (variant, str(code))
+
+
 def test_products_of_experts_are_wide_copies_and_tensor_cores(compiled: Compiled) -> None:
     """Tiles of 64 rows by wgmma, smaller ones by the older instructions, fp32 by neither; the wide
     ones of the largest steps, which leave the second product to torch, by descriptor."""

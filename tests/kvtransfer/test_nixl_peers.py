@@ -21,7 +21,8 @@ from kvtransfer.fixtures import (
 from nixl._api import nixl_agent, nixl_agent_config
 from slowness import patient
 
-from effuse.kvtransfer import cuda_ipc, nixl_peers
+from effuse.kernels import cuda_ipc
+from effuse.kvtransfer import nixl_peers
 from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory

@@ -18,6 +18,12 @@ LINE_S = patient(90.0)  # for one case, or to start and the first case
 Line: TypeAlias = dict[str, object]
 
 
+def environment_of() -> dict[str, str]:
+    """This process's environment, for a program that imports from the tests' folder."""
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {**os.environ, "PYTHONPATH": path}
+
+
 class Program:
     """``python -m module group``; its lines are read on demand.
 
@@ -25,7 +31,6 @@ class Program:
     """
 
     def __init__(self, module: str, group: str, **environment: str) -> None:
-        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self._name = f"{module} {group}"
         self._lines: list[Line] = []
         self._begun = b""
@@ -33,8 +38,7 @@ class Program:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, group],
             env={
-                **os.environ,
-                "PYTHONPATH": path,
+                **environment_of(),
                 "PYTHONWARNINGS": "error:TRITON_DEFAULT_FP_FUSION",
                 "OMP_NUM_THREADS": "1",
                 **environment,

@@ -25,6 +25,7 @@ from effuse.kernels import (
     pages_digests_triton,
     pages_distinct_triton,
     pages_triton,
+    peers_triton,
     rotary_triton,
     rowwise_triton,
     sampling_edits_triton,
@@ -169,6 +170,18 @@ def distinct_variants() -> Variants:
     yield "pages", device_code([pages_distinct_triton], partial(launch_pages, distinct=True))
 
 
+def launch_sum(size: int, *, shares: bool) -> None:
+    x, turns = meta(132, 3584), meta(1170, dtype=INT32)
+    addresses = meta(size, dtype=INT64)
+    peers_triton.launch(x, x, meta(3584), 1e-6, addresses, turns, rank=1, size=size, shares=shares)
+
+
+def peer_variants() -> Variants:
+    for size, shares in ((2, False), (4, False), (4, True), (8, True)):
+        launch = partial(launch_sum, size, shares=shares)
+        yield f"{size}_ranks{'_share' * shares}", device_code([peers_triton], launch)
+
+
 def row_variants() -> Variants:
     x, weight, parts = meta(64, 3584), meta(3584), meta(2, 64, 3584, dtype=FP32)
     places = meta(64 * 9, dtype=torch.int32)
@@ -253,6 +266,7 @@ GROUPS = {
     "distinct": distinct_variants,
     "experts": expert_variants,
     "rows": row_variants,
+    "peers": peer_variants,
     "sampling": sampling_variants,
     "digests": digest_variants,
 }

@@ -30,7 +30,7 @@ from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
 from effuse.kernels.sampling import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
 from effuse.kernels.values import LogitEdits
-from operators import attention, digests, distinct, edits, experts, paths, rows, sampling
+from operators import attention, digests, distinct, edits, experts, paths, peers, rows, sampling
 from operators.paths import Operators, triton_kernels
 
 OPS = triton_kernels(torch.device("cpu"), max_chunk=32)
@@ -149,8 +149,8 @@ def expert_checks() -> Iterator[tuple[str, Check]]:
         paths.own_routes_on_triton, paths.experts_on_triton, paths.total_on_triton
     )
     yield "spread", partial(experts.check_spread, spread, cpu, torch.float32, few)
-    grouped = experts.LAYERS["one_row"]
-    yield "spread-shared", partial(experts.check_spread, spread, cpu, torch.float32, grouped, 4)
+    one_row = experts.LAYERS["one_row"]
+    yield "spread-shared", partial(experts.check_spread, spread, cpu, torch.float32, one_row, 4)
     yield "crowd", partial(experts.check_crowd, paths.experts_on_triton, cpu, torch.float32)
     grouped, layer = paths.experts_grouped, experts.LAYERS["odd_sizes"]
     yield "grouped", partial(experts.check_mlp, grouped, cpu, torch.float32, layer)
@@ -163,6 +163,7 @@ GROUPS = {
     "distinct": distinct_checks,
     "experts": expert_checks,
     "rows": row_checks,
+    "peers": peers.checks,
     "sampling": sampling_checks,
     "digests": digest_checks,
 }

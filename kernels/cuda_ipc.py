@@ -43,6 +43,19 @@ def close_handle(address: int) -> None:
     _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
 
 
+def allocate(num_bytes: int) -> int:
+    """The address of device memory of its own, so that a handle covers nothing else; 0 if there is
+    none."""
+    address = ctypes.c_uint64(0)
+    failed = _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes))
+    return 0 if failed else address.value
+
+
+def free(address: int) -> None:
+    """Frees what `allocate` returned. Peers' mappings of it stay valid."""
+    _driver().cuMemFree_v2(ctypes.c_uint64(address))
+
+
 @cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
