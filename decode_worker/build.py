@@ -12,9 +12,9 @@ import torch
 
 from effuse.config.flags import flag_of
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.executor import Executor, JointForward
+from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
-from effuse.decode_worker.replicas import ReplicatedEngine
+from effuse.decode_worker.replicas import JointForward, ReplicatedEngine
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.marks import QueuedLayers, place_on_cuda
 from effuse.kvtransfer.connector import Connector
@@ -102,7 +102,7 @@ def replicated(
             place, copy_page = None, partial(_copy_of_replica, ranks, number)
             own = connector and ReplicaConnector(ranks, number, connector.name)
         slots = None if steps is None else _slots_of(steps, number)
-        executor = Executor(runner, copy_page, place, slots=slots, replica=number, joint=joint)
+        executor = Executor(runner, copy_page, place, slots=slots, replica=number, ask=joint.ask)
         cores.append(_core(config, incarnation, parts, limits, executor, own))
     wakes = () if connector is None else (connector.fileno(), ranks.event_signal)
     return Engine(ReplicatedEngine(cores, joint), parts.ready, wakes=wakes, ranks=ranks)

@@ -26,7 +26,6 @@ from effuse.worker.messages import TokenLogprobs
 
 if TYPE_CHECKING:
     from effuse.decode_worker.device_slots import DeviceSlots
-    from effuse.decode_worker.replica_steps import ReplicaSteps
 
 _SCORES: Final[Mapping[Alg, ScoreCode]] = {
     "origin": ScoreCode.CONFIDENCE,  # which decides nothing there
@@ -84,32 +83,6 @@ StepResult = Prefilled | Denoised | Broken
 NOT_FINITE = "the model gave no finite probabilities"
 
 
-class JointForward:
-    """One forward over the shares of several replicas, each with an executor of its own, and one
-    step of their slots."""
-
-    def __init__(self, forward: Forward, steps: ReplicaSteps | None = None) -> None:
-        self._forward = forward
-        self._steps = steps
-        self._asked: list[tuple[Executor, Sequence[Share]]] = []
-
-    def ask(self, executor: Executor, shares: Sequence[Share]) -> None:
-        """The next `run` has these shares of the executor's requests."""
-        self._asked.append((executor, shares))
-
-    def run(self) -> bool:
-        """Computes all shares that were asked for, gives each executor its results, and launches a
-        step of the slots; False if there was nothing to do. Raises GroupBroken."""
-        asked, self._asked = self._asked, []
-        parts = [executor.parts_of(shares) for executor, shares in asked]
-        flat = [part for of_one in parts for each in of_one for part in each]
-        results = iter(self._forward.run(flat))
-        for (executor, shares), own in zip(asked, parts, strict=True):
-            executor.take(shares, own, results)
-        has_stepped = self._steps is not None and self._steps.run()
-        return bool(asked) or has_stepped
-
-
 class Executor:
     """Launches steps, and returns their results once they have ended.
 
@@ -131,11 +104,11 @@ class Executor:
         slots: DeviceSlots | None = None,
         *,
         replica: int = 0,
-        joint: JointForward | None = None,
+        ask: Callable[[Executor, Sequence[Share]], None] | None = None,
     ) -> None:
         """`copy_page` copies within the pages' memory. On a device `place` returns the place after
         all launched work. `queued` are the forward's layers, whose ends are signs of life. With
-        `joint` a launched step waits for that one's next run.
+        `ask` forwards of the host are asked for there, whose caller calls `parts_of` and `take`.
         """
         self.counters = Counters()
         self.runs_ahead = slots is not None  # a step is launched before the last one is read
@@ -145,7 +118,7 @@ class Executor:
         self._queued = queued
         self._slots = slots
         self._replica = replica
-        self._joint = joint
+        self._ask = ask
         self._guard, self._slots_guard = ForwardGuard(), ForwardGuard()
         self._results: list[StepResult] = []  # of the host's forwards, and of failed launches
         # Work that may still write pages: those of a request, by transfer id, or named ones.
@@ -272,8 +245,8 @@ class Executor:
     def _launch_from_host(self, shares: Sequence[Share]) -> bool:
         if not shares:
             return False
-        if self._joint is not None:
-            self._joint.ask(self, shares)
+        if self._ask is not None:
+            self._ask(self, shares)
             return True
         parts = self.parts_of(shares)
         flat = [part for each in parts for part in each]

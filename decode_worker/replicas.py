@@ -1,15 +1,48 @@
-"""Several decode engines in one: replicas with pages and requests of their own, whose steps are one
-forward. The requests of one call with equal prompts go to the same replica, others to the idlest.
+"""Several decode engines in one: replicas with pages and requests of their own.
+
+One forward has the steps of all. Requests of one call with equal prompts go to the same replica,
+others to the replica with the least work.
 """
 
 from collections.abc import Sequence
 from itertools import cycle
+from typing import TYPE_CHECKING
 
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.executor import JointForward
+from effuse.decode_worker.executor import Executor, Share
+from effuse.models.part import Forward
 from effuse.placement.records import Load
 from effuse.worker import messages
 from effuse.worker.messages import CoreEvent, StartDecode, ToEngine
+
+if TYPE_CHECKING:
+    from effuse.decode_worker.replica_steps import ReplicaSteps
+
+
+class JointForward:
+    """One forward over the shares of several replicas, each with an executor of its own, and one
+    step of their slots."""
+
+    def __init__(self, forward: Forward, steps: "ReplicaSteps | None" = None) -> None:
+        self._forward = forward
+        self._steps = steps
+        self._asked: list[tuple[Executor, Sequence[Share]]] = []
+
+    def ask(self, executor: Executor, shares: Sequence[Share]) -> None:
+        """The next `run` has these shares of the executor's requests."""
+        self._asked.append((executor, shares))
+
+    def run(self) -> bool:
+        """Computes all shares that were asked for, gives each executor its results, and launches a
+        step of the slots; False if there was nothing to do. Raises GroupBroken."""
+        asked, self._asked = self._asked, []
+        parts = [executor.parts_of(shares) for executor, shares in asked]
+        flat = [part for of_one in parts for each in of_one for part in each]
+        results = iter(self._forward.run(flat))
+        for (executor, shares), own in zip(asked, parts, strict=True):
+            executor.take(shares, own, results)
+        has_stepped = self._steps is not None and self._steps.run()
+        return bool(asked) or has_stepped
 
 
 class ReplicatedEngine:

@@ -26,7 +26,7 @@ Exchange = Callable[[Tensor], Tensor]
 """From a tensor on this rank's GPU to those of all ranks, in their order."""
 
 
-class Peers:
+class PeerSums:
     """The buffers of all ranks, for sums of rows of one width and dtype."""
 
     def __init__(
@@ -94,7 +94,7 @@ def buffer_bytes(size: int) -> int:
 
 def map_peers(
     rank: int, size: int, width: int, dtype: torch.dtype, device: torch.device, exchange: Exchange
-) -> Peers:
+) -> PeerSums:
     """Buffers on the GPUs of all ranks, which call it together.
 
     Raises OSError on all ranks if one of them cannot map another one's memory.
@@ -120,7 +120,7 @@ def map_peers(
         raise OSError("a GPU cannot map the memory of another one")
     addresses = [mapped.get(at, own) for at in range(size)]
     buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return Peers(rank, width, dtype, buffers, release)
+    return PeerSums(rank, width, dtype, buffers, release)
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:

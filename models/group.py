@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from effuse.kernels.peers import Peers, map_peers
+from effuse.kernels.peers import PeerSums, map_peers
 from effuse.kernels.rowwise import rms_norm_residual
 from effuse.kernels.values import WeightedParts
 from effuse.models.config import ModelConfig
@@ -154,7 +154,7 @@ class ProcessGroup(Group):
         self.size = size
         self.device = device
         self._collectives = collectives
-        self._peers: Peers | None = None
+        self._peers: PeerSums | None = None
 
     def sum_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float

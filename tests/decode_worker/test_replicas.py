@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from decoding.engines import make_request
 
-from effuse.decode_worker.executor import JointForward
-from effuse.decode_worker.replicas import ReplicatedEngine
+from effuse.decode_worker.replicas import JointForward, ReplicatedEngine
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load
 from effuse.worker.messages import Abort, StartDecode, StartRehearsal, WriterGone

@@ -10,7 +10,7 @@ from thread_group import ThreadGroup, run_ranks
 from torch import Tensor
 
 from effuse.kernels import cuda_ipc, peers
-from effuse.kernels.peers import MOST_BYTES, Peers, map_peers
+from effuse.kernels.peers import MOST_BYTES, PeerSums, map_peers
 from effuse.models.group import RankPlace
 
 CPU, SIZE, WIDTH = torch.device("cpu"), 3, 64
@@ -54,11 +54,10 @@ class Driver:
         return torch.zeros(1, dtype=torch.int8)
 
 
-def mapped(place: RankPlace) -> Peers | str:
+def mapped(place: RankPlace) -> PeerSums | str:
     assert isinstance(place.group, ThreadGroup)
-    exchange = place.group._exchange
     try:
-        return map_peers(place.rank, SIZE, WIDTH, torch.float16, CPU, exchange)
+        return map_peers(place.rank, SIZE, WIDTH, torch.float16, CPU, place.group.collect)
     except OSError as error:
         return str(error)
 
@@ -69,13 +68,13 @@ def test_every_rank_has_the_buffers_of_all_in_their_order(monkeypatch: pytest.Mo
     found = run_ranks(SIZE, mapped)
     own = {}
     for rank, one in enumerate(found):
-        assert isinstance(one, Peers)
+        assert isinstance(one, PeerSums)
         addresses = one._buffers.tolist()
         own[rank] = addresses[rank]
         assert len(set(addresses)) == SIZE
     assert sorted(own.values()) == driver.allocated == sorted(driver.filled)
     for rank, one in enumerate(found):
-        assert isinstance(one, Peers)
+        assert isinstance(one, PeerSums)
         theirs = {at: 100 + address for at, address in own.items()} | {rank: own[rank]}
         assert one._buffers.tolist() == [theirs[at] for at in range(SIZE)]
         one.close()
@@ -95,7 +94,7 @@ def test_if_one_rank_has_no_way_none_keeps_any(fault: str, monkeypatch: pytest.M
 
 
 def test_rows_of_another_width_or_dtype_or_too_many_are_left_to_others() -> None:
-    one = Peers(0, WIDTH, torch.float16, torch.zeros(SIZE, dtype=torch.int64), lambda: None)
+    one = PeerSums(0, WIDTH, torch.float16, torch.zeros(SIZE, dtype=torch.int64), lambda: None)
     most = MOST_BYTES // (2 * WIDTH)
     assert one.takes(torch.zeros(1, WIDTH, dtype=torch.float16))
     assert one.takes(torch.zeros(most, WIDTH, dtype=torch.float16))

@@ -13,7 +13,7 @@ from effuse.models.group import ProcessGroup
 
 
 class FewRows:
-    """Peers for up to two rows, whose results are ones."""
+    """PeerSums for up to two rows, whose results are ones."""
 
     def takes(self, x: Tensor) -> bool:
         return len(x) <= 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels import peers_triton
-from effuse.kernels.peers import MOST_BYTES, Peers, buffer_bytes, bytes_at, map_peers
+from effuse.kernels.peers import MOST_BYTES, PeerSums, buffer_bytes, bytes_at, map_peers
 from effuse.models.group import ProcessGroup, join_group
 from operators.peers import EPS, Inputs, assert_same_bits, check_sum
 
@@ -33,7 +33,7 @@ class Rank:
         self.group: ProcessGroup = join_group(rank, size, self.device, meeting, 60.0)
         self.peers = self.mapped()
 
-    def mapped(self) -> Peers:
+    def mapped(self) -> PeerSums:
         args = self.rank, self.size, WIDTH, DTYPE, self.device
         return map_peers(*args, self.group.collect)
 
@@ -41,7 +41,7 @@ class Rank:
         """Rows of every number, one rank late at times, compared with fp64 and between ranks."""
         self.sums(self.peers, NUM_SUMS)
 
-    def sums(self, peers: Peers, count: int) -> None:
+    def sums(self, peers: PeerSums, count: int) -> None:
         chosen = random.Random(self.size)
         for number in range(count):
             rows = chosen.choice([1, 2, 32, 132, 133, 512, MOST, chosen.randrange(1, MOST)])
