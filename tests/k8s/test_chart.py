@@ -110,6 +110,17 @@ def test_helm_and_kubernetes_accept_it(values: Values, tmp_path: Path) -> None:
     assert not done.returncode, done.stdout + done.stderr
 
 
+def test_the_gpus_of_a_decode_worker_may_be_replicas() -> None:
+    made = charted({"decode": {"gpus": 4, "parallel": "data"}}, *GPU_VALUES)
+    (args,) = [
+        one["spec"]["template"]["spec"]["containers"][0]["args"]
+        for one in made
+        if one["kind"] == "Deployment" and one["metadata"]["name"].endswith("decode")
+    ]
+    assert "--data-parallel-size=4" in args
+    assert not [one for one in args if "tensor" in one]
+
+
 def test_an_older_kubernetes_is_refused() -> None:
     done = helm("template", "effuse", str(CHART), "--kube-version", "1.29")
     assert done.returncode
@@ -125,6 +136,8 @@ def test_an_older_kubernetes_is_refused() -> None:
         ({"prefill": {"gpus": 0.5}}, "/prefill/gpus"),
         ({"prefill": {"replica": 1}}, "'replica'"),
         ({"router": {"gpus": 1}}, "/router/gpus"),
+        ({"prefill": {"parallel": "data"}}, "/prefill/parallel"),
+        ({"decode": {"parallel": "expert"}}, "/decode/parallel"),
         ({"redis": {"replicas": 2}}, "/redis/replicas"),
         ({"conector": "zmq"}, "'conector'"),
         ({"connector": "tcp"}, "/connector"),

@@ -149,7 +149,7 @@ args:
   {{- if .own.gpus }}
   - --device=cuda
   {{- if gt (int .own.gpus) 1 }}
-  - --tensor-parallel-size={{ .own.gpus }}
+  - --{{ .own.parallel | default "tensor" }}-parallel-size={{ .own.gpus }}
   {{- end }}
   {{- end }}
   - --startup-timeout-s={{ .own.startupTimeoutS }}
