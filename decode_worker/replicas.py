@@ -4,9 +4,9 @@ One forward has the steps of all. Requests of one call with equal prompts go to 
 others to the replica with the least work.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor, Share
@@ -17,6 +17,9 @@ from effuse.worker.messages import CoreEvent, StartDecode, ToEngine
 
 if TYPE_CHECKING:
     from effuse.decode_worker.replica_steps import ReplicaSteps
+
+
+_MOST_WRITERS: Final = 1 << 12  # whose turns are known
 
 
 class JointForward:
@@ -52,7 +55,7 @@ class ReplicatedEngine:
         """`forward` is the one that the engines' executors ask."""
         self._engines = engines
         self._forward = forward
-        self._in_turn = cycle(engines)
+        self._rehearsals = Counter[str]()  # by writer
 
     def step(self) -> bool:
         """One iteration of every replica, and one forward over all of their shares."""
@@ -70,8 +73,12 @@ class ReplicatedEngine:
         match message:
             case StartDecode():
                 self._place(message).handle(message)
-            case messages.StartRehearsal():
-                next(self._in_turn).handle(message)
+            case messages.StartRehearsal(writer=writer):
+                if len(self._rehearsals) >= _MOST_WRITERS:
+                    self._rehearsals.clear()
+                turn = self._rehearsals[writer] % len(self._engines)
+                self._rehearsals[writer] += 1
+                self._engines[turn].handle(message)
             case messages.Abort(attempt=attempt):
                 self._with(attempt.transfer_id).handle(message)
             case messages.WriterGone(transfer_id=transfer_id):

@@ -141,11 +141,13 @@ class Rehearsals:
     ) -> None:
         """Few pages, whole and by groups of layers, then as many as possible, like large prompts.
 
-        A peer lends many only while nothing waits there; prompts do not wait for that.
+        Few pages go as often as the peer has ranks, each of which may be a replica with its own
+        pool: these take turns. A peer lends many only while nothing waits there; prompts do not wait for that.
         """
         peer, few = link.peer, min(FEW_PAGES, most_pages)
-        await self._rehearse(stub, own, peer, few)
-        pushed = await self._rehearse(stub, own, peer, few, in_groups=True)
+        for number in range(2 * peer.capacity.ranks):
+            in_groups = number >= peer.capacity.ranks
+            pushed = await self._rehearse(stub, own, peer, few, in_groups=in_groups)
         try:
             if few < most_pages:
                 pushed = await self._rehearse(stub, own, peer, most_pages, in_groups=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -87,12 +88,15 @@ def test_one_replica_answers_for_an_unknown_attempt(
     assert [len(engine.messages) for engine in engines] == [1, 0, 0]
 
 
-def test_rehearsals_reach_each_replica_in_turn(
+def test_rehearsals_of_each_writer_reach_every_replica_in_turn(
     core: ReplicatedEngine, engines: list[Engine]
 ) -> None:
-    for number in range(4):
-        core.handle(StartRehearsal(attempt=attempt(f"{number}"), writer="w", most_pages=1))
-    assert [len(engine.messages) for engine in engines] == [2, 1, 1]
+    for number in range(6):
+        for writer in ("v", "w") if number % 3 else ("w", "v"):
+            name = f"{writer}-{number}"
+            core.handle(StartRehearsal(attempt=attempt(name), writer=writer, most_pages=1))
+    for engine in engines:
+        assert Counter(message.writer for message in engine.messages) == {"v": 2, "w": 2}
 
 
 def test_loads_add_up(core: ReplicatedEngine) -> None:
