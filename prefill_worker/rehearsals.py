@@ -142,7 +142,8 @@ class Rehearsals:
         """Few pages, whole and by groups of layers, then as many as possible, like large prompts.
 
         Few pages go as often as the peer has ranks, each of which may be a replica with its own
-        pool: these take turns. A peer lends many only while nothing waits there; prompts do not wait for that.
+        pool: these take turns. A peer lends many only while nothing waits there; prompts do not
+        wait for that.
         """
         peer, few = link.peer, min(FEW_PAGES, most_pages)
         for number in range(2 * peer.capacity.ranks):
