@@ -13,24 +13,26 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import psutil
-from checkpoints import Architecture
 from e2e.client import connect
-from e2e.comparison import Pair
+from e2e.degrees import Asked
+from e2e.kept import LLADA2
 from e2e.test_detection import lives
 from e2e.test_equality import solid_jobs
-from e2e.tiny import tiny_fleet
+from e2e.tiny import fleet_of, tiny_fleet
 from slowness import patient
 
 from effuse.cli.fleet import Fleet
+from effuse.client.params import make_request
 from effuse.placement.records import Role
 
 CLIENTS = 4
@@ -74,26 +76,26 @@ def rank_pids(fleet: Fleet, role: Role) -> list[int]:
     return found
 
 
-def ask(fleet: Fleet, pairs: Sequence[Pair], number: int, ledger: Ledger) -> None:
+def ask(fleet: Fleet, asked: Sequence[Asked], number: int, ledger: Ledger) -> None:
     """Sends requests until the ledger is over."""
     with connect(fleet.address) as client:
         at = number
         while not ledger.is_over.is_set():
-            job, expected = pairs[at % len(pairs)]
+            request, expected = asked[at % len(asked)]
             at += 1
             began = time.monotonic()
             try:
-                answer = client.generate(job.message())
+                answer = client.generate(request)
             except grpc.RpcError as error:
                 with ledger.lock:
                     ledger.failed.append(str(error))
                 continue
             with ledger.lock:
                 ledger.took_s.append(time.monotonic() - began)
-                if tuple(answer.token_ids) == expected.token_ids:
+                if list(answer.token_ids) == list(expected):
                     ledger.right += 1
                 else:
-                    ledger.wrong.append(str(job))
+                    ledger.wrong.append(str(request))
             time.sleep(_PAUSE_S)
 
 
@@ -152,18 +154,48 @@ def wait_ready(fleet: Fleet, role: Role, before: dict[str, str] | None = None) -
     raise AssertionError(f"both {role} workers were not ready after {_LIMIT_S:g} s")
 
 
-def storm(architecture: Architecture, connector: str, count: int) -> Ledger:
-    """Runs one storm over 2P2D with two ranks in each worker."""
-    pairs = solid_jobs(architecture, "d2f", seed=2)
-    ledger = Ledger()
-    flags = ("--tensor-parallel-size", "2", "--hang-timeout-s", "3")
+@contextlib.contextmanager
+def serving(connector: str, *, replicas: bool) -> Iterator[tuple[Fleet, list[Asked]]]:
+    """2P2D with two ranks in each worker, which in decode workers may be replicas."""
+    hang, cut = ("--hang-timeout-s", "3"), ("--tensor-parallel-size", "2")
+    if not replicas:
+        pairs = solid_jobs("sdar", "d2f", seed=2)
+        asked = [(job.message(), expected.token_ids) for job, expected in pairs]
+        flags = (*cut, *hang)
+        with tiny_fleet(
+            "sdar", connector=connector, prefill=2, decode=2, worker_flags=flags
+        ) as fleet:
+            yield fleet, list(asked)
+        return
     with (
-        tiny_fleet(
-            architecture, connector=connector, prefill=2, decode=2, worker_flags=flags
+        tempfile.TemporaryDirectory(prefix="effuse-faults-") as home,
+        fleet_of(
+            LLADA2.write(Path(home) / "model", LLADA2.block_size),
+            connector=connector,
+            prefill=2,
+            decode=2,
+            worker_flags=hang,
+            prefill_flags=(*cut, "--expert-parallel"),
+            decode_flags=("--data-parallel-size", "2"),
         ) as fleet,
+    ):
+        yield (
+            fleet,
+            [
+                (make_request(run.prompt, run.params, token_ids=True), run.tokens)
+                for run in LLADA2.runs(LLADA2.block_size)
+            ],
+        )
+
+
+def storm(connector: str, count: int, *, replicas: bool) -> Ledger:
+    """Runs one storm."""
+    ledger = Ledger()
+    with (
+        serving(connector, replicas=replicas) as (fleet, asked),
         ThreadPoolExecutor(CLIENTS + len(ROLES)) as pool,
     ):
-        asking = [pool.submit(ask, fleet, pairs, number, ledger) for number in range(CLIENTS)]
+        asking = [pool.submit(ask, fleet, asked, number, ledger) for number in range(CLIENTS)]
         faults = [pool.submit(inject, fleet, role, count // 2, ledger) for role in ROLES]
         try:
             for fault in faults:
@@ -180,8 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--connector", default="nixl", choices=("nixl", "zmq"))
+    parser.add_argument("--replicas", action="store_true", help="decode workers of two replicas")
     found = parser.parse_args(argv)
-    ledger = storm("sdar", found.connector, found.faults)
+    ledger = storm(found.connector, found.faults, replicas=found.replicas)
     print(ledger.tell())
     for text in (ledger.wrong + ledger.failed)[:5]:
         print(text)
