@@ -105,7 +105,7 @@ class LLM:
             self._num_threads = torch.get_num_threads()  # that an engine computes with
         assert isinstance(engine.core, DecodeEngine | ReplicatedEngine), "it is a decode worker's"
         self._core, self.model = engine.core, engine.ready.model
-        self._most = config.max_num_seqs
+        self._most = config.max_num_seqs * config.num_replicas
         self._busy = threading.Lock()
         self._num_asked = 0
 
