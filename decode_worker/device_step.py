@@ -72,6 +72,11 @@ class DeviceStep:
         first = self.rows.first_candidate
         step_advance_triton.launch(self.table, self._control, first, candidates, self.records)
 
+    def all_records(self) -> Tensor:
+        """The records of this device [S, record_width], of replicas all of theirs [N, S, ...]."""
+        replicas = self.model.replicas
+        return self.records if replicas is None else replicas.group.collect(self.records)
+
     def limit_candidates(self, limit: int) -> None:
         """The coming step takes at most `limit` candidates."""
         self._control[Control.MASK_LIMIT].fill_(limit)

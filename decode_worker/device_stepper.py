@@ -241,14 +241,7 @@ class DeviceStepper:
             self._set_limit(candidates)
             row_graph.replay()
             candidate_graph.replay()
-        return self._all_records()
-
-    def _all_records(self) -> Tensor:
-        """The records of this device, or of all replicas' devices."""
-        replicas = self.step.model.replicas
-        if replicas is None:
-            return self.step.records
-        return replicas.group.collect(self.step.records)
+        return self.step.all_records()
 
     def _set_limit(self, candidates: int) -> None:
         if candidates != self._limit:

@@ -21,7 +21,7 @@ from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.placement.records import Load
 from effuse.worker import messages
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
-from effuse.worker.messages import CoreEvent, FailureCode, Reserved, StartDecode, ToEngine, Verified
+from effuse.worker.messages import CoreEvent, Reserved, StartDecode, ToEngine, Verified
 
 
 class DecodeEngine:
@@ -102,18 +102,16 @@ class DecodeEngine:
         """Raises RequestError for a request that could never be served here; stores nothing."""
         self._intake.make_request(message, arrival=0, now=self._now())
 
-    def knows(self, transfer_id: str) -> bool:
-        """Whether the attempt or rehearsal has anything here, or was aborted here."""
+    def knows(self, transfer_id: str, group: str = "") -> bool:
+        """Whether the attempt or rehearsal has anything here, or was aborted here, or another
+        request of its group is here."""
         return (
             transfer_id in self._roster.by_transfer
+            or self._roster.has_group(group)
             or transfer_id in self._aborted
             or self._rehearsal.is_of(transfer_id)
             or self._handoffs.is_open(transfer_id)
         )
-
-    def knows_group(self, group: str) -> bool:
-        """Whether a request of this group is here."""
-        return self._roster.has_group(group)
 
     def outbox(self) -> Sequence[CoreEvent]:
         """Events since the last call, in order."""
@@ -203,7 +201,8 @@ class DecodeEngine:
         try:
             request.boundary = self._boundary.accept(manifest.boundary, request.sequence)
         except BoundaryError as error:
-            self._fail(request, "DATA_LOSS", str(error), retryable=True)
+            self._end(request)
+            self._outbox.failed(request.asked.attempt, "DATA_LOSS", str(error), retryable=True)
             return
         request.sequence.store(request.sequence.first_block_start)
         self._verify(request, arrived)
@@ -216,7 +215,8 @@ class DecodeEngine:
             if request.transfer_id not in self._roster.by_transfer:
                 continue  # abandoning another one has shown that this one had ended
             message = f"the attempt ran longer than {self._max_request_s:g} s"
-            self._fail(request, "DEADLINE_EXCEEDED", message)
+            self._end(request)
+            self._outbox.failed(request.asked.attempt, "DEADLINE_EXCEEDED", message)
         return bool(late)
 
     def _admit(self) -> bool:
@@ -255,7 +255,10 @@ class DecodeEngine:
                             self._end(request)
                         self._outbox.say(*step_events(request, outcome))
                     case Broken(request, message, is_retryable):
-                        self._fail(request, "INTERNAL", message, retryable=is_retryable)
+                        self._end(request)
+                        self._outbox.failed(
+                            request.asked.attempt, "INTERNAL", message, retryable=is_retryable
+                        )
         return has_applied
 
     def _verify(self, request: DecodeRequest, arrived: Arrived | None = None) -> None:
@@ -280,12 +283,6 @@ class DecodeEngine:
         request = self._roster.by_transfer[failed.transfer_id]
         self._end(request)
         self._outbox.say(handoff_failed(request.asked.attempt, failed))
-
-    def _fail(
-        self, request: DecodeRequest, code: FailureCode, message: str, *, retryable: bool = False
-    ) -> None:
-        self._end(request)
-        self._outbox.failed(request.asked.attempt, code, message, retryable=retryable)
 
     def _end(self, request: DecodeRequest) -> None:
         """Removes the request completely; pages that a writer may reach are quarantined."""

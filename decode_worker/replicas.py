@@ -118,9 +118,8 @@ class ReplicatedEngine:
 
     def _place(self, message: StartDecode) -> DecodeEngine:
         """The replica for a request: one that knows it, or has its siblings, or the idlest."""
-        transfer_id, group = message.attempt.transfer_id, message.group
         for engine in self._engines:
-            if engine.knows(transfer_id) or (group and engine.knows_group(group)):
+            if engine.knows(message.attempt.transfer_id, message.group):
                 return engine
         return min(self._engines, key=_work)
 

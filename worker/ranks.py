@@ -105,7 +105,7 @@ class Ranks:
         self._on_broken = on_broken
         self._digests = Digests()
         self._context = zmq.Context()
-        self._answers = self._bound(zmq.PULL, answers_path(self.home))
+        self._answers = _bound(self._context, zmq.PULL, answers_path(self.home))
         self._events = {rank: deque[ConnectorEvent]() for rank in range(1, self.size)}
         self._computed: dict[int, Computed] = {}  # by rank: the last forward's
         # Shared with the watching thread, under the condition's lock.
@@ -233,13 +233,6 @@ class Ranks:
         self._context.term()
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            socket.set(option, 0)
-        socket.bind(endpoint)
-        return socket
-
     def _started(self, rank: int, config: WorkerConfig, role: Role, incarnation: str) -> _Rank:
         orders = RankOrders(
             rank=rank,
@@ -250,7 +243,9 @@ class Ranks:
             alive_fd=kept_open[0] if kept_open else None,
             config=msgspec.Raw(to_json(config)),
         )
-        return _Rank(self._bound(zmq.PAIR, commands_path(self.home, rank)), _spawn(orders))
+        return _Rank(
+            _bound(self._context, zmq.PAIR, commands_path(self.home, rank)), _spawn(orders)
+        )
 
     def _num_taken(self) -> int:
         """Commands that every rank has read."""
@@ -356,6 +351,14 @@ class Ranks:
             for other in self._others.values():
                 other.process.kill()  # one that is stopped as it starts does not end with us
             self._on_broken(message, ending)
+
+
+def _bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+        socket.set(option, 0)
+    socket.bind(endpoint)
+    return socket
 
 
 def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:

@@ -26,11 +26,8 @@ class Engine:
     def handle(self, message: Any) -> None:
         self.messages.append(message)
 
-    def knows(self, transfer_id: str) -> bool:
-        return transfer_id in self.known
-
-    def knows_group(self, group: str) -> bool:
-        return group in self.groups
+    def knows(self, transfer_id: str, group: str = "") -> bool:
+        return transfer_id in self.known or group in self.groups
 
     def load(self) -> Load:
         return self.now
