@@ -110,11 +110,15 @@ class Victim:
         return reserved
 
     def meet(self) -> None:
-        """One transfer, so that both ends are connected."""
+        """One transfer, so that both ends are connected and neither waits for the other. Starts a
+        writer if the last one has ended."""
+        if self.writer.process.poll() is not None:
+            self.writer = self._new_writer()
         met = self.reserve(1)
         self.writer.push(met, [0], WRITTEN)
         event = next_event(self.connector, met.transfer_id)
         assert isinstance(event, Arrived), event
+        assert self.writer.hear(met.transfer_id)["event"] == "pushed"
 
     def hold_up(self, until: threading.Event, then: Callable[[Exchange], None]) -> None:
         """Holds up the connector's thread, which does something and is held up again for a while:
@@ -144,8 +148,8 @@ class Victim:
             self.signal_writer(signal.SIGCONT)
 
     def replace_writer(self) -> None:
+        """The next one starts once it is to be met."""
         self.writer.close()
-        self.writer = self._new_writer()
 
     def fill(self, value: float) -> None:
         """All pages, and only once it is so: a GPU would do it some time."""

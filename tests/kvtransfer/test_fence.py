@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kvtransfer.fixtures import (
@@ -38,6 +39,7 @@ from effuse.kvtransfer.thread import Exchange
 
 MOST_DEATHS = 8
 LATE_WRITES = 16
+A_SOCKETS_BYTES = 1 << 16  # about half of a socket's buffer
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +90,33 @@ def num_spoilt_by_a_death(victim: Victim, *, is_trusted: bool) -> int:
 
     victim.hold_up(is_dead, give_up)
     victim.writer.push(reserved, range(NUM_PAGES), WRITTEN)
-    time.sleep(1.0)
+    await_unread()
     victim.kill_writer()
     is_dead.set()
     assert next_event(victim.connector, reserved.transfer_id) == Fenced(reserved.transfer_id)
     victim.memory.tensor.fill_(NEXT_OWNERS)
     time.sleep(1.0)
     return int((~victim.holds(NEXT_OWNERS)).sum())
+
+
+def await_unread() -> None:
+    """Waits until a writer's bytes fill one of our sockets."""
+    deadline = time.monotonic() + DEADLINE_S
+    while num_unread() < A_SOCKETS_BYTES:
+        assert time.monotonic() < deadline, "the writer did not begin"
+        time.sleep(0.01)
+
+
+def num_unread() -> int:
+    """Bytes in the TCP sockets of this process that were not read yet."""
+    ours = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
+            ours.add(str(descriptor.readlink()))
+    tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    sockets = [line.split() for table in tables for line in table.splitlines()[1:]]
+    unread = [int(one[4].split(":")[1], 16) for one in sockets if f"socket:[{one[9]}]" in ours]
+    return sum(unread)
 
 
 @pytest.mark.parametrize("over", [Over.KERNEL, Over.SHARED_MEMORY, Over.ZMQ], ids=str)

@@ -17,7 +17,7 @@ from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from expert_checkpoints import write_expert_checkpoint
 from kvtransfer.fixtures import SMALL, boundary, reservation
 from slowness import patient
-from worker.planted import LIMIT_S, plant, ranks_of
+from worker.planted import plant, ranks_of
 
 import effuse
 from effuse.decode_worker.replicas import ReplicatedEngine
@@ -192,7 +192,7 @@ def test_a_rank_that_a_signal_stops_as_it_starts_does_not_outlive_its_leader(
 def test_a_rank_that_reads_another_command_breaks_its_group(kind: str) -> None:
     found = plant(kind, seed=1)
     assert not found.has_answered
-    assert found.seconds < LIMIT_S
+    assert found.seconds < patient(60.0)  # `python -m worker.planted` asks for two
     # Its process may also end by itself, if a collective had two sizes.
     assert not found.lines or "rank 1" in found.lines[0] or "forward failed" in found.lines[0]
 
