@@ -47,6 +47,7 @@ class Case:
     connector: str
     prefill: int
     decode: int
+    algorithms: Sequence[str] = ALGORITHMS  # of an architecture
 
     def __str__(self) -> str:
         return f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
@@ -101,7 +102,7 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
                 fleet,
                 [
                     (with_answers(job.message()), expected.token_ids)
-                    for algorithm in ALGORITHMS
+                    for algorithm in case.algorithms
                     for job, expected in solid_jobs(architecture, algorithm, seed=3, least_blocks=7)
                 ],
             )

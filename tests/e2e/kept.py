@@ -109,6 +109,4 @@ def write_fast_dllm_v2(path: Path, block_size: int) -> Path:
 
 SDAR = Family(write_sdar_checkpoint, sdar, 16)
 LLADA2, LLADA2_SMALL = (Family(write_answered_checkpoint, llada2, size) for size in (32, 8))
-FAST_DLLM_V2, FAST_DLLM_V2_SMALL = (
-    Family(write_fast_dllm_v2, fast_dllm_v2, size) for size in (32, 8)
-)
+FAST_DLLM_V2 = Family(write_fast_dllm_v2, fast_dllm_v2, 32)

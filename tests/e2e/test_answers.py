@@ -7,7 +7,6 @@ import threading
 import urllib.request
 from collections.abc import Sequence
 
-import pytest
 from e2e.client import Client, all_at_once, connect, load_of, wait_until
 from e2e.processes import engine_of
 from e2e.tiny import TINY, tiny_fleet
@@ -72,10 +71,9 @@ class Streams:
         return told
 
 
-@pytest.mark.parametrize("connector", ["zmq", "nixl"])
-def test_answers_share_one_handoff_and_outlive_their_worker(connector: str) -> None:
+def test_answers_share_one_handoff_and_outlive_their_worker() -> None:
     with (
-        tiny_fleet("dream", connector=connector, decode=2) as fleet,
+        tiny_fleet("dream", connector="nixl", decode=2) as fleet,
         connect(fleet.address) as client,
     ):
         undisturbed = all_at_once(lambda at: client.generate(message(at)), range(REQUESTS))

@@ -9,9 +9,8 @@ from e2e.degrees import Case, differing
 @pytest.mark.parametrize(
     "case",
     [
-        Case("dream", "zmq", 0, 2),
-        Case("sdar", "nixl", 1, 2),
-        Case("dream", "zmq", 2, 1),
+        Case("sdar", "nixl", 1, 2, ("d2f",)),
+        Case("dream", "zmq", 2, 1, ("block_diffusion",)),
         Case("LLaDA2's loop, experts spread", "zmq", 2, 2),
         Case("LLaDA2's loop, replicas", "nixl", 1, 2),
         Case("Dream's loops", "zmq", 0, 2),

@@ -41,6 +41,7 @@ class Case:
 
 RAGGED = (Row(5, 0), Row(0, 7), Row(40, 33), Row(3, 1, origin=4), Row(16, 16, origin=16))
 LONG = (Row(32, 200), Row(16, 64), Row(48, 0), Row(7, 129, origin=130))
+PAGED = (Row(16, 64), Row(7, 129, origin=130))
 
 CASES = {
     "ragged": Case(RAGGED),
@@ -61,13 +62,13 @@ CASES = {
     "one_head_each": Case(RAGGED, q_heads=3, kv_heads=3),
     "head_dim_64": Case(RAGGED, head_dim=64),
     "head_dim_128": Case(RAGGED, head_dim=128),
-    "page_32": Case(LONG, page_size=32, block_size=32),
-    "page_64": Case(LONG, page_size=64, block_size=8),
-    "page_128": Case(LONG, page_size=128),
+    "page_32": Case(PAGED, page_size=32, block_size=32),
+    "page_64": Case(PAGED, page_size=64, block_size=8),
+    "page_128": Case(PAGED, page_size=128),
     "page_24": Case(RAGGED, page_size=24),
     "token_major_pool": Case(RAGGED, keys_token_major=True, values_token_major=True),
     "keys_and_values_of_other_strides": Case(RAGGED, keys_token_major=True),
-    "huge_scores": Case(LONG, magnitude=300.0),
+    "huge_scores": Case(PAGED, magnitude=300.0),
 }
 
 
