@@ -175,8 +175,12 @@ def check_sort_in_small_parts(case: tuple[int, int, int]) -> None:
     interpreter 0.6 s, a small one 80 ms."""
     module = experts_routes_triton
     few, many, parts = module.FEW_PICKS, module.MANY_PICKS, module.PARTS_TOGETHER
-    sizes = {"FEW_PICKS": few // SHRUNK, "MANY_PICKS": many // SHRUNK}
-    with patch.multiple(module, **sizes, PARTS_TOGETHER=parts // FEWER):
+    with patch.multiple(
+        module,
+        FEW_PICKS=few // SHRUNK,
+        MANY_PICKS=many // SHRUNK,
+        PARTS_TOGETHER=parts // FEWER,
+    ):
         experts.check_sort(experts_routes_triton.launch_sort, torch.device("cpu"), *case)
 
 
