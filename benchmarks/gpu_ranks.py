@@ -277,6 +277,7 @@ def measure(
     most = max((row[0] for row in batches), default=1)
     kind = RankBench if is_dense else ExpertBench
     bench = kind(asked.model, device, most, max([asked.context, *asked.prefill]), place)
+    bench.model.group.map_peers(bench.model.config.hidden_size, bench.model.dtype)
     for batch, steps, size in batches:
         result = measure_step(bench, batch, asked.context, steps, size)
         if isinstance(bench, ExpertBench):
@@ -342,6 +343,7 @@ def run_rank(asked: argparse.Namespace) -> None:
         )
 
     measure(asked, place, device, keep)
+    place.group.least(0)  # no rank's memory goes while others read it
     sys.stdout.flush()
     os._exit(0)  # without the teardown of communicators, which waits for the slowest rank
 

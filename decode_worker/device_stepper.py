@@ -267,6 +267,7 @@ class DeviceStepper:
         # The connector's thread may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
+        self.step.model.hold(graph)
         return graph
 
     def _put(self, target: Tensor, values: Integers) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from effuse.kernels import cuda_ipc
 
-MOST_BYTES: Final = 8 << 20
-"""Of the rows of one sum; for more rows, NCCL's larger messages use the links as well."""
+MOST_BYTES: Final = 32 << 20
+"""Of the rows of one sum: a step of 32 blocks in flight. The rows of long prompts go over NCCL."""
 
 _MOST_SENT: Final = 1 << 20
 """Bytes that a rank sends, up to which each rank adds up all rows: one trip and not two."""

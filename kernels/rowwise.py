@@ -24,6 +24,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(padded, weight, bias)[:num_rows]
 
 
+def lookup(token_ids: Tensor, rows: Tensor, first: int) -> Tensor:
+    """[T, H]: of token_ids [T] int64 those of `rows` [V, H], which begin at id `first`; zeros for
+    other ids.
+    """
+    if rows.is_cuda:
+        from effuse.kernels import rowwise_triton
+
+        return rowwise_triton.launch_lookup(token_ids, rows, first)
+    own = token_ids - first
+    is_other = (own < 0) | (own >= len(rows))
+    return rows[own.clamp(0, len(rows) - 1)].masked_fill_(is_other[:, None], 0)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of ``x`` [..., H] and scale it by ``weight`` [H]; dtype of x."""
     if x.is_cuda:

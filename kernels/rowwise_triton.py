@@ -17,6 +17,25 @@ ELEMENTS_PER_PROGRAM = 4096  # of normalisation
 TILE = 2048  # of the activation
 
 
+def launch_lookup(token_ids: Tensor, rows: Tensor, first: int) -> Tensor:
+    """`rowwise.lookup` of contiguous rows."""
+    count, width = rows.shape
+    out = torch.empty(len(token_ids), width, dtype=rows.dtype, device=rows.device)
+    if len(token_ids):
+        _lookup_kernel[(len(token_ids), triton.cdiv(width, TILE))](
+            token_ids,
+            rows,
+            out,
+            first,
+            count,
+            WIDTH=width,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
 def launch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalised x of two or three dimensions, rows at any two strides."""
     if x.dim() > 3 or x.stride(-1) != 1:
@@ -118,6 +137,16 @@ def launch_swiglu(gate_up: Tensor) -> Tensor:
             enable_fp_fusion=True,
         )
     return out
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _lookup_kernel(token_ids, rows, out, first, count, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    own = tl.load(token_ids + at) - first
+    end = tl.where((own >= 0) & (own < count), WIDTH, 0)
+    found = tl.load(rows + own * WIDTH + column, mask=column < end, other=0.0)
+    tl.store(out + at * WIDTH + column, found, mask=column < WIDTH)
 
 
 # One kernel for all numbers of rows: a new kind of count must not compile while requests wait.

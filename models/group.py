@@ -70,8 +70,11 @@ class Group:
         """The least of all ranks' numbers."""
         return number
 
+    def hold(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Takes a graph that contains exchanges; `close` resets it."""
+
     def close(self) -> None:
-        """Ends its threads, if it has any."""
+        """Ends its threads, if it has any, and the graphs that it holds."""
 
 
 ALONE: Final = Group()
@@ -155,6 +158,7 @@ class ProcessGroup(Group):
         self.device = device
         self._collectives = collectives
         self._peers: PeerSums | None = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def sum_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
@@ -208,7 +212,13 @@ class ProcessGroup(Group):
         own = torch.tensor([number], dtype=torch.int64, device=self.device)
         return min(int(one) for one in self.collect(own).flatten().tolist())
 
+    def hold(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graphs.append(graph)
+
     def close(self) -> None:
+        for graph in self._graphs:
+            graph.reset()  # NCCL ends a group only after all graphs with its exchanges
+        self._graphs.clear()
         if self._peers is not None:
             self._peers.close()
         self._peers = self._collectives = None
@@ -271,13 +281,3 @@ def own_rows(count: int, shard: ModelShard, device: torch.device) -> Tensor | sl
 def _shares(count: int, size: int, device: torch.device) -> Tensor:
     share = -(-count // size)
     return torch.arange(size * share, device=device).clamp_(max=count - 1).view(size, share)
-
-
-def embed(token_ids: Tensor, rows: Tensor, shard: ModelShard, group: Group) -> Tensor:
-    """Embeddings [T, H] of token_ids [T], of which this rank holds `rows` [its vocabulary, H]."""
-    if shard.is_whole:
-        return torch.nn.functional.embedding(token_ids, rows)
-    own = token_ids - shard.vocabulary.start
-    is_ours = (own >= 0) & (own < len(rows))
-    found = torch.nn.functional.embedding(own.clamp(0, len(rows) - 1), rows)
-    return group.sum(found.masked_fill(~is_ours[:, None], 0))

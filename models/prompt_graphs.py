@@ -102,6 +102,7 @@ class PromptGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._forward(bucket)
         self._pool = graph.pool()
+        self._model.hold(graph)
         return graph, hidden
 
     def _forward(self, bucket: _Bucket) -> Tensor:

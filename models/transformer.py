@@ -20,11 +20,11 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import linear, rms_norm, swiglu, total_of
+from effuse.kernels.rowwise import linear, lookup, rms_norm, swiglu, total_of
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
-from effuse.models.group import ALONE, Group, Replicas, RowCounts, embed, own_rows, whole_rows
+from effuse.models.group import ALONE, Group, Replicas, RowCounts, own_rows, whole_rows
 from effuse.models.tensors import ModelShard, vocabulary_sizes, whole
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
@@ -215,19 +215,30 @@ class Transformer:
         of_all = self.group.gather(columns, [columns.shape[1]] * shard.size)[:, : len(hidden)]
         return Candidates(of_all[0].long(), of_all[1].float(), of_all[2].float())
 
+    def hold(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Gives a graph of this model's forwards to the group whose exchanges are in it."""
+        meeting = self.group if self.replicas is None else self.replicas.group
+        meeting.hold(graph)
+
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored
     ) -> tuple[Tensor, Tensor]:
         """(normed input of the last layer; residual), both [T, H]."""
         layers = self.weights.layers
-        residual = embed(token_ids, self.weights.embedding, self.shard, self.group)
-        normed = rms_norm(residual, layers[0].attn_norm, self.config.rms_norm_eps)
+        found = lookup(token_ids, self.weights.embedding, self.shard.vocabulary.start)
+        normed, residual = self._first_norm(found, layers[0].attn_norm)
         for number, (layer, following) in enumerate(pairwise(layers)):
             mixed = self._attend(layer, normed, kv[number], rows)
             stored(number)
             update, residual = self._mlp(layer, mixed, residual, rows.counts)
             normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
+
+    def _first_norm(self, found: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed, all) embeddings [T, H] of those that this rank has found."""
+        if self.shard.is_whole:
+            return rms_norm(found, weight, self.config.rms_norm_eps), found
+        return self._add_norm(found, torch.zeros_like(found), weight)
 
     def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
         """Attention output before its projection, [T, Q]; stores K and V."""

@@ -15,7 +15,7 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.rowwise import total_of
+from effuse.kernels.rowwise import lookup, total_of
 from effuse.kernels.sampling_edits import edit_logits
 from effuse.kernels.step_plan_triton import launch_exchange, launch_gather
 from effuse.kernels.values import Candidates
@@ -140,6 +140,11 @@ def test_experts_of_crowded_and_of_shuffled_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_are_summed(dtype: torch.dtype) -> None:
     rows.check_total(total_of, CUDA, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_part_of_a_vocabulary(dtype: torch.dtype) -> None:
+    rows.check_lookup(lookup, CUDA, dtype)
 
 
 def test_experts_by_grouped_products() -> None:

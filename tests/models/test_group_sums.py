@@ -1,8 +1,8 @@
-"""How a group of processes chooses between its collectives and the memory of peers."""
+"""How a group of processes chooses between its collectives and the memory of peers, and ends."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -64,3 +64,24 @@ def test_without_peers_the_collectives_sum_and_one_line_says_so(
     assert caplog.messages == [
         "rank 1: NCCL sums small steps too, because a GPU cannot map the memory of another one"
     ]
+
+
+class Resettable:
+    """A graph that notes whether its group still had collectives when it was reset."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.had_collectives: list[bool] = []
+
+    def reset(self) -> None:
+        self.had_collectives.append(self.group._collectives is not None)
+
+
+def test_graphs_end_before_the_collectives_in_them() -> None:
+    """NCCL waits for them, so a group with a graph would never end."""
+    group = ProcessGroup(0, 2, torch.device("cuda", 0), Doubling())
+    graph = Resettable(group)
+    group.hold(cast("torch.cuda.CUDAGraph", graph))
+    for _ in range(2):
+        group.close()
+    assert graph.had_collectives == [True]

@@ -191,6 +191,9 @@ def row_variants() -> Variants:
         "norm_residual": lambda: rowwise_triton.launch_norm_residual(x, x, weight, 1e-6),
         "norm_of_parts": lambda: rowwise_triton.launch_norm_residual(parts, x, weight, 1e-6),
         "norm_of_experts": lambda: rowwise_triton.launch_norm_residual(given, x, weight, 1e-6),
+        "lookup": lambda: rowwise_triton.launch_lookup(
+            meta(64, dtype=torch.int64), meta(512, 3584), 512
+        ),
         "total_of_experts": lambda: rowwise_triton.launch_total(given),
         "norm_of_heads": lambda: rowwise_triton.launch_norm(
             meta(64, 36, 128)[:, :28], meta(128), 1e-6

@@ -87,6 +87,8 @@ def row_checks() -> Iterator[tuple[str, Check]]:
                 yield name, partial(rows.check_rotary, OPS, dtype, heads, stores=stores)
         total = partial(rows.check_total, paths.total_on_triton, torch.device("cpu"), dtype)
         yield f"total-{suffix}", total
+        look = paths.lookup_on_triton
+        yield f"lookup-{suffix}", partial(rows.check_lookup, look, torch.device("cpu"), dtype)
         yield f"norm_of_heads-{suffix}", partial(rows.check_norm_of_heads, OPS, dtype)
         yield f"store-{suffix}", partial(rows.check_store, OPS, dtype)
     yield "store-nothing", partial(rows.check_store_of_nothing, OPS, torch.float32)

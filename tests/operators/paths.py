@@ -171,6 +171,13 @@ def own_routes_on_triton(
     return Routes(*found, num_ranks)
 
 
+def lookup_on_triton(token_ids: Tensor, rows: Tensor, first: int) -> Tensor:
+    """`rowwise.lookup` by its kernel."""
+    from effuse.kernels import rowwise_triton
+
+    return rowwise_triton.launch_lookup(token_ids, rows, first)
+
+
 def total_on_triton(given: WeightedParts) -> Tensor:
     """`rowwise.total_of` by its kernel."""
     from effuse.kernels import rowwise_triton

@@ -111,6 +111,20 @@ def _check_norm_of_weighted(
     )
 
 
+def check_lookup(
+    look: Callable[[Tensor, Tensor, int], Tensor], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Ids before, within and behind the rows that are held, and all of them."""
+    rows = random(12, 40).to(dtype)
+    ids = torch.tensor([0, 19, 20, 31, 32, 25, 50])
+    for held, first in ((rows, 20), (rows.repeat(5, 1), 0)):
+        own = ids - first
+        inside = (own >= 0) & (own < len(held))
+        expected = torch.where(inside[:, None], held[own.clamp(0, len(held) - 1)], 0)
+        assert torch.equal(look(ids.to(device), held.to(device), first).cpu(), expected)
+    assert look(ids[:0].to(device), rows.to(device), 20).shape == (0, 40)
+
+
 def check_total(
     total: Callable[[WeightedParts], Tensor], device: torch.device, dtype: torch.dtype
 ) -> None:
