@@ -220,8 +220,8 @@ class Transformer:
     ) -> tuple[Tensor, Tensor]:
         """(normed input of the last layer; residual), both [T, H]."""
         layers = self.weights.layers
-        residual = embed(token_ids, self.weights.embedding, self.shard, self.group)
-        normed = rms_norm(residual, layers[0].attn_norm, self.config.rms_norm_eps)
+        own = embed(token_ids, self.weights.embedding, self.shard)
+        normed, residual = self._add_norm(own, torch.zeros_like(own), layers[0].attn_norm)
         for number, (layer, following) in enumerate(pairwise(layers)):
             mixed = self._attend(layer, normed, kv[number], rows)
             stored(number)
@@ -288,9 +288,7 @@ class Transformer:
         rows = x if replicas is None else replicas.meet(x, counts)
         routes = self._route(rows, router, layer.router_bias)
         given = expert_mlp(rows, layer.gate_up, layer.down, routes)
-        if replicas is not None:
-            return replicas.part(total_of(given), len(x))
-        return given if self.shard.is_whole else total_of(given)
+        return given if replicas is None else replicas.part(total_of(given), len(x))
 
     def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
         """The experts of each row of x [rows, H], by the numbers of this rank."""
