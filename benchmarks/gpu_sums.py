@@ -34,7 +34,7 @@ from torch import Tensor
 from effuse.benchmarks.gpu_record import write_record
 from effuse.benchmarks.gpu_timing import Call, Stamp
 from effuse.kernels import peers_triton
-from effuse.kernels.peers import MOST_BYTES, buffer_bytes, map_peers
+from effuse.kernels.peers import buffer_bytes, map_peers
 from effuse.kernels.rowwise import rms_norm_residual
 from effuse.models.group import ProcessGroup, join_group
 
@@ -43,6 +43,7 @@ WIDTH, DTYPE, EPS = 3584, torch.bfloat16, 1e-6
 ROWS = (32, 132, 512, 1056, 4246)
 DEGREES = (2, 4)
 AIM_ROWS, AIM = 132, 0.6  # ours over NCCL's sum and the norm
+KINDS = ("one-shot", "two-shot", "two-shot ahead")
 CALLS, REPEATS = 16, 11  # of a graph; of graphs
 DEADLINE_S = 60.0
 _AHEAD = 400_000  # cycles that a device sleeps while its host queues a graph
@@ -119,33 +120,32 @@ class Rank:
         }
         if self.torch_group is not None:
             mapped = _symmetric(own, self.torch_group)
-            ops, name = torch.ops.symm_mem, self.torch_group
+            ops, everyone = torch.ops.symm_mem, self.torch_group
             found["torch one-shot"] = (
-                lambda: add_norm(ops.one_shot_all_reduce(mapped, "sum", name)),
+                lambda: add_norm(ops.one_shot_all_reduce(mapped, "sum", everyone)),
                 lambda: mapped.copy_(own),
             )
             found["torch two-shot"] = (
-                lambda: add_norm(ops.two_shot_all_reduce_(mapped, "sum", name)),
+                lambda: add_norm(ops.two_shot_all_reduce_(mapped, "sum", everyone)),
                 lambda: mapped.copy_(own),
             )
-        if own.nbytes <= MOST_BYTES:
-            for shares, warps, early in product((False, True), (8, 16), (False, True)):
-                name = f"{'two' if shares else 'one'}-shot {warps}{' early' * early}"
-                call = partial(
-                    peers_triton.launch,
-                    own,
-                    residual,
-                    weight,
-                    EPS,
-                    self.peers._buffers,
-                    self.peers._turns,
-                    rank=self.rank,
-                    size=self.size,
-                    shares=shares,
-                    num_warps=warps,
-                    starts_early=early,
-                )
-                found[f"ours {name}"] = call, _nothing
+        for kind, warps, early in product(KINDS, (8, 16), (False, True)):
+            call = partial(
+                peers_triton.launch,
+                own,
+                residual,
+                weight,
+                EPS,
+                self.peers._buffers,
+                self.peers._turns,
+                rank=self.rank,
+                size=self.size,
+                shares=kind != "one-shot",
+                ahead=kind == "two-shot ahead",
+                num_warps=warps,
+                starts_early=early,
+            )
+            found[f"ours {kind} {warps}{' early' * early}"] = call, _nothing
         return found
 
     def _timed(
@@ -259,20 +259,24 @@ def aims(results: Sequence[Result]) -> Iterator[str]:
             )
 
 
-def run_degree(degree: int, rows: Sequence[int], deadline: float) -> list[Result]:
-    """Runs the ranks of one group. Raises RuntimeError if one fails or they take too long."""
+def run_degree(degree: int, rows: Sequence[int], deadline: float) -> tuple[list[Result], str]:
+    """Runs the ranks of one group: (results, an error if one fails or they take too long). No rank
+    is left then."""
+    error = ""
     with tempfile.TemporaryDirectory() as home:
         ranks = [_started(rank, degree, Path(home) / "meeting", rows) for rank in range(degree)]
         try:
             while any(statuses := [rank.poll() for rank in ranks]) or None in statuses:
                 if any(statuses) or time.monotonic() > deadline:
-                    raise RuntimeError(f"{degree} ranks failed or took too long: {statuses}")
+                    error = f"{degree} ranks failed or took too long: {statuses}"
+                    break
                 time.sleep(0.1)
         finally:
             for rank in ranks:
                 rank.kill()
             output, *_ = [rank.communicate()[0] for rank in ranks]
-    return [Result(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    return [Result(**json.loads(line)) for line in lines], error
 
 
 def _started(rank: int, degree: int, meeting: Path, rows: Sequence[int]) -> subprocess.Popen[str]:
@@ -288,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
     parser.add_argument("--degree", type=int, action="append", help=f"else {DEGREES}")
     parser.add_argument("--rows", type=int, action="append", help=f"else {ROWS}")
-    parser.add_argument("--seconds", type=float, default=DEADLINE_S, help="give up after these")
+    parser.add_argument("--seconds", type=float, default=DEADLINE_S, help="of a degree at most")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_sums.json"))
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
@@ -300,13 +304,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     degrees = [one for one in asked.degree or DEGREES if one <= torch.cuda.device_count()]
     if not degrees:
         parser.error("at least two CUDA devices are needed")
-    deadline = time.monotonic() + asked.seconds
-    results = [result for degree in degrees for result in run_degree(degree, rows, deadline)]
+    found = [run_degree(one, rows, time.monotonic() + asked.seconds) for one in degrees]
+    results = [result for of_degree, _ in found for result in of_degree]
+    errors = [error for _, error in found if error]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     print(table(results))
     print(*aims(results), sep="\n")
     write_record(asked.json, [asdict(one) | {"ratio": one.ratio} for one in results], [])
-    return int(any("missed" in line for line in aims(results)))
+    print(*errors, sep="\n")
+    return int(any("missed" in line for line in aims(results)) or bool(errors))
 
 
 def _run_rank(rank: int, degree: int, meeting: Path, rows: Sequence[int]) -> None:

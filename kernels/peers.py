@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from effuse.kernels import cuda_ipc
+from effuse.kernels.values import WeightedParts
 
-MOST_BYTES: Final = 32 << 20
-"""Of the rows of one sum: a step of 32 blocks in flight. The rows of long prompts go over NCCL."""
+MOST_BYTES: Final = 8 << 20
+"""Of the rows of one kernel; sums of more rows are several."""
 
 _MOST_SENT: Final = 1 << 20
 """Bytes that a rank sends, up to which each rank adds up all rows: one trip and not two."""
@@ -30,47 +31,34 @@ class PeerSums:
     """The buffers of all ranks, for sums of rows of one width and dtype."""
 
     def __init__(
-        self,
-        rank: int,
-        width: int,
-        dtype: torch.dtype,
-        buffers: Tensor,
-        release: Callable[[], None],
+        self, rank: int, num_rows: int, buffers: Tensor, release: Callable[[], None]
     ) -> None:
-        """buffers: addresses [N] int64 of all ranks' buffers, each of `buffer_bytes(N)` in which
-        every bit is set. `release` is called by `close`."""
+        """num_rows: of one kernel. buffers: addresses [N] int64 of all ranks' buffers, each of
+        `buffer_bytes(N)` in which every bit is set. `release` is called by `close`."""
         self._rank = rank
-        self._width = width
-        self._dtype = dtype
         self._buffers = buffers
         self._release = release
-        num_rows = MOST_BYTES // (width * dtype.itemsize)
         self._turns = torch.zeros(num_rows, dtype=torch.int32, device=buffers.device)
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether ranks should sum x [T, H] here."""
-        is_ours = x.shape[1] == self._width and x.dtype == self._dtype
-        return is_ours and len(x) <= len(self._turns)
 
     def sum_norm(
         self,
-        x: Tensor,
+        x: Tensor | WeightedParts,
         residual: Tensor,
         weight: Tensor,
         eps: float,
         *,
         shares: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(normalised sum, sum) of all ranks' x [T, H] and the residual [T, H] that all of them
-        have; the same bits on all ranks. It is queued on the current stream. With `shares` one
-        rank adds up a row for all; None chooses the faster way."""
+        """(normalised sum, sum) of all ranks' x [T, H], which may be in parts, and the residual
+        [T, H] that all of them have; the same bits on all ranks. It is queued on the current
+        stream. With `shares` one rank adds up a row for all; None chooses the faster way."""
         from effuse.kernels import peers_triton
 
         size = len(self._buffers)
         if shares is None:
-            shares = size > 2 and (size - 1) * x.nbytes > _MOST_SENT
+            shares = size > 2 and (size - 1) * residual.nbytes > _MOST_SENT
         return peers_triton.launch(
-            x.contiguous(),
+            x if isinstance(x, WeightedParts) else x.contiguous(),
             residual.contiguous(),
             weight,
             eps,
@@ -120,7 +108,7 @@ def map_peers(
         raise OSError("a GPU cannot map the memory of another one")
     addresses = [mapped.get(at, own) for at in range(size)]
     buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return PeerSums(rank, width, dtype, buffers, release)
+    return PeerSums(rank, MOST_BYTES // (width * dtype.itemsize), buffers, release)
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:

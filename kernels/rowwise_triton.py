@@ -223,6 +223,23 @@ def _total_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < WIDTH
+    values = weighted_sum(parts, places, weights, row, column, COUNT, HAS_PLACES, WIDTH, TILE)
+    tl.store(total + row * WIDTH + column, values.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weighted_sum(
+    parts,
+    places,
+    weights,
+    row,
+    column,
+    COUNT: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The sum [TILE] fp32 of the COUNT parts of a row; those of weight 0 are not read."""
     values = tl.zeros([TILE], tl.float32)
     for part in tl.static_range(COUNT):
         at = row * COUNT + part
@@ -232,7 +249,7 @@ def _total_kernel(
         end = tl.where(share != 0.0, WIDTH, 0)
         more = tl.load(parts + at * WIDTH + column, mask=column < end, other=0.0)
         values += more.to(tl.float32) * share
-    tl.store(total + row * WIDTH + column, values.to(total.dtype.element_ty), mask=inside)
+    return values
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The ranks of a model, and their exchanges of hidden rows and logits.
 
-Over torch.distributed: Gloo on CPUs, NCCL between GPUs. GPUs sum few rows over each other's memory.
+Over torch.distributed: Gloo on CPUs, NCCL between GPUs. GPUs sum rows over each other's memory.
 Ranks of one host meet through a file in a private directory, so that no port is open while they do.
 A group is a value of its own and not the process's default group: a process may be in several.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from effuse.kernels.peers import PeerSums, map_peers
-from effuse.kernels.rowwise import rms_norm_residual
+from effuse.kernels.rowwise import rms_norm_residual, total_of
 from effuse.kernels.values import WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.tensors import ModelShard, replica_of, shard_of, vocabulary_sizes
@@ -42,13 +42,13 @@ class Group:
     def sum_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`rms_norm_residual` of the sum of all ranks' ``x``; the residual is the same on all. Only
-        a single rank may give weighted parts."""
-        summed = x if isinstance(x, WeightedParts) else self.sum(x)
-        return rms_norm_residual(summed, residual, weight, eps)
+        """`rms_norm_residual` of the sum of all ranks' ``x``; the residual is the same on all."""
+        own = total_of(x) if isinstance(x, WeightedParts) else x
+        return rms_norm_residual(self.sum(own), residual, weight, eps)
 
     def map_peers(self, width: int, dtype: torch.dtype) -> None:
-        """Lets `sum_norm` use the memory of other GPUs for rows of `width`, if they can map it."""
+        """Lets `sum_norm` use the memory of other GPUs, if they can map it; all its rows have this
+        width and dtype."""
 
     def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
         """All ranks' ``x`` [R, sizes[rank]] side by side: [R, sum of sizes]."""
@@ -77,7 +77,16 @@ class Group:
         """Ends its threads, if it has any, and the graphs that it holds."""
 
 
-ALONE: Final = Group()
+class _Alone(Group):
+    """A single rank; its norm adds up parts."""
+
+    def sum_norm(
+        self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return rms_norm_residual(x, residual, weight, eps)
+
+
+ALONE: Final = _Alone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +172,7 @@ class ProcessGroup(Group):
     def sum_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(x, Tensor), "parts are added up first"
-        if self._peers is not None and self._peers.takes(x):
+        if self._peers is not None:
             return self._peers.sum_norm(x, residual, weight, eps)
         return super().sum_norm(x, residual, weight, eps)
 
@@ -174,7 +182,7 @@ class ProcessGroup(Group):
         try:
             self._peers = map_peers(self.rank, self.size, width, dtype, self.device, self.collect)
         except OSError as error:
-            LOG.warning("rank %d: NCCL sums small steps too, because %s", self.rank, error)
+            LOG.warning("rank %d: NCCL sums all rows, because %s", self.rank, error)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``. Over Gloo ranks are added in order, because the order of its

@@ -299,9 +299,7 @@ class Transformer:
         rows = x if replicas is None else replicas.meet(x, counts)
         routes = self._route(rows, router, layer.router_bias)
         given = expert_mlp(rows, layer.gate_up, layer.down, routes)
-        if replicas is not None:
-            return replicas.part(total_of(given), len(x))
-        return given if self.shard.is_whole else total_of(given)
+        return given if replicas is None else replicas.part(total_of(given), len(x))
 
     def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
         """The experts of each row of x [rows, H], by the numbers of this rank."""

@@ -91,13 +91,3 @@ def test_if_one_rank_has_no_way_none_keeps_any(fault: str, monkeypatch: pytest.M
     driver.install(monkeypatch)
     assert run_ranks(SIZE, mapped) == ["a GPU cannot map the memory of another one"] * SIZE
     assert not driver.allocated and not driver.mapped
-
-
-def test_rows_of_another_width_or_dtype_or_too_many_are_left_to_others() -> None:
-    one = PeerSums(0, WIDTH, torch.float16, torch.zeros(SIZE, dtype=torch.int64), lambda: None)
-    most = MOST_BYTES // (2 * WIDTH)
-    assert one.takes(torch.zeros(1, WIDTH, dtype=torch.float16))
-    assert one.takes(torch.zeros(most, WIDTH, dtype=torch.float16))
-    assert not one.takes(torch.zeros(most + 1, WIDTH, dtype=torch.float16))
-    assert not one.takes(torch.zeros(1, WIDTH + 2, dtype=torch.float16))
-    assert not one.takes(torch.zeros(1, WIDTH))

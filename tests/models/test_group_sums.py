@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from effuse.kernels.values import WeightedParts
 from effuse.models import group as group_module
 from effuse.models.group import ProcessGroup
 
 
-class FewRows:
-    """PeerSums for up to two rows, whose results are ones."""
+class Ones:
+    """PeerSums whose results are ones."""
 
-    def takes(self, x: Tensor) -> bool:
-        return len(x) <= 2
-
-    def sum_norm(self, x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        return torch.ones_like(x), torch.ones_like(x)
+    def sum_norm(self, _: object, residual: Tensor, *__: object) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(residual), torch.ones_like(residual)
 
 
 class Doubling:
@@ -45,15 +43,16 @@ def of_two(monkeypatch: pytest.MonkeyPatch, found: object) -> ProcessGroup:
     return group
 
 
-def sums(group: ProcessGroup, rows: int) -> Tensor:
+def sums(group: ProcessGroup, rows: int, *, in_parts: bool = False) -> Tensor:
     x, residual = torch.full((rows, 4), 3.0), torch.full((rows, 4), 5.0)
-    return group.sum_norm(x, residual, torch.ones(4), 1e-6)[1]
+    parts = WeightedParts(torch.cat([x, x]), None, torch.full((rows, 2), 0.5))
+    return group.sum_norm(parts if in_parts else x, residual, torch.ones(4), 1e-6)[1]
 
 
-def test_peers_sum_the_rows_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = of_two(monkeypatch, FewRows())
+def test_peers_sum_rows_and_those_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = of_two(monkeypatch, Ones())
     assert torch.equal(sums(group, 2), torch.ones(2, 4))
-    assert torch.equal(sums(group, 3), torch.full((3, 4), 11.0))
+    assert torch.equal(sums(group, 2, in_parts=True), torch.ones(2, 4))
 
 
 def test_without_peers_the_collectives_sum_and_one_line_says_so(
@@ -61,8 +60,9 @@ def test_without_peers_the_collectives_sum_and_one_line_says_so(
 ) -> None:
     group = of_two(monkeypatch, OSError("a GPU cannot map the memory of another one"))
     assert torch.equal(sums(group, 2), torch.full((2, 4), 11.0))
+    assert torch.equal(sums(group, 2, in_parts=True), torch.full((2, 4), 11.0))
     assert caplog.messages == [
-        "rank 1: NCCL sums small steps too, because a GPU cannot map the memory of another one"
+        "rank 1: NCCL sums all rows, because a GPU cannot map the memory of another one"
     ]
 
 

@@ -170,16 +170,23 @@ def distinct_variants() -> Variants:
     yield "pages", device_code([pages_distinct_triton], partial(launch_pages, distinct=True))
 
 
-def launch_sum(size: int, *, shares: bool) -> None:
+def launch_sum(size: int, *, shares: bool, ahead: bool, num_parts: int = 0) -> None:
     x, turns = meta(132, 3584), meta(1170, dtype=INT32)
-    addresses = meta(size, dtype=INT64)
-    peers_triton.launch(x, x, meta(3584), 1e-6, addresses, turns, rank=1, size=size, shares=shares)
+    given: Tensor | WeightedParts = x
+    if num_parts:
+        shape = 132, num_parts
+        places, weights = meta(*shape, dtype=INT32), meta(*shape, dtype=FP32)
+        given = WeightedParts(meta(132 * num_parts, 3584), places, weights)
+    args = given, x, meta(3584), 1e-6, meta(size, dtype=INT64), turns
+    peers_triton.launch(*args, rank=1, size=size, shares=shares, ahead=ahead)
 
 
 def peer_variants() -> Variants:
-    for size, shares in ((2, False), (4, False), (4, True), (8, True)):
-        launch = partial(launch_sum, size, shares=shares)
-        yield f"{size}_ranks{'_share' * shares}", device_code([peers_triton], launch)
+    cases = ((2, False, 0), (4, False, 0), (4, True, 0), (8, True, 0), (2, False, 9), (4, True, 9))
+    for size, shares, num_parts in cases:
+        launch = partial(launch_sum, size, shares=shares, ahead=shares, num_parts=num_parts)
+        name = f"{size}_ranks{'_share' * shares}{'_parts' * bool(num_parts)}"
+        yield name, device_code([peers_triton], launch)
 
 
 def row_variants() -> Variants:

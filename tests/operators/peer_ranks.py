@@ -15,7 +15,7 @@ from torch import Tensor
 from effuse.kernels import peers_triton
 from effuse.kernels.peers import MOST_BYTES, PeerSums, buffer_bytes, bytes_at, map_peers
 from effuse.models.group import ProcessGroup, join_group
-from operators.peers import EPS, Inputs, assert_same_bits, check_sum
+from operators.peers import EPS, Inputs, assert_same_bits, check_sum, in_parts
 
 WIDTH, DTYPE = 3584, torch.bfloat16
 MOST = MOST_BYTES // (WIDTH * DTYPE.itemsize)
@@ -44,13 +44,14 @@ class Rank:
     def sums(self, peers: PeerSums, count: int) -> None:
         chosen = random.Random(self.size)
         for number in range(count):
-            rows = chosen.choice([1, 2, 32, 132, 133, 512, MOST, chosen.randrange(1, MOST)])
+            rows = chosen.choice(
+                [1, 2, 32, 132, 133, 512, MOST, 2 * MOST + 5, chosen.randrange(1, MOST)]
+            )
             given, shares = self.inputs(number, rows), chosen.random() < 0.5
             if chosen.randrange(self.size) == self.rank:
                 torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
-            found = peers.sum_norm(
-                given.x[self.rank], given.residual, given.weight, EPS, shares=shares
-            )
+            own = in_parts(given.x[self.rank]) if number % 3 == 1 else given.x[self.rank]
+            found = peers.sum_norm(own, given.residual, given.weight, EPS, shares=shares)
             if chosen.random() < 0.3:
                 self.group.sum(given.residual.clone())
             if number % 4 == 0 and number // 4 % self.size == self.rank:
@@ -61,23 +62,36 @@ class Rank:
         """Graphs of several sums, in a random order, each reading what the one before left. The
         same bits on all ranks, and however late a rank is: each replay has its own sum of bits."""
         draw = torch.Generator(self.device).manual_seed(3)
-        state = torch.randn(MOST, WIDTH, generator=draw, device=self.device).to(DTYPE)
+        state = torch.randn(2 * MOST, WIDTH, generator=draw, device=self.device).to(DTYPE)
         own = torch.randn(WIDTH, generator=draw.manual_seed(100 + self.rank), device=self.device)
+        own, weight = own.to(DTYPE), torch.ones_like(own, dtype=DTYPE)
         graphs = [
-            self.captured(state, own.to(DTYPE), rows)
-            for rows in ([132] * 5, [32], [MOST, 1, 512], [1] * 3, [512, 132, 64, 300], [64, 65])
+            self.captured(state, own, weight, rows)
+            for rows in (
+                [132] * 5,
+                [32],
+                [MOST, 1, 512, MOST + 9],
+                [1] * 3,
+                [512, 132, 64, 300],
+                [64, 65],
+            )
         ]
         begin = state.clone()
         timely = self.replayed(graphs, state, NUM_REPLAYS, late=False)
+        assert state.isfinite().all()
+        assert len(set(timely.tolist())) > NUM_REPLAYS // 2, "the state stays as it is"
         state.copy_(begin)
         late = self.replayed(graphs, state, NUM_REPLAYS, late=True)
         assert torch.equal(timely, late), int((timely != late).nonzero()[0])
+        of_all = self.group.collect(late.to(self.device))
+        assert (of_all == of_all[0]).all()
         assert_same_bits(self.group.collect(state))
-        assert len(set(timely.tolist())) > NUM_REPLAYS // 2  # the state goes on to change
 
-    def captured(self, state: Tensor, own: Tensor, counts: list[int]) -> torch.cuda.CUDAGraph:
-        """Sums of the first rows of state, which each replaces; NCCL's between them at times."""
-        weight = torch.ones(WIDTH, dtype=DTYPE, device=self.device)
+    def captured(
+        self, state: Tensor, own: Tensor, weight: Tensor, counts: list[int]
+    ) -> torch.cuda.CUDAGraph:
+        """Sums of the first rows of state, which each replaces; NCCL's between them at times. The
+        caller keeps the tensors while it replays the graph."""
 
         def run() -> None:
             for number, rows in enumerate(counts):

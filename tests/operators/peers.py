@@ -15,6 +15,7 @@ from slowness import patient
 from torch import Tensor
 
 from effuse.kernels import peers_triton
+from effuse.kernels.values import WeightedParts
 from operators.references import rms_norm_ref
 from operators.tolerance import assert_close
 
@@ -31,13 +32,14 @@ class Case:
     dtype: torch.dtype
     sums: tuple[tuple[int, bool], ...]
     late: tuple[int, ...] = ()  # the rank that sleeps before each sum, in turns
+    most: int = 8  # rows of a kernel
 
 
 MIXED = ((3, False), (2, True), (4, True), (1, False), (4, False), (4, True), (2, False))
 CASES = {
     "two_ranks": Case(2, 64, torch.float32, tuple((rows, False) for rows in (3, 1, 8, 2, 2, 5))),
     "two_ranks_late": Case(2, 100, torch.float16, MIXED, late=(0, 1, 1, 0)),
-    "three_ranks_late": Case(3, 100, torch.float32, MIXED, late=(2,)),
+    "three_ranks_late": Case(3, 100, torch.float32, MIXED, late=(2,), most=3),
     "four_ranks_late": Case(4, 192, torch.float16, MIXED[:5], late=(0, 2, 1, 3, 1)),
 }
 
@@ -63,6 +65,15 @@ def inputs_of(case: Case, number: int, rows: int) -> Inputs:
     return Inputs(x, residual, torch.randn(case.width, generator=draw).to(case.dtype))
 
 
+def in_parts(x: Tensor) -> WeightedParts:
+    """Two halves of each row of x [T, H], and a part of weight 0 that is a NaN."""
+    count, device = len(x), x.device
+    parts = torch.cat([x, torch.full_like(x, torch.nan)])
+    weights = torch.tensor([0.5, 0.0, 0.5], device=device).expand(count, 3).contiguous()
+    places = torch.arange(count, device=device)[:, None] + count * (weights == 0)
+    return WeightedParts(parts, places.int().contiguous(), weights)
+
+
 def check_sum(given: Inputs, normed: Tensor, total: Tensor) -> None:
     """Against fp64. A sum has its NaN in the same places, and normalised rows of these are NaN."""
     exact = given.x.double().sum(0) + given.residual.double()
@@ -85,12 +96,12 @@ def check(case: Case, *, waits: bool = True) -> None:
 
     Without `waits` every place has a value at first, so that no rank waits for its peers.
     """
-    most = max(rows for rows, _ in case.sums)
+    most = case.most
     bits = peers_triton.BITS[case.dtype.itemsize]
     shape = case.size, 2, case.size, most, case.width
     buffers = shared(torch.full(shape, -1 if waits else 0, dtype=bits))
     turns = shared(torch.zeros(case.size, most, dtype=torch.int32))
-    shape = case.size, len(case.sums), 2, most, case.width
+    shape = case.size, len(case.sums), 2, max(rows for rows, _ in case.sums), case.width
     results = shared(torch.zeros(shape, dtype=case.dtype))
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
 
@@ -100,7 +111,7 @@ def check(case: Case, *, waits: bool = True) -> None:
             if case.late and case.late[number % len(case.late)] == rank:
                 time.sleep(0.05)
             found = peers_triton.launch(
-                given.x[rank].contiguous(),
+                in_parts(given.x[rank]) if number % 3 == 1 else given.x[rank].contiguous(),
                 given.residual,
                 given.weight,
                 EPS,
@@ -109,6 +120,7 @@ def check(case: Case, *, waits: bool = True) -> None:
                 rank=rank,
                 size=case.size,
                 shares=shares,
+                ahead=shares and number % 2 == 1,
             )
             for at, result in enumerate(found):
                 results[rank, number, at, :rows] = result
