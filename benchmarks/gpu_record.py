@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from effuse.benchmarks.gpu_timing import Run
 
 # By parts of kernels' names, first match first.
 _CLASSES = (
@@ -34,6 +37,20 @@ class Row(Protocol):
 
     key: str
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """One batch and context whose requests end, each of which is immediately replaced."""
+
+    model: str
+    batch: int
+    context: int
+    answer: int  # tokens of each request
+    joined: int
+    run: Run
+    joined_profiled: int
+    waits: dict[str, float]  # waiting calls of the host per step, in as many steps again
 
 
 def profiled(run: Callable[[], object], repeats: int) -> Any:
@@ -60,6 +77,18 @@ def waits_line(found: Mapping[str, float]) -> str:
     """The same in words."""
     each = [f"{name} {count:.2f}" for name, count in sorted(found.items())]
     return f"waits a step: {', '.join(each) or 'none'}"
+
+
+def arrivals_line(found: Arrivals) -> str:
+    """In words."""
+    run = found.run
+    return (
+        f"{found.model}, batch {found.batch}, context {found.context}, answers of {found.answer}: "
+        f"{found.joined} joined in {run.num_steps} steps of {run.rows:.0f} rows, "
+        f"{run.step_ms:.2f} ms a step, idle {100 * run.idle_share:.1f} %, "
+        f"{run.tokens_per_s:.0f} tokens/s, {run.captures} graphs captured; "
+        f"{waits_line(found.waits)}, while {found.joined_profiled} joined"
+    )
 
 
 def longest_kernels(table: Any, repeats: int, most: int = 14) -> list[str]:

@@ -24,10 +24,26 @@ from effuse.benchmarks.gpu_engines import Paged, decode_engine
 from effuse.benchmarks.gpu_floor import Floor, Turns, in_turns
 from effuse.benchmarks.gpu_load import ClosedLoad
 from effuse.benchmarks.gpu_models import MODELS, random_model
-from effuse.benchmarks.gpu_record import longest_kernels, profiled, waits, waits_line, write_record
+from effuse.benchmarks.gpu_record import (
+    Arrivals,
+    arrivals_line,
+    longest_kernels,
+    profiled,
+    waits,
+    waits_line,
+    write_record,
+)
 from effuse.benchmarks.gpu_script import Dealer, deal
 from effuse.benchmarks.gpu_serve import HandedOver, replacing
-from effuse.benchmarks.gpu_timing import MarkedStepper, Run, fill, next_step, run_marked
+from effuse.benchmarks.gpu_timing import (
+    MarkedStepper,
+    Run,
+    fill,
+    next_step,
+    run_alone,
+    run_marked,
+    used_in,
+)
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepPlan
@@ -36,7 +52,7 @@ from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
-from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout
+from effuse.kernels.step_slots import RecordColumn, SlotLayout
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.config import ModelConfig
@@ -67,20 +83,6 @@ class Result:
     turns: Turns
     ratio: float  # of the turns: steps over bare products
     strayed: int  # steps with other rows or candidates than their products
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    """One batch and context whose requests end, each of which is immediately replaced."""
-
-    model: str
-    batch: int
-    context: int
-    answer: int  # tokens of each request
-    joined: int
-    run: Run
-    joined_profiled: int
-    waits: dict[str, float]  # waiting calls of the host per step, in as many steps again
 
 
 class Bench:
@@ -304,23 +306,6 @@ def _scripted(sequence: Tokens, settings: DecodeSettings, plan: StepPlan, pace: 
     denoise.apply_step(sequence, settings, plan, deal(plan, left, pace))
 
 
-def run_alone(stepper: MarkedStepper, steps: int) -> tuple[Run, Sequence[Integers]]:
-    """Times so many steps by themselves; also their records."""
-    kept: list[Integers] = []
-    alone = run_marked(stepper, lambda: kept.append(next_step(stepper)), steps)
-    assert not alone.captures, "no graph is captured in timed steps"
-    return alone, kept
-
-
-def used_in(records: Sequence[Integers], layout: SlotLayout) -> Integers:
-    """Rows and candidates [steps, 2] of the steps launched in these turns: a record has its slot's
-    state after the previous step.
-    """
-    seen = np.stack(records)
-    rows = seen[:, :, Column.NUM_BLOCKS].sum(1) * layout.block_size
-    return np.stack([rows, seen[:, :, Column.NUM_MASKS].sum(1)], axis=1)
-
-
 def table(results: Sequence[Result]) -> str:
     """One line for each batch and context; step, bare and ratio are those in turns."""
     lines = [
@@ -337,18 +322,6 @@ def table(results: Sequence[Result]) -> str:
             f"{r.alone.launch_ms:10.3f} {r.strayed:8}"
         )
     return "\n".join(lines)
-
-
-def arrivals_line(found: Arrivals) -> str:
-    """In words."""
-    run = found.run
-    return (
-        f"{found.model}, batch {found.batch}, context {found.context}, answers of {found.answer}: "
-        f"{found.joined} joined in {run.num_steps} steps of {run.rows:.0f} rows, "
-        f"{run.step_ms:.2f} ms a step, idle {100 * run.idle_share:.1f} %, "
-        f"{run.tokens_per_s:.0f} tokens/s, {run.captures} graphs captured; "
-        f"{waits_line(found.waits)}, while {found.joined_profiled} joined"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_stepper import DeviceStepper
-from effuse.kernels.step_slots import RecordColumn
+from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout
 
 Call = Callable[[], object]
 
@@ -148,6 +148,23 @@ def run_marked(stepper: MarkedStepper, go: Call, times: int) -> Run:
         tokens_per_s=(stepper.written - before[0]) / total_s,
         captures=stepper.captures - before[2],
     )
+
+
+def run_alone(stepper: MarkedStepper, steps: int) -> tuple[Run, Sequence[Integers]]:
+    """Times so many steps by themselves; also their records."""
+    kept: list[Integers] = []
+    alone = run_marked(stepper, lambda: kept.append(next_step(stepper)), steps)
+    assert not alone.captures, "no graph is captured in timed steps"
+    return alone, kept
+
+
+def used_in(records: Sequence[Integers], layout: SlotLayout) -> Integers:
+    """Rows and candidates [steps, 2] of the steps launched in these turns: a record has its slot's
+    state after the previous step.
+    """
+    seen = np.stack(records)
+    rows = seen[:, :, Column.NUM_BLOCKS].sum(1) * layout.block_size
+    return np.stack([rows, seen[:, :, Column.NUM_MASKS].sum(1)], axis=1)
 
 
 def median_us(calls: Sequence[Call], repeats: int = 7) -> float:

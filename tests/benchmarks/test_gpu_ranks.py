@@ -9,7 +9,8 @@ import torch
 from thread_group import run_ranks
 
 from effuse.benchmarks import gpu_ranks
-from effuse.benchmarks.gpu_ranks import Result, Silent, measure, table, waves
+from effuse.benchmarks.gpu_ranks import Result, measure, table, waves
+from effuse.benchmarks.gpu_ranks_floor import Silent
 from effuse.models.group import RankPlace
 
 CPU = torch.device("cpu")
