@@ -45,7 +45,7 @@ from effuse.worker.watchdog import Pulse
 CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN = 900, 901, 902, 903, 904, 905
 COMPILE, LONG_FORWARD, KILLED, SLOW = 906, 907, 908, 909
 SLOW_S = 0.04  # a step in which such an answer takes part
-LONG_S = patient(3.0)
+LONG_S = patient(6.0)
 PAGES = 8
 
 

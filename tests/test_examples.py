@@ -26,7 +26,7 @@ def _run(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet(FleetConfig(worker_flags=("--device", "cpu"))) as running:
+    with Fleet(FleetConfig(prefill=0, worker_flags=("--device", "cpu"))) as running:
         yield running
 
 

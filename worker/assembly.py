@@ -90,7 +90,7 @@ def assemble(
             on_failure.callback(ranks.close)
             ranks.wait_for("present", config.startup_timeout_s)
             place = join(config, 0, device, ranks.home)
-            ranks.group = place.group
+            ranks.group = place.meeting
         model = load_shard(config, device, place, pulse)
         if ranks is not None:
             ranks.wait_for("loaded", config.startup_timeout_s)

@@ -47,7 +47,9 @@ def test_it_asks_a_fleet_that_runs_with_what_that_is_to_be_shown(tmp_path: Path)
     keys.write_text(line_of("effuse-mine", Tenant("mine")))
     shown.write_text("effuse-mine")
     config = FleetConfig(
-        router_flags=("--keys", str(keys)), worker_flags=("--device", "cpu", "--num-pages", "64")
+        prefill=0,
+        router_flags=("--keys", str(keys)),
+        worker_flags=("--device", "cpu", "--num-pages", "64"),
     )
     with Fleet(config) as fleet:
         command = [sys.executable, "-P", "-m", "effuse.cli", "demo", "--seed", "1"]

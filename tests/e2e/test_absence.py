@@ -72,7 +72,7 @@ class Names:
 
 def test_a_router_that_joins_receives_calls_of_clients_that_are_connected() -> None:
     names, age = Names(), ("--connection-age-s", f"{AGE_S:g}")
-    with names.serving(), tiny_fleet("sdar", connector="zmq", router_flags=age) as fleet:
+    with names.serving(), tiny_fleet("sdar", connector="zmq", prefill=0, router_flags=age) as fleet:
         names.addresses = ["127.0.0.1"]
         port = fleet.address.rpartition(":")[2]
         target = f"dns://127.0.0.1:{names.port}/{NAME}:{port}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis_server
 from e2e.poison import MOST_LOST, NUM_OTHERS, POISONS, TIMES, carry_out
+from slowness import patient
 
 from effuse.protos.errors import Poisonous
 
@@ -15,7 +16,7 @@ from effuse.protos.errors import Poisonous
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 def test_it_ends_few_engines_and_no_request_but_itself(tmp_path: Path, poison: int) -> None:
     async def body(redis_url: str) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(patient(120.0)):
             found = await carry_out(redis_url, tmp_path, 2 * NUM_OTHERS, poison)
         assert len(found.told) >= TIMES
         assert {type(error) for error in found.told} == {Poisonous}, found.told

@@ -22,6 +22,7 @@ from effuse.client.client import Client
 from effuse.v1.model_pb2 import WorkerQuarantine
 
 STILL_S = 12.0  # longer than a writer elsewhere is waited for
+SHORT_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,9 @@ def fleet() -> Iterator[Fleet]:
         yield running
 
 
-@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+@pytest.mark.parametrize(("end", "still_s"), [(signal.SIGCONT, STILL_S), (signal.SIGKILL, SHORT_S)])
 def test_pages_wait_for_a_frozen_writer_until_it_goes_on_or_is_killed(
-    fleet: Fleet, end: signal.Signals
+    fleet: Fleet, end: signal.Signals, still_s: float
 ) -> None:
     with connect(fleet.address) as client:
         jobs = draw_jobs(3, 20, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
@@ -47,11 +48,11 @@ def test_pages_wait_for_a_frozen_writer_until_it_goes_on_or_is_killed(
         wait_until(lambda: _free(fleet) < _total(fleet), "no page was reserved")
         call.cancel()
         wait_until(lambda: bool(_quarantines(fleet)), "no page is in quarantine")
-        time.sleep(STILL_S)
+        time.sleep(still_s)
         (held,) = _quarantines(fleet)
         assert held.writer == fleet.address_of("prefill-0")
         assert held.pages == _total(fleet) - _free(fleet) > 0
-        assert held.age.ToTimedelta().total_seconds() > STILL_S / 2
+        assert held.age.ToTimedelta().total_seconds() > still_s / 2
         for pid in frozen:
             os.kill(pid, end)
         wait_until(lambda: _free(fleet) == _total(fleet), "pages are still in quarantine")

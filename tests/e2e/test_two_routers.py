@@ -115,7 +115,7 @@ def test_together_they_fill_a_worker_and_do_not_overfill_it(
     fleet: Fleet, second: SecondRouter
 ) -> None:
     def ask(client: Client) -> None:
-        for _ in range(12):
+        for _ in range(6):
             client.generate(JOB.message())
 
     samples = []

@@ -336,9 +336,7 @@ Tally = dict[Fate, Counter[str]]
 
 
 def unguarded(over: Over) -> Fate | None:
-    """The fate that spoils pages without the guard. Over ZMQ the receiver places the pages
-    itself.
-    """
+    """The fate that spoils pages without the guard. Over ZMQ the receiver places pages itself."""
     if over in (Over.ZMQ, Over.ZMQ_OF_GPUS):
         return None
     return Fate.KILLED if over is Over.TCP else Fate.GOES_ON
@@ -354,11 +352,9 @@ def carried_by(over: Over) -> Iterator[None]:
 
 def tell(over: Over, tally: Tally, seconds: float) -> int:
     """Prints the results; returns how many pages were spoilt."""
-    total = sum(tally.values(), Counter())
-    print(
-        f"{total['given_up']} transfers over {over.name.lower()} were given up before they ended, "
-        f"{total['spoilt']} spoilt pages of others, in {seconds:.0f} s:"
-    )
+    total, name = sum(tally.values(), Counter()), over.name.lower()
+    print(f"{total['given_up']} transfers over {name} were given up before they ended,")
+    print(f"{total['spoilt']} spoilt pages of others, in {seconds:.0f} s:")
     for fate, found in tally.items():
         print(
             f"  {fate.value}: {found['given_up']}, {found['begun']} of which had pages there; "
@@ -371,19 +367,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.late_writes", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1000, help="late writes, of all kinds")
-    names = [over.name.lower() for over in Over]
+    names = {over.name.lower(): over for over in Over}
     parser.add_argument("--over", choices=names, action="append", help="else all there are")
     asked = parser.parse_args()
     usual = [over for over in Over if torch.cuda.is_available() or over.value[2] == "cpu"]
-    chosen = [over for over in Over if over.name.lower() in (asked.over or [])] or usual
+    chosen = [names[name] for name in asked.over or ()] or usual
     is_wrong = False
     for over in chosen:
         with carried_by(over):
             began, forcing = time.monotonic(), Forcing(over, asked.seed)
             tally = forcing.run(-(-asked.count // len(chosen)))
             is_wrong |= tell(over, tally, time.monotonic() - began) > 0
-            fate = unguarded(over)
-            if fate is not None:
+            if (fate := unguarded(over)) is not None:
                 spoilt, given_up = forcing.num_spoilt_unguarded(fate)
                 print(f"  without the guard, {fate.value}: {spoilt} of {given_up} spoilt pages")
                 is_wrong |= spoilt == 0

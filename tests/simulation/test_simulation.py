@@ -18,7 +18,7 @@ from simulation.faults import FAULTS
 from simulation.mutants import MUTANTS, Patch
 from simulation.run import Broken, Outcome, Run, run, run_all
 
-SEEDS = int(os.environ.get("SIMULATED_SEEDS", "2000"))  # `make chaos` has 20000
+SEEDS = int(os.environ.get("SIMULATED_SEEDS", "1000"))  # `make chaos` has 20000
 CHUNKS = 5
 MOST_SEEDS = 1000  # in which each planted bug is seen
 CANCELS = 500  # `make chaos` has 10000

@@ -150,7 +150,7 @@ def test_a_hung_engine_is_noticed_and_replaced(tmp_path: Path, first_token: int)
 @pytest.mark.parametrize("first_token", [fake_engine.COMPILE, fake_engine.LONG_FORWARD])
 def test_an_engine_that_is_busy_for_long_is_not_hung(tmp_path: Path, first_token: int) -> None:
     async def go() -> None:
-        config = dataclasses.replace(CONFIG, hang_timeout_s=patient(1.0))
+        config = dataclasses.replace(CONFIG, hang_timeout_s=patient(2.5))
         assert 2 * config.hang_timeout_s < fake_engine.LONG_S
         async with running(make_role(), config, tmp_path) as one:
             old = one.incarnation
