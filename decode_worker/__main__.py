@@ -1,13 +1,15 @@
 """`effuse-decode`: the front of a decode worker, from its flags to its exit status."""
 
 import sys
+from typing import NoReturn
 
 from effuse.config import flags
 from effuse.config.extras import explaining
+from effuse.telemetry import output
 from effuse.worker.config import DecodeConfig
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Runs a decode worker until it receives the order to end."""
     with explaining("effuse-decode", "worker", "torch"):
         from effuse.decode_worker.server import make_role
@@ -19,8 +21,8 @@ def main() -> int:
         prog="effuse-decode",
         about="KV pages in, committed tokens out.",
     )
-    return front.run(config, make_role())
+    output.leave(front.run(config, make_role()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

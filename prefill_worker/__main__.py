@@ -1,19 +1,20 @@
 """`effuse-prefill`: the front of a prefill worker, from its flags to its exit status."""
 
-import sys
+from typing import NoReturn
 
 from effuse.config.extras import explaining
+from effuse.telemetry import output
 from effuse.worker.config import PrefillConfig
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Runs a prefill worker until it receives the order to end."""
     with explaining("effuse-prefill", "worker", "torch"):
         from effuse.prefill_worker.server import make_role
         from effuse.worker import front
 
-    return front.main(PrefillConfig, make_role, "effuse-prefill", "Prompt in, KV pages out.")
+    output.leave(front.main(PrefillConfig, make_role, "effuse-prefill", "Prompt in, KV pages out."))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from effuse.config.extras import explaining
 from effuse.protos import library
+from effuse.telemetry import output
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point."""
     library.settle()
     with explaining("effuse-router", "server"):
         from effuse.router import process
 
-    process.main(sys.argv[1:])
+    output.leave(process.main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

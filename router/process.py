@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -66,8 +65,9 @@ METRICS_S: Final = 1.0
 KNOW_S: Final = 10.0
 
 
-def main(argv: Sequence[str]) -> None:
-    """Runs a router until a signal comes; SystemExit after one line of the log if it cannot."""
+def main(argv: Sequence[str]) -> int:
+    """Runs a router until a signal comes; its exit status, 1 after a line of the log if it cannot
+    run."""
     config = parse(argv)
     logs.set_up("router", config.log_level, config.log_format)
     errors: list[str] = []
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
         errors = _texts(failed)
     if errors:
         LOG.error("%s", "; ".join(errors))
-        sys.exit(1)
+    return int(bool(errors))
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:

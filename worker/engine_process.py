@@ -182,9 +182,7 @@ def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
     finally:
         socket.close()
         context.term()
-    output.finish()
-    # Everything is closed; ending the interpreter with torch in it takes another second.
-    os._exit(status)
+    output.leave(status)
 
 
 def _run(

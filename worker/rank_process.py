@@ -281,8 +281,7 @@ def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -
         rank.run()
         status = 0
     leader.close()
-    output.finish()
-    os._exit(status)
+    output.leave(status)
 
 
 def _start(

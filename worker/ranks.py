@@ -63,8 +63,7 @@ _SETTLED_S: Final = 0.3  # after a failure, for the rank that caused it to be se
 def end_process(message: str, ending: str) -> NoReturn:
     """Ends this process at once; its ranks end with it. For an engine that has a front."""
     LOG.critical("this engine ends, because its group is broken: %s", message)
-    output.finish()
-    os._exit(BROKEN_STATUS[ending])
+    output.leave(BROKEN_STATUS[ending])
 
 
 def note_only(message: str, _ending: str) -> None:

@@ -88,7 +88,7 @@ def transport(kind: str, memory: PageMemory, incarnation: str) -> Transport:
         return ZmqTransport(memory)
     from effuse.kvtransfer.nixl_transport import NixlTransport
 
-    return NixlTransport(memory, incarnation, role="decode")
+    return NixlTransport(memory, incarnation, role="decode", rank=memory.layout.rank)
 
 
 def obey(
