@@ -225,8 +225,7 @@ class Transformer:
     ) -> tuple[Tensor, Tensor]:
         """(normed input of the last layer; residual), both [T, H]."""
         layers = self.weights.layers
-        found = lookup(token_ids, self.weights.embedding, self.shard.vocabulary.start)
-        normed, residual = self._first_norm(found, layers[0].attn_norm)
+        normed, residual = self._embed(token_ids, layers[0].attn_norm)
         for number, (layer, following) in enumerate(pairwise(layers)):
             mixed = self._attend(layer, normed, kv[number], rows)
             stored(number)
@@ -234,10 +233,14 @@ class Transformer:
             normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
 
-    def _first_norm(self, found: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(normed, all) embeddings [T, H] of those that this rank has found."""
+    def _embed(self, token_ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed embeddings, embeddings) [T, H] of token_ids [T]. A CPU that holds all of them
+        raises IndexError for an id that is none."""
+        rows = self.weights.embedding
         if self.shard.is_whole:
+            found = torch.nn.functional.embedding(token_ids, rows)
             return rms_norm(found, weight, self.config.rms_norm_eps), found
+        found = lookup(token_ids, rows, self.shard.vocabulary.start)
         return self._add_norm(found, torch.zeros_like(found), weight)
 
     def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
