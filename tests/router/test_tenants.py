@@ -22,7 +22,7 @@ from effuse.client.credentials import Credentials
 from effuse.compat import kserve_pb2, kserve_pb2_grpc, vllm_engine_pb2_grpc
 from effuse.compat import vllm_engine_pb2 as engine
 from effuse.protos.channels import MetadataChannel
-from effuse.protos.errors import EndedById, NotFound, Overloaded, Unauthenticated
+from effuse.protos.errors import EndedById, NotFound, Overloaded, PeerLost, Unauthenticated
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.router.tenants import Tenant, line_of, make_token
 from effuse.v1 import generation_pb2 as pb
@@ -98,7 +98,9 @@ def test_other_peoples_services_ask_for_keys_too(service: str, tmp_path: Path) -
 
     async def body(fleet: FakeFleet) -> None:
         shown = Credentials(token=TOKENS["quiet"]).metadata()
-        assert isinstance(await failure(_ask_as(fleet, service, ())), Unauthenticated)
+        # If a stream ends while its client still writes, gRPC reports INTERNAL at times.
+        refused = [await failure(_ask_as(fleet, service, ())) for _ in range(3)]
+        assert {Unauthenticated} <= {type(one) for one in refused} <= {Unauthenticated, PeerLost}
         assert not fleet.decode[0].served
         assert await _ask_as(fleet, service, shown) == "the answer is three"
         await until(lambda: ended(fleet, "quiet", "OK") == 1)
