@@ -109,7 +109,7 @@ class Replicas:
         self.size = size
         self.group = group
 
-    def meet(self, own: Tensor, counts: tuple[int, ...] | None) -> Tensor:
+    def gather_rows(self, own: Tensor, counts: tuple[int, ...] | None) -> Tensor:
         """The rows of all replicas: [N * M, H]; own: [R, H].
 
         Each has M places, the most of `counts`, and zeros after its rows. Without counts all
@@ -119,8 +119,8 @@ class Replicas:
         padded = torch.nn.functional.pad(own, (0, 0, 0, most - len(own)))
         return self.group.collect(padded).flatten(0, 1)
 
-    def part(self, results: Tensor, num_own: int) -> Tensor:
-        """The sum over replicas of this one's `num_own` rows; results: as given by `meet`."""
+    def reduce_rows(self, results: Tensor, num_own: int) -> Tensor:
+        """The sum over replicas of this one's `num_own` rows; results: of `gather_rows`."""
         most = len(results) // self.size
         return self.group.sum(results)[self.rank * most :][:num_own]
 

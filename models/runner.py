@@ -101,7 +101,7 @@ class ModelRunner:
             counts = count_rows(parts, replicas.size)
             parts = [part for part in parts if part.replica == replicas.rank]
             if not parts:
-                self.model.help(counts)
+                self.model.experts_only(counts)
         if not parts:
             return []
         config = self.model.config

@@ -147,7 +147,7 @@ class Transformer:
         if last_rows is not None and len(last_rows) == 0:
             self._store_only(layer, normed, kv[-1], rows)
             (stored or _ignore)(number)
-            self._help(layer, wanted or ())
+            self._experts_only(layer, wanted or ())
             return normed[:0]
         mixed = self._attend(layer, normed, kv[-1], rows)
         (stored or _ignore)(number)
@@ -155,12 +155,12 @@ class Transformer:
             mixed, residual = mixed[last_rows], residual[last_rows]
         return self.finish(mixed, residual, wanted)
 
-    def help(self, counts: RowCounts) -> None:
+    def experts_only(self, counts: RowCounts) -> None:
         """A replica's share of a forward in which it has no rows."""
         *layers, last = self.weights.layers
         for layer in layers:
-            self._help(layer, counts.rows)
-        self._help(last, counts.wanted)
+            self._experts_only(layer, counts.rows)
+        self._experts_only(last, counts.wanted)
 
     def forward_unfinished(
         self,
@@ -299,10 +299,10 @@ class Transformer:
     ) -> Tensor | WeightedParts:
         """This rank's share of the experts' results for x [rows, H]; of replicas all of them."""
         replicas = self.replicas
-        rows = x if replicas is None else replicas.meet(x, counts)
+        rows = x if replicas is None else replicas.gather_rows(x, counts)
         routes = self._route(rows, router, layer.router_bias)
         given = expert_mlp(rows, layer.gate_up, layer.down, routes)
-        return given if replicas is None else replicas.part(total_of(given), len(x))
+        return given if replicas is None else replicas.reduce_rows(total_of(given), len(x))
 
     def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
         """The experts of each row of x [rows, H], by the numbers of this rank."""
@@ -314,7 +314,7 @@ class Transformer:
         held = self.shard.experts
         return own_routes(routes, held, routing.num_experts, place.rank, place.size)
 
-    def _help(self, layer: LayerWeights, counts: tuple[int, ...]) -> None:
+    def _experts_only(self, layer: LayerWeights, counts: tuple[int, ...]) -> None:
         """A replica without rows computes its experts for those of the others, if there are any."""
         if layer.router is not None and any(counts):
             none = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)

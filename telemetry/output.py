@@ -245,8 +245,8 @@ def finish() -> None:
 def leave(status: int) -> NoReturn:
     """Ends this process with `status` once its output had time to be read.
 
-    The interpreter is not ended: with torch in it that takes a second, and threads of gRPC have
-    crashed a router that had done all of its work (SIGSEGV, once in thousands of ends).
+    The interpreter is not ended: with torch in it that takes a second, and threads of gRPC can
+    crash it (SIGSEGV).
     """
     finish()
     os._exit(status)

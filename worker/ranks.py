@@ -203,8 +203,8 @@ class Ranks:
         return [self._computed[rank].results for rank in self._others]
 
     def events(self, rank: int) -> Sequence[ConnectorEvent]:
-        """Events of a rank's connector since the last call. It clears the signal of all ranks, so
-        whoever takes one rank's events takes those of all."""
+        """Events of a rank's connector since the last call. It clears the signal of all ranks, so a
+        caller takes the events of each of them."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.event_signal)
         events = self._events[rank]

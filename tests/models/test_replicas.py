@@ -12,7 +12,7 @@ from paged_model import PagedModel
 from thread_group import run_ranks
 
 from effuse.models.config import ModelConfig
-from effuse.models.group import RankPlace
+from effuse.models.group import Group, RankPlace
 from effuse.models.part import Part, PartResult
 from effuse.models.tensors import replica_of
 
@@ -93,6 +93,21 @@ def test_a_replica_reads_only_its_experts_and_all_else(tmp_path: Path) -> None:
         num_shared = alone.config.experts.routing.num_shared  # type: ignore[union-attr]
         whole = len(alone.weights.layers[-1].down)
         assert len(model.weights.layers[-1].down) == (whole - num_shared) // 2 + num_shared
+
+
+def test_the_group_of_all_replicas_holds_their_graphs(tmp_path: Path) -> None:
+    """Their exchanges are in them, and it ends them."""
+    held: list[object] = []
+
+    class Holding(Group):
+        def hold(self, graph: object) -> None:
+            held.append(graph)
+
+    path = write_expert_checkpoint(tmp_path, "llada2_moe", 5)
+    place = RankPlace(0, 2, meeting=Holding(), data_parallel=True)
+    model = PagedModel(path, page_size=4, block_size=4, place=place).model
+    model.hold("a graph")  # type: ignore[arg-type]
+    assert held == ["a graph"]
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe"])
