@@ -186,7 +186,7 @@ class Ranks:
         return tuple(one.shard for one in self._others.values() if one.shard is not None)
 
     def computed(self, number: int) -> list[list[PartResult]]:
-        """What the ranks have computed in this forward, by rank from 1 on, for replicas.
+        """Results of the ranks in this forward, by rank from 1 on, for replicas.
 
         Raises GroupBroken.
         """
