@@ -16,7 +16,6 @@ import msgspec
 import pytest
 from fronts import running
 
-from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Link, WorkerRecord
 from effuse.prefill_worker import rehearsals
 from effuse.prefill_worker.rehearsals import Rehearsals
@@ -25,9 +24,7 @@ from effuse.protos import rpc
 from effuse.protos.errors import Overloaded
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
-from effuse.worker.attempts import OpenAttempt
 from effuse.worker.config import PrefillConfig, WorkerConfig
-from effuse.worker.messages import PushRehearsal, ToEngine
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
 LOGGER = "effuse.prefill_worker.rehearsals"
@@ -166,23 +163,14 @@ def test_every_peer_is_warmed_up_then_measured_and_announced(
 
 
 def test_every_rank_of_a_peer_is_warmed_up_in_both_ways(tmp_path: Path) -> None:
-    """Each may be a replica with a pool of its own, and they take turns."""
-
-    async def body(scene: Scene) -> None:
+    async def body(scene: Scene) -> None:  # each may be a replica with its own pool
         capacity = msgspec.structs.replace(scene.records[0].capacity, ranks=3)
         scene.records[0] = msgspec.structs.replace(scene.records[0], capacity=capacity)
-        pushed: list[bool] = []
         shell = scene.one.front.shell
-        begin = shell.begin
-
-        def note(attempt: AttemptId, incarnation: str, start: ToEngine) -> OpenAttempt:
-            assert isinstance(start, PushRehearsal)
-            pushed.append(start.in_groups)
-            return begin(attempt, incarnation, start)
-
-        with patch.object(shell, "begin", note):
+        with patch.object(shell, "begin", wraps=shell.begin) as begin:
             await scene.settle()
-        assert pushed[:6] == [False] * 3 + [True] * 3
+        pushed = [call.args[2].in_groups for call in begin.call_args_list[:6]]
+        assert pushed == [False] * 3 + [True] * 3
 
     run(tmp_path, body)
 
