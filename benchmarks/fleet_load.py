@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from effuse.benchmarks.random_checkpoint import word
+from effuse.protos.channels import generation_stub
 from effuse.protos.rpc import connect
-from effuse.protos.stubs import generation_stub
 from effuse.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from effuse.cli.bench_job import BenchError
 from effuse.cli.dataset import fits
 from effuse.cli.figures import Sample
-from effuse.cli.load import Tally
+from effuse.cli.load import BenchError, Tally
 from effuse.client.answer import Answer
 from effuse.client.params import Params
 from effuse.config.decoding import Algorithm, DecodeSettings

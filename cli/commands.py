@@ -3,8 +3,6 @@
 Functions of the fleet's config; each process checks its own flags. `fleet.py` starts them.
 """
 
-from __future__ import annotations
-
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

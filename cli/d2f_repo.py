@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from effuse.cli.baseline import Rivals
-from effuse.cli.bench_job import BenchError
 from effuse.cli.figures import Sample
-from effuse.cli.load import Tally
+from effuse.cli.load import BenchError, Tally
 from effuse.cli.process import KILLED_S, kill_group, last_lines
 from effuse.cli.sandbox import hidden_environment
 

@@ -25,7 +25,7 @@ from effuse.client.answer import Answer, Stats, StreamBroken
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import Problem, check, problem
-from effuse.protos.stubs import generation_stub
+from effuse.protos.channels import generation_stub
 from effuse.worker.gpus import gpus_here
 
 _TIMEOUT_S = 60.0

@@ -38,8 +38,8 @@ from effuse.client.chat import Chat, to_json
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import SettingError
+from effuse.protos.channels import generation_stub
 from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
-from effuse.protos.stubs import generation_stub
 from effuse.v1 import generation_pb2
 
 if TYPE_CHECKING:

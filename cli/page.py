@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Final
 
-from effuse.cli.look import as_json, looks
+from effuse.cli.status import looks, view_as_json
 
 HOST: Final = "127.0.0.1"
 _INTERVAL_S: Final = 0.25
@@ -79,7 +79,9 @@ class PageHandler(BaseHTTPRequestHandler):
         elif path == "/events":
             self._stream()
         elif path == "/fleet.json":
-            self._answer("application/json", as_json(next(looks(self.source.target, 1.0))).encode())
+            self._answer(
+                "application/json", view_as_json(next(looks(self.source.target, 1.0))).encode()
+            )
         elif path == "/targets.json":
             self._answer("application/json", _targets(self.source.metrics()))
         else:
@@ -114,7 +116,7 @@ class PageHandler(BaseHTTPRequestHandler):
             self.end_headers()
             self.close_connection = True
             for look in looks(self.source.target, _INTERVAL_S):
-                self.wfile.write(f"data: {as_json(look)}\n\n".encode())
+                self.wfile.write(f"data: {view_as_json(look)}\n\n".encode())
         finally:
             self.source.viewers.release()
 

@@ -24,9 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from effuse.cli.arguments import add_router, command, credentials_of, number
-from effuse.cli.look import Look, cells, looks
 from effuse.cli.process import end_as_by_ctrl_c
-from effuse.cli.status import fitted_table, worker_lines, worker_table
+from effuse.cli.status import Look, cells, fitted_table, looks, worker_lines, worker_table
 from effuse.v1 import monitor_pb2
 
 FILE_WIDTH: Final = 160  # columns of a file or a pipe

@@ -21,15 +21,13 @@ from effuse.cli.arguments import command, directory, fleet_name, redis_url, whol
 from effuse.cli.commands import LOOPBACK, SIZE_FLAG, FleetConfig, http_flags, value_of
 from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.gpus import fleet_gpus, gpu_list
-from effuse.cli.greeting import asks_who_calls, greeting
 from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_ports
 from effuse.cli.process import LogFollower, end_as_by_ctrl_c
-from effuse.cli.screen import Screen, columns
+from effuse.cli.screen import Screen, asks_who_calls, columns, greeting
 from effuse.config.decoding import Algorithm
-from effuse.config.file import add_config_flag, with_file
-from effuse.config.flags import add_flags, add_switch
+from effuse.config.flags import add_config_flag, add_flags, add_switch, with_file
 from effuse.models.defaults import refuse_unserved
 from effuse.models.preflight import check_checkpoint
 from effuse.protos.channels import FleetAccess

@@ -21,8 +21,8 @@ from effuse.client.credentials import Credentials
 from effuse.client.params import Params, Prompt, Text, ids_of, make_request, make_tokenize_request
 from effuse.client.retries import DEFAULT_TARGET, Options, Retries, Waiter, raising, wait
 from effuse.client.streams import AsyncMethod, AsyncStream, Stream
+from effuse.protos.channels import generation_stub, model_stub
 from effuse.protos.errors import EffuseError
-from effuse.protos.stubs import generation_stub, model_stub
 from effuse.protos.tls import TlsFiles
 from effuse.v1 import (
     generation_pb2,

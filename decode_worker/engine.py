@@ -7,9 +7,16 @@ executor runs forwards. Single-threaded.
 
 from collections.abc import Callable, Sequence
 
-from effuse.decode_worker.events import begun_drafts, handoff_failed, step_events
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled
-from effuse.decode_worker.intake import Boundary, BoundaryError, Intake, RehearsalReceiver
+from effuse.decode_worker.intake import (
+    Boundary,
+    BoundaryError,
+    Intake,
+    RehearsalReceiver,
+    begun_drafts,
+    handoff_failed,
+    step_events,
+)
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.roster import Roster
 from effuse.decode_worker.sequence import RequestError

@@ -19,7 +19,7 @@ from effuse.cli.fleet import Fleet
 from effuse.cli.watch import Canvas, Style
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
-from effuse.protos.stubs import generation_stub
+from effuse.protos.channels import generation_stub
 from effuse.v1 import generation_pb2 as pb
 
 DOCS: Final = Path(__file__).parent

@@ -49,7 +49,7 @@ COMMAND_LINE: Final = (
     "that it starts."
 )
 METRICS: Final = (
-    "from `router/metrics.py`, `router/router.py` and `worker/metrics.py`. [Running "
+    "from `router/metrics.py`, `router/router.py` and `worker/shell.py`. [Running "
     "effuse](../operations.md) lists those to watch. A histogram `x` has the samples `x_bucket`, "
     "`x_sum` and `x_count`. On Linux each process also has the `process_` metrics of "
     "prometheus_client."

@@ -27,8 +27,8 @@ from effuse.client.answer import Answer
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import Problem, check, problem
+from effuse.protos.channels import generation_stub
 from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
-from effuse.protos.stubs import generation_stub
 from effuse.protos.tls import TlsFiles
 
 ROOT = Path(__file__).parent.parent

@@ -4,8 +4,6 @@ It has the loop and the messages. prompts.py chooses prompts, executor.py runs f
 kvtransfer's sender pushes pages. It never computes logits. Single-threaded.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

@@ -5,8 +5,6 @@ layers leave as soon as the forward itself marks them as stored. On the CPU a fo
 its call returns.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ samples. A link is warm after its first rehearsal. Its rate is the best of the l
 bad moment slows a sample down, and nothing speeds one up.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

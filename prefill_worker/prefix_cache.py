@@ -7,8 +7,6 @@ need their pages, least recently used first, and ends of prompts before their be
 accounting like `kvtransfer/pool.py`, with which it shares the pages.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from array import array

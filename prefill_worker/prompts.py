@@ -5,8 +5,6 @@ that no prompt that has begun waits for pages. Pure: executor.py runs forwards, 
 sender pushes pages.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

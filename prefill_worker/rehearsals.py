@@ -19,6 +19,7 @@ import grpc.aio
 
 from effuse.placement.records import FEW_PAGES, Link, WorkerRecord
 from effuse.prefill_worker.links import Links, LinkState
+from effuse.protos.channels import decode_stub
 from effuse.protos.errors import (
     Bug,
     EffuseError,
@@ -27,7 +28,6 @@ from effuse.protos.errors import (
     PeerLost,
     from_rpc_error,
 )
-from effuse.protos.stubs import decode_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire

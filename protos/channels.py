@@ -6,6 +6,9 @@ when a call is cancelled or ends early.
 The processes of a fleet authenticate each other before they exchange anything. With certificates,
 both ends show theirs on connecting. With a secret, every call carries a digest of it, and `prove`
 asks the other end for one. `gate.py` decides which calls a server accepts.
+
+The stubs are the generated ones, cast to asyncio's types of calls: the generator writes these only
+into its stub files, and at run time one class serves both.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -23,9 +26,27 @@ from effuse.protos import rpc
 from effuse.protos.errors import PeerLost
 from effuse.protos.gate import NONCE_BYTES, TOKEN_KEY, FleetSecret
 from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
-from effuse.protos.stubs import proof_stub
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
+from effuse.v1 import generation_pb2_grpc as generation
+from effuse.v1 import model_pb2_grpc as model
+from effuse.v1 import monitor_pb2_grpc as monitor
 from effuse.v1 import proof_pb2
+from effuse.v1 import proof_pb2_grpc as proof
+from effuse.v1 import worker_pb2_grpc as worker
+
+T = TypeVar("T")
+Stub = Callable[[grpc.aio.Channel], T]
+
+generation_stub: Final = cast(
+    "Stub[generation.GenerationServiceAsyncStub]", generation.GenerationServiceStub
+)
+model_stub: Final = cast("Stub[model.ModelServiceAsyncStub]", model.ModelServiceStub)
+monitor_stub: Final = cast("Stub[monitor.MonitorServiceAsyncStub]", monitor.MonitorServiceStub)
+prefill_stub: Final = cast("Stub[worker.PrefillServiceAsyncStub]", worker.PrefillServiceStub)
+decode_stub: Final = cast("Stub[worker.DecodeServiceAsyncStub]", worker.DecodeServiceStub)
+worker_stub: Final = cast("Stub[worker.WorkerServiceAsyncStub]", worker.WorkerServiceStub)
+proof_stub: Final = cast("Stub[proof.ProofServiceAsyncStub]", proof.ProofServiceStub)
+
 
 FLEET_NAME: Final = "effuse-fleet"
 """DNS name in every certificate of a fleet; certificates cannot list addresses of pods."""

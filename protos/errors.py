@@ -1,7 +1,7 @@
 """Errors that cross a process border, and the one mapping between them and gRPC statuses.
 
 This file has the exception types that servicers raise, `to_status` and `from_rpc_error`.
-`interceptor.py` catches them, and the router decides which calls to retry.
+`gate.py` catches them, and the router decides which calls to retry.
 
     EffuseError
     ├── CallerError            the same call fails again, wherever it goes

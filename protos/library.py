@@ -3,8 +3,6 @@
 Imports no gRPC. `rpc.py` has the options of servers and channels.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Final
 

@@ -1,8 +1,7 @@
 """A gRPC server with limits and health, and a channel to one.
 
 It has measured options, health and reflection, ports, SIGTERM and drain. Servicers are elsewhere;
-errors are mapped in `errors.py` and `interceptor.py`, and `gate.py` and `tls.py` decide about
-access.
+errors are mapped in `errors.py` and `gate.py`, and `gate.py` and `tls.py` decide about access.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import Any, Final, TypeAlias
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
-from effuse.protos.gate import Doorkeeper
-from effuse.protos.interceptor import ErrorInterceptor
+from effuse.protos.gate import Doorkeeper, ErrorInterceptor
 from effuse.protos.services import Health, add_reflection
 from effuse.protos.tls import ServerTls
 

@@ -9,8 +9,6 @@ grpcio's own health service keeps watches open while the server drains, which wo
 long as a caller likes. This one ends them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias

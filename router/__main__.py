@@ -1,7 +1,5 @@
 """`effuse-router`: settles the options that gRPC reads at its import, then runs `process.py`."""
 
-from __future__ import annotations
-
 import sys
 from typing import NoReturn
 

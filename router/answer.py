@@ -9,8 +9,6 @@ for it. If one of them fails for good, or the client goes, all end. Not here: on
 (`attempt.py`), the choice of workers (`policy.py`), the meaning of a failure (`failures.py`), the
 sharing within a decode worker (`decode_worker/roster.py`)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

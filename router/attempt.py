@@ -6,8 +6,6 @@ only prefill's push waits for it. A patient attempt begins to prefill once pages
 that breaks the tables of `request_states.py` counts as lost. Every attempt ends its calls here or
 leaves them to `calls.py`. Not here: the reaction to a failed attempt (`answer.py`)."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Iterator

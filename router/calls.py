@@ -21,10 +21,16 @@ from typing import TYPE_CHECKING, Final
 import grpc.aio
 
 from effuse.placement.records import WorkerRecord
-from effuse.protos.channels import OPEN, FleetAccess, FleetChannel
+from effuse.protos.channels import (
+    OPEN,
+    FleetAccess,
+    FleetChannel,
+    decode_stub,
+    prefill_stub,
+    worker_stub,
+)
 from effuse.protos.errors import PeerLost
 from effuse.protos.rpc import is_task_cancelled
-from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.policy import Condition
 from effuse.v1 import worker_pb2
 

@@ -1,8 +1,6 @@
 """Messages for clients about a request, and the two ways in which an answer reaches a client: at
 once at its end, or as it grows."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager

@@ -3,8 +3,6 @@
 Values found at run time (the port taken, the models served) are kept by the parts that find them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The pieces together equal the text of all ids decoded at once. Pure except for the tokenizer's own
 decoder. Not here: encoding (`tokenizer.py`), which tokens are new (`request.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -9,8 +9,6 @@ handoff that failed is held against the pair; a worker is suspect once two other
 over with it. Pure, with the clock handed in. Not here: the reaction to a failure (`answer.py`),
 asking workers (`calls.py`), engines that die of a request (`poison.py`)."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping

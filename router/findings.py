@@ -5,8 +5,6 @@ Each finding names the field, the accepted form and the value that was found. Pu
 anything has a cost. Not here: faults that only the encoding of an input shows (`tokenizer.py`), the
 settings (`validation.py`)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

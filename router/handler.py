@@ -6,8 +6,6 @@ the meaning of other protocols' messages (`openai_requests.py`, `kserve.py`, `vl
 an answer comes about and the reaction to failures of workers (`answer.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

@@ -4,8 +4,6 @@ uvicorn implements HTTP. This module gives it a socket, certificates that are re
 Not here: routes (`openai_api.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

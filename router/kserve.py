@@ -4,8 +4,6 @@ A prompt is the one element of the tensor `text_input`, settings are parameters 
 `effuse.Params`, and an answer is `text_output` with `finish_reason`, with one element for each of
 `n` answers. Tensors are raw if the request's are."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial

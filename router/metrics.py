@@ -2,8 +2,6 @@
 scraped and cost requests nothing, and so does watching without watchers. With watchers, decode
 workers are asked for drafts of new requests. Not here: the metrics of workers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter as Counts
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 Not here: the calls (`openai_api.py`), the meaning of bodies (`openai_requests.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ tenants and texts. Not here: the meaning of bodies (`openai_requests.py`), the f
 (`openai_answers.py`), connections (`http_server.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

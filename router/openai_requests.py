@@ -6,8 +6,6 @@ calls (`openai_api.py`),
 answers (`openai_answers.py`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ digest of its question identifies a request, because a client may send it again 
 The verdicts are pure, with the clock handed in; `PoisonGuard` acts on them. Not here: keeping
 workers free (`fleet.py`)."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 Pure: filters, scores and picks among values. `fleet.py` has the requests in flight and the workers
 that take part."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum

@@ -3,8 +3,6 @@
 Everything that runs is a child of one task group here. Decisions are in the parts of `router.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

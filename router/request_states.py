@@ -2,8 +2,6 @@
 
 Pure. Not here: the data of a request in each of them (`request.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import Enum
 from typing import Final

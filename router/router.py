@@ -3,8 +3,6 @@
 Not here: its start, its loops and its end (`process.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

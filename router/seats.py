@@ -6,8 +6,6 @@ several times a second, under a lease. No request waits for that: seats follow f
 records, and the queue keeps step with them. Not here: our requests in flight (`fleet.py`), the
 owners of request ids (`shared_request.py`), the queue (`admission.py`)."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection

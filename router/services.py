@@ -2,8 +2,6 @@
 
 Not here: the life of a request (`handler.py`), which models there are (`seats.py`)."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Awaitable

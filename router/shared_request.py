@@ -7,8 +7,6 @@ Only ids that clients choose are claimed, because no client can repeat other ids
 for Redis only here, and one that is asked for the first time goes on without it. Of a request that
 ended only its description is kept here. Redis knows those that ended badly here before."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

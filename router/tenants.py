@@ -12,8 +12,6 @@ as often as it has answers that have not ended.
 Turns among tenants go by tokens, too. Not here: how long the queue may be, and which requests need
 not wait in it (`admission.py`)."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -5,8 +5,6 @@ The model chooses settings that a gateway cannot know: algorithm, threshold, and
 (top_p 1, top_k 0), because a gateway sends these for settings that its client left out. Settings
 that effuse lacks are refused, unless they have no effect."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io

@@ -5,8 +5,6 @@ JSON has members of the same object. Uncaught exceptions and warnings, which Pyt
 print, become records too. Output of native libraries to standard error is not covered.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -2,10 +2,8 @@
 
 Names are those of vLLM with `effuse_` instead of `vllm:`, because Prometheus reserves the colon for
 recording rules. Counting costs about a microsecond; metrics that are read cost nothing until a
-scrape. The metrics themselves are in `router/metrics.py` and `worker/metrics.py`.
+scrape. The metrics themselves are in `router/metrics.py` and `worker/shell.py`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress

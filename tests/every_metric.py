@@ -11,7 +11,7 @@ from effuse.router.config import RouterConfig
 from effuse.router.router import Router
 from effuse.router.tokenizer import Tokenizer
 from effuse.telemetry.metrics import ProcessMetrics
-from effuse.worker.metrics import WorkerMetrics, WorkerReadings
+from effuse.worker.shell import WorkerMetrics, WorkerReadings
 
 
 def worker_metrics() -> ProcessMetrics:

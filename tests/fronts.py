@@ -18,8 +18,8 @@ from eventually import eventually
 from slowness import patient
 
 from effuse.protos import rpc
+from effuse.protos.channels import decode_stub, prefill_stub, worker_stub
 from effuse.protos.errors import EffuseError, from_rpc_error
-from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker.config import WorkerConfig

@@ -4,8 +4,6 @@ Workers choose by the same rule, each for itself. Their records name the choice,
 two different ones carries no prompt.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Literal

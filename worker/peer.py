@@ -23,9 +23,8 @@ import grpc.aio
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import MOST_QUARANTINES, Quarantine
-from effuse.protos.channels import OPEN, FleetAccess, FleetChannel
+from effuse.protos.channels import OPEN, FleetAccess, FleetChannel, worker_stub
 from effuse.protos.errors import PeerLost, TransferFailed
-from effuse.protos.stubs import worker_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker import wire
 from effuse.worker.wire import Writer

@@ -29,7 +29,6 @@ from effuse.protos import errors
 from effuse.telemetry import output
 from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
-from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import SOCKET, make_home
 from effuse.worker.messages import (
@@ -44,6 +43,7 @@ from effuse.worker.messages import (
 )
 from effuse.worker.watchdog import (
     BROKEN_STATUS,
+    Backoff,
     Limits,
     Progress,
     is_stopped_by_signal,

@@ -15,10 +15,9 @@ from unittest.mock import Mock
 import pytest
 
 from effuse.cli import bench
-from effuse.cli.bench_job import BenchError, parse
 from effuse.cli.dataset import DatasetError, read_items, too_long
 from effuse.cli.figures import Run, Sample, ServiceGoals
-from effuse.cli.load import Tally
+from effuse.cli.load import BenchError, Tally, parse
 from effuse.protos.errors import Unavailable
 
 

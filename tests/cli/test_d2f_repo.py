@@ -16,10 +16,9 @@ from checkpoints import Architecture, write_tiny_checkpoint
 
 from effuse.cli.baseline import Rivals
 from effuse.cli.baseline import check as check_rivals
-from effuse.cli.bench_job import BenchError
 from effuse.cli.d2f_repo import authors_loop, check, environment
 from effuse.cli.figures import Run, ServiceGoals
-from effuse.cli.load import Tally
+from effuse.cli.load import BenchError, Tally
 from effuse.client.params import Params
 
 CHECKOUT = """

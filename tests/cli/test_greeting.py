@@ -6,7 +6,7 @@ import pytest
 
 from effuse.cli.commands import FleetConfig
 from effuse.cli.gpus import Assignment
-from effuse.cli.greeting import laid_out, metrics_text, model_text, workers_text
+from effuse.cli.screen import laid_out, metrics_text, model_text, workers_text
 from effuse.v1 import model_pb2 as pb
 from effuse.v1.generation_pb2 import ALGORITHM_BLOCK_DIFFUSION, DecodingParams, SamplingParams
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from effuse.cli.bench import MOST_RUNS, knee, next_rate, verdict
 from effuse.cli.figures import Run, Sample, ServiceGoals
-from effuse.cli.sweep import MOST_RUNS, knee, next_rate, verdict
 
 
 def _run(rate: float, capacity: float) -> Run:

@@ -19,8 +19,8 @@ from cli.looked_at import REQUEST, WORKER, router
 from eventually import is_readable
 from rich.console import Console
 
-from effuse.cli import look
-from effuse.cli.look import Look, cells, looks
+from effuse.cli import status
+from effuse.cli.status import Look, cells, looks
 from effuse.cli.top import TokenPace, blocks_line, draw, main
 from effuse.v1 import model_pb2, monitor_pb2
 
@@ -50,7 +50,7 @@ def test_an_interval_that_no_router_takes_is_refused(capsys: pytest.CaptureFixtu
 
 
 def test_looks_go_on_when_the_stream_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(status, "_AGAIN_S", 0.0)
     with router() as target:
         seen = list(islice(looks(target, 0.05), 5))
     assert all(isinstance(one, Look) and list(one.workers) == [WORKER] for one in seen)

@@ -23,8 +23,8 @@ from effuse.cli.commands import (
     value_of,
 )
 from effuse.cli.fleet import Fleet, FleetError
-from effuse.cli.greeting import workers_text
 from effuse.cli.process import Process
+from effuse.cli.screen import workers_text
 from effuse.cli.up import main, parse
 from effuse.config.flags import flag_of
 from effuse.router.config import RouterConfig

@@ -29,7 +29,7 @@ from fake_engine import SLOW
 
 from effuse.decode_worker.server import make_role
 from effuse.protos import rpc
-from effuse.protos.stubs import generation_stub
+from effuse.protos.channels import generation_stub
 from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb

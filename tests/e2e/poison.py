@@ -25,8 +25,8 @@ from router.fake_model import byte_tokenizer
 from effuse.decode_worker.server import make_role
 from effuse.placement.store import Store
 from effuse.protos import rpc
+from effuse.protos.channels import generation_stub
 from effuse.protos.errors import EffuseError, Poisonous, from_rpc_error
-from effuse.protos.stubs import generation_stub
 from effuse.router import process
 from effuse.router.config import RouterConfig
 from effuse.router.router import Router

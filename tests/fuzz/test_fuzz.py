@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from effuse.decode_worker.intake import Intake
 from effuse.kvtransfer import zmq_sockets, zmq_transport
 from effuse.placement import records
-from effuse.protos import interceptor
+from effuse.protos import gate
 from effuse.protos.errors import DeadlineExceeded
 from effuse.router.metrics import Monitor
 from effuse.router.shared_request import KnownRequests
@@ -83,7 +83,7 @@ class Other(Exception):
 
 BUGS: dict[str, tuple[str, Any, str]] = {
     "bytes that do not parse": (
-        "router", patch.object(interceptor, "_safe", unguarded), "Misbehaved"
+        "router", patch.object(gate, "_safe", unguarded), "Misbehaved"
     ),
     "watchers that stay": (
         "router", patch.object(Monitor, "watching", watching_for_ever), "watchers: 0 were held"

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.protos import errors, rpc
-from effuse.protos.stubs import decode_stub, worker_stub
+from effuse.protos.channels import decode_stub, worker_stub
 from effuse.v1 import generation_pb2_grpc
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc

@@ -15,7 +15,7 @@ from router.fake_workers import FakeDecode, FakePrefill, FakeWorker, Handoffs
 from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
 from effuse.placement.store import Claim, Placing, Store, StoreUnavailable
 from effuse.protos import rpc
-from effuse.protos.stubs import generation_stub, model_stub
+from effuse.protos.channels import generation_stub, model_stub
 from effuse.router import process
 from effuse.router.config import RouterConfig
 from effuse.router.policy import Condition

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from router.fakes import FakeFleet, run, until
 
-from effuse.protos.stubs import generation_stub
+from effuse.protos.channels import generation_stub
 from effuse.router.client import AnswerStream, ClientGone
 from effuse.v1 import generation_pb2 as pb
 from router import fake_model

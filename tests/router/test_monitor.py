@@ -15,7 +15,7 @@ from router.fake_workers import holds
 from router.fakes import FakeFleet, run, until
 
 from effuse.protos import errors
-from effuse.protos.stubs import monitor_stub
+from effuse.protos.channels import monitor_stub
 from effuse.router import metrics
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1 import monitor_pb2 as pb

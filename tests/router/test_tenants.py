@@ -21,9 +21,8 @@ from router.test_kserve import asked as kserve_request
 from effuse.client.credentials import Credentials
 from effuse.compat import kserve_pb2, kserve_pb2_grpc, vllm_engine_pb2_grpc
 from effuse.compat import vllm_engine_pb2 as engine
-from effuse.protos.channels import MetadataChannel
+from effuse.protos.channels import MetadataChannel, generation_stub, model_stub
 from effuse.protos.errors import EndedById, NotFound, Overloaded, PeerLost, Unauthenticated
-from effuse.protos.stubs import generation_stub, model_stub
 from effuse.router.tenants import Tenant, line_of, make_token
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc, model_pb2

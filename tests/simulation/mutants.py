@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from effuse.decode_worker import engine as decode_engine
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.events import step_events
-from effuse.decode_worker.intake import Boundary
+from effuse.decode_worker.intake import Boundary, step_events
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kvtransfer import reception
 from effuse.kvtransfer.arrival import Expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effuse.worker.backoff import Backoff
+from effuse.worker.watchdog import Backoff
 
 
 def test_pauses_grow_to_a_bound_and_end() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from effuse.placement.records import Link, Load, Quarantine
-from effuse.worker.metrics import WorkerMetrics, WorkerReadings
+from effuse.worker.shell import WorkerMetrics, WorkerReadings
 
 NOW = WorkerReadings(role="decode", model_name="tiny", load=Load(), restarts=3, tasks=17)
 

@@ -27,7 +27,6 @@ from effuse.placement.records import Load
 from effuse.protos.errors import Unavailable
 from effuse.worker import supervisor as supervising
 from effuse.worker.attempts import Attempts
-from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import (
     Abort,
@@ -46,6 +45,7 @@ from effuse.worker.supervisor import (
     Supervisor,
     new_incarnation,
 )
+from effuse.worker.watchdog import Backoff
 
 ABORT = Abort(attempt=AttemptId("r", 1, "t1"), reason="test")
 

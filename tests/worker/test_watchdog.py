@@ -16,8 +16,8 @@ from effuse.placement.records import Load
 from effuse.telemetry import output
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Heartbeat, Phase
-from effuse.worker.metrics import WorkerMetrics, WorkerReadings
 from effuse.worker.rank_part import _announce_compiling
+from effuse.worker.shell import WorkerMetrics, WorkerReadings
 from effuse.worker.watchdog import (
     Limits,
     Progress,
