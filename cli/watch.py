@@ -81,7 +81,7 @@ def watch(console: Console, indent: int = 2) -> Iterator[Callable[[Event], None]
 
         def show(event: Event) -> None:
             canvas.apply(event)
-            film.add(_draw(canvas, indent))
+            film.frames.append(_draw(canvas, indent))
 
         yield show
         while film.is_behind and live.is_started:
@@ -94,23 +94,19 @@ class Film:
     """
 
     def __init__(self) -> None:
-        self._frames: deque[Text] = deque()
+        self.frames: deque[Text] = deque()
         self._shown = Text()
 
     @property
     def is_behind(self) -> bool:
         """Whether a frame was not shown yet."""
-        return bool(self._frames)
-
-    def add(self, frame: Text) -> None:
-        """Appends a frame."""
-        self._frames.append(frame)
+        return bool(self.frames)
 
     def next_frame(self) -> Text:
         """The next frame, or the last one again."""
-        for _ in range(max(1, len(self._frames) - _MOST_BEHIND)):
-            if self._frames:
-                self._shown = self._frames.popleft()
+        for _ in range(max(1, len(self.frames) - _MOST_BEHIND)):
+            if self.frames:
+                self._shown = self.frames.popleft()
         return self._shown
 
 

@@ -1,9 +1,7 @@
 """`effuse-decode`: the front of a decode worker, from its flags to its exit status."""
 
-import sys
 from typing import NoReturn
 
-from effuse.config import flags
 from effuse.config.extras import explaining
 from effuse.telemetry import output
 from effuse.worker.config import DecodeConfig
@@ -15,13 +13,8 @@ def main() -> NoReturn:
         from effuse.decode_worker.server import make_role
         from effuse.worker import front
 
-    config = flags.parse(
-        DecodeConfig,
-        sys.argv[1:],
-        prog="effuse-decode",
-        about="KV pages in, committed tokens out.",
-    )
-    output.leave(front.run(config, make_role()))
+    about = "KV pages in, committed tokens out."
+    output.leave(front.main(DecodeConfig, lambda _: make_role(), "effuse-decode", about))
 
 
 if __name__ == "__main__":

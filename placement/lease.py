@@ -108,7 +108,7 @@ class Superseded(Exception):
 
 
 class Announcer:
-    """Announces the result of `describe`, immediately after `changed`, otherwise every
+    """Announces the result of `describe`, immediately after `wake` is set, otherwise every
     `times.renew_s`.
 
     The lease belongs to the process, whichever engine's life its record describes. `holder` is the
@@ -131,7 +131,7 @@ class Announcer:
         self._now = now
         self._lease = Lease(times or LeaseTimes())
         self._is_heard = True  # as far as the log shows
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()  # to announce soon, because an urgent part has changed
         # A release waits for the running announcement, whose answer would undo the release.
         self._turn = asyncio.Lock()
 
@@ -139,10 +139,6 @@ class Announcer:
     def state(self) -> LeaseState:
         """The state of the lease."""
         return self._lease.state
-
-    def changed(self) -> None:
-        """Announces soon, because an urgent part of the record has changed."""
-        self._wake.set()
 
     async def run(self) -> None:
         """Announces until the lease is released; raises `Superseded` if a later process has it."""
@@ -193,7 +189,7 @@ class Announcer:
     async def _wait_for_change(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
-                await self._wake.wait()
+                await self.wake.wait()
         except TimeoutError:
             return
-        self._wake.clear()
+        self.wake.clear()

@@ -48,7 +48,7 @@ class _PrefillCall:
     def require_reservation(self, waited_s: float) -> None:
         """Ends the attempt if its reservation has not arrived."""
         if not self.is_reserved and not self.attempt.ended.is_set():
-            self.attempt.fail(
+            self.attempt.deliver(
                 Unreserved(f"no reservation came within {waited_s:g} s of the computed prompt")
             )
 
@@ -140,7 +140,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             if not stream.is_reserved:
                 raise InvalidRequest.of("reservation", "the stream ended before it")
         except EffuseError as error:
-            stream.attempt.fail(error)
+            stream.attempt.deliver(error)
 
 
 def _salt(salt: str) -> str:

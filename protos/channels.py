@@ -68,6 +68,11 @@ def _carrying(kind: str) -> Callable[..., Any]:
     return make
 
 
+def _inner(name: str) -> Callable[..., Any]:
+    """The inner channel's method of this name."""
+    return lambda channel, *args, **kwargs: getattr(channel.inner, name)(*args, **kwargs)
+
+
 class MetadataChannel(grpc.aio.Channel):
     """Wraps another channel and adds `metadata` to the metadata of each call."""
 
@@ -79,22 +84,10 @@ class MetadataChannel(grpc.aio.Channel):
     unary_stream = _carrying("unary_stream")
     stream_unary = _carrying("stream_unary")
     stream_stream = _carrying("stream_stream")
-
-    async def close(self, grace: float | None = None) -> None:
-        """As in grpc.aio.Channel."""
-        await self.inner.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As in grpc.aio.Channel."""
-        return self.inner.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As in grpc.aio.Channel."""
-        await self.inner.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """As in grpc.aio.Channel."""
-        await self.inner.channel_ready()
+    close = _inner("close")
+    get_state = _inner("get_state")
+    wait_for_state_change = _inner("wait_for_state_change")
+    channel_ready = _inner("channel_ready")
 
     async def __aenter__(self) -> Self:
         return self

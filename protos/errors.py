@@ -29,6 +29,7 @@ This file has the exception types that servicers raise, `to_status` and `from_rp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -66,6 +67,9 @@ class FieldViolation:
     description: str
 
 
+_BY_REASON: Final[dict[str, type[EffuseError]]] = {}
+
+
 class EffuseError(Exception):
     """An outcome that is sent to the other side of a call; `message` is written for it.
 
@@ -74,8 +78,13 @@ class EffuseError(Exception):
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
-    reason: ClassVar[str] = "INTERNAL"
+    reason: ClassVar[str] = "INTERNAL"  # of a subclass: its name, as NOT_FOUND for NotFound
     retryable: bool = False
+
+    def __init_subclass__(cls) -> None:
+        if "reason" not in vars(cls):
+            cls.reason = re.sub(r"\B[A-Z]", r"_\g<0>", cls.__name__).upper()
+        _BY_REASON[cls.reason] = cls
 
     def __init__(
         self,
@@ -97,13 +106,10 @@ class CallerError(EffuseError):
     """The same call fails again, wherever it goes."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
-    reason = "CALLER_ERROR"
 
 
 class InvalidRequest(CallerError):
     """One or more fields are wrong; the error names all that were found."""
-
-    reason = "INVALID_REQUEST"
 
     def __init__(
         self, violations: Sequence[FieldViolation], *, labels: Mapping[str, str] | None = None
@@ -128,63 +134,53 @@ class NotFound(CallerError):
     """No model or request of that name."""
 
     code = grpc.StatusCode.NOT_FOUND
-    reason = "NOT_FOUND"
 
 
 class AlreadyRunning(CallerError):
     """A request of that id is running."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
-    reason = "ALREADY_RUNNING"
 
 
 class NotSupported(CallerError):
     """The model or the server cannot do it."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
-    reason = "NOT_SUPPORTED"
 
 
 class Unauthenticated(CallerError):
     """The caller has not proved that it may call; the error has no other facts."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
-    reason = "UNAUTHENTICATED"
 
 
 class EndedById(CallerError):
     """A client has asked for the request's end by its id."""
 
     code = grpc.StatusCode.ABORTED
-    reason = "ENDED_BY_ID"
 
 
 class Poisonous(CallerError):
     """Engines died of this request; it is refused for a while."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "POISONOUS"
 
 
 class Refused(EffuseError):
     """The message is for another attempt, another layout, or another role."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "REFUSED"
     retryable = True
 
 
 class Replaced(Refused):
     """The message is for a life of the worker that is over."""
 
-    reason = "REPLACED"
-
 
 class Aborted(EffuseError):
     """The attempt has already ended."""
 
     code = grpc.StatusCode.ABORTED
-    reason = "ABORTED"
     retryable = True
 
 
@@ -192,7 +188,6 @@ class Overloaded(EffuseError):
     """There is no room now: try later, or another worker."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    reason = "OVERLOADED"
     retryable = True
 
 
@@ -200,26 +195,19 @@ class Unavailable(EffuseError):
     """No worker can do it now."""
 
     code = grpc.StatusCode.UNAVAILABLE
-    reason = "UNAVAILABLE"
     retryable = True
 
 
 class Starting(Unavailable):
     """The worker has no engine yet, or none again."""
 
-    reason = "STARTING"
-
 
 class Draining(Unavailable):
     """The process is ending and accepts nothing more."""
 
-    reason = "DRAINING"
-
 
 class EngineLost(Unavailable):
     """The worker's engine ended while the request ran in it; the label `ending` has the kind."""
-
-    reason = "ENGINE_LOST"
 
     @property
     def may_be_outside(self) -> bool:
@@ -235,37 +223,31 @@ class EngineLost(Unavailable):
 class PeerLost(Unavailable):
     """The peer ended the connection, or could not be reached."""
 
-    reason = "PEER_LOST"
-
 
 class TransferFailed(Unavailable):
     """KV pages did not arrive, or arrived altered."""
 
-    reason = "TRANSFER_FAILED"
-
 
 class Unreserved(TransferFailed):
     """No pages were reserved in time for a computed prompt: the receiver is late."""
-
-    reason = "UNRESERVED"
 
 
 class DeadlineExceeded(EffuseError):
     """The caller's time is over."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
-    reason = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(EffuseError):
     """The caller went away."""
 
     code = grpc.StatusCode.CANCELLED
-    reason = "CANCELLED"
 
 
 class Bug(EffuseError):
     """An invariant of effuse does not hold. The caller sees only `Bug.told(id)`."""
+
+    reason = "INTERNAL"
 
     @classmethod
     def told(cls, correlation_id: str, *, retryable: bool = False) -> Bug:
@@ -275,14 +257,6 @@ class Bug(EffuseError):
             retryable=retryable,
             labels={"correlation_id": correlation_id},
         )
-
-
-_KINDS: Final[tuple[type[EffuseError], ...]] = (
-    CallerError, NotFound, AlreadyRunning, NotSupported, Unauthenticated, EndedById, Poisonous,
-    Refused, Replaced, Aborted, Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost,
-    TransferFailed, Unreserved, DeadlineExceeded, Cancelled, Bug,
-)  # fmt: skip
-_BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
 
 
 def to_status(error: EffuseError) -> status_pb2.Status:

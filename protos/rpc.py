@@ -178,7 +178,7 @@ class RpcServer:
     """A gRPC server with errors mapped, health and reflection.
 
     Use: construct, add servicers to `.server`, `await start(services)`, then `serve` or `stop`.
-    Health knows "" (the process answers) and the services given to `set_serving`.
+    Health knows "" (the process answers) and the services given to `health.set`.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class RpcServer:
         self.server = _make_server(options, self._border)
         self._tls, self._shares_port = tls, shares_port
         self._probed: grpc.aio.Server | None = None
-        self._health = Health()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self.health = Health()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
 
     async def start(self, address: str, services: Iterable[str]) -> int:
         """Binds `address` ("host:port"; port 0 takes a free one), starts, returns the port.
@@ -208,7 +208,7 @@ class RpcServer:
         names = list(services)
         add_reflection([*names, health.SERVICE_NAME], self.server)
         for name in names:
-            self.set_serving(name, False)
+            self.health.set(name, serving=False)
         port = _listen(self.server, address, self._tls)
         await self.server.start()
         return port
@@ -220,18 +220,10 @@ class RpcServer:
         """
         options = server_options(PROBE_LIMITS, CALLER_KEEPALIVE, shares_port=self._shares_port)
         self._probed = _make_server(options, ErrorInterceptor())
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._probed)
         port = _listen(self._probed, address, None)
         await self._probed.start()
         return port
-
-    def set_serving(self, service: str, serving: bool) -> None:
-        """Sets whether `service` can work now."""
-        self._health.set(service, serving=serving)
-
-    def drain(self) -> None:
-        """Sets NOT_SERVING for every service from now on; calls are still accepted."""
-        self._health.drain()
 
     async def settle(self, until: float) -> None:
         """Returns at a moment at which no call waits to be accepted; at the latest after
@@ -324,7 +316,7 @@ async def serve(
         # Waits without a deadline on purpose: this is the life of the process.
         await stop.wait()
         until = loop.time() + drain_s
-        rpc.drain()
+        rpc.health.drain()
         if closes_first:
             await rpc.settle(until)
             closing = asyncio.create_task(rpc.stop(drain_s))

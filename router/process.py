@@ -153,9 +153,9 @@ async def _start(router: Router) -> RpcServer:
     server = RpcServer(limits, shares_port=config.share_port, tls=tls, doorkeeper=router.keys)
     _add_services(router, server.server)
     router.ports.grpc = await server.start(host_and_port(config.host, config.port), SERVICES)
-    server.set_serving(MONITOR, True)
+    server.health.set(MONITOR, serving=True)
     for role in ROLES:
-        server.set_serving(role, False)
+        server.health.set(role, serving=False)
     try:
         if config.health_port is not None:
             health_at = host_and_port(config.host, config.health_port)
@@ -305,10 +305,10 @@ def _tell_health(router: Router, server: RpcServer) -> None:
     prefill, decode = live_workers(router.fleet.candidates())
     can_serve = router.seats.can_serve()
     for name in (GENERATION, VLLM_ENGINE, KSERVE, "router"):
-        server.set_serving(name, can_serve)
-    server.set_serving(MODELS, bool(router.catalogue.live()))
-    server.set_serving("prefill", bool(prefill))
-    server.set_serving("decode", bool(decode))
+        server.health.set(name, serving=can_serve)
+    server.health.set(MODELS, serving=bool(router.catalogue.live()))
+    server.health.set("prefill", serving=bool(prefill))
+    server.health.set("decode", serving=bool(decode))
 
 
 def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:

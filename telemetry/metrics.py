@@ -5,7 +5,7 @@ recording rules. Counting costs about a microsecond; metrics that are read cost 
 scrape. The metrics themselves are in `router/metrics.py` and `worker/shell.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from socket import SHUT_RDWR
 from typing import Final
@@ -54,6 +54,16 @@ class ScrapeHandler(WSGIRequestHandler):
         """Logs nothing, because scrapes are frequent."""
 
 
+def gauges(
+    name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    """One metric with several values, by the values of its labels."""
+    family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+    for one, value in values:
+        family.add_metric(one, value)
+    return family
+
+
 class ProcessMetrics(Collector):
     """All metrics of a process; nothing is global. `labels` returns the labels of all metrics at
     the time of a scrape. Values are read in another thread than the one that writes them.
@@ -89,14 +99,9 @@ class ProcessMetrics(Collector):
         self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
     ) -> None:
         """The same for several values, one for each value of a label."""
-
-        def family() -> Metric:
-            gauges = GaugeMetricFamily(PREFIX + name, text, labels=[label])
-            for one, value in read().items():
-                gauges.add_metric([one], value)
-            return gauges
-
-        self._read.append(family)
+        self._read.append(
+            lambda: gauges(name, text, [label], (([one], v) for one, v in read().items()))
+        )
 
     def read_counter(self, name: str, text: str, read: Read) -> None:
         """The same for a count that only grows; `_total` is added to its name."""

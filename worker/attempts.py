@@ -61,15 +61,11 @@ class OpenAttempt:
             return None
         return event
 
-    def deliver(self, event: CoreEvent) -> None:
-        """Passes an event of the engine to the handler."""
+    def deliver(self, event: CoreEvent | EffuseError) -> None:
+        """Passes an event of the engine to the handler, or an error that ends the attempt."""
         if isinstance(event, Draft) and self._events.qsize() > _MOST_QUEUED_DRAFTS:
             return
         self._events.put_nowait(event)
-
-    def fail(self, error: EffuseError) -> None:
-        """Ends the attempt for its handler."""
-        self._events.put_nowait(error)
 
 
 class Attempts:
@@ -82,16 +78,16 @@ class Attempts:
         most_remembered: int = 65536,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._running: dict[str, OpenAttempt] = {}
+        self.running: dict[str, OpenAttempt] = {}  # by transfer id
         self._over: OrderedDict[str, float] = OrderedDict()  # transfer id: when to forget it
         self._remember_s = remember_s
         self._most_remembered = most_remembered
         self._now = now
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()  # set while no attempt runs
+        self.idle.set()
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     def open(self, attempt_id: AttemptId, incarnation: str) -> OpenAttempt:
         """Admits an attempt; raises `AlreadyRunning`, or `Refused` for one that has ended.
@@ -103,24 +99,20 @@ class Attempts:
         self._forget()
         if attempt_id.transfer_id in self._over:
             raise Refused(f"transfer {attempt_id.transfer_id!r} has already ended here")
-        if attempt_id.transfer_id in self._running:
+        if attempt_id.transfer_id in self.running:
             raise AlreadyRunning(f"transfer {attempt_id.transfer_id!r} is already running here")
         attempt = OpenAttempt(attempt_id, incarnation)
-        self._running[attempt_id.transfer_id] = attempt
-        self._idle.clear()
+        self.running[attempt_id.transfer_id] = attempt
+        self.idle.clear()
         return attempt
-
-    def find(self, transfer_id: str) -> OpenAttempt | None:
-        """Returns a running attempt."""
-        return self._running.get(transfer_id)
 
     def close(self, attempt: OpenAttempt) -> None:
         """Nothing of the attempt is left here; its transfer id is refused for a while."""
         self.bury(attempt.id.transfer_id)
-        self._running.pop(attempt.id.transfer_id, None)
+        self.running.pop(attempt.id.transfer_id, None)
         attempt.ended.set()
-        if not self._running:
-            self._idle.set()
+        if not self.running:
+            self.idle.set()
 
     def bury(self, transfer_id: str) -> None:
         """Refuses a transfer id from now on, known or not."""
@@ -131,24 +123,20 @@ class Attempts:
 
     def deliver(self, event: CoreEvent) -> None:
         """Passes an event to its attempt; events of a missing attempt are dropped."""
-        attempt = self._running.get(attempt_of(event).transfer_id)
+        attempt = self.running.get(attempt_of(event).transfer_id)
         if attempt is not None:
             attempt.deliver(event)
 
     def lose_engine(self, error: EffuseError) -> None:
         """The engine's process is gone: ends every attempt, and nothing is left of them there."""
-        for attempt in self._running.values():
+        for attempt in self.running.values():
             attempt.engine_gone = True
-            attempt.fail(error)
+            attempt.deliver(error)
 
     def fail_all(self, error: EffuseError) -> None:
         """Ends every attempt for its handler, which then ends it in the engine."""
-        for attempt in self._running.values():
-            attempt.fail(error)
-
-    async def wait_idle(self) -> None:
-        """Returns when no attempt runs. The caller has the deadline."""
-        await self._idle.wait()
+        for attempt in self.running.values():
+            attempt.deliver(error)
 
     def _forget(self) -> None:
         now = self._now()

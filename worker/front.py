@@ -187,8 +187,8 @@ class Front:
         host = config.reachable_host()
         self.shell.address = host_and_port(host, port)
         self.shell.worker_id = config.worker_id or f"{role.name}-{socket.gethostname()}-{port}"
-        self.server.set_serving("", True)
-        self.server.set_serving(_WORKER_SERVICE, True)
+        self.server.health.set("", serving=True)
+        self.server.health.set(_WORKER_SERVICE, serving=True)
         LOG.info("%s listens on %s:%d", self.shell.worker_id, config.host, port)
         if config.health_port is not None:
             port = await self.server.start_health(host_and_port(config.host, config.health_port))
@@ -210,7 +210,7 @@ class Front:
         beside: list[Coroutine[None, None, None]] = [self._keep_lease(self._announcer)]
         if self._role.beside is not None:
             view = FleetView(store, poll_s=_POLL_S)
-            beside += [view.run(), self._role.beside(self.shell, view, self._announcer.changed)]
+            beside += [view.run(), self._role.beside(self.shell, view, self._announcer.wake.set)]
         return [self._tasks.create_task(one) for one in beside]
 
     async def _keep_lease(self, announcer: Announcer) -> None:
@@ -226,9 +226,9 @@ class Front:
             await self._changed.wait()
             self._changed.clear()
             is_ready = self.shell.supervisor.life is not None and not self.shell.is_draining
-            self.server.set_serving(self._role.service, is_ready)
+            self.server.health.set(self._role.service, serving=is_ready)
             if self._announcer is not None:
-                self._announcer.changed()
+                self._announcer.wake.set()
             if is_ready and self._config.ready_file is not None:
                 self._write_ready_file(self._config.ready_file)
 
@@ -263,13 +263,13 @@ class Front:
         self.shell.attempts.lose_engine(Draining("this worker has ended", retry_after_s=0.1))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
-                await self.shell.attempts.wait_idle()
+                await self.shell.attempts.idle.wait()
 
     async def _end_after(self, deadline_s: float) -> None:
         attempts = self.shell.attempts
         try:
             async with asyncio.timeout(deadline_s):
-                await attempts.wait_idle()
+                await attempts.idle.wait()
         except TimeoutError:
             LOG.warning("ending %d requests that are still running", len(attempts))
             attempts.fail_all(
@@ -279,7 +279,7 @@ class Front:
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
-                    await attempts.wait_idle()
+                    await attempts.idle.wait()
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
@@ -293,7 +293,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         """Ends an attempt in any state; an unknown transfer id is refused from now on."""
         attempt_id = wire.attempt_id(request.attempt)
         attempts = self._shell.attempts
-        attempt = attempts.find(attempt_id.transfer_id)
+        attempt = attempts.running.get(attempt_id.transfer_id)
         ended = self._shell.supervisor.ended
         if attempt is None:
             attempts.bury(attempt_id.transfer_id)
@@ -302,7 +302,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                 drained=True,
                 life_is_over=request.incarnation in ended,
             )
-        attempt.fail(Refused(f"the attempt was aborted: {request.reason[:200]}"))
+        attempt.deliver(Refused(f"the attempt was aborted: {request.reason[:200]}"))
         try:
             async with asyncio.timeout(_MOST_ABORT_S):
                 await attempt.ended.wait()

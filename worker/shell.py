@@ -26,7 +26,7 @@ from effuse.placement.records import (
 )
 from effuse.protos.channels import OPEN, FleetAccess
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
-from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics
+from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics, gauges
 from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt
@@ -53,7 +53,7 @@ class WorkerMetrics(ProcessMetrics):
     """Counts from the start of the front on; `read` returns the other values at a scrape."""
 
     def __init__(self, read: Callable[[], WorkerReadings]) -> None:
-        super().__init__(lambda: _labels(read()))
+        super().__init__(lambda: {"role": (now := read()).role, "model_name": now.model_name})
         self._readings = read
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of attempts begun here")
         self.generation_tokens = self.counter("generation_tokens", "Tokens written")
@@ -101,73 +101,44 @@ class WorkerMetrics(ProcessMetrics):
         """Counters first, then the values that are read."""
         yield from super().families()
         now = self._readings()
-        yield from _load_families(now.load)
-        yield _gauge("front_tasks", "Tasks of the front's event loop", now.tasks)
-        yield _counter("engine_restarts", "Engines that were replaced", now.restarts)
-        yield _link_family(now.links)
-        yield from _quarantine_families(now.quarantines)
-
-
-def _labels(now: WorkerReadings) -> dict[str, str]:
-    return {"role": now.role, "model_name": now.model_name}
-
-
-def _load_families(load: Load) -> Iterator[Metric]:
-    yield _gauge("num_requests_running", "Attempts that hold pages", load.running)
-    yield _gauge("num_requests_waiting", "Attempts that wait for pages", load.waiting)
-    used = load.total_pages - load.free_pages
-    share = used / load.total_pages if load.total_pages else 0.0
-    yield _gauge("kv_cache_usage_perc", "Share of pages that are not free, 0 to 1", share)
-    pages = GaugeMetricFamily(PREFIX + "kv_pages", "KV pages by state", labels=["state"])
-    for state, count in load.pages_by_state().items():
-        pages.add_metric([state], count)
-    yield pages
-    for name, text, count in (
-        ("num_preemptions", "Requests that lost their pages to older ones", load.preemptions),
-        (
-            "prefix_cache_queries",
-            "Prompt tokens that were looked up in the prefix cache",
-            load.prefix_queries,
-        ),
-        ("prefix_cache_hits", "Prompt tokens whose KV the prefix cache had", load.prefix_hits),
-        ("prompts_shared", "Prompts whose KV came from another attempt", load.prompts_shared),
-        ("engine_steps", "Forwards", load.steps),
-        ("engine_step_requests", "Sum of the requests in each forward", load.step_requests),
-        ("engine_step_tokens", "Sum of the rows of each forward", load.step_tokens),
-    ):
-        yield _counter(name, text, count)
-
-
-def _link_family(links: Sequence[Link]) -> Metric:
-    family = GaugeMetricFamily(
-        PREFIX + "kv_link_bytes_per_second", "Rates of links to decode workers, as measured",
-        labels=["peer", "transport"],
-    )  # fmt: skip
-    for link in links:
-        family.add_metric([link.peer, link.transport], link.bytes_per_second)
-    return family
-
-
-def _quarantine_families(quarantines: Sequence[Quarantine]) -> Iterator[Metric]:
-    text = "Pages that a prefill worker has not released"
-    pages = GaugeMetricFamily(PREFIX + "kv_quarantine_pages", text, labels=["writer"])
-    age = GaugeMetricFamily(
-        PREFIX + "kv_quarantine_age_seconds",
-        "Time that the oldest of these pages have waited",
-        labels=["writer"],
-    )
-    for one in quarantines:
-        pages.add_metric([one.writer], one.pages)
-        age.add_metric([one.writer], one.age_s)
-    yield from (pages, age)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, text, value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, text, value)
+        load, used = now.load, now.load.total_pages - now.load.free_pages
+        for name, text, value in (
+            ("num_requests_running", "Attempts that hold pages", load.running),
+            ("num_requests_waiting", "Attempts that wait for pages", load.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Share of pages that are not free, 0 to 1",
+                used / max(1, load.total_pages),
+            ),
+            ("front_tasks", "Tasks of the front's event loop", now.tasks),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, value)
+        for name, text, value in (
+            ("num_preemptions", "Requests that lost their pages to older ones", load.preemptions),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens that were looked up in the prefix cache",
+                load.prefix_queries,
+            ),
+            ("prefix_cache_hits", "Prompt tokens whose KV the prefix cache had", load.prefix_hits),
+            ("prompts_shared", "Prompts whose KV came from another attempt", load.prompts_shared),
+            ("engine_steps", "Forwards", load.steps),
+            ("engine_step_requests", "Sum of the requests in each forward", load.step_requests),
+            ("engine_step_tokens", "Sum of the rows of each forward", load.step_tokens),
+            ("engine_restarts", "Engines that were replaced", now.restarts),
+        ):
+            yield CounterMetricFamily(PREFIX + name, text, value)
+        pages = (([state], count) for state, count in load.pages_by_state().items())
+        yield gauges("kv_pages", "KV pages by state", ["state"], pages)
+        rates = (([one.peer, one.transport], one.bytes_per_second) for one in now.links)
+        text = "Rates of links to decode workers, as measured"
+        yield gauges("kv_link_bytes_per_second", text, ["peer", "transport"], rates)
+        held = (([one.writer], one.pages) for one in now.quarantines)
+        text = "Pages that a prefill worker has not released"
+        yield gauges("kv_quarantine_pages", text, ["writer"], held)
+        ages = (([one.writer], one.age_s) for one in now.quarantines)
+        text = "Time that the oldest of these pages have waited"
+        yield gauges("kv_quarantine_age_seconds", text, ["writer"], ages)
 
 
 LOG = logging.getLogger(__name__)

@@ -96,7 +96,8 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[ToFront])
         self._exited = asyncio.ensure_future(process.wait())
-        self._disconnected = asyncio.ensure_future(socket.disconnected())
+        # Ends once the engine has disconnected, and all of its messages are received.
+        self._disconnected = asyncio.ensure_future(socket.monitor.recv_multipart())
         self._receiving: asyncio.Future[bytes] | None = None
 
     @classmethod
@@ -138,7 +139,7 @@ class EngineClient:
         for an invalid message.
         """
         if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._socket.receive())
+            self._receiving = asyncio.ensure_future(self._socket.zmq.recv())
         waited: set[asyncio.Future[bytes] | asyncio.Future[int]] = {self._receiving, self._exited}
         await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self._exited.done():
@@ -157,7 +158,10 @@ class EngineClient:
         """Returns once a message of an ended engine was received, or none follows: its messages
         come before its connection ends.
         """
-        waited: set[asyncio.Future[bytes] | asyncio.Future[None]] = {received, self._disconnected}
+        waited: set[asyncio.Future[bytes] | asyncio.Future[list[bytes]]] = {
+            received,
+            self._disconnected,
+        }
         await asyncio.wait(waited, timeout=_LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
         if not received.done():
             await asyncio.wait({received}, timeout=_HANDED_ON_S)
@@ -189,31 +193,24 @@ class EngineSocket:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        self.zmq = self._context.socket(zmq.PAIR)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self._socket.set(option, 0)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.bind(endpoint)
+            self.zmq.set(option, 0)
+        self.monitor = self.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.zmq.bind(endpoint)
 
     def send(self, frame: bytes) -> None:
         # A plain socket on the same handle would swallow the signal that a message can be received.
-        sent = cast("asyncio.Future[object]", self._socket.send(frame, zmq.NOBLOCK))
+        sent = cast("asyncio.Future[object]", self.zmq.send(frame, zmq.NOBLOCK))
         with contextlib.suppress(zmq.Again):  # not connected: not yet, or no more
             sent.result()
 
-    async def receive(self) -> bytes:
-        return await self._socket.recv()
-
-    async def disconnected(self) -> None:
-        """Returns once the peer has disconnected, and all of its messages are received."""
-        await self._monitor.recv_multipart()
-
     def close(self) -> None:
-        if not self._socket.closed:
+        if not self.zmq.closed:
             # first, because its remaining messages would have no reader
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close()
+            self.zmq.disable_monitor()
+            self.monitor.close(0)
+            self.zmq.close()
         self._context.term()
 
 

@@ -7,15 +7,12 @@ decides whether a request fits the model and the pool.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final
 
 from effuse.config.decoding import (
     LOGPROBS,
-    Algorithm,
     DecodeSettings,
-    Remasking,
     Sampling,
-    Score,
     SettingError,
     Stopping,
 )
@@ -39,20 +36,6 @@ _MOST_ID_CHARS = 128
 _MOST_ADDRESS_CHARS = 300
 _MOST_PLACE_CHARS = 256
 _OF_ADDRESS: Final = [name for name in ReceiverAddress.__struct_fields__ if name != "connector"]
-_LATER_KNOBS: Final = (  # which earlier routers do not send
-    "editing_threshold",
-    "max_post_steps",
-    "factor",
-    "block_length",
-    "steps",
-    "cfg_scale",
-    "logits_eos_inf",
-    "confidence_eos_eot_inf",
-    "alg",
-    "eps",
-    "alg_temp",
-    "cache",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,37 +158,22 @@ def stopping(message: pb.DecodeRequest) -> Stopping:
 def sampling(message: pb.DecodeSampling) -> Sampling:
     """Reads how tokens are drawn."""
     with _naming("sampling."):
-        return Sampling(
-            temperature=message.temperature,
-            top_p=message.top_p,
-            top_k=message.top_k,
-            seed=message.seed,
-            answer_index=message.answer_index,
-            min_p=message.min_p,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            repetition_penalty=(
-                message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-            ),
-            logit_bias=tuple(sorted(message.logit_bias.items())),
-        )
+        return Sampling(**_given(message), logit_bias=tuple(sorted(message.logit_bias.items())))
 
 
 def settings(message: pb.DecodeSettings) -> DecodeSettings:
-    """Reads how blocks are denoised."""
+    """Reads how blocks are denoised. The struct also checks names."""
     with _naming("settings."):
-        return DecodeSettings(
-            algorithm=cast(Algorithm, message.algorithm),  # which also checks names
-            window=message.window,
-            confidence_threshold=message.confidence_threshold,
-            block_add_threshold=message.block_add_threshold,
-            full_activation_threshold=message.full_activation_threshold,
-            score=cast(Score, message.score),
-            remasking=cast(Remasking, message.remasking),
-            denoising_steps=message.denoising_steps,
-            entropy_bound=message.entropy_bound,
-            **{name: getattr(message, name) for name in _LATER_KNOBS if message.HasField(name)},
-        )
+        return DecodeSettings(**_given(message))
+
+
+def _given(message: pb.DecodeSampling | pb.DecodeSettings) -> dict[str, Any]:
+    """Single values by their names, without optional ones that an earlier router does not send."""
+    return {
+        field.name: getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+        if not field.is_repeated and (not field.has_presence or message.HasField(field.name))
+    }
 
 
 def resume(message: pb.Resume, block_size: int) -> Resume:

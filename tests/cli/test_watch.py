@@ -57,7 +57,7 @@ def test_a_film_shows_one_frame_after_the_other_and_is_never_far_behind() -> Non
     film = Film()
     assert (film.next_frame().plain, film.is_behind) == ("", False)
     for number in range(100):
-        film.add(Text(str(number)))
+        film.frames.append(Text(str(number)))
     assert film.next_frame().plain == "84"
     shown = [film.next_frame().plain for _ in range(16)]
     assert shown == [*(str(number) for number in range(85, 100)), "99"]

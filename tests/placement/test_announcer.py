@@ -78,7 +78,7 @@ def test_a_change_is_announced_at_once() -> None:
                     ("ready", "life-2"),
                 ):
                     worker.record = redis_server.worker(state=state, incarnation=life)
-                    worker.announcer.changed()
+                    worker.announcer.wake.set()
                     await worker.seen(state, life)
                 task.cancel()
                 await asyncio.wait({task}, timeout=20)
@@ -162,7 +162,7 @@ def test_a_redis_that_went_back_to_an_earlier_life_is_told_the_present_one() -> 
                 key = worker.store.keys.worker("decode-0")
                 earlier = client.dump(key)
                 worker.record = redis_server.worker(incarnation="life-2")
-                worker.announcer.changed()
+                worker.announcer.wake.set()
                 await worker.seen("ready", "life-2")
                 client.restore(key, 30_000, earlier, replace=True)
                 await worker.seen("ready", "life-2")

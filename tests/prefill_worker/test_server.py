@@ -94,7 +94,7 @@ def test_nothing_is_kept_of_a_prefill_that_has_ended(tmp_path: Path) -> None:
             for name, messages in (("a", [reservation("a")]), ("b", [prefill_start("b", "")])):
                 call = await opened(one, [prefill_start(name, one.incarnation)])
                 await event_of(call)
-                found = one.front.shell.attempts.find(f"{name}-1")
+                found = one.front.shell.attempts.running.get(f"{name}-1")
                 assert found is not None
                 kept = weakref.ref(found)
                 del found

@@ -206,7 +206,7 @@ def test_a_method_that_a_servicer_lacks_is_unimplemented(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-def test_health_follows_set_serving_and_drain() -> None:
+def test_health_follows_what_is_set_and_the_drain() -> None:
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
 
@@ -217,10 +217,10 @@ def test_health_follows_set_serving_and_drain() -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
         assert await status("") == serving
         assert await status(SERVICE) != serving
-        server.set_serving(SERVICE, True)
+        server.health.set(SERVICE, serving=True)
         assert await status(SERVICE) == serving
-        server.drain()
-        server.set_serving(SERVICE, True)
+        server.health.drain()
+        server.health.set(SERVICE, serving=True)
         assert await status(SERVICE) != serving
 
     run(body)
@@ -228,13 +228,13 @@ def test_health_follows_set_serving_and_drain() -> None:
 
 def test_health_lists_every_service() -> None:
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
-        server.set_serving(SERVICE, True)
+        server.health.set(SERVICE, serving=True)
         listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
         told = health_pb2.HealthCheckResponse
         assert {name: one.status for name, one in listed.statuses.items()} == {
             "": told.SERVING, SERVICE: told.SERVING,
         }  # fmt: skip
-        server.drain()
+        server.health.drain()
         listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
         assert {one.status for one in listed.statuses.values()} == {told.NOT_SERVING}
 
@@ -268,11 +268,11 @@ def test_a_drain_ends_watches_with_its_word() -> None:
         stub, told = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=30)
         assert (await watch.read()).status == told.NOT_SERVING
-        server.set_serving(SERVICE, True)
+        server.health.set(SERVICE, serving=True)
         assert (await watch.read()).status == told.SERVING
         unknown = stub.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=30)
         assert (await unknown.read()).status == told.SERVICE_UNKNOWN
-        server.drain()
+        server.health.drain()
         assert (await watch.read()).status == told.NOT_SERVING
         assert await watch.read() is grpc.aio.EOF
         assert await unknown.read() is grpc.aio.EOF
@@ -368,7 +368,7 @@ def test_a_connection_is_renewed_and_what_runs_over_it_ends_first() -> None:
             while len(peers) < 3:
                 await worker_stub(channel).GetLoad(pb.GetLoadRequest())
                 await asyncio.sleep(0.01)
-            server.set_serving(SERVICE, True)
+            server.health.set(SERVICE, serving=True)
             assert (await watch.read()).status == told.SERVING, "over the first connection"
             watch.cancel()
         await server.stop(0.0)

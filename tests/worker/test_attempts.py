@@ -56,7 +56,7 @@ def test_a_request_may_come_anew_while_its_earlier_attempt_runs() -> None:
     earlier = attempts.open(ONE, "life")
     anew = attempts.open(AttemptId("r", 1, "t9"), "life")
     attempts.close(earlier)
-    assert attempts.find("t9") is anew
+    assert attempts.running.get("t9") is anew
 
 
 def test_events_reach_their_attempt_in_order_and_no_other() -> None:
@@ -127,9 +127,9 @@ def test_the_memory_of_ended_attempts_is_bounded() -> None:
 def test_idle_is_when_the_last_one_is_closed() -> None:
     async def go() -> None:
         attempts = Attempts()
-        await attempts.wait_idle()
+        await attempts.idle.wait()
         one, two = attempts.open(ONE, "life"), attempts.open(AttemptId("q", 1, "t2"), "life")
-        waiter = asyncio.ensure_future(attempts.wait_idle())
+        waiter = asyncio.ensure_future(attempts.idle.wait())
         attempts.close(one)
         await asyncio.sleep(0)
         assert not waiter.done()
@@ -148,7 +148,7 @@ def test_what_is_ready_ends_before_a_bad_end_and_none_is_lost() -> None:
         assert attempt.next_ready() is None
         for event in (first, first, failed, first):
             attempt.deliver(event)
-        attempt.fail(Unavailable("gone"))
+        attempt.deliver(Unavailable("gone"))
         assert await attempt.next_event() == first
         assert attempt.next_ready() == first
         assert attempt.next_ready() is None and attempt.next_ready() is None

@@ -311,7 +311,7 @@ def test_a_send_swallows_no_signal_for_the_receiver() -> None:
             await eventually(lambda: _is_waiting(client))
             client.send(ABORT)
             # The answer arrives while the loop is busy, and then another message.
-            _block_until_signalled(client._socket._socket.FD)
+            _block_until_signalled(client._socket.zmq.FD)
             client.send(ABORT)
             answers = 0
             while answers < 2:
