@@ -221,14 +221,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How blocks are denoised, with the names of DecodeSettings in worker.proto. The settings are
-    those of D2F (arXiv 2508.09192), SDAR, LLaDA (arXiv 2502.09992), Dream (arXiv 2508.15487),
-    Fast-dLLM (arXiv 2505.22618) and its v2 (arXiv 2509.26328), and LLaDA2.1 (arXiv 2602.08676).
-
-    Raises SettingError. Floats are stored as the float32 of the wire, so that a comparison with a
-    threshold has the same result everywhere.
-    """
+class BlockSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How blocks are denoised that are appended one after another."""
 
     algorithm: Algorithm
     denoising_steps: int  # forwards for one block (block diffusion)
@@ -241,6 +235,17 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     entropy_bound: float = 0.35  # nats of masks that one step writes (entropy_bounded)
     editing_threshold: float = 1.0  # a written token is replaced by one above it; 1 never edits
     max_post_steps: int = 16  # most forwards that edit a block without masks
+
+
+class DecodeSettings(BlockSettings, frozen=True, kw_only=True):
+    """How an answer is denoised, with the names of DecodeSettings in worker.proto. The settings are
+    those of D2F (arXiv 2508.09192), SDAR, LLaDA (arXiv 2502.09992), Dream (arXiv 2508.15487),
+    Fast-dLLM (arXiv 2505.22618) and its v2 (arXiv 2509.26328), and LLaDA2.1 (arXiv 2602.08676).
+
+    Raises SettingError. Floats are stored as the float32 of the wire, so that a comparison with a
+    threshold has the same result everywhere.
+    """
+
     block_length: int = 32  # tokens of a canvas, or of a block, that are denoised together
     steps: int = 0  # forwards for a canvas, spread over its blocks; 0 means one for each token
     cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 turns it off

@@ -20,10 +20,9 @@ aborts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig(Access):
-    """Settings of a router. Raises ValueError naming the accepted form."""
+class ClientPorts(Access):
+    """A router's ports for clients, and the clients that may call."""
 
-    # The network.
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 50051
     http_port: Annotated[
         int | None, "port of OpenAI's HTTP API; 0 takes a free one (default: no HTTP)"
@@ -43,6 +42,24 @@ class RouterConfig(Access):
         "file of clients' keys (see effuse token); without it any client may send requests",
     ] = None
     max_message_bytes: Annotated[int, "most bytes in a message from a client"] = 4 << 20
+
+    def __post_init__(self) -> None:
+        Access.__post_init__(self)
+        if self.tls_cert is None:
+            self.check_plaintext("host", self.host, "calls")
+        checks.together(self, "tls_cert", "tls_key")
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "keys"):
+            checks.file(name, getattr(self, name))
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca: expected --tls-cert and --tls-key with it")
+        for name in ("port", "http_port"):
+            checks.whole(name, getattr(self, name), 0, 65535)
+        checks.whole("max_message_bytes", self.max_message_bytes, 1024, 1 << 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(ClientPorts):
+    """Settings of a router. Raises ValueError naming the accepted form."""
 
     # The fleet.
     redis_url: Annotated[str, "the fleet's Redis, redis://host:port/db"] = "redis://127.0.0.1:6379"
@@ -101,17 +118,8 @@ class RouterConfig(Access):
     log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
 
     def __post_init__(self) -> None:
-        Access.__post_init__(self)
-        if self.tls_cert is None:
-            self.check_plaintext("host", self.host, "calls")
-        checks.together(self, "tls_cert", "tls_key")
-        for name in ("tls_cert", "tls_key", "tls_client_ca", "keys"):
-            checks.file(name, getattr(self, name))
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("--tls-client-ca: expected --tls-cert and --tls-key with it")
+        ClientPorts.__post_init__(self)
         for name, low, high in (
-            ("port", 0, 65535),
-            ("max_message_bytes", 1024, 1 << 30),
             ("tokenizer_threads", 1, 64),
             ("max_concurrent_requests", 1, 1 << 20),
             ("max_queue", 0, 1 << 20),
@@ -119,8 +127,6 @@ class RouterConfig(Access):
             ("max_losses", 0, 1000),
         ):
             checks.whole(name, getattr(self, name), low, high)
-        if self.http_port is not None:
-            checks.whole("http_port", self.http_port, 0, 65535)
         for name in ("max_request_s", "recovery_s", "connection_age_s", "drain_s"):
             checks.seconds(name, getattr(self, name))
         if not 0 <= self.keep_answers_s <= 86400:

@@ -34,8 +34,8 @@ _MOST_STOP_IDS = 128  # more than a router accepts; a GPU has room for them in e
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(Access):
-    """Settings of a prefill or decode worker. Raises ValueError that names the accepted form."""
+class EngineSettings(Access):
+    """A worker's model, devices, KV memory and batches."""
 
     # The model.
     model: Annotated[Path | None, "checkpoint directory (default: the bundled model)"] = None
@@ -75,6 +75,33 @@ class WorkerConfig(Access):
     max_model_len: Annotated[
         int | None, "most tokens of prompt and answer (default: the model's)"
     ] = None
+
+    def __post_init__(self) -> None:
+        Access.__post_init__(self)
+        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs", "block_size"):
+            checks.whole(name, getattr(self, name), 1)
+        checks.whole("max_model_len", self.max_model_len, 1)
+        checks.whole("tensor_parallel_size", self.tensor_parallel_size, 1, _MOST_RANKS)
+        checks.choice("device", self.device, get_args(Device))
+        checks.choice("dtype", self.dtype, get_args(Dtype))
+        checks.whole("num_pages", self.num_pages, 1, MAX_POOL_PAGES)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"--gpu-memory-utilization: expected a share in (0, 1], "
+                f"got {self.gpu_memory_utilization:g}"
+            )
+        if self.attention == "flex" and self.kv_layout != "unified":
+            raise ValueError(
+                f"--attention flex: expected --kv-layout unified, got {self.kv_layout}"
+            )
+        checks.model_name("served_model_name", self.served_model_name)
+        checks.directory("model", self.model)
+        checks.directory("adapter", self.adapter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(EngineSettings):
+    """Settings of a prefill or decode worker. Raises ValueError that names the accepted form."""
 
     # The network.
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 0
@@ -124,21 +151,13 @@ class WorkerConfig(Access):
     log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
 
     def __post_init__(self) -> None:
-        Access.__post_init__(self)
+        super().__post_init__()
         if self.fleet_cert is None:
             self.check_plaintext("host", self.host, "calls")
         if self.encrypt_pages and self.connector == "nixl":
             raise ValueError(f"--encrypt-pages: expected --connector zmq, got {self.connector}")
         if not self.encrypt_pages:
             self.check_plaintext("host", self.host, "pages")
-        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
-            checks.whole(name, getattr(self, name), 1)
-        checks.whole("tensor_parallel_size", self.tensor_parallel_size, 1, _MOST_RANKS)
-        for name in ("block_size", "max_model_len"):
-            checks.whole(name, getattr(self, name), 1)
-        checks.choice("device", self.device, get_args(Device))
-        checks.choice("dtype", self.dtype, get_args(Dtype))
-        checks.whole("num_pages", self.num_pages, 1, MAX_POOL_PAGES)
         checks.whole("port", self.port, 0, 65535)
         for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
             checks.seconds(name, getattr(self, name))
@@ -147,22 +166,10 @@ class WorkerConfig(Access):
                 f"--hang-timeout-s: expected {_LEAST_HANG_S:g} s or more, because an idle engine "
                 f"reports only twice a second, got {self.hang_timeout_s:g}"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"--gpu-memory-utilization: expected a share in (0, 1], "
-                f"got {self.gpu_memory_utilization:g}"
-            )
-        if self.attention == "flex" and self.kv_layout != "unified":
-            raise ValueError(
-                f"--attention flex: expected --kv-layout unified, got {self.kv_layout}"
-            )
-        checks.model_name("served_model_name", self.served_model_name)
         checks.redis_url("redis_url", self.redis_url)
         check_name("fleet", self.fleet)
         if self.worker_id is not None:
             check_name("worker id", self.worker_id)
-        checks.directory("model", self.model)
-        checks.directory("adapter", self.adapter)
 
     @property
     def num_replicas(self) -> int:
