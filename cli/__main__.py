@@ -90,7 +90,6 @@ def _drop_output() -> None:
 
 
 def find(name: str) -> Command:
-    """The module of a command."""
     return cast(Command, importlib.import_module(f"effuse.cli.{COMMANDS[name][0]}"))
 
 

@@ -106,7 +106,6 @@ def redis_url(text: str) -> str:
 
 
 def fleet_name(given: str) -> str:
-    """A fleet's name."""
     try:
         return check_name("fleet", given)
     except ValueError as error:

@@ -71,7 +71,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("check-ghz", "Check a report that ghz wrote with --format json.")
     add = parser.add_argument
     add("report", type=file, metavar="FILE", help="the report")

@@ -42,7 +42,6 @@ Parsers = Mapping[str, argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
     write = _SHELLS[make_parser().parse_args(argv).shell]
     parsers = {}
     for name in COMMANDS:
@@ -53,7 +52,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("completion", "Print shell completion for effuse's commands.")
     parser.add_argument("shell", choices=_SHELLS, help='as in: eval "$(effuse completion bash)"')
     return parser

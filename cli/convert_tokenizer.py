@@ -29,7 +29,6 @@ class ConversionError(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
     found = make_parser().parse_args(argv)
     try:
         print(f"wrote {convert(found.checkpoint, found.tokenizer_class)}")
@@ -40,7 +39,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("convert-tokenizer", "Write tokenizer.json into a checkpoint directory.")
     parser.add_argument("checkpoint", type=directory, metavar="DIR", help="checkpoint directory")
     parser.add_argument(

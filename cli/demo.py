@@ -51,7 +51,6 @@ class Demo(argparse.Namespace):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
     demo = parse(argv)
     console = Console(highlight=False)
     end_as_by_ctrl_c()
@@ -88,7 +87,6 @@ def _fleet(console: Console, demo: Demo) -> Iterator[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("demo", "Start a fleet, solve fresh problems on it, show their blocks fill.")
     add = parser.add_argument
     add("--problems", type=whole(1), default=3, metavar="N", help="number of problems (default: 3)")

@@ -51,7 +51,6 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
     job = make_parser().parse_args(argv)
     import torch  # slow, and not needed to list the flags
 
@@ -81,7 +80,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("eval", "Print the bundled model's accuracy and tokens per forward.")
     add = parser.add_argument
     add("--model", type=directory, default=bundled_directory(), metavar="DIR",

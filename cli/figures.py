@@ -58,7 +58,6 @@ class ServiceGoals:
         return math.isinf(min(self.first_block_s, self.gap_s, self.total_s))
 
     def met_by(self, sample: Sample) -> bool:
-        """Whether this request met them."""
         return (
             sample.first_block_s <= self.first_block_s
             and max(sample.gaps_s, default=0.0) <= self.gap_s
@@ -79,7 +78,6 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all answers."""
         return sum(sample.tokens for sample in self.samples)
 
     @property
@@ -154,7 +152,6 @@ FIGURES: Final[Sequence[tuple[str, str, Callable[[Run], float]]]] = (
 
 
 def figures(run: Run) -> dict[str, float]:
-    """Every figure of a run by name."""
     return {name: value(run) for name, _, value in FIGURES}
 
 

@@ -69,7 +69,6 @@ class GenerateJob(argparse.Namespace):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
     job = parse(argv)
     try:
         asyncio.run(run(job))
@@ -85,7 +84,6 @@ def _report(error: grpc.aio.AioRpcError | StreamBroken, target: str) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
     add("prompt", nargs="*", type=text, metavar="PROMPT",

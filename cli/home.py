@@ -66,7 +66,6 @@ class Home:
         return users
 
     def ready_file(self, name: str) -> Path:
-        """The ready file of a process."""
         return self.path / f"{name}{READY}"
 
     def told(self, name: str) -> dict[str, str]:

@@ -219,7 +219,6 @@ class BenchJob(argparse.Namespace):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("bench", "Send a dataset's prompts to a running fleet; print times and rates.")
     add = parser.add_argument
     add("--dataset", type=file, required=True, metavar="FILE", help='lines of {"prompt": ...}')
@@ -237,7 +236,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_comparison(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of comparisons and grading."""
     add = parser.add_argument
     add_switch(parser, "--baseline", "first answer in this process with the base model's own loop "
                "and with one engine without a fleet; all greedy")  # fmt: skip
@@ -255,7 +253,6 @@ def _add_comparison(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the load and its objectives."""
     add = parser.add_argument
     add("--concurrency", type=whole(1), default=8, metavar="N",
         help="number of clients, each of which sends one request after another")  # fmt: skip

@@ -48,7 +48,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("logs", "Show the logs of the fleet that you started last on this machine.")
     add = parser.add_argument
     add(
@@ -80,7 +79,6 @@ def show(where: Path, process: str, lines: int, out: TextIO, *, follow: bool) ->
 
 
 def logs_home() -> Path:
-    """The directory of all fleets' logs."""
     state = os.environ.get("XDG_STATE_HOME", "")
     # The specification ignores relative paths.
     home = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"

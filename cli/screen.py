@@ -53,7 +53,6 @@ class StartProgress:
         self._steps: dict[str, tuple[int, str]] = {}  # rank and text, by worker
 
     def take(self, process: str, text: str) -> None:
-        """Takes in the message of one record."""
         if not process.startswith(("prefill", "decode")):
             return
         self._steps.setdefault(process, _BEGIN)
@@ -167,7 +166,6 @@ class Screen:
 
 
 def columns() -> int:
-    """The width of the terminal."""
     return shutil.get_terminal_size().columns
 
 

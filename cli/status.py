@@ -68,7 +68,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command(
         "status", "Show the workers of a running fleet, their load and links, and its addresses."
     )
@@ -154,7 +153,6 @@ def worker_lines(workers: Sequence[model_pb2.Worker]) -> list[str]:
 
 
 def link_lines(workers: Sequence[model_pb2.Worker]) -> list[str]:
-    """A line for each link."""
     return [_link(worker, link) for worker in workers for link in worker.links]
 
 

@@ -15,7 +15,6 @@ from effuse.router.tenants import Tenant, line_of, make_token
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("token", "Make a client's token and the line by which routers recognise it.")
     add = parser.add_argument
     add("tenant", metavar="TENANT", help="name of the client: letters, digits, dots and hyphens")
@@ -29,7 +28,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
     parser = make_parser()
     asked = parser.parse_args(argv)
     token = make_token()

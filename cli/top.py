@@ -149,7 +149,6 @@ def _await_q(terminal: int, pressed: threading.Event, over: threading.Event) -> 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     parser = command("top", "Watch a fleet's workers and running requests; q or Ctrl-C quits.")
     add = parser.add_argument
     add("--interval", type=number(0.05, 60), default=0.25, metavar="S",

@@ -68,7 +68,6 @@ class FlagGroup(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
     config, view = parse(argv)
     try:
         refuse_early(config, view)

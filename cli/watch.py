@@ -36,7 +36,6 @@ class Canvas:
     _drafts: dict[int, str] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
-        """Takes in the next event."""
         if event.HasField("echo"):
             self.text = event.echo.text  # the prompt comes first
         elif event.HasField("commit"):

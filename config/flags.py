@@ -44,7 +44,6 @@ class ConfigFileError(ValueError):
 
 
 def add_config_flag(parser: "argparse._ActionsContainer") -> None:
-    """Adds `--config FILE`."""
     parser.add_argument(
         FLAG,
         type=Path,
@@ -253,7 +252,6 @@ def add_flags(
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a field."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -77,11 +77,9 @@ class DecodeEngine:
         return self.apply() or has_changed or has_launched
 
     def is_working(self) -> bool:
-        """Whether a step that was launched has not been read."""
         return self._executor.is_running
 
     def handle(self, message: ToEngine) -> None:
-        """Handles one message of the front."""
         match message:
             case StartDecode():
                 self._start(message)
@@ -121,11 +119,9 @@ class DecodeEngine:
         )
 
     def outbox(self) -> Sequence[CoreEvent]:
-        """Events since the last call, in order."""
         return self._outbox.drain()
 
     def load(self) -> Load:
-        """State and counters of the engine now."""
         roster = self._roster
         requests = roster.by_transfer.values()
         return Load(
@@ -147,13 +143,7 @@ class DecodeEngine:
             kv_bytes=self.counters.kv_bytes,
         )
 
-    def audit(self) -> None:
-        """Checks that every page is free, or held for some request. Raises AuditError."""
-        held = [page for request in self._roster.by_transfer.values() for page in request.pages]
-        self._pool.audit([*held, *self._rehearsal.pages(), *self._handoffs.quarantined()])
-
     def close(self) -> None:
-        """Stops the connector."""
         self._handoffs.close()
 
     # Arrivals.

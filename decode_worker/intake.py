@@ -332,10 +332,6 @@ class RehearsalReceiver:
         self._pages: tuple[PageRef, ...] = ()
         self._last = ""  # transfer id of the last one, which may have left pages in quarantine
 
-    def pages(self) -> tuple[PageRef, ...]:
-        """The held pages, without those in quarantine; for the audit."""
-        return self._pages
-
     def reserve(self, message: StartRehearsal, *, is_busy: bool, now: float) -> None:
         """Opens free pages to the writer; refuses if requests may need them."""
         attempt, free = message.attempt, self._pool.num_free

@@ -101,11 +101,6 @@ class ReplicatedEngine:
             **{name: sum(getattr(load, name) for load in loads) for name in Load.__struct_fields__}
         )
 
-    def audit(self) -> None:
-        """Checks that every page is free, or held for some request. Raises AuditError."""
-        for engine in self._engines:
-            engine.audit()
-
     def close(self) -> None:
         """Stops the connectors."""
         for engine in self._engines:

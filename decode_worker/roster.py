@@ -35,11 +35,9 @@ class Roster:
 
     @property
     def num_holding(self) -> int:
-        """Requests that hold pages."""
         return len(self.receiving) + len(self.running)
 
     def has_group(self, group: str) -> bool:
-        """Whether a request of this group is here."""
         return any(name == group for name, _ in self._groups)
 
     def add(self, request: DecodeRequest) -> None:

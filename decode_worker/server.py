@@ -61,7 +61,6 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
     async def Decode(  # type: ignore[override]  # writes to the context: its end is never in doubt
         self, request: pb.DecodeRequest, context: _Context
     ) -> None:
-        """Runs one attempt."""
         with self._shell.span("decode", context.invocation_metadata()):
             await self._decode(request, context)
 

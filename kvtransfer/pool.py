@@ -57,10 +57,6 @@ class PageError(RuntimeError):
     """A bug with a page: an illegal transition, or a stale reference."""
 
 
-class AuditError(AssertionError):
-    """Pages are lost, held twice, or in a state without an owner."""
-
-
 class PagePool:
     """Pure accounting of `num_pages` pages. Not thread-safe: one engine thread owns it."""
 
@@ -135,43 +131,6 @@ class PagePool:
         """How many committed pages become free once all these holders have released theirs."""
         let_go = Counter(page.page_id for pages in holders for page in pages)
         return sum(count > self._more_holders[page_id] for page_id, count in let_go.items())
-
-    def audit(self, held: Iterable[PageRef] | None = None) -> None:
-        """Checks that every page is in exactly one place; raises AuditError with the difference.
-
-        held: every page that a module holds, a shared one once for each holder; () when idle. Pages
-        that are neither free nor held are a leak. With None, only the pool's own books are checked.
-        """
-        free = [i for i, state in enumerate(self._states) if state is PageState.FREE]
-        if free != self._free.ids():
-            raise AuditError(f"free list {self._free.ids()} differs from the free pages {free}")
-        if Counter(self._states) != +self._counts or len(self._states) != self.num_pages:
-            raise AuditError(
-                f"counts {dict(self._counts)} differ from states {Counter(self._states)}"
-            )
-        strange = [i for i in self._more_holders if self._states[i] is not PageState.COMMITTED]
-        if strange:
-            raise AuditError(f"shared pages that no attempt may read: {strange}")
-        if held is not None:
-            self._audit_holders(list(held))
-
-    def _audit_holders(self, held: list[PageRef]) -> None:
-        ids = Counter(page.page_id for page in held)
-        more = ids - Counter(ids.keys())
-        if twice := sorted(more - self._more_holders):
-            raise AuditError(f"pages held twice: {twice}")
-        stale = sorted(p.page_id for p in held if self._generations[p.page_id] != p.generation)
-        if stale:
-            raise AuditError(f"pages held under an earlier generation: {stale}")
-        leaked = [i for i, s in enumerate(self._states) if s is not PageState.FREE and i not in ids]
-        if leaked:
-            named = ", ".join(f"{i} {self._states[i].name}" for i in leaked[:8])
-            raise AuditError(f"{len(leaked)} pages leaked: {named}")
-        freed = sorted(i for i in ids if self._states[i] is PageState.FREE)
-        if freed:
-            raise AuditError(f"pages held although they are free: {freed}")
-        if fewer := sorted(self._more_holders - more):
-            raise AuditError(f"pages with fewer holders than sharers: {fewer}")
 
     def _enter(self, count: int, event: PageEvent) -> tuple[PageRef, ...] | None:
         if count < 0:

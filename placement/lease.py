@@ -137,7 +137,6 @@ class Announcer:
 
     @property
     def state(self) -> LeaseState:
-        """The state of the lease."""
         return self._lease.state
 
     async def run(self) -> None:

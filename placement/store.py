@@ -77,12 +77,10 @@ class Circuit:
         return self.now() < self.open_until
 
     def succeeded(self) -> None:
-        """Redis answered."""
         self.failures = 0
         self.open_until = 0.0
 
     def failed(self) -> None:
-        """Redis did not answer."""
         pause = min(self.first_s * 2.0**self.failures, self.most_s)
         self.failures = min(self.failures + 1, 32)
         self.open_until = self.now() + pause
@@ -165,7 +163,6 @@ class Store:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections."""
         async with asyncio.timeout(1.0):
             await self._redis.aclose()
 

@@ -80,11 +80,9 @@ class PrefillEngine:
         return self._apply_ended() or has_changed or has_launched
 
     def is_working(self) -> bool:
-        """Whether a forward that was launched has not ended."""
         return self._executor.is_running
 
     def handle(self, message: ToEngine) -> None:
-        """Handles one message of the front."""
         match message:
             case StartPrefill():
                 self._start(message)
@@ -124,11 +122,9 @@ class PrefillEngine:
         return left
 
     def outbox(self) -> Sequence[CoreEvent]:
-        """Events since the last call, in order."""
         return self._outbox.drain()
 
     def load(self) -> Load:
-        """State and counters of the engine now."""
         waiting, computing = self._table.waiting, self._table.computing
         num_prompts = sum(not one.is_rehearsal for one in self._table.prompts.values())
         return Load(
@@ -147,13 +143,7 @@ class PrefillEngine:
             prefix_hits=self._cache.num_found,
         )
 
-    def audit(self) -> None:
-        """Checks that every page is free, cached or held by a prompt. Raises AuditError."""
-        held = [page for prompt in self._table.prompts.values() for page in prompt.pages]
-        self._pool.audit([*held, *self._cache.pages()])
-
     def close(self) -> None:
-        """Stops the connector."""
         self._sender.close()
 
     # Arrivals.

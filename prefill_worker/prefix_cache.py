@@ -58,10 +58,6 @@ class PrefixCache:
         """Pages that can be used now: free ones, and those that only the cache holds."""
         return self._pool.num_free + len(self._idle) * self._pages_per_unit
 
-    def pages(self) -> list[PageRef]:
-        """Every page of the cache, for the audit."""
-        return [page for unit in self._units.values() for page in unit.pages]
-
     def keys_of(self, token_ids: Sequence[int], num_paged: int, salt: str = "") -> tuple[Key, ...]:
         """Keys of the whole units among a prompt's first `num_paged` tokens, by its salt."""
         keys, key = [], hashlib.blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()

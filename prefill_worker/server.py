@@ -63,7 +63,6 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
     async def Prefill(  # type: ignore[override]  # writes to the context: its end is never in doubt
         self, request_iterator: _Requests, context: _Context
     ) -> None:
-        """Runs one attempt."""
         limit_s = self._shell.time_left(context.time_remaining())
         traced = self._shell.span("prefill", context.invocation_metadata())
         try:

@@ -9,7 +9,6 @@ from effuse.telemetry import output
 
 
 def main() -> NoReturn:
-    """Entry point."""
     library.settle()
     with explaining("effuse-router", "server"):
         from effuse.router import process

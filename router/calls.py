@@ -144,7 +144,6 @@ class Peers:
         await self._close_old(self._now() - self._longest_call_s, MOST_OLD)
 
     async def close(self) -> None:
-        """Closes every channel."""
         self._renew()
         await self._close_old(0.0, 0)
 

@@ -143,12 +143,10 @@ class AnswerText:
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string has ended it."""
         return self.matched_stop is not None
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that has ended it."""
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -176,7 +176,6 @@ def _logprob(text: str, value: float) -> Json:
 
 
 def status_of(error: EffuseError) -> HTTPStatus:
-    """The HTTP status of an error."""
     return _STATUSES.get(error.code, _INTERNAL)[0]
 
 

@@ -118,7 +118,6 @@ class HttpCall:
             raise ClientGone("the client reads nothing") from error
 
     async def respond(self, response: Response) -> None:
-        """Sends a whole response."""
         self.has_begun = True
         response.headers[REQUEST_ID_KEY] = self.request_id
         await response(self.request.scope, self._receive, self._send)

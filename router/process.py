@@ -293,7 +293,6 @@ class ReadyWorkers:
 
 
 async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], float]) -> None:
-    """Acts and pauses, until cancelled."""
     while True:
         await act()
         await asyncio.sleep(pause_s())
@@ -312,7 +311,6 @@ def _tell_health(router: Router, server: RpcServer) -> None:
 
 
 def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
-    """The texts of the errors in a group of groups."""
     texts: list[str] = []
     for error in group.exceptions:
         texts += _texts(error) if isinstance(error, BaseExceptionGroup) else [str(error)]

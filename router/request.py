@@ -178,7 +178,6 @@ class Costs:
 
     @property
     def all_forwards(self) -> int:
-        """Forward passes of all attempts."""
         return self.earlier_forwards + self.forwards
 
     def block_gaps(self) -> list[float]:

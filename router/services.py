@@ -123,7 +123,6 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetModel(
         self, request: model_pb2.GetModelRequest, context: Context
     ) -> model_pb2.GetModelResponse:
-        """One model by its name."""
         model = self._catalogue.find(request.name, "name")
         return model_pb2.GetModelResponse(model=self._describe(model))
 

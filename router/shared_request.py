@@ -255,7 +255,6 @@ class KnownRequests:
 
     @property
     def num_running(self) -> int:
-        """Requests that are queued or on workers."""
         return len(self._running)
 
     def running_now(self) -> list[Request]:

@@ -177,7 +177,6 @@ class QuotaShare:
         account.running += num_answers
 
     def end_answers(self, count: int) -> None:
-        """So many of its answers have ended."""
         self.num_answers -= count
         self._account.running -= count
 
@@ -280,7 +279,6 @@ class FairQueue:
         return self._size
 
     def turns(self) -> list[Turn]:
-        """Every turn."""
         return [one for line in self._lines.values() for one in line.waiting]
 
     def length_of(self, tenant: str) -> int:

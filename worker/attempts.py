@@ -145,7 +145,6 @@ class Attempts:
 
 
 def attempt_of(event: CoreEvent) -> AttemptId:
-    """Returns the attempt of an event."""
     return event.reservation.attempt if isinstance(event, Reserved) else event.attempt
 
 

@@ -178,7 +178,6 @@ class WorkerConfig(EngineSettings):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of an engine, with a device each."""
         return self.tensor_parallel_size * self.num_replicas
 
     @property

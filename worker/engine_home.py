@@ -76,7 +76,6 @@ def is_running(pid: int) -> bool:
 
 
 def is_ours(home: Path) -> bool:
-    """Whether it is a directory of this user."""
     try:
         return home.is_dir() and not home.is_symlink() and home.stat().st_uid == os.getuid()
     except OSError:  # another process was faster

@@ -125,7 +125,6 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """Id of the engine's process."""
         return self._process.pid
 
     def send(self, message: ToEngine) -> None:
@@ -244,7 +243,6 @@ class EngineLife:
 
     @property
     def incarnation(self) -> str:
-        """Id of this life."""
         return self.client.incarnation
 
 

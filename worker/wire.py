@@ -54,7 +54,6 @@ class Writer:
 
 
 def attempt_id(message: pb.AttemptId) -> AttemptId:
-    """Reads an attempt's id."""
     _check_id("attempt.request_id", message.request_id)
     _check_id("attempt.transfer_id", message.transfer_id)
     if message.attempt < 1:
@@ -76,7 +75,6 @@ def writer(message: pb.WorkerRef, field: str) -> Writer:
 
 
 def prompt(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Reads a prompt."""
     if not token_ids:
         raise _wrong("prompt_token_ids", "at least 1 token", 0)
     return tuple(token_ids)
@@ -115,7 +113,6 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
 
 
 def reservation_to_proto(held: Reservation) -> pb.Reservation:
-    """Writes a reservation of our engine."""
     return pb.Reservation(
         attempt=attempt_to_proto(held.attempt),
         incarnation=held.incarnation,
@@ -139,14 +136,12 @@ def _shard_to_proto(shard: Shard) -> pb.ReceivingShard:
 
 
 def attempt_to_proto(attempt: AttemptId) -> pb.AttemptId:
-    """Writes an attempt's id."""
     return pb.AttemptId(
         request_id=attempt.request_id, attempt=attempt.attempt, transfer_id=attempt.transfer_id
     )
 
 
 def stopping(message: pb.DecodeRequest) -> Stopping:
-    """Reads when the answer ends."""
     with _naming(""):
         return Stopping(
             max_tokens=message.max_tokens,
@@ -156,7 +151,6 @@ def stopping(message: pb.DecodeRequest) -> Stopping:
 
 
 def sampling(message: pb.DecodeSampling) -> Sampling:
-    """Reads how tokens are drawn."""
     with _naming("sampling."):
         return Sampling(**_given(message), logit_bias=tuple(sorted(message.logit_bias.items())))
 
@@ -203,7 +197,6 @@ def resume(message: pb.Resume, block_size: int) -> Resume:
 
 
 def block_to_proto(block: BlockState) -> pb.BlockState:
-    """Writes the state of a block."""
     return pb.BlockState(
         token_ids=block.token_ids,
         masks=block.masks,
@@ -223,7 +216,6 @@ def num_logprobs(message: pb.DecodeRequest) -> int | None:
 
 
 def group(message: pb.DecodeRequest) -> str:
-    """Reads the group that may share the prompt's KV; empty for none."""
     if len(message.group) > _MOST_ID_CHARS:
         raise _wrong("group", f"at most {_MOST_ID_CHARS} characters", len(message.group))
     return message.group

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from auditing import audit
 
 from effuse.benchmarks import gpu_prefill
 from effuse.benchmarks.gpu_models import TINY, random_model
@@ -36,7 +37,7 @@ def test_plain_pytorch_computes_what_the_engine_computes() -> None:
         boundary = torch.frombuffer(bytearray(hidden[row] or b""), dtype=torch.float32)
         torch.testing.assert_close(boundary, last[row])
     forget(bench.engine, messages)
-    bench.engine.audit()
+    audit(bench.engine)
     assert bench.engine.load().free_pages == bench.paged.memory.num_pages
     bench.engine.close()
 

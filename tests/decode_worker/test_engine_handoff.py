@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from auditing import audit
 from checkpoints import ARCHITECTURES, write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import (
@@ -91,7 +92,7 @@ def sdar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(sdar: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     made = Pair(load_tiny(sdar), request.param)
     yield made
-    made.rig.engine.audit()
+    audit(made.rig.engine)
     made.close()
 
 
@@ -234,7 +235,7 @@ def test_a_refused_handoff_whose_pages_are_free_at_once_ends_its_attempt_alone(
     assert (answer.failed.code, answer.failed.retryable) == ("DATA_LOSS", True)
     assert pair.rig.pool.num_free == pair.rig.pool.num_pages
     pair.writer_gone()
-    pair.rig.engine.audit()
+    audit(pair.rig.engine)
     pair.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from auditing import audit
 from checkpoints import write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import INCARNATION, Rig, load_tiny, make_request
@@ -116,7 +117,7 @@ def survive(storm: Storm) -> list[type]:
     for _ in range(250):
         storm.act()
     storm.settle()
-    storm.rig.engine.audit()
+    audit(storm.rig.engine)
     assert storm.rig.pool.num_free == storm.rig.pool.num_pages
     load = storm.rig.engine.load()
     assert (load.running, load.waiting, load.quarantined_pages) == (0, 0, 0)

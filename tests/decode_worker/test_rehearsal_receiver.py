@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from auditing import audit
 from checkpoints import write_tiny_checkpoint
 from decode_worker.test_engine_handoff import Pair
 from decoding.device_rig import DeviceRig
@@ -34,7 +35,7 @@ def sdar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(sdar: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     made = Pair(load_tiny(sdar), request.param, num_pages=32)
     yield made
-    made.rig.engine.audit()
+    audit(made.rig.engine)
     assert made.rig.pool.num_free == made.rig.pool.num_pages
     made.close()
 
@@ -42,7 +43,7 @@ def pair(sdar: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
 def reserve(pair: Pair, message: StartRehearsal = REHEARSAL) -> Reservation:
     reserved = pair.rig.start(message).events[-1]
     assert isinstance(reserved, Reserved)
-    pair.rig.engine.audit()
+    audit(pair.rig.engine)
     return reserved.reservation
 
 

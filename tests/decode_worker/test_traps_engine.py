@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from auditing import audit
 from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
 from decoding.engines import Rig, load_tiny, make_request, oracle_settings
 from oracle.decode import decode as oracle_decode
@@ -222,7 +223,7 @@ def test_trap_16_abort_frees_every_page_in_every_state(tmp_path: Path) -> None:
             rig.step()
         for request in requests:
             rig.engine.handle(messages.Abort(attempt=request.attempt, reason="test"))
-            rig.engine.audit()
+            audit(rig.engine)
         assert rig.pool.num_free == rig.pool.num_pages
         assert not rig.step()
 

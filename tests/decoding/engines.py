@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import oracle.settings
 import torch
+from auditing import audit
 from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
 from effuse.config.decoding import DecodeSettings, Remasking, Sampling, Stopping
@@ -159,7 +160,7 @@ class Rig:
         while not (worked := self.engine.step()) and self._device_works():
             pass
         self.collect()
-        self.engine.audit()
+        audit(self.engine)
         return worked
 
     def _device_works(self) -> bool:

@@ -18,6 +18,7 @@ import msgspec
 import prefill_worker.rig
 import zmq
 import zmq.asyncio
+from auditing import audit
 from checkpoints import write_tiny_checkpoint
 from decoding.engines import Rig, load_tiny, make_request
 from fuzz.drawing import Draw, bent, garbage, mutated, packed
@@ -130,7 +131,7 @@ class DecodeOrders:
         )
 
     def held(self) -> Mapping[str, int]:
-        self.rig.engine.audit()
+        audit(self.rig.engine)
         load = self.rig.engine.load()
         return {
             "pages": load.total_pages - load.free_pages,

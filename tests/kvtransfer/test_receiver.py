@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from auditing import AuditError, audit_pool
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kvtransfer.connector import Arrived, Cause, FinishPush, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
-from effuse.kvtransfer.pool import AuditError, PagePool, PageState
+from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
 
@@ -59,7 +60,7 @@ class Desk:
 def desk() -> Iterator[Desk]:
     made = Desk()
     yield made
-    made.pool.audit(made.receiver.quarantined())
+    audit_pool(made.pool, made.receiver.quarantined())
     made.writer.close()
     made.connector.close()
 
@@ -85,7 +86,7 @@ def test_aborted_pages_are_quarantined_until_the_writer_is_gone(desk: Desk) -> N
     assert desk.receiver.poll(desk.time) == []
     assert desk.receiver.is_open("transfer-1")
     with pytest.raises(AuditError, match="2 pages leaked"):
-        desk.pool.audit(held=())
+        audit_pool(desk.pool, held=())
     desk.receiver.writer_gone("transfer-1", has_drained=True)
     assert desk.receiver.is_open("transfer-1")
     assert desk.receiver.poll(desk.time) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from auditing import audit
 from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kernels.marks import LayerMarks
@@ -206,7 +207,7 @@ class Rig:
     def check_idle(self) -> None:
         """All source pages are available again and no event is left."""
         self.settle()
-        self.engine.audit()
+        audit(self.engine)
         load = self.engine.load()
         assert load.free_pages == load.total_pages
         assert (load.running, load.waiting, load.runnable, load.queued_tokens) == (0, 0, 0, 0)

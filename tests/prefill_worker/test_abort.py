@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from auditing import audit
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
@@ -176,7 +177,7 @@ def test_storms_of_aborts_leave_nothing_behind(checkpoint: Path, seed: int) -> N
                 if name not in ended:
                     _reserve(rig, name)
         rig.step()
-        rig.engine.audit()
+        audit(rig.engine)
         ended |= {e.attempt.request_id.removeprefix("request-") for e in _ends(rig)}
     rig.hub.resume()
     rig.take(PrefillDone)

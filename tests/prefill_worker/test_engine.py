@@ -9,13 +9,13 @@ from typing import TypedDict, Unpack
 import msgspec
 import pytest
 import torch
+from auditing import AuditError, audit, audit_pool
 from checkpoints import ARCHITECTURES, MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_checkpoint
 from paged_model import PagedModel
 from prefill_worker.rig import LEASE_S, MOST_S, RESERVATION_S, Rig, attempt_of
 
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import AttemptId, Field
-from effuse.kvtransfer.pool import AuditError
 from effuse.kvtransfer.sender import OVERTIME_S
 from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo, StartDecode
 
@@ -188,8 +188,8 @@ def test_source_pages_are_held_until_the_push_is_acknowledged(rig: Rig) -> None:
     rig.settle()
     assert rig.engine.load().free_pages == rig.pool.num_pages - 5
     with pytest.raises(AuditError, match="5 pages leaked"):
-        rig.pool.audit(held=())
-    rig.engine.audit()
+        audit_pool(rig.pool, held=())
+    audit(rig.engine)
     rig.hub.resume()
     rig.settle()
     assert rig.engine.load().free_pages == rig.pool.num_pages

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from auditing import audit
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import DECODE, Rig, attempt_of
 
@@ -41,7 +42,7 @@ def rehearse(rig: Rig, num_pages: int, name: str = "r", *, in_groups: bool = Fal
 
 def test_free_pages_are_pushed_verified_and_given_back(rig: Rig) -> None:
     rehearse(rig, 4)
-    rig.engine.audit()
+    audit(rig.engine)
     assert rig.pool.num_free == 4
     rig.settle()
     (pushed,) = rig.take(PromptPushed)

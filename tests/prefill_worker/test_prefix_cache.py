@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from auditing import audit
 from checkpoints import TinySizes, write_tiny_checkpoint
 from paged_model import PagedModel
 from prefill_worker.rig import Rig, attempt_of
@@ -190,7 +191,7 @@ def test_prompts_computed_at_once_keep_one_of_them(make: Make) -> None:
     second = rig.start("b", COMMON)
     rig.settle()
     assert computed(rig) == [(0, 24), (0, 24)]
-    rig.engine.audit()
+    audit(rig.engine)
     rig.abort(second)
     rig.settle()
     hand_over(rig, "c", COMMON)
@@ -220,7 +221,7 @@ def test_chunks_are_kept_as_they_are_computed(make: Make) -> None:
     assert parts[:2] == [(0, 8), (8, 8)]
     assert sum(count for _, count in parts) < 2 * 24
     rig.abort(ended)
-    rig.engine.audit()
+    audit(rig.engine)
 
 
 def test_others_take_the_pages_of_what_was_used_longest_ago(make: Make) -> None:
@@ -342,7 +343,7 @@ def storm(path: Path, seed: int, device: str = "cpu", tolerance: float = 1e-5) -
         attempt = rig.start(str(name), prompt)
         for _ in range(rng.randrange(3)):
             rig.step()
-            rig.engine.audit()
+            audit(rig.engine)
         if rng.random() < 0.2:
             rig.abort(attempt)
             continue
@@ -353,7 +354,7 @@ def storm(path: Path, seed: int, device: str = "cpu", tolerance: float = 1e-5) -
             expected = expected_kv(path, prompt, page_size)
             assert float((rig.handed(arrived, num_paged) - expected).abs().max()) <= tolerance
         rig.target_pool.release(rig.pages_of(arrived))
-        rig.engine.audit()
+        audit(rig.engine)
     rig.settle()
     assert rig.engine.load().prefix_hits > 0
     rig.take(PrefillDone), rig.take(PromptPushed), rig.take(AbortDone)

@@ -9,9 +9,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
+from auditing import audit
 
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
@@ -64,13 +65,6 @@ LOOK_S = {Pace.HOT: 0.002, Pace.MOVING: 0.1, Pace.BEGUN: 0.2, Pace.EXPECTING: 0.
 LOOK_S[Pace.COMPUTING] = LOOK_S[Pace.MOVING]
 BUSY_S = 0.3  # between two looks of an engine that waits for something
 ENDS = (Failed, Finished, PromptPushed)
-
-
-class Audited(EngineCore, Protocol):
-    """An engine that accounts for its pages."""
-
-    def audit(self) -> None:
-        """Raises AuditError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +169,7 @@ class EngineProcess:
         self.exchange = Exchange(self.transport, digester, own, self._emit, self.clock)
         self._handoffs: HandoffSender | HandoffReceiver
         make = self._prefill_engine if role == "prefill" else self._decode_engine
-        self.core: Audited = make(sizes)
+        self.core: EngineCore = make(sizes)
 
     # Its life.
 
@@ -200,7 +194,7 @@ class EngineProcess:
 
     def check_empty(self) -> None:
         """Raises AuditError or Violation if anything of a request is left."""
-        self.core.audit()
+        audit(self.core)
         assert (load := self.core.load()).free_pages == load.total_pages, load
         left = {*self.transfers(), *self.exchange._pushes._transfers}
         if left or len(self.exchange._receptions):
@@ -247,7 +241,7 @@ class EngineProcess:
         worked = core.step()
         said = core.outbox()
         if worked or is_told:
-            core.audit()
+            audit(core)
         if said:
             self._check(said)
             self._tell(self.incarnation, said)
@@ -301,7 +295,7 @@ class EngineProcess:
 
     # How it is made.
 
-    def _prefill_engine(self, sizes: Sizes) -> Audited:
+    def _prefill_engine(self, sizes: Sizes) -> EngineCore:
         model = PromptModel(
             self.memory,
             self.clock,
@@ -329,7 +323,7 @@ class EngineProcess:
             now=self.clock,
         )
 
-    def _decode_engine(self, sizes: Sizes) -> Audited:
+    def _decode_engine(self, sizes: Sizes) -> EngineCore:
         limits = DecodeLimits(
             max_num_batched_tokens=sizes.budget,
             max_num_seqs=4,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from auditing import audit
 from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from expert_checkpoints import write_expert_checkpoint
 from kvtransfer.fixtures import SMALL, boundary, reservation
@@ -110,7 +111,7 @@ def test_requests_spread_over_replicas_and_a_lost_one_ends_all(tmp_path: Path) -
         core, collectives = llm._core, ranks_of(llm).group
         assert isinstance(core, ReplicatedEngine)
         assert [engine.counters.requests > 0 for engine in core._engines] == [True, True]
-        core.audit()
+        audit(core)
         assert core.load().free_pages == core.load().total_pages == 128
         os.kill(ranks_of(llm)._others[1].process.pid, signal.SIGKILL)
         with pytest.raises(GroupBroken, match="rank 1 has ended with status -9"):

@@ -1,0 +1,70 @@
+"""Audits of pages: every page of a pool is free, or held by exactly its holders."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.replicas import ReplicatedEngine
+from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.prefill_worker.engine import PrefillEngine
+
+
+class AuditError(AssertionError):
+    """Pages are lost, held twice, or in a state without an owner."""
+
+
+def audit(engine: object) -> None:
+    """Checks the pages of an engine, or of each replica. Raises AuditError."""
+    if isinstance(engine, ReplicatedEngine):
+        for replica in engine._engines:
+            audit(replica)
+    elif isinstance(engine, PrefillEngine):
+        held = [page for prompt in engine._table.prompts.values() for page in prompt.pages]
+        cached = [page for unit in engine._cache._units.values() for page in unit.pages]
+        audit_pool(engine._pool, [*held, *cached])
+    else:
+        assert isinstance(engine, DecodeEngine)
+        held = [page for request in engine._roster.by_transfer.values() for page in request.pages]
+        apart = [*engine._rehearsal._pages, *engine._handoffs.quarantined()]
+        audit_pool(engine._pool, [*held, *apart])
+
+
+def audit_pool(pool: PagePool, held: Iterable[PageRef] | None = None) -> None:
+    """Checks that every page is in exactly one place; raises AuditError with the difference.
+
+    held: every page that a module holds, a shared one once for each holder; () when idle. Pages
+    that are neither free nor held are a leak. With None, only the pool's own books are checked.
+    """
+    states, free = pool._states, pool._free.ids()
+    found = [i for i, state in enumerate(states) if state is PageState.FREE]
+    if found != free:
+        raise AuditError(f"free list {free} differs from the free pages {found}")
+    if Counter(states) != +pool._counts or len(states) != pool.num_pages:
+        raise AuditError(f"counts {dict(pool._counts)} differ from states {Counter(states)}")
+    strange = [i for i in pool._more_holders if states[i] is not PageState.COMMITTED]
+    if strange:
+        raise AuditError(f"shared pages that no attempt may read: {strange}")
+    if held is not None:
+        _audit_holders(pool, list(held))
+
+
+def _audit_holders(pool: PagePool, held: list[PageRef]) -> None:
+    ids, states = Counter(page.page_id for page in held), pool._states
+    more = ids - Counter(ids.keys())
+    if twice := sorted(more - pool._more_holders):
+        raise AuditError(f"pages held twice: {twice}")
+    stale = sorted(p.page_id for p in held if pool._generations[p.page_id] != p.generation)
+    if stale:
+        raise AuditError(f"pages held under an earlier generation: {stale}")
+    leaked = [i for i, state in enumerate(states) if state is not PageState.FREE and i not in ids]
+    if leaked:
+        named = ", ".join(f"{i} {states[i].name}" for i in leaked[:8])
+        raise AuditError(f"{len(leaked)} pages leaked: {named}")
+    freed = sorted(i for i in ids if states[i] is PageState.FREE)
+    if freed:
+        raise AuditError(f"pages held although they are free: {freed}")
+    if fewer := sorted(pool._more_holders - more):
+        raise AuditError(f"pages with fewer holders than sharers: {fewer}")
