@@ -116,6 +116,7 @@ class Spawner:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
+        self.close = self._thread.shutdown  # it also ends every process that still runs
         # Now, because `close` does not know a process if the caller was interrupted in its first
         # moment.
         self._thread.submit(int).result()
@@ -125,10 +126,6 @@ class Spawner:
     ) -> Process:
         """Start `command` in its own process group; its output is appended to `log`."""
         return self._thread.submit(self._start, name, command, log, env).result()
-
-    def close(self) -> None:
-        """End the thread, and with it every process that still runs."""
-        self._thread.shutdown()
 
     def _start(
         self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]

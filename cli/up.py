@@ -91,15 +91,16 @@ def main(argv: Sequence[str]) -> int:
         screen = Screen.of_errors(config.prefill + config.decode)
         if not view.quiet:
             stack.enter_context(
-                LogFollower(fleet.log_dir, sys.stderr, as_json=is_json, shows=_is_not_of_redis)
+                LogFollower(
+                    fleet.log_dir,
+                    sys.stderr,
+                    as_json=is_json,
+                    shows=lambda name, _: name != "redis",
+                )
                 if view.verbose
                 else LogFollower(fleet.log_dir, screen, shows=screen.shows)
             )
         return run(fleet, view, screen)
-
-
-def _is_not_of_redis(process: str, _: str) -> bool:
-    return process != "redis"
 
 
 def refuse_early(config: FleetConfig, view: UpView) -> None:
@@ -187,7 +188,7 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
         return tuple(others.parse_known_args(rest)[1])
 
     http = http_flags(found.http_port, beside=found.port) if found.http else ()
-    asked = _asks_for_gpus(found)
+    asked = bool(found.gpus or found.prefill_gpus or found.decode_gpus)
     # Named GPUs imply --device cuda, so that an unusable one is an error instead of a fall-back to
     # the CPU. A given --device comes later and takes precedence.
     device = ("--device", "cuda") if asked else ()
@@ -207,10 +208,6 @@ def _of_role(found: argparse.Namespace, role: str) -> tuple[str, ...]:
     """Flags of every worker that are set for one role by a name of their own."""
     size = getattr(found, f"{role}_tensor_parallel_size")
     return () if size is None else (SIZE_FLAG, str(size))
-
-
-def _asks_for_gpus(found: argparse.Namespace) -> bool:
-    return bool(found.gpus or found.prefill_gpus or found.decode_gpus)
 
 
 def _gpus(found: argparse.Namespace, asked: bool) -> tuple[str, ...] | None:

@@ -5,7 +5,7 @@ chooses among them, `denoise.py` has the rules of blocks, kvtransfer's receiver 
 executor runs forwards. Single-threaded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled
 from effuse.decode_worker.intake import (
@@ -28,7 +28,7 @@ from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.placement.records import Load
 from effuse.worker import messages
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
-from effuse.worker.messages import CoreEvent, Reserved, StartDecode, ToEngine, Verified
+from effuse.worker.messages import Reserved, StartDecode, ToEngine, Verified
 
 
 class DecodeEngine:
@@ -57,6 +57,7 @@ class DecodeEngine:
         self._roster = Roster(executor, pool, intake.limits)
         self._aborted = Tombstones(KEEP_ABORTED_S)
         self._outbox = Outbox()
+        self.outbox, self.close = self._outbox.drain, handoffs.close
         self._rehearsal = RehearsalReceiver(pool, handoffs, self._outbox)
         self._num_arrived = 0
         self._is_stalled = False  # the last step could advance no request
@@ -118,9 +119,6 @@ class DecodeEngine:
             or self._handoffs.is_open(transfer_id)
         )
 
-    def outbox(self) -> Sequence[CoreEvent]:
-        return self._outbox.drain()
-
     def load(self) -> Load:
         roster = self._roster
         requests = roster.by_transfer.values()
@@ -142,9 +140,6 @@ class DecodeEngine:
             prompts_shared=self.counters.prompts_shared,
             kv_bytes=self.counters.kv_bytes,
         )
-
-    def close(self) -> None:
-        self._handoffs.close()
 
     # Arrivals.
 

@@ -30,7 +30,7 @@ from effuse.prefill_worker.prompts import (
 from effuse.worker import messages
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import ForwardFailed, Outbox
-from effuse.worker.messages import CoreEvent, FailureCode, StartPrefill, ToEngine
+from effuse.worker.messages import FailureCode, StartPrefill, ToEngine
 
 
 class PrefillEngine:
@@ -65,6 +65,7 @@ class PrefillEngine:
         self._fingerprint = fingerprint
         self._now = now
         self._outbox = Outbox()
+        self.outbox, self.close = self._outbox.drain, sender.close
         self._cache = PrefixCache(pool, page_size=config.page_size, block_size=model.block_size)
         self._table = PromptTable(pool, self._cache, self._outbox, now)
         self._kv_bytes = 0
@@ -121,9 +122,6 @@ class PrefillEngine:
         self._sender.keep_promises()
         return left
 
-    def outbox(self) -> Sequence[CoreEvent]:
-        return self._outbox.drain()
-
     def load(self) -> Load:
         waiting, computing = self._table.waiting, self._table.computing
         num_prompts = sum(not one.is_rehearsal for one in self._table.prompts.values())
@@ -142,9 +140,6 @@ class PrefillEngine:
             prefix_queries=self._cache.num_queried,
             prefix_hits=self._cache.num_found,
         )
-
-    def close(self) -> None:
-        self._sender.close()
 
     # Arrivals.
 

@@ -191,7 +191,7 @@ class AnswerRun:
         none can follow."""
         request, router, error = self._request, self._router, failure.error
         attempts, setbacks = request.attempts, request.attempts.setbacks
-        request.costs.end_attempt()
+        request.costs.earlier_forwards, request.costs.forwards = request.costs.all_forwards, 0
         attempts.alone_since = None
         LOG.warning(
             "request %s, attempt %d on %s: %s; so far: %s",

@@ -184,10 +184,6 @@ class Costs:
         """Seconds between its commits, those of lost attempts included."""
         return [later - earlier for earlier, later in pairwise(self.commit_times)]
 
-    def end_attempt(self) -> None:
-        """The attempt is over, and another one may follow."""
-        self.earlier_forwards, self.forwards = self.all_forwards, 0
-
     @classmethod
     def sum_of(cls, answers: Sequence[Costs], queue_s: float) -> Costs:
         """The costs of a request with these answers; the prompt's are those of the first one."""

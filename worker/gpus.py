@@ -46,7 +46,7 @@ def gpus_here(
     the number matters, because CUDA counts usable GPUs from 0.
     """
     count = (
-        len(_LISTED.findall((listing or _driver_listing)()))
+        len(_LISTED.findall((listing or (lambda: _ask_driver("-L")))()))
         or sum(bool(_DEVICE_FILE.fullmatch(one.name)) for one in (root / "dev").glob("nvidia*"))
         or len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     )
@@ -85,10 +85,6 @@ def memory_of(gpu: str) -> Memory | None:
     except ValueError:
         return None
     return Memory(total, free)
-
-
-def _driver_listing() -> str:
-    return _ask_driver("-L")
 
 
 def _ask_driver(*words: str) -> str:
