@@ -221,7 +221,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class BlockSettings(msgspec.Struct, frozen=True, kw_only=True):
+class BlockRules(msgspec.Struct, frozen=True, kw_only=True):
     """How blocks are denoised that are appended one after another."""
 
     algorithm: Algorithm
@@ -237,7 +237,7 @@ class BlockSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_post_steps: int = 16  # most forwards that edit a block without masks
 
 
-class DecodeSettings(BlockSettings, frozen=True, kw_only=True):
+class DecodeSettings(BlockRules, frozen=True, kw_only=True):
     """How an answer is denoised, with the names of DecodeSettings in worker.proto. The settings are
     those of D2F (arXiv 2508.09192), SDAR, LLaDA (arXiv 2502.09992), Dream (arXiv 2508.15487),
     Fast-dLLM (arXiv 2505.22618) and its v2 (arXiv 2509.26328), and LLaDA2.1 (arXiv 2602.08676).

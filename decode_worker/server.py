@@ -13,6 +13,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from effuse.protos.errors import Bug, InvalidRequest
+from effuse.protos.rpc import filled
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import peer, wire
@@ -240,11 +241,7 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
         case Reserved():
             return pb.DecodeResponse(reservation=wire.reservation_to_proto(event.reservation))
         case Verified():
-            return pb.DecodeResponse(
-                verified=pb.PrefillVerified(
-                    bytes=event.bytes, pages=event.pages, handoff_s=event.handoff_s
-                )
-            )
+            return pb.DecodeResponse(verified=filled(pb.PrefillVerified, event))
         case Committed():
             return pb.DecodeResponse(
                 commit=pb.DecodeCommit(
@@ -263,14 +260,7 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
                 )
             )
         case Finished():
-            return pb.DecodeResponse(
-                finished=pb.DecodeFinished(
-                    stopped=event.stopped,
-                    num_tokens=event.num_tokens,
-                    forward_passes=event.forward_passes,
-                    preemptions=event.preemptions,
-                )
-            )
+            return pb.DecodeResponse(finished=filled(pb.DecodeFinished, event))
         case _:
             raise Bug(f"a decode engine sent {type(event).__name__}")
 

@@ -28,6 +28,7 @@ from effuse.protos.errors import (
     PeerLost,
     from_rpc_error,
 )
+from effuse.protos.rpc import filled
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
@@ -172,13 +173,7 @@ class Rehearsals:
         request = pb.RehearseRequest(
             attempt=pb.AttemptId(request_id=f"rehearsal-{name}", attempt=1, transfer_id=name),
             incarnation=peer.incarnation,
-            writer=pb.WorkerRef(
-                worker_id=own.worker_id,
-                incarnation=own.incarnation,
-                address=own.address,
-                engine_port=own.engine_port,
-                place=own.place,
-            ),
+            writer=filled(pb.WorkerRef, own),
             most_pages=most_pages,
         )
         call = stub.Rehearse(request, timeout=CALL_S)

@@ -14,6 +14,7 @@ import grpc.aio
 
 from effuse.prefill_worker.rehearsals import Rehearsals
 from effuse.protos.errors import Bug, EffuseError, InvalidRequest, Unreserved
+from effuse.protos.rpc import filled
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
@@ -152,17 +153,9 @@ def _salt(salt: str) -> str:
 def _response(event: CoreEvent) -> pb.PrefillResponse:
     match event:
         case PrefillDone():
-            return pb.PrefillResponse(
-                computed=pb.PrefillComputed(
-                    queue_s=event.queue_s,
-                    compute_s=event.compute_s,
-                    cached_tokens=event.cached_tokens,
-                )
-            )
+            return pb.PrefillResponse(computed=filled(pb.PrefillComputed, event))
         case PromptPushed():
-            return pb.PrefillResponse(
-                pushed=pb.PrefillPushed(pages=event.pages, bytes=event.bytes, push_s=event.push_s)
-            )
+            return pb.PrefillResponse(pushed=filled(pb.PrefillPushed, event))
         case _:
             raise Bug(f"a prefill engine sent {type(event).__name__}")
 

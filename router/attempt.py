@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Refused
+from effuse.protos.rpc import filled
 from effuse.router.calls import DecodeCall, PrefillCall, read_message
 from effuse.router.client import Listener, commit_of, draft_of
 from effuse.router.failures import Failure, FailureKind, judge
@@ -145,11 +146,7 @@ class Attempt:
         if placement.prefill is None:
             message.local.SetInParent()
         else:
-            message.remote.worker_id = placement.prefill.worker_id
-            message.remote.incarnation = placement.prefill.incarnation
-            message.remote.address = placement.prefill.address
-            message.remote.engine_port = placement.prefill.engine_port
-            message.remote.place = placement.prefill.place
+            message.remote.CopyFrom(filled(worker_pb2.WorkerRef, placement.prefill))
         stub = self._router.fleet.peers.at(placement.decode.address).decode
         metadata = self._router.traces.carrier()
         return stub.Decode(message, timeout=self._time_left(), metadata=metadata)

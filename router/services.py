@@ -7,17 +7,15 @@ import hashlib
 from collections.abc import Awaitable
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
 
 from effuse.client.params import NAMES
 from effuse.config.decoding import ALGORITHMS, DecodingDefaults
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import InvalidRequest, Unavailable
-from effuse.protos.rpc import Context
+from effuse.protos.rpc import Context, filled
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Serving
 from effuse.router.policy import Candidate, Condition, live_workers
@@ -38,7 +36,6 @@ MOST_TOKENS: Final = 1000
 DEFAULT_INTERVAL_S: Final = 0.25
 STALLED_S: Final = 30.0
 """A watcher that takes nothing for so long is gone."""
-Filled = TypeVar("Filled", bound=Message)
 MOST_A_PAGE: Final = 1000
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
@@ -165,7 +162,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         defaults = describe_defaults(model.defaults)
         if self._chat_template:
             defaults.sources.add(knob="chat_template", source=self._chat_template)
-        return _filled(
+        return filled(
             model_pb2.Model,
             model,
             default_algorithm=NAMES["algorithm"][model.defaults.settings.algorithm],
@@ -185,21 +182,6 @@ def _page(
     return after[:most], after[most - 1] if len(after) > most else ""
 
 
-def _filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
-    """A message with the fields that `sources` have under the same names, and with others."""
-    same: dict[str, Any] = {}
-    for one in sources:
-        names = _shared(kind, type(one))  # type: ignore[arg-type]  # classes can be hashed
-        same |= {name: getattr(one, name) for name in names}
-    return kind(**same | others)
-
-
-@cache
-def _shared(kind: type[Message], source: type) -> tuple[str, ...]:
-    """The fields of a message that a class has under the same names."""
-    return tuple(name for name in kind.DESCRIPTOR.fields_by_name if hasattr(source, name))
-
-
 def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     """The settings that clients may leave out, as they read them."""
     settings, sampling = defaults.settings, defaults.sampling
@@ -208,7 +190,7 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     for name in NAMES.keys() & knobs.keys():
         knobs[name] = NAMES[name][knobs[name]]
     return model_pb2.ModelDefaults(
-        sampling=_filled(pb.SamplingParams, sampling, seed=None, logit_bias=None),
+        sampling=filled(pb.SamplingParams, sampling, seed=None, logit_bias=None),
         decoding=pb.DecodingParams(**knobs),
         max_tokens=defaults.max_tokens,
         sources=[
@@ -220,7 +202,7 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
 def describe_worker(candidate: Candidate) -> model_pb2.Worker:
     """A worker, as clients read it."""
     record = candidate.record
-    return _filled(
+    return filled(
         model_pb2.Worker,
         record.load,
         record.capacity,
@@ -230,7 +212,7 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
         state=_STATES[candidate.condition],
         routed=candidate.in_flight.requests,
         links=[
-            _filled(
+            filled(
                 model_pb2.WorkerLink,
                 link,
                 refused=link.gigabytes_per_second < record.min_handoff_gbps

@@ -320,7 +320,9 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         shell = self._shell
         life = shell.supervisor.life
         load = records.Load() if life is None else life.load
-        return pb.GetLoadResponse(
+        return rpc.filled(
+            pb.GetLoadResponse,
+            load,
             worker=pb.WorkerRef(
                 worker_id=shell.worker_id,
                 incarnation=shell.incarnation,
@@ -330,17 +332,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             ),
             role=shell.role,
             running=max(load.running, len(shell.attempts) - load.waiting),
-            waiting=load.waiting,
-            total_pages=load.total_pages,
-            free_pages=load.free_pages,
-            quarantined_pages=load.quarantined_pages,
-            queued_tokens=load.queued_tokens,
-            blocks_left=load.blocks_left,
-            steps=load.steps,
             draining=shell.is_draining,
             tasks=len(asyncio.all_tasks()),
-            preemptions=load.preemptions,
-            kv_bytes=load.kv_bytes,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:

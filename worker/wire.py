@@ -28,6 +28,7 @@ from effuse.kvtransfer.messages import (
     check_reservation,
 )
 from effuse.protos.errors import InvalidRequest
+from effuse.protos.rpc import filled
 from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker.messages import BlockState, Resume, TokenLogprobs
@@ -113,32 +114,25 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
 
 
 def reservation_to_proto(held: Reservation) -> pb.Reservation:
-    return pb.Reservation(
+    return filled(
+        pb.Reservation,
+        held,
         attempt=attempt_to_proto(held.attempt),
-        incarnation=held.incarnation,
-        connector=held.connector,
         shards=map(_shard_to_proto, held.shards),
-        num_pool_pages=held.num_pool_pages,
         pages=[pb.PageRef(page_id=p.page_id, generation=p.generation) for p in held.pages],
         fingerprint=[pb.FingerprintField(name=f.name, value=f.value) for f in held.fingerprint],
-        digest_seed=held.digest_seed,
-        lease_s=held.lease_s,
     )
 
 
 def _shard_to_proto(shard: Shard) -> pb.ReceivingShard:
-    return pb.ReceivingShard(
-        **{name: getattr(shard.address, name) for name in _OF_ADDRESS},
-        first_head=shard.heads.first,
-        end_head=shard.heads.end,
-        page_bytes=shard.page_bytes,
+    heads = shard.heads
+    return filled(
+        pb.ReceivingShard, shard.address, shard, first_head=heads.first, end_head=heads.end
     )
 
 
 def attempt_to_proto(attempt: AttemptId) -> pb.AttemptId:
-    return pb.AttemptId(
-        request_id=attempt.request_id, attempt=attempt.attempt, transfer_id=attempt.transfer_id
-    )
+    return filled(pb.AttemptId, attempt)
 
 
 def stopping(message: pb.DecodeRequest) -> Stopping:
