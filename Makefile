@@ -65,7 +65,8 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 
 .PHONY: test
 test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itself; skips only tests that need a GPU, a missing client or tool, or root
-	@failed=
+	@unset PYTHONDONTWRITEBYTECODE # each of the hundreds of processes would compile every module again
+	failed=
 	trap 'exit 130' INT
 	suite() {
 	  echo "$(BIN)/python -m pytest $$*"

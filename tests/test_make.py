@@ -30,7 +30,10 @@ def _make_test(
     return subprocess.run(
         ["make", "--no-print-directory", "test", f"VENV={home}"],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -53,6 +56,11 @@ def test_an_interrupt_ends_both(tmp_path: Path) -> None:
     done = _make_test(tmp_path, at_once=2, chaos=0, first="kill -INT $PPID")
     assert done.stdout.count(CLOSING_LINE) == 1, done.stdout + done.stderr
     assert done.returncode == 2 and "130" in done.stderr, done.stderr
+
+
+def test_the_processes_of_tests_keep_what_they_compile(tmp_path: Path) -> None:
+    done = _make_test(tmp_path, 0, 0, first="echo compiled ${PYTHONDONTWRITEBYTECODE-and kept}")
+    assert done.stdout.count("compiled and kept") == 2, done.stdout
 
 
 @pytest.mark.parametrize("fails", ["check-all", "test", "clients", ""])

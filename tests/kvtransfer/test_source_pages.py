@@ -29,10 +29,11 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import Ended, HandoffSender
+from effuse.kvtransfer.thread import ThreadConnector
 
 NUM_PAGES = 768  # 48 MiB: more than sockets hold
 FROZEN_S = 2.5  # longer than a receiver that does not answer is waited for over ZMQ
-POSTED_S = 0.2  # in which the first writes are posted, and fill what sockets there are
+FILLED_S = 0.2  # in which posted writes fill the sockets
 NEXT_OWNERS = 9.0
 
 
@@ -67,6 +68,15 @@ class Prefill:
         self.sender.pages_ready(reserved.transfer_id, [page.page_id for page in held])
         return reserved.transfer_id
 
+    def await_posted(self) -> None:
+        """Waits until the connector's thread has posted a write."""
+        assert isinstance(self.connector, ThreadConnector)
+        transfers = self.connector._exchange._pushes._transfers
+        deadline = time.monotonic() + DEADLINE_S
+        while not any(push.deliveries for one in list(transfers.values()) for push in one):
+            assert time.monotonic() < deadline, "no write was posted"
+            time.sleep(0.005)
+
     def is_reused_within(self, seconds: float) -> bool:
         """Whether another user gets all pages and writes into them."""
         deadline = time.monotonic() + seconds
@@ -90,7 +100,8 @@ def given_up(kind: str) -> Iterator[tuple[Prefill, RemoteReceiver]]:
     ):
         prefill.meet(receiver)
         transfer_id = prefill.push(receiver)
-        time.sleep(POSTED_S)
+        prefill.await_posted()
+        time.sleep(FILLED_S)
         prefill.sender.abort(transfer_id)
         yield prefill, receiver
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from eventually import eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from slowness import patient
 
 import effuse
 from effuse.protos import rpc
@@ -23,8 +24,8 @@ from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 
 # A busy machine has long to answer a ping.
-QUICK = rpc.Keepalive(time_s=0.5, timeout_s=2.0, ping_timeout_s=2.0)
-SEVERAL_PINGS_S = 3.0  # and the first of them has timed out, if nothing answers
+QUICK = rpc.Keepalive(time_s=0.5, timeout_s=patient(2.0), ping_timeout_s=patient(2.0))
+SEVERAL_PINGS_S = 1.0 + patient(2.0)  # and the first of them has timed out, if nothing answers
 CALLER = """
 import sys, grpc
 from effuse.v1 import worker_pb2, worker_pb2_grpc

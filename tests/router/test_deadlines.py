@@ -9,6 +9,7 @@ import pytest
 from router.asking import ask, failure, request
 from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, pass_time, run
+from slowness import patient
 
 from effuse.protos import errors
 from effuse.router.client import why_gone
@@ -42,7 +43,7 @@ def test_a_deadline_in_the_queue_and_on_a_worker() -> None:
 def test_the_clients_deadline_reaches_the_workers() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].at["reserved"] = holds(asyncio.Event())
-        call = fleet.generation.Generate(request(request_id="slow"), timeout=2.0)
+        call = fleet.generation.Generate(request(request_id="slow"), timeout=patient(2.0))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
