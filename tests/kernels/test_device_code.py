@@ -51,6 +51,12 @@ def test_no_spills(compiled: Compiled, group: str, kernels: int) -> None:
     assert_no_spills(codes)
 
 
+def test_copies_of_pages_move_16_bytes_at_a_time_and_many_together(compiled: Compiled) -> None:
+    ((_, code),) = compiled("copies")
+    assert_no_spills([("dream", code)])
+    assert code.count("LDG.E.128") == code.count("STG.E.128") == code.count("STG") >= 8
+
+
 def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma(
     compiled: Compiled,
 ) -> None:

@@ -22,6 +22,7 @@ from effuse.kernels import (
     attention_triton,
     experts_routes_triton,
     experts_triton,
+    pages_copy_triton,
     pages_digests_triton,
     pages_distinct_triton,
     pages_triton,
@@ -270,6 +271,18 @@ def digest_variants() -> Variants:
         yield name, device_code([pages_digests_triton], launch)
 
 
+def launch_copies() -> None:
+    pages, order = meta(64, 28 << 13, dtype=INT64), meta(129, dtype=INT64)
+    sizes, ids = ((28 << 10, 512, 4096), (14 << 10, 0, 2048)), order[1:65]
+    count = {"num_runs": 7, "run_stripes": 1024}
+    pages_copy_triton.launch(pages, ids, sizes[0], order, order[65:], sizes[1], **count)
+
+
+def copy_variants() -> Variants:
+    """Half of the heads of Dream-7B."""
+    yield "dream", device_code([pages_copy_triton], launch_copies)
+
+
 GROUPS = {
     "attention": attention_variants,
     "hopper": hopper_variants,
@@ -279,6 +292,7 @@ GROUPS = {
     "peers": peer_variants,
     "sampling": sampling_variants,
     "digests": digest_variants,
+    "copies": copy_variants,
 }
 
 

@@ -30,7 +30,18 @@ from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
 from effuse.kernels.sampling import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
 from effuse.kernels.values import LogitEdits
-from operators import attention, digests, distinct, edits, experts, paths, peers, rows, sampling
+from operators import (
+    attention,
+    copies,
+    digests,
+    distinct,
+    edits,
+    experts,
+    paths,
+    peers,
+    rows,
+    sampling,
+)
 from operators.paths import Operators, triton_kernels
 
 OPS = triton_kernels(torch.device("cpu"), max_chunk=32)
@@ -128,6 +139,11 @@ def digest_checks() -> Iterator[tuple[str, Check]]:
     yield "runs", partial(digests.check_runs, launch, cpu)
 
 
+def copy_checks() -> Iterator[tuple[str, Check]]:
+    yield from copies.checks(torch.device("cpu"))
+    yield "small-tiles", copies.check_in_small_tiles
+
+
 def expert_checks() -> Iterator[tuple[str, Check]]:
     cpu = torch.device("cpu")
     for name, routing in experts.ROUTINGS.items():
@@ -169,6 +185,7 @@ GROUPS = {
     "peers": peers.checks,
     "sampling": sampling_checks,
     "digests": digest_checks,
+    "copies": copy_checks,
 }
 
 
