@@ -34,8 +34,8 @@ def launch(
     """Queues copies of runs of pages ``source_ids`` [N] to pages ``target_ids`` [N], both int64.
 
     ``source`` [pages, words] int64 is a pool. ``target`` [at least 1] int64 begins with the address
-    of a pool that this GPU has mapped. Sizes are in stripes of STRIPE_BYTES: from page to page, to a
-    page's first run, and from run to run. No id is checked.
+    of a pool that this GPU has mapped. Sizes are in stripes of STRIPE_BYTES: from page to page, to
+    a page's first run, and from run to run. No id is checked.
     """
     num_tiles = triton.cdiv(run_stripes, TILE_STRIPES)
     num_items = len(source_ids) * num_runs * num_tiles
