@@ -17,6 +17,7 @@ from torch import Tensor
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout
+from effuse.worker.rank_messages import LaunchStep
 
 Call = Callable[[], object]
 
@@ -79,13 +80,13 @@ class MarkedStepper(DeviceStepper):
         self.captures += 1
         return super()._capture(run)
 
-    def _run(self, rows: int, candidates: int, context: int) -> Tensor:
+    def _run(self, step: LaunchStep) -> Tensor:
         if self.marks is None:
-            return super()._run(rows, candidates, context)
+            return super()._run(step)
         self.marks.begin.append(Stamp(self.device))
-        records = super()._run(rows, candidates, context)
+        records = super()._run(step)
         self.marks.end.append(Stamp(self.device))
-        self.marks.buckets.append((rows, candidates))
+        self.marks.buckets.append((step.rows, step.candidates))
         return records
 
 

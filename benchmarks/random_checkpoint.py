@@ -41,9 +41,9 @@ def write_checkpoint(
     (path / "config.json").write_text(json.dumps(_released(config, dtype), indent=1))
     if config.architecture == "dream":
         (path / "generation_config.json").write_text('{"algorithm": "d2f"}')
-    _tokenizer(config).save(str(path / "tokenizer.json"))
+    word_tokenizer(config).save(str(path / "tokenizer.json"))
     places: dict[str, str] = {}
-    tensors = _tensors(config, device, dtype)
+    tensors = random_tensors(config, device, dtype)
     groups = iter(lambda: tuple(islice(tensors, _TENSORS_A_FILE)), ())
     for number, group in enumerate(groups):
         file = f"model-{number:05}.safetensors"
@@ -58,7 +58,7 @@ def word(token_id: int) -> str:
     return f"w{token_id}"
 
 
-def _tensors(
+def random_tensors(
     config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator(device).manual_seed(1)
@@ -72,7 +72,7 @@ def _tensors(
         yield name, tensor
 
 
-def _tokenizer(config: ModelConfig) -> Tokenizer:
+def word_tokenizer(config: ModelConfig) -> Tokenizer:
     special = {config.mask_token_id: "<mask>"}
     special |= {eos: f"<end {eos}>" for eos in config.eos_token_ids}
     vocabulary = {special.get(i, word(i)): i for i in range(config.vocab_size)}

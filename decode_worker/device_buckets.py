@@ -58,6 +58,7 @@ class Need:
     context: int  # most cached tokens of a slot
     least_rows: int  # of the largest slot, which would wait for ever with fewer
     least_candidates: int
+    filters: bool = False  # whether a slot has a top-p or top-k
 
 
 class Forecast:
@@ -68,6 +69,7 @@ class Forecast:
         shape = (layout.num_slots, layout.record_width)
         self._state: Integers = np.zeros(shape, dtype=np.int32)  # as last known
         self._masks_left: Integers = np.zeros((layout.num_slots, layout.ring), dtype=np.int32)
+        self._has_filters: npt.NDArray[np.bool_] = np.zeros(layout.num_slots, dtype=np.bool_)
         self._ahead: npt.NDArray[np.bool_] = np.zeros(layout.num_slots, dtype=np.bool_)
         self._rows: Integers = np.zeros((layout.num_slots, layout.tokens_at), dtype=np.int32)
         # masks that a block loses in a step, once a record was read
@@ -77,6 +79,8 @@ class Forecast:
         """A request begins with this row of the slot table; none of its steps has been launched."""
         layout = self._layout
         self._rows[slot] = row[: layout.tokens_at]
+        top_p = row[Column.TOP_P : Column.TOP_P + 1].view(np.float32)
+        self._has_filters[slot] = row[Column.TOP_K] > 0 or top_p < 1
         self._state[slot] = 0
         self._state[slot, : RecordColumn.STEPPED] = row[: RecordColumn.STEPPED]
         first = (row[Column.START] - row[Column.ORIGIN]) // layout.block_size
@@ -133,6 +137,7 @@ class Forecast:
             context=int(np.where(runs, context, 0).max(initial=0)),
             least_rows=int(blocks.max(initial=0)) * size,
             least_candidates=int(masks.max(initial=0)),
+            filters=bool((runs & self._has_filters).any()),
         )
 
     def _appends(self) -> npt.NDArray[np.bool_]:

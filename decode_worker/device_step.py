@@ -64,10 +64,14 @@ class DeviceStep:
         self._forward(num_rows, attention)
 
     @torch.inference_mode()
-    def run_candidates(self, num_candidates: int) -> None:
-        """Rest of the forward, sampling and advance for a bucket of candidates: fills `records`."""
+    def run_candidates(self, num_candidates: int, filters: bool) -> None:
+        """Rest of the forward, sampling and advance for a bucket of candidates: fills `records`.
+        filters: whether any of them may have a top-p or top-k."""
         candidates = self._candidates(
-            num_candidates, step_plan_triton.launch_gather, step_plan_triton.launch_exchange
+            num_candidates,
+            filters,
+            step_plan_triton.launch_gather,
+            step_plan_triton.launch_exchange,
         )
         first = self.rows.first_candidate
         step_advance_triton.launch(self.table, self._control, first, candidates, self.records)
@@ -93,7 +97,9 @@ class DeviceStep:
             self._residual[:num_rows],
         )
 
-    def _candidates(self, count: int, gather: Gather, exchange: Exchange) -> Candidates:
+    def _candidates(
+        self, count: int, filters: bool, gather: Gather, exchange: Exchange
+    ) -> Candidates:
         """Of `count` hidden rows [R, H]; for shifting models the boundary vectors are used, and
         those of slots that store are replaced.
         """
@@ -104,5 +110,5 @@ class DeviceStep:
         if shift:
             exchange(hidden, rows.boundary_slots[:count], kept, self.boundary)
         sampling = rows.sampling.of_rows(slice(count))
-        candidates = self.model.candidates(hidden[:count], sampling)
+        candidates = self.model.candidates(hidden[:count], sampling, filters=filters)
         return candidates if self.adjust is None else self.adjust(candidates, sampling)

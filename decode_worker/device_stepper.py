@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,23 @@ from effuse.worker.ranks import Ranks
 _ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records that may be in use at a time
 _STAGED = 256  # the same for rows and pages: as many requests may join while one step runs
+
+
+class RowSizes(NamedTuple):
+    """The buckets of a step's rows and of their context."""
+
+    rows: int
+    context: int
+
+
+class CandidateSizes(NamedTuple):
+    """The bucket of a step's candidates, and whether any may have a top-p or top-k."""
+
+    candidates: int
+    filters: bool
+
+
+Sizes = RowSizes | CandidateSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +118,7 @@ class DeviceStepper:
         self._num_launched = 0
         self._launched: deque[Launched] = deque()
         self._limit = 0
-        self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}  # by bucket
+        self._graphs: dict[Sizes, torch.cuda.CUDAGraph] = {}  # by bucket
         self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
 
     @property
@@ -145,11 +163,11 @@ class DeviceStepper:
     @torch.inference_mode()
     def enqueue(self, need: Need, ranks: Ranks | None) -> Launched:
         """Enqueues a step for this need, on the other ranks as well; never waits for the device."""
-        rows, candidates, context = self._buckets(need)
+        step = LaunchStep(*self._buckets(need), need.filters)
         if ranks is not None:
-            ranks.send(LaunchStep(rows, candidates, context))
+            ranks.send(step)
         try:
-            records = self._run(rows, candidates, context)
+            records = self._run(step)
         except Exception as error:
             if ranks is not None:
                 ranks.failed(error)
@@ -175,8 +193,8 @@ class DeviceStepper:
                 self.leave(slot)
             case GrowSlot(slot=slot, first=first, pages=pages, storable=storable):
                 self.grow(slot, first, _integers(pages), storable)
-            case LaunchStep(rows=rows, candidates=candidates, context=context):
-                self._run(rows, candidates, context)
+            case LaunchStep():
+                self._run(command)
 
     def _share_boundary(self, slot: int) -> None:
         self.step.model.group.share(self.step.boundary[slot])
@@ -205,15 +223,20 @@ class DeviceStepper:
         if not self._on_cuda:
             return
         classes = context_classes(contexts)
-        buckets: list[tuple[int, ...]] = [
-            (count, bound)
+        buckets: list[Sizes] = [
+            RowSizes(count, bound)
             for count in sorted({self._row_bucket(count) for count in rows}, reverse=True)
             for bound in {self._context_class(count, each) for each in classes}
         ]
-        buckets += [(count,) for count in sorted({bucket(n) for n in candidates}, reverse=True)]
+        draws_shares = self.step.model.draws_shares(filters=False)
+        buckets += [
+            CandidateSizes(count, filters)
+            for count in sorted({bucket(n) for n in candidates}, reverse=True)
+            for filters in ((False, True) if draws_shares else (True,))
+        ]
         with ProgressLog("graphs of steps", len(buckets)) as progress:
             for one in buckets:
-                self._graph(*one)
+                self._graph(one)
                 progress.add()
 
     def _row_bucket(self, count: int) -> int:
@@ -230,15 +253,17 @@ class DeviceStepper:
         most = layout.max_pages * self.step.page_size
         return context_class(min(context, most) if rows < _ROWS_THAT_SPLIT else most)
 
-    def _run(self, rows: int, candidates: int, context: int) -> Tensor:
+    def _run(self, step: LaunchStep) -> Tensor:
         """Enqueues a step; its records."""
+        filters = not self.step.model.draws_shares(filters=step.filters)
         if not self._on_cuda:
-            self._set_limit(candidates)
-            self.step.run_rows(rows, context)
-            self.step.run_candidates(candidates)
+            self._set_limit(step.candidates)
+            self.step.run_rows(step.rows, step.context)
+            self.step.run_candidates(step.candidates, filters)
         else:
-            row_graph, candidate_graph = self._graph(rows, context), self._graph(candidates)
-            self._set_limit(candidates)
+            row_graph = self._graph(RowSizes(step.rows, step.context))
+            candidate_graph = self._graph(CandidateSizes(step.candidates, filters))
+            self._set_limit(step.candidates)
             row_graph.replay()
             candidate_graph.replay()
         return self.step.all_records()
@@ -248,11 +273,11 @@ class DeviceStepper:
             self.step.limit_candidates(candidates)
             self._limit = candidates
 
-    def _graph(self, *sizes: int) -> torch.cuda.CUDAGraph:
-        """Of a bucket of rows and their context, or of a bucket of candidates."""
+    def _graph(self, sizes: Sizes) -> torch.cuda.CUDAGraph:
         found = self._graphs.get(sizes)
         if found is None:
-            run = self.step.run_rows if len(sizes) == 2 else self.step.run_candidates
+            is_of_rows = isinstance(sizes, RowSizes)
+            run = self.step.run_rows if is_of_rows else self.step.run_candidates
             found = self._graphs[sizes] = self._capture(partial(run, *sizes))
         return found
 

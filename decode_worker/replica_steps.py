@@ -115,4 +115,5 @@ def _most(needs: Sequence[Need]) -> Need:
         context=max(need.context for need in needs),
         least_rows=max(need.least_rows for need in needs),
         least_candidates=max(need.least_candidates for need in needs),
+        filters=any(need.filters for need in needs),
     )

@@ -8,28 +8,41 @@ one, UCX's cost nothing, and the memory is free once we release ours.
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import cache
 from typing import Any, Final
 
-HANDLE_BYTES: Final = 64
+_KEY_BYTES: Final = 64
+HANDLE_BYTES: Final = _KEY_BYTES + 16  # with where its address lies
 _LAZY_PEER_ACCESS: Final = 1
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+    _fields_ = (("reserved", ctypes.c_char * _KEY_BYTES),)
 
 
 def handle_of(address: int) -> bytes:
-    """The handle of the allocation at a device address [HANDLE_BYTES]; empty if it has none."""
-    handle = _Handle()
-    if _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address)):
+    """The handle of a device address [HANDLE_BYTES]; empty if its allocation has none."""
+    handle, begin, size = _Handle(), ctypes.c_uint64(0), ctypes.c_size_t(0)
+    at = ctypes.c_uint64(address)
+    if _driver().cuIpcGetMemHandle(ctypes.byref(handle), at):
         return b""
-    return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
+    if _driver().cuMemGetAddressRange_v2(ctypes.byref(begin), ctypes.byref(size), at):
+        return b""
+    offset = address - begin.value
+    return bytes(handle) + struct.pack("<2Q", offset, size.value - offset)
+
+
+def place_of(handle: bytes) -> tuple[int, int]:
+    """Where its address lies in the allocation, which `open_handle` maps as a whole, and how many
+    bytes follow there."""
+    offset, num_bytes = struct.unpack("<2Q", handle[_KEY_BYTES:])
+    return offset, num_bytes
 
 
 def open_handle(handle: bytes) -> int:
-    """Maps the memory of a handle in the current context. Returns its address here, or 0 if it
-    cannot be mapped because it is on another machine or no link joins the GPUs.
+    """Maps the allocation of a handle in the current context. Returns its first address here, or
+    0 if it cannot be mapped because it is on another machine or no link joins the GPUs.
     """
     address = ctypes.c_uint64(0)
     mapped = _Handle.from_buffer_copy(handle)

@@ -6,6 +6,8 @@ key and counter, on every device and in every batch (Salmon et al., Parallel ran
 as 1, 2, 3, 2011).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -51,15 +53,87 @@ def sample_confidence(
     return Candidates(token, confidence, _scores(probability, confidence, sampling.score))
 
 
+def share_record(
+    logits: Tensor, sampling: RowSampling, mask_token_id: int, first_token: int
+) -> Tensor:
+    """The part of each row that `of_shares` needs of logits [R, n], those of the tokens from
+    ``first_token`` on, on a GPU a multiple of 4: [R, RECORD] fp32.
+
+    The filters are not applied. A record has the largest logit, the sum of exponentials over it,
+    its token; the second largest logit; the sum of e * log2(e) over those exponentials e; and of
+    the draw the largest logit with noise, its token, and its logit. Columns that the row's settings
+    do not need have any value. Tokens are below 2**24.
+    """
+    if logits.is_cuda:
+        from effuse.kernels import sampling_triton
+
+        return sampling_triton.launch_record(logits, sampling, mask_token_id, first_token)
+    mask = mask_token_id - first_token
+    kept = _scaled(logits, sampling, mask if 0 <= mask < logits.shape[1] else None)
+    top = kept.topk(2, dim=-1)
+    peak, mode = kept.max(dim=-1)
+    share = (kept - peak[:, None]).exp()
+    share[peak == float("-inf")] = 0.0
+    total = share.sum(dim=-1)
+    terms = torch.special.xlogy(share, share).sum(dim=-1) / math.log(2)
+    noisy, drawn = kept.clone(), (sampling.temperature > 0).nonzero().squeeze(1)
+    if drawn.numel():
+        noisy[drawn] += _noise(sampling, drawn, kept.shape[1], first_token)
+    highest, token = noisy.max(dim=-1)
+    value = kept.gather(1, token[:, None]).squeeze(1)
+    columns = peak, total, mode + first_token, top.values[:, 1], terms
+    return torch.stack([*columns, highest, token + first_token, value], dim=1).float()
+
+
+def of_shares(records: Tensor, sampling: RowSampling, mask_token_id: int) -> Candidates:
+    """`sample_confidence` without filters, from the records [N, R, RECORD] of all shares of the
+    vocabulary, in their order."""
+    if records.is_cuda:
+        from effuse.kernels import sampling_finish_triton
+
+        return sampling_finish_triton.launch_shares(records, sampling, mask_token_id)
+    peaks, sums, modes, seconds, terms, highest, tokens, values = records.unbind(2)
+    peak, best = peaks.max(dim=0)
+    fall = torch.where(sums > 0, peaks - peak, 0.0)
+    total = (sums * fall.exp()).sum(dim=0)
+    drawn = sampling.temperature > 0
+    at = torch.where(drawn, highest.argmax(dim=0), best)[None]
+    token = torch.where(drawn, tokens.gather(0, at), modes.gather(0, at))[0].long()
+    value = torch.where(drawn, values.gather(0, at)[0], peak)
+    confidence = (value - peak).exp() / total
+    others = peaks.scatter(0, best[None], seconds.gather(0, best[None]))
+    margin = (1 - (others.amax(dim=0) - peak).exp()) / total
+    terms = fall.exp() * (terms + fall / math.log(2) * sums)
+    entropy = terms.sum(dim=0) / total * math.log(2) - total.log()
+    kinds = ((ScoreCode.MARGIN, margin), (ScoreCode.NEG_ENTROPY, entropy))
+    score = confidence.clone()
+    for kind, found in kinds:
+        score = torch.where(sampling.score == kind, found, score)
+    is_empty = peak == float("-inf")
+    lowest = torch.where(sampling.score == ScoreCode.NEG_ENTROPY, float("-inf"), 0.0)
+    return Candidates(
+        torch.where(is_empty, int(mask_token_id == 0), token),
+        torch.where(is_empty, 0.0, confidence),
+        torch.where(is_empty, lowest, score),
+    )
+
+
+def _scaled(logits: Tensor, sampling: RowSampling, mask_token_id: int | None) -> Tensor:
+    """fp32 logits [R, V] over their temperatures, -inf for the mask."""
+    scaled = logits.to(torch.float32, copy=True)
+    if mask_token_id is not None:
+        scaled[:, mask_token_id] = float("-inf")
+    drawn = sampling.temperature > 0
+    if drawn.any():
+        scaled /= torch.where(drawn, sampling.temperature, 1.0)[:, None]
+    return scaled
+
+
 def _kept_logits(
     logits: Tensor, sampling: RowSampling, mask_token_id: int, top_k_first: bool
 ) -> Tensor:
     """Scaled fp32 logits [R, V], -inf for excluded tokens."""
-    kept = logits.to(torch.float32, copy=True)
-    kept[:, mask_token_id] = float("-inf")
-    drawn = sampling.temperature > 0
-    if drawn.any():
-        kept /= torch.where(drawn, sampling.temperature, 1.0)[:, None]
+    kept = _scaled(logits, sampling, mask_token_id)
     vocab_size = logits.shape[1]
     limited = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
     filtered = ((sampling.top_p < 1) | limited).nonzero().squeeze(1)
@@ -99,13 +173,14 @@ def _choose(kept: Tensor, sampling: RowSampling, mask_token_id: int) -> Tensor:
     return torch.where(best == float("-inf"), int(mask_token_id == 0), token)
 
 
-def _noise(sampling: RowSampling, rows: Tensor, vocab_size: int) -> Tensor:
+def _noise(sampling: RowSampling, rows: Tensor, vocab_size: int, first: int = 0) -> Tensor:
     return gumbel_noise(
         sampling.seed[rows],
         sampling.position[rows],
         sampling.denoise_count[rows],
         sampling.answer_index[rows],
         vocab_size,
+        first,
     )
 
 
@@ -145,16 +220,22 @@ def philox_4x32(counter: Words, seed: Tensor) -> Words:
 
 
 def gumbel_noise(
-    seed: Tensor, position: Tensor, denoise_count: Tensor, answer_index: Tensor, vocab_size: int
+    seed: Tensor,
+    position: Tensor,
+    denoise_count: Tensor,
+    answer_index: Tensor,
+    vocab_size: int,
+    first: int = 0,
 ) -> Tensor:
-    """Standard Gumbel noise [R, vocab_size] fp32 for the rows' keys and counters, each [R].
+    """Standard Gumbel noise [R, vocab_size] fp32 for the rows' keys and counters, each [R], of the
+    tokens from ``first`` on.
 
     Token i takes word i % 4 of counter (i // 4, position, denoise_count, answer_index).
     """
-    quads = torch.arange((vocab_size + 3) // 4, device=seed.device)
+    quads = torch.arange(first // 4, (first + vocab_size + 3) // 4, device=seed.device)
     columns = [x.long()[:, None] for x in (position, denoise_count, answer_index)]
     words = philox_4x32((quads[None, :], columns[0], columns[1], columns[2]), seed[:, None])
-    word = torch.stack(words, dim=-1).view(len(seed), -1)[:, :vocab_size]
+    word = torch.stack(words, dim=-1).view(len(seed), -1)[:, first % 4 :][:, :vocab_size]
     return gumbel_of_words(word)
 
 

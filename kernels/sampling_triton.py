@@ -3,10 +3,11 @@
 
 Logits are read once and no probability is written. Each thread reduces the columns of its tiles to
 a peak, a sum of exponentials and a runner-up, so that threads exchange nothing in the loop. Each
-segment of a row stores the combination and the tile of its peak. The last kernel combines a row's
-segments and only reads the tile with the answer again. Rows without temperature, filters and
-entropy have a separate kernel; the other one returns immediately for them. That one draws in the
-same reading, because a Gumbel draw is one more maximum. `sampling_filters_triton` finds cut-offs.
+segment of a row stores the combination and the tile of its peak. The last kernel is in
+`sampling_finish_triton`: it combines a row's segments and reads only the tile with the answer
+again. Rows without temperature, filters and entropy have a separate kernel; the other one returns
+immediately for them. That one draws in the same reading, because a Gumbel draw is one more maximum.
+`sampling_filters_triton` finds cut-offs.
 
 Bytes: R * V logits once, one tile of each row again; filtered rows about 8 times more (in 16 bits).
 """
@@ -28,6 +29,7 @@ from effuse.kernels.sampling_filters_triton import (
     tile_offsets,
     top_of_lanes,
 )
+from effuse.kernels.sampling_finish_triton import FAR, LOWEST, NEG_ENTROPY, finish_kernel
 from effuse.kernels.sampling_shared_triton import (
     SamplingShape,
     Tile,
@@ -35,12 +37,8 @@ from effuse.kernels.sampling_shared_triton import (
     sampling_shape,
     words_of_quads,
 )
-from effuse.kernels.values import Candidates, RowSampling
+from effuse.kernels.values import RECORD, Candidates, RowSampling
 
-MARGIN = tl.constexpr(1)
-NEG_ENTROPY = tl.constexpr(2)
-FAR = tl.constexpr(2147483647)
-LOWEST = tl.constexpr(-1.0e30)  # finite, because a tile may have only -inf
 MOST_NOISE = tl.constexpr(17.4)  # Gumbel noise is smaller: -log(-log(1 - 2**-25)) = 17.33
 
 
@@ -53,6 +51,38 @@ def launch(
     top_k_first: bool = False,
 ) -> Candidates:
     """`sampling.sample_confidence` on the device; nothing is read back by the host."""
+    rows, device = len(logits), logits.device
+    token = torch.empty(rows, dtype=torch.int64, device=device)
+    confidence = torch.empty(rows, dtype=torch.float32, device=device)
+    score = torch.empty(rows, dtype=torch.float32, device=device)
+    _sample(logits, sampling, mask_token_id, (token, confidence, score), shape, top_k_first)
+    return Candidates(token, confidence, score)
+
+
+def launch_record(
+    logits: Tensor,
+    sampling: RowSampling,
+    mask_token_id: int,
+    first_token: int,
+    shape: SamplingShape | None = None,
+) -> Tensor:
+    """`sampling.share_record` on the device."""
+    record = torch.empty(len(logits), RECORD, dtype=torch.float32, device=logits.device)
+    _sample(logits, sampling, mask_token_id - first_token, (record,) * 3, shape, False, first_token)
+    return record
+
+
+def _sample(
+    logits: Tensor,
+    sampling: RowSampling,
+    mask_token_id: int,
+    results: tuple[Tensor, Tensor, Tensor],
+    shape: SamplingShape | None,
+    top_k_first: bool,
+    first_token: int | None = None,
+) -> None:
+    """Fills the results: token, confidence and score, or a record three times if these logits are
+    only those from a first token on."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     temperature, score_kind = sampling.temperature, sampling.score
@@ -64,11 +94,9 @@ def launch(
     )
     rows, vocab_size = logits.shape
     device = logits.device
-    token = torch.empty(rows, dtype=torch.int64, device=device)
-    confidence = torch.empty(rows, dtype=torch.float32, device=device)
-    score = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
-        return Candidates(token, confidence, score)
+        return
+    first_quad = (first_token or 0) // 4
     shape = shape or sampling_shape(vocab_size)
     tile = Tile.of(logits.dtype, shape.chunk, shape.num_warps)
     segment = triton.cdiv(triton.cdiv(vocab_size, shape.segments), shape.chunk) * shape.chunk
@@ -98,6 +126,7 @@ def launch(
         *rows_of,
         *limits,
         *counters,
+        first_quad,
         parts,
         places,
         SEGMENT=segment,
@@ -107,22 +136,21 @@ def launch(
         num_warps=shape.num_warps,
         enable_fp_fusion=False,
     )
-    _finish_kernel[(rows,)](
+    finish_kernel[(rows,)](
         *rows_of,
         *limits,
         *counters,
+        first_quad,
         parts,
         places,
         num_segments,
-        token,
-        confidence,
-        score,
+        *results,
+        IS_SHARE=first_token is not None,
         CHUNK=shape.chunk,
         TILE_SEGMENTS=triton.next_power_of_2(num_segments),
         num_warps=shape.num_warps,
         enable_fp_fusion=False,
     )
-    return Candidates(token, confidence, score)
 
 
 @triton.jit
@@ -225,6 +253,7 @@ def _drawn_kernel(
     positions,
     denoise_counts,
     answer_indices,
+    first_quad,
     parts,
     places,
     SEGMENT: tl.constexpr,
@@ -267,7 +296,8 @@ def _drawn_kernel(
         # If a row is sure of a few tokens, most of its tiles cannot have the drawn one.
         if (temperature > 0) & (tl.max(tl.max(values, 1), 0) + MOST_NOISE > best):
             seed = tl.load(seeds + row)
-            words = words_of_quads(seed, start // 4 + quads, position, denoise_count, answer_index)
+            numbers = first_quad + start // 4 + quads
+            words = words_of_quads(seed, numbers, position, denoise_count, answer_index)
             # Most other tokens cannot either: noise beats the best one only if 1 - u < -log(u) <
             # exp(value - best), and that needs no logarithm. The slack covers the rounding of both
             # sides.
@@ -299,100 +329,3 @@ def _drawn_kernel(
     best = tl.max(drawn, 0)
     tl.store(parts + place + 4 * step, best)
     tl.store(places + place + step, tl.min(tl.where(drawn == best, drawn_tiles, FAR), 0))
-
-
-@triton.jit
-def _finish_kernel(
-    logits,
-    row_stride,
-    vocab_size,
-    mask_token_id,
-    temperatures,
-    cut_value,
-    cut_token,
-    score_kinds,
-    seeds,
-    positions,
-    denoise_counts,
-    answer_indices,
-    parts,
-    places,
-    num_segments,
-    token_out,
-    confidence_out,
-    score_out,
-    CHUNK: tl.constexpr,
-    TILE_SEGMENTS: tl.constexpr,
-):
-    """Combine the segments of one row and find its token."""
-    row = tl.program_id(0)
-    kind = tl.load(score_kinds + row)
-    segment = tl.arange(0, TILE_SEGMENTS)
-    present = segment < num_segments
-    place = row * num_segments + segment
-    step = tl.num_programs(0) * num_segments
-    peaks = tl.load(parts + place, mask=present, other=LOWEST)
-    sums = tl.load(parts + place + step, mask=present, other=0.0)
-    peak = tl.max(peaks, 0)
-    base = peak * LOG2_E
-    shrink = tl.exp2(peaks * LOG2_E - base)
-    total = tl.sum(sums * shrink, 0)
-    if total == 0:
-        # Only -inf: the lowest allowed id, with confidence 0.
-        tl.store(token_out + row, tl.where(mask_token_id == 0, 1, 0).to(tl.int64))
-        tl.store(confidence_out + row, 0.0)
-        tl.store(score_out + row, tl.where(kind == NEG_ENTROPY, float("-inf"), 0.0))
-        return
-
-    temperature = tl.load(temperatures + row)
-    value_cut = tl.load(cut_value + row)
-    token_cut = tl.load(cut_token + row)
-    row_logits = logits + row.to(tl.int64) * row_stride
-    best = tl.min(tl.where(present & (peaks == peak), segment, FAR), 0)
-    start = tl.multiple_of(tl.load(places + row * num_segments + best), CHUNK)
-    tokens = start + tl.arange(0, CHUNK)
-    values = load_scaled(row_logits, tokens, start, vocab_size, mask_token_id, temperature, CHUNK)
-    values = cut(values, tokens, value_cut, token_cut)
-    mode = tl.min(tl.where(values == tl.max(values, 0), tokens, FAR), 0)
-    token = mode
-    confidence = exp_from(peak, base) / total
-    score = confidence
-    if kind == MARGIN:
-        second = tl.max(tl.where(tokens == mode, float("-inf"), values), 0)
-        runners_up = tl.load(parts + place + 2 * step, mask=present, other=LOWEST)
-        elsewhere = tl.max(tl.where(segment == best, runners_up, peaks), 0)
-        score = confidence - exp_from(tl.maximum(second, elsewhere), base) / total
-    if kind == NEG_ENTROPY:
-        terms = tl.load(parts + place + 3 * step, mask=present, other=0.0)
-        fall = peaks * LOG2_E - base
-        moved = tl.sum(shrink * (terms + tl.where(sums > 0, fall * sums, 0.0)), 0)
-        score = (moved / total - tl.log2(total)) / LOG2_E
-    if temperature > 0:
-        drawn = tl.load(parts + place + 4 * step, mask=present, other=float("-inf"))
-        best = tl.min(tl.where(present & (drawn == tl.max(drawn, 0)), segment, FAR), 0)
-        start = tl.load(places + (tl.num_programs(0) + row) * num_segments + best)
-        start = tl.multiple_of(start, CHUNK)
-        tokens = start + tl.arange(0, CHUNK)
-        values = load_scaled(
-            row_logits, tokens, start, vocab_size, mask_token_id, temperature, CHUNK
-        )
-        values = cut(values, tokens, value_cut, token_cut)
-        quads = start // 4 + tl.arange(0, CHUNK // 4)
-        words = words_of_quads(
-            tl.load(seeds + row),
-            quads,
-            tl.load(positions + row),
-            tl.load(denoise_counts + row),
-            tl.load(answer_indices + row),
-        )
-        noisy = values + gumbel_of_high_bits((words >> 8).to(tl.int32))
-        token = tl.min(tl.where(noisy == tl.max(noisy, 0), tokens, FAR), 0)
-        value = tl.max(tl.where(tokens == token, values, float("-inf")), 0)
-        confidence = exp_from(value, base) / total
-        if kind == 0:
-            score = confidence
-    # NaN equals nothing, so no token was found; a reader of this one must find it.
-    token = tl.minimum(token, vocab_size - 1)
-    tl.store(token_out + row, token.to(tl.int64))
-    tl.store(confidence_out + row, confidence)
-    tl.store(score_out + row, score)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class WeightedParts:
         for at in range(count):
             total.add_(self.parts[places[:, at]].float() * self.weights[:, at, None])
         return total.to(self.parts.dtype)
+
+
+RECORD: Final = 8
+"""Numbers that a share of the vocabulary has of a row, see `sampling.share_record`."""
 
 
 class ScoreCode(IntEnum):

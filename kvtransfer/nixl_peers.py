@@ -112,7 +112,8 @@ class NixlPeer:
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
     is_gone: bool = False  # its engine has ended
-    mapped: int = 0  # address at which its GPU's memory is mapped here; 0 if it is not
+    mapped: int = 0  # where its GPU's allocation is mapped here; 0 if it is not
+    pool: int = 0  # where its pool begins in that; 0 if it is not mapped
     num_tables: int | None = None  # that UCX had logged before this peer was reached
     route: Route = UNKNOWN
 
@@ -127,17 +128,19 @@ class NixlPeer:
         return all(cut.is_whole for cut in self.cut)
 
     def cuts_of(self, cut: Cut) -> tuple[int, ...]:
-        """The numbers of parts of a page that writes to it name, on the side of this cut."""
-        return (1, cut.per_page) if self.takes_pages else (cut.per_page,)
+        """The numbers of parts of a page that NIXL's writes to it name, on the side of this cut."""
+        whole, parts = [1] * self.takes_pages, [cut.per_page] * (not self.pool)
+        return (*whole, *parts)
 
 
 class NixlPeers:
     """Receivers to which one agent writes, at most MOST_PEERS; those in use are never removed."""
 
-    def __init__(self, agent: NixlAgent, layout: KVLayout, *, on_device: bool = False) -> None:
+    def __init__(self, agent: NixlAgent, layout: KVLayout, *, maps: bool = False) -> None:
+        """With `maps` it maps the memory of peers on this host's GPUs."""
         self._agent = agent
         self._layout = layout
-        self._on_device = on_device
+        self._maps = maps
         self._peers: dict[str, NixlPeer] = {}  # least recently used first
 
     def find(self, reservation: Reservation, shard: Shard) -> NixlPeer:
@@ -197,10 +200,10 @@ class NixlPeers:
             lists = PoolLists(self._agent, pool, shard.page_bytes, num_pages)
             cut = cuts(self._layout, shard.heads.span)
             peer = NixlPeer(address, num_pages, lists, cut)
+            if self._maps:
+                _map(peer, num_pages * shard.page_bytes)
             for parts in peer.cuts_of(cut[1]):
                 lists.cut(parts)
-            if self._on_device and (handle := handle_in(address.agent_metadata)):
-                peer.mapped = cuda_ipc.open_handle(handle)
             return peer
 
         return attempt(f"agent {address.agent_name} cannot be reached", add)
@@ -286,6 +289,17 @@ def attempt(what: str, action: Callable[[], T], peer: NixlPeer | None = None) ->
         if isinstance(error, UnicodeDecodeError):  # NIXL's own binding, for a name in metadata
             raise HandoffRefused(Cause.MALFORMED, f"{what}: its name is not UTF-8") from error
         raise HandoffRefused(Cause.PEER, f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _map(peer: NixlPeer, num_bytes: int) -> None:
+    """Maps its GPU's memory, if that is possible; its pool only if it has so many bytes."""
+    handle = handle_in(peer.address.agent_metadata)
+    if not handle:
+        return
+    peer.mapped = cuda_ipc.open_handle(handle)
+    offset, most = cuda_ipc.place_of(handle)
+    if peer.mapped and num_bytes <= most:
+        peer.pool = peer.mapped + offset
 
 
 def _is_same(peer: NixlPeer, address: ReceiverAddress, num_pages: int) -> bool:

@@ -39,6 +39,7 @@ from effuse.kvtransfer.messages import (
 )
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, confine
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, PoolLists, attempt
+from effuse.kvtransfer.peer_copies import copies_of
 from effuse.kvtransfer.transport import (
     Chunk,
     Delivery,
@@ -68,6 +69,7 @@ PAUSE_S = {
 }
 LOOKS = 8  # polls at a write, one after another: if a GPU copies, one may only see a part of it
 HOST_HOT_S = 20e-6  # if processors move the bytes, another thread may need this one
+MAPPED = Route("cuda_ipc")  # as UCX names it
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which UCX also recognises its own machine
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS = 1000  # the kernel would add its own 50 us to every pause
@@ -165,7 +167,8 @@ class NixlTransport(Transport):
         self._own = PoolLists(self._sender, pool, self._layout.page_bytes, self._memory.num_pages)
         for parts in (1, self._layout.num_groups):
             self._own.cut(parts)
-        self._peers = NixlPeers(self._sender, self._layout, on_device=self._kind == "VRAM")
+        self._copies = copies_of(self._memory)
+        self._peers = NixlPeers(self._sender, self._layout, maps=self._copies is not None)
         self._receiving = self._receive()
         self._retired: list[Receiving] = []
 
@@ -201,6 +204,8 @@ class NixlTransport(Transport):
     def route(self, peer: Peer) -> Route:
         """As UCX reports it. A table is logged once, so a peer may use an earlier one."""
         assert isinstance(peer, NixlPeer)
+        if peer.pool and not peer.takes_pages:
+            peer.route = MAPPED
         if peer.route is UNKNOWN:
             tables = self._ucx.tables()
             on_gpu, num_bytes = self._kind == "VRAM", self._layout.page_bytes
@@ -220,8 +225,17 @@ class NixlTransport(Transport):
         attempt("the peer could not be notified", notify, peer)
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
-        """Posts a write whose end notifies the receiver. May take as long as the copy."""
+        """Posts a write whose end notifies the receiver. May take as long as the copy.
+
+        Whole pages, which wait for nothing else, are few descriptors. Other parts of them are not,
+        so one kernel copies them to a pool that is mapped here.
+        """
         assert isinstance(peer, NixlPeer)
+        is_whole = peer.takes_pages and len(chunk.groups) == self._layout.num_groups
+        if self._copies is not None and peer.pool and not is_whole:
+            notify = partial(self._sender.notify, peer.name, encode(header))
+            tell = partial(attempt, "the peer could not be notified", notify, peer)
+            return self._copies.begin(chunk, peer.cut, peer.pool, tell)
 
         def post() -> Transfer | None:
             write = self._write(peer, chunk)
@@ -320,8 +334,7 @@ class NixlTransport(Transport):
     def _receive(self) -> Receiving:
         agent = self._agent(f"r{self._num_agents}")
         self._num_agents += 1
-        on_device = self._kind == "VRAM"
-        handle = cuda_ipc.handle_of(self._memory.address) if on_device else b""
+        handle = b"" if self._copies is None else cuda_ipc.handle_of(self._memory.address)
         address = ReceiverAddress(
             connector=self.name,
             agent_name=agent.name,

@@ -33,6 +33,11 @@ class PackedParts:
     sampling_floats: Floats  # [2, R] temperature, top_p
     shift: bool
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether a candidate has a top-p or top-k."""
+        return bool((self.sampling_integers[0] > 0).any() or (self.sampling_floats[1] < 1).any())
+
     def keeps_boundary(self, part: Part) -> bool:
         """Whether the part gets a hidden row back."""
         return self.shift and part.keep_boundary and part.num_stored > 0

@@ -160,9 +160,7 @@ class ModelRunner:
             if packed.boundary_candidates:
                 (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
                 rows = rows.index_copy(0, at, self._boundaries(packed, rows))
-            logits, candidates = self._candidates(
-                parts, rows, self._sampling(packed), self._edits(parts)
-            )
+            logits, candidates = self._candidates(parts, rows, packed, self._edits(parts))
         if candidates is None:
             return _Drawn([], [], [], none)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
@@ -177,16 +175,16 @@ class ModelRunner:
         self,
         parts: Sequence[Part],
         rows: Tensor,
-        sampling: RowSampling,
+        packed: PackedParts,
         edits: LogitEdits | None,
     ) -> tuple[Tensor | None, Candidates | None]:
         """(logits [R, V], candidates) of hidden rows [R, H]. Only rank 0 of a group has candidates;
         none has logits if no part needs them."""
-        model = self.model
+        model, sampling = self.model, self._sampling(packed)
         is_plain = edits is None and not any(part.draw or part.guidance for part in parts)
         needs_logits = any(part.num_logprobs is not None for part in parts)
         if is_plain and not needs_logits and not model.shard.is_whole:
-            found = model.candidates(rows, sampling)
+            found = model.candidates(rows, sampling, filters=packed.has_filters)
             self._show()
             return None, None if model.shard.rank else found
         logits = model.logits(rows)

@@ -21,7 +21,7 @@ from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import linear, lookup, rms_norm, swiglu, total_of
-from effuse.kernels.sampling import sample_confidence
+from effuse.kernels.sampling import of_shares, sample_confidence, share_record
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.group import ALONE, Group, Replicas, RowCounts, own_rows, whole_rows
@@ -194,10 +194,20 @@ class Transformer:
         own = linear(hidden, self.weights.head)
         return self.group.gather(own, vocabulary_sizes(self.config, self.shard.size))
 
-    def candidates(self, hidden: Tensor, sampling: RowSampling) -> Candidates:
-        """A candidate for each of hidden rows [R, H], see `sample_confidence`.
+    def draws_shares(self, *, filters: bool) -> bool:
+        """Whether the ranks of a group draw from their shares of the vocabulary; with filters each
+        needs whole rows."""
+        shard, sizes = self.shard, vocabulary_sizes(self.config, self.shard.size)
+        return not (shard.is_whole or filters or any(size % 4 for size in sizes[:-1]))
 
-        Each rank of a group draws a share of the rows, and every rank gets all candidates.
+    def candidates(
+        self, hidden: Tensor, sampling: RowSampling, *, filters: bool = True
+    ) -> Candidates:
+        """A candidate for each of hidden rows [R, H], see `sample_confidence`; filters: whether any
+        row may have a top-p or top-k.
+
+        Every rank of a group gets all candidates. Ranks exchange a record of each row, or with
+        filters its logits, and then each draws some of the rows.
         """
         config, shard = self.config, self.shard
         draw = partial(
@@ -206,6 +216,9 @@ class Transformer:
         own = linear(hidden, self.weights.head)
         if shard.is_whole:
             return draw(own, sampling)
+        if self.draws_shares(filters=filters):
+            record = share_record(own, sampling, config.mask_token_id, shard.vocabulary.start)
+            return of_shares(self.group.collect(record), sampling, config.mask_token_id)
         rows = own_rows(len(hidden), shard, self.device)
         drawn = draw(whole_rows(own, config, shard, self.group), sampling.of_rows(rows))
         # One exchange: fp64 holds token ids and fp32 values exactly.

@@ -24,6 +24,7 @@ class ThreadGroup(Group):
         self._slots = slots
         self._barrier = barrier
         self.num_sums = 0
+        self.num_dealt = 0
 
     def sum(self, x: Tensor) -> Tensor:
         self.num_sums += 1
@@ -42,6 +43,7 @@ class ThreadGroup(Group):
         return torch.stack(self._exchange(x))
 
     def deal(self, x: Tensor) -> Tensor:
+        self.num_dealt += 1
         return torch.stack([of_rank[self._rank] for of_rank in self._exchange(x)])
 
     def share(self, x: Tensor) -> Tensor:

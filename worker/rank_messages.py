@@ -97,6 +97,7 @@ class LaunchStep(msgspec.Struct, frozen=True, tag=True):
     rows: int
     candidates: int
     context: int
+    filters: bool  # whether a slot has a top-p or top-k
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):

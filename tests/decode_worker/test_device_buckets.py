@@ -38,6 +38,17 @@ def test_context_classes_cover_and_double_at_most() -> None:
         assert size <= max(768, 2 * count)
 
 
+@pytest.mark.parametrize("changed", [{"top_p": 0.9}, {"top_k": 5}])
+def test_a_slot_with_a_filter_is_forecast_until_it_leaves(changed: dict[str, float]) -> None:
+    forecast = Forecast(LAYOUT)
+    forecast.join(0, _row(1))
+    assert not forecast.need().filters
+    forecast.join(1, _row(1, Sampling(**{"temperature": 0.5, "seed": 1, **changed})))  # type: ignore[arg-type]
+    assert forecast.need().filters
+    forecast.leave(1)
+    assert not forecast.need().filters
+
+
 @pytest.mark.parametrize(("window", "pace"), [(3, 1), (1, 4)])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_forecast_is_what_comes(lag: int, window: int, pace: int) -> None:
@@ -79,7 +90,7 @@ def test_records_of_others_are_passed_over() -> None:
     assert forecast.need().rows == 0
 
 
-def _row(window: int = 3) -> Integers:
+def _row(window: int = 3, sampling: Sampling = GREEDY) -> Integers:
     sequence = Sequence(
         range(10, 18),
         origin=8,
@@ -90,7 +101,8 @@ def _row(window: int = 3) -> Integers:
     sequence.store(8)
     settings = make_settings(window=window, add=0.25, full=0.5)
     open_step(sequence, settings)
-    return slot_row(LAYOUT, sequence, settings, GREEDY, generation=1, pages=range(32), page_size=8)
+    facts = {"generation": 1, "pages": range(32), "page_size": 8}
+    return slot_row(LAYOUT, sequence, settings, sampling, **facts)  # type: ignore[arg-type]
 
 
 def _of_each_block(table: SlotTable, pace: int) -> Candidates:

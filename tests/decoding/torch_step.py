@@ -42,10 +42,10 @@ class TorchStep(DeviceStep):
             self._forward(used, attention)
 
     @torch.inference_mode()
-    def run_candidates(self, num_candidates: int) -> None:
+    def run_candidates(self, num_candidates: int, filters: bool) -> None:
         if self.model.device.type != "cpu":
-            super().run_candidates(num_candidates)
+            super().run_candidates(num_candidates, filters)
             return
-        candidates = self._candidates(num_candidates, gather_rows, exchange_boundaries)
+        candidates = self._candidates(num_candidates, filters, gather_rows, exchange_boundaries)
         first = self.rows.first_candidate
         advance(self.table, self._control, first, candidates, self.records)

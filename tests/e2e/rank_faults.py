@@ -1,6 +1,7 @@
 """Kills and freezes single ranks of workers of two devices while clients ask; counts wrong answers.
 
-One worker of each role may be down at a time, so that one of each is always ready.
+One worker of each role may be down at a time, so that one of each is always ready. With `--gpus`
+the workers are two co-located groups of two GPUs, with the bundled model.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.rank_faults --faults 40
 """
@@ -31,9 +32,13 @@ from e2e.test_equality import solid_jobs
 from e2e.tiny import fleet_of, tiny_fleet
 from slowness import patient
 
+import effuse
+from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
 from effuse.client.params import make_request
 from effuse.placement.records import Role
+from effuse.problems.problem import problem
+from effuse.worker.gpus import gpus_here
 
 CLIENTS = 4
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -99,11 +104,14 @@ def ask(fleet: Fleet, asked: Sequence[Asked], number: int, ledger: Ledger) -> No
             time.sleep(_PAUSE_S)
 
 
-def inject(fleet: Fleet, role: Role, count: int, ledger: Ledger) -> None:
-    """Each fault hits one rank of a role, once both workers of that role are ready."""
+def inject(fleet: Fleet, role: Role, count: int, ledger: Ledger, until: float) -> None:
+    """Each fault hits one rank of a role, once both workers of that role are ready; none after
+    `until`."""
     rng = random.Random(role)
     for number in range(count):
         before = wait_ready(fleet, role)
+        if time.monotonic() > until:
+            return
         victim = rng.choice(rank_pids(fleet, role))
         kind = (signal.SIGKILL, signal.SIGSTOP)[number % 2]
         began = time.monotonic()
@@ -188,15 +196,46 @@ def serving(connector: str, *, replicas: bool) -> Iterator[tuple[Fleet, list[Ask
         )
 
 
-def storm(connector: str, count: int, *, replicas: bool) -> Ledger:
+@contextlib.contextmanager
+def on_gpus(connector: str) -> Iterator[tuple[Fleet, list[Asked]]]:
+    """Two co-located groups of two GPUs, and the answers of one GPU, in fp32."""
+    params = effuse.Params(max_tokens=64)
+    prompts = [problem(5, number).prompt for number in range(2 * CLIENTS)]
+    options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+    with effuse.LLM(device="cuda", enforce_eager=True, num_pages=256, **options) as llm:  # type: ignore[arg-type]
+        answers = llm.generate(prompts, params)
+    flags = [word for name, value in options.items() for word in (_flag(name), str(value))]
+    config = FleetConfig(
+        prefill=0,
+        decode=2,
+        connector=connector,
+        worker_flags=("--device", "cuda", "--hang-timeout-s", "3", "--num-pages", "256", *flags),
+        decode_flags=("--tensor-parallel-size", "2"),
+        gpus=tuple(gpus_here())[:4],
+        has_secret=False,
+    )
+    requests = [make_request(prompt, params, token_ids=True) for prompt in prompts]
+    with Fleet(config) as fleet:
+        with connect(fleet.address) as client, ThreadPoolExecutor(CLIENTS) as pool:
+            list(pool.map(client.generate, requests * 2))  # compiles what is left
+        yield fleet, [(one, found.token_ids) for one, found in zip(requests, answers, strict=True)]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def storm(connector: str, count: int, *, replicas: bool, gpus: bool, seconds: float) -> Ledger:
     """Runs one storm."""
-    ledger = Ledger()
+    ledger, roles = Ledger(), ROLES[1:] if gpus else ROLES
     with (
-        serving(connector, replicas=replicas) as (fleet, asked),
-        ThreadPoolExecutor(CLIENTS + len(ROLES)) as pool,
+        on_gpus(connector) if gpus else serving(connector, replicas=replicas) as (fleet, asked),
+        ThreadPoolExecutor(CLIENTS + len(roles)) as pool,
     ):
+        until = time.monotonic() + seconds
+        each = count // len(roles)
         asking = [pool.submit(ask, fleet, asked, number, ledger) for number in range(CLIENTS)]
-        faults = [pool.submit(inject, fleet, role, count // 2, ledger) for role in ROLES]
+        faults = [pool.submit(inject, fleet, role, each, ledger, until) for role in roles]
         try:
             for fault in faults:
                 fault.result()
@@ -213,8 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--connector", default="nixl", choices=("nixl", "zmq"))
     parser.add_argument("--replicas", action="store_true", help="decode workers of two replicas")
+    parser.add_argument("--gpus", action="store_true", help="on four GPUs")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no fault begins after them")
     found = parser.parse_args(argv)
-    ledger = storm(found.connector, found.faults, replicas=found.replicas)
+    how = {"replicas": found.replicas, "gpus": found.gpus, "seconds": found.seconds}
+    ledger = storm(found.connector, found.faults, **how)
     print(ledger.tell())
     for text in (ledger.wrong + ledger.failed)[:5]:
         print(text)

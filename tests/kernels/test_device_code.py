@@ -44,11 +44,17 @@ def hopper(compiled: Compiled) -> Codes:
     return [pair for pair in compiled("hopper") if pair[1].kernel != "_merge_kernel"]
 
 
-@pytest.mark.parametrize(("group", "kernels"), [("distinct", 10), ("rows", 12), ("sampling", 16)])
+@pytest.mark.parametrize(("group", "kernels"), [("distinct", 10), ("rows", 12), ("sampling", 21)])
 def test_no_spills(compiled: Compiled, group: str, kernels: int) -> None:
     codes = compiled(group)
     assert len(codes) == kernels
     assert_no_spills(codes)
+
+
+def test_copies_of_pages_move_16_bytes_at_a_time_and_many_together(compiled: Compiled) -> None:
+    ((_, code),) = compiled("copies")
+    assert_no_spills([("dream", code)])
+    assert code.count("LDG.E.128") == code.count("STG.E.128") == code.count("STG") >= 8
 
 
 def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma(

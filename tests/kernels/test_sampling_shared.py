@@ -40,7 +40,7 @@ def test_more_rows_than_a_grid_takes_along_its_second_dimension(
     """CUDA refuses more than 65535 there; a forward of a long prompt is tried with all of them."""
     grids = Grids()
     monkeypatch.setattr(sampling_filters_triton, "_cutoff_kernel", grids)
-    for name in ("_greedy_kernel", "_drawn_kernel", "_finish_kernel"):
+    for name in ("_greedy_kernel", "_drawn_kernel", "finish_kernel"):
         monkeypatch.setattr(sampling_triton, name, grids)
     rows = 70_000
     integers, reals = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)

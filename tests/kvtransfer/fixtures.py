@@ -33,6 +33,8 @@ from effuse.kvtransfer.thread import ThreadConnector
 SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
 LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page, 8 groups of layers
 HEADS = Heads(0, 2)  # of either, all
+# Four heads of 4 KiB in each of two groups of layers: 32 KiB a page.
+SHARED = KVLayout("unified", 4, 4, 16, 16, "float32", most_groups=2)
 SEED = 7
 DEADLINE_S = patient(60.0)  # the other process may still have to start
 LEASE_S = 60.0  # the longest one that a sender takes

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from kvtransfer.fixtures import SEED, filled, print_of
+from kvtransfer.fixtures import SEED, SHARED, filled, print_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 from kvtransfer.receiver_process import transport
 
@@ -28,8 +28,7 @@ from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation, Shard
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.worker.group_parts import RankEvents
 
-# Four heads of 4 KiB in each of two groups of layers: 32 KiB a page.
-LAYOUT = KVLayout("unified", 4, 4, 16, 16, "float32", most_groups=2)
+LAYOUT = SHARED
 NUM_PAGES = 8
 FULL = filled(LAYOUT, NUM_PAGES)
 LEASE_S = 30.0
@@ -97,10 +96,11 @@ class Group:
         has_pages: bool = False,
         hub: Hub | None = None,
         layout: KVLayout = LAYOUT,
+        device: str = "cpu",
     ) -> None:
         layouts = [replace(layout, rank=rank, degree=degree) for rank in range(degree)]
         self.incarnation = incarnation
-        self.memories = [PageMemory(one, NUM_PAGES) for one in layouts]
+        self.memories = [PageMemory(one, NUM_PAGES, device) for one in layouts]
         if has_pages:
             for memory in self.memories:
                 memory.tensor.copy_(heads_of(FULL.tensor, memory.layout))
@@ -139,7 +139,7 @@ class Group:
         others = [page for page in range(NUM_PAGES) if page not in targets]
         for memory in self.memories:
             expected = heads_of(FULL.tensor[list(sources)], memory.layout)
-            assert torch.equal(memory.tensor[list(targets)], expected)
+            assert torch.equal(memory.tensor[list(targets)].cpu(), expected)
             assert not memory.tensor[others].any()
 
     def fill(self, value: float) -> None:

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from kvtransfer.fixtures import LARGE, SMALL, boundary, digests_of, print_of, reservation
+from kvtransfer.fixtures import (
+    LARGE,
+    SHARED,
+    SMALL,
+    boundary,
+    digests_of,
+    filled,
+    print_of,
+    reservation,
+)
 
 from effuse.kvtransfer.connector import (
     ArrivalRefused,
@@ -33,7 +42,7 @@ from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
 
 DEVICE = "KV_TEST_DEVICE"  # the variable with the pool's device
-LAYOUTS: dict[str, KVLayout] = {"small": SMALL, "large": LARGE}
+LAYOUTS: dict[str, KVLayout] = {"small": SMALL, "large": LARGE, "shared": SHARED}
 
 
 def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
@@ -126,6 +135,9 @@ def obey(
                 memory.tensor.fill_(command["value"])
             connector.send(PushPages(given, tuple(command["pages"]), 0))
             connector.send(FinishPush(given, boundary))
+        case "draw":
+            memory.tensor.copy_(filled(memory.layout, memory.num_pages).tensor)
+            say(drawn=True)
         case "spoil":
             spoil(connector, memory, command["page"])
             say(spoilt=True)

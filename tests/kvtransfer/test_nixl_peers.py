@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -288,7 +289,7 @@ def test_a_handle_travels_with_the_metadata_and_is_mapped_once_for_each_peer(
     handle = bytes(range(cuda_ipc.HANDLE_BYTES))
     assert handle_in(owner.metadata(handle)) == handle and handle_in(owner.metadata()) == b""
     assert NixlAgent("writer-w").add_peer(owner.metadata(handle)) == "owner-r0"
-    peers = NixlPeers(agent, SMALL, on_device=True)
+    peers = NixlPeers(agent, SMALL, maps=True)
     agent.add_peer = lambda metadata: "decode-1ab-r0"
     address = msgspec.structs.replace(
         address_of(to(0)), agent_name="decode-1ab-r0", agent_metadata=owner.metadata(handle)
@@ -297,6 +298,26 @@ def test_a_handle_travels_with_the_metadata_and_is_mapped_once_for_each_peer(
     assert find(peers, asked) is find(peers, asked) and opened == [handle]
     peers.forget("1ab")
     assert closed == [7]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_mapped_pool_begins_where_its_owner_says_and_has_all_of_its_pages(
+    agent: Any, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "open_handle", lambda handle: 1 << 20)
+    asked, owner = to(0), NixlAgent("owner-r0")
+    (shard,) = asked.shards
+    place = struct.pack("<2Q", 512, asked.num_pool_pages * shard.page_bytes - missing)
+    handle = bytes(cuda_ipc.HANDLE_BYTES - len(place)) + place
+    agent.add_peer = lambda metadata: "decode-0"
+    address = msgspec.structs.replace(address_of(asked), agent_metadata=owner.metadata(handle))
+    peer = find(NixlPeers(agent, SMALL, maps=True), with_shard(asked, address=address))
+    assert peer.mapped == 1 << 20
+    assert peer.pool == (0 if missing else (1 << 20) + 512)
+    by_page, by_group = (SMALL.page_bytes, 4), (SMALL.group_bytes, 4 * SMALL.num_groups)
+    assert agent.prepared == [by_page, *[by_group] * missing], (
+        "NIXL writes no parts of a mapped pool"
+    )
 
 
 def test_a_transport_shows_writers_its_memory_and_readers_only_its_connection() -> None:

@@ -22,6 +22,7 @@ from effuse.kernels import (
     attention_triton,
     experts_routes_triton,
     experts_triton,
+    pages_copy_triton,
     pages_digests_triton,
     pages_distinct_triton,
     pages_triton,
@@ -30,6 +31,7 @@ from effuse.kernels import (
     rowwise_triton,
     sampling_edits_triton,
     sampling_filters_triton,
+    sampling_finish_triton,
     sampling_triton,
 )
 from effuse.kernels.attention_batch import make_attention_batch
@@ -120,11 +122,21 @@ def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = Fal
 def launch_sampling(
     rows: int, vocab_size: int, dtype: torch.dtype, *, top_k_first: bool = False
 ) -> None:
+    logits = meta(rows, vocab_size, dtype=dtype)
+    sampling_triton.launch(logits, settings_of(rows), 5, top_k_first=top_k_first)
+
+
+def settings_of(rows: int) -> RowSampling:
     fp32, int32 = meta(rows, dtype=FP32), meta(rows, dtype=INT32)
     seed, score = meta(rows, dtype=INT64), meta(rows, dtype=torch.int8)
-    sampling = RowSampling(fp32, fp32, int32, seed, int32, int32, int32, score)
-    logits = meta(rows, vocab_size, dtype=dtype)
-    sampling_triton.launch(logits, sampling, 5, top_k_first=top_k_first)
+    return RowSampling(fp32, fp32, int32, seed, int32, int32, int32, score)
+
+
+def launch_share(rows: int, vocab_size: int) -> None:
+    settings = settings_of(rows)
+    record = sampling_triton.launch_record(meta(rows, vocab_size), settings, 5, vocab_size)
+    records = record.expand(4, -1, -1).contiguous()
+    sampling_finish_triton.launch_shares(records, settings, 5)
 
 
 def launch_edits(rows: int, vocab_size: int) -> None:
@@ -251,6 +263,8 @@ def sampling_variants() -> Variants:
     yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
     sdar = partial(launch_sampling, 2048, 151_936, BF16, top_k_first=True)
     yield "sdar_bf16", device_code(modules, sdar)
+    share = partial(launch_share, 128, 152_064 // 4)
+    yield "dream_share", device_code([*modules, sampling_finish_triton], share)
     for name, rows, vocab_size in (("dream_edits", 256, 152_064), ("bundled_edits", 64, 301)):
         launch = partial(launch_edits, rows, vocab_size)
         yield name, device_code([sampling_edits_triton], launch)
@@ -270,6 +284,18 @@ def digest_variants() -> Variants:
         yield name, device_code([pages_digests_triton], launch)
 
 
+def launch_copies() -> None:
+    pages, order = meta(64, 28 << 13, dtype=INT64), meta(129, dtype=INT64)
+    sizes, ids = ((28 << 10, 512, 4096), (14 << 10, 0, 2048)), order[1:65]
+    count = {"num_runs": 7, "run_stripes": 1024}
+    pages_copy_triton.launch(pages, ids, sizes[0], order, order[65:], sizes[1], **count)
+
+
+def copy_variants() -> Variants:
+    """Half of the heads of Dream-7B."""
+    yield "dream", device_code([pages_copy_triton], launch_copies)
+
+
 GROUPS = {
     "attention": attention_variants,
     "hopper": hopper_variants,
@@ -279,6 +305,7 @@ GROUPS = {
     "peers": peer_variants,
     "sampling": sampling_variants,
     "digests": digest_variants,
+    "copies": copy_variants,
 }
 
 

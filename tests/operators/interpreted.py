@@ -24,13 +24,26 @@ import triton.language as tl
 from effuse.kernels import (
     experts_routes_triton,
     sampling_edits_triton,
+    sampling_finish_triton,
+    sampling_triton,
     step_plan_triton,
 )
 from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
 from effuse.kernels.sampling import gumbel_of_words
-from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
-from effuse.kernels.values import LogitEdits
-from operators import attention, digests, distinct, edits, experts, paths, peers, rows, sampling
+from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits, sampling_shape
+from effuse.kernels.values import LogitEdits, RowSampling
+from operators import (
+    attention,
+    copies,
+    digests,
+    distinct,
+    edits,
+    experts,
+    paths,
+    peers,
+    rows,
+    sampling,
+)
 from operators.paths import Operators, triton_kernels
 
 OPS = triton_kernels(torch.device("cpu"), max_chunk=32)
@@ -102,6 +115,14 @@ def sampling_checks() -> Iterator[tuple[str, Check]]:
         yield name, partial(check_sampling, name, OPS, 300)
     for name in [*FILTERED, *sampling.TOP_K_FIRST]:
         yield name, partial(check_sampling, name, FILTER_OPS, 70)
+    for name in PLAIN:
+        for count in (2, 4):
+            yield f"{name}-{count}-shares", partial(check_sampling, name, of_shares(count), 304)
+    free = [sampling.CASES[name] for name in sampling.NOT_FINITE if name in PLAIN]
+    yield (
+        "not_finite-shares",
+        partial(sampling.check_not_finite, free, of_shares(2), torch.float32, 72),
+    )
     broken = [sampling.CASES[name] for name in sampling.NOT_FINITE]
     yield "not_finite", partial(sampling.check_not_finite, broken, FILTER_OPS, torch.float32, 70)
     yield "gumbel_of_every_kind_of_uniform", check_gumbel
@@ -110,6 +131,19 @@ def sampling_checks() -> Iterator[tuple[str, Check]]:
         yield f"edits-{name}", partial(edits.check, [case], edit_on_triton, cpu, 300)
     together = list(edits.CASES.values())
     yield "edits-together", partial(edits.check, together, edit_on_triton, cpu, 301)
+
+
+def of_shares(count: int) -> Operators:
+    """Candidates from the records of so many shares of the vocabulary."""
+    shape = sampling_shape(76, 32)
+
+    def record(
+        logits: torch.Tensor, settings: RowSampling, mask_token_id: int, first_token: int
+    ) -> torch.Tensor:
+        return sampling_triton.launch_record(logits, settings, mask_token_id, first_token, shape)
+
+    sample = sampling.by_shares(count, record, sampling_finish_triton.launch_shares)
+    return replace(OPS, sample_confidence=sample)
 
 
 def edit_on_triton(logits: torch.Tensor, changes: LogitEdits, mask_token_id: int) -> torch.Tensor:
@@ -126,6 +160,11 @@ def digest_checks() -> Iterator[tuple[str, Check]]:
             seed = digests.SEEDS[(row + column) % len(digests.SEEDS)]
             yield f"{length}-{kind}", partial(digests.check, launch, cpu, length, kind, [seed])
     yield "runs", partial(digests.check_runs, launch, cpu)
+
+
+def copy_checks() -> Iterator[tuple[str, Check]]:
+    yield from copies.checks(torch.device("cpu"))
+    yield "small-tiles", copies.check_in_small_tiles
 
 
 def expert_checks() -> Iterator[tuple[str, Check]]:
@@ -169,6 +208,7 @@ GROUPS = {
     "peers": peers.checks,
     "sampling": sampling_checks,
     "digests": digest_checks,
+    "copies": copy_checks,
 }
 
 

@@ -78,7 +78,7 @@ def check_sum(given: Inputs, normed: Tensor, total: Tensor) -> None:
     """Against fp64. A sum has its NaN in the same places, and normalised rows of these are NaN."""
     exact = given.x.double().sum(0) + given.residual.double()
     plain = (given.x.float().sum(0) + given.residual.float()).to(total.dtype)
-    normed, total = normed.cpu(), total.cpu()
+    normed, total = normed.to(exact.device), total.to(exact.device)
     assert torch.equal(total.isnan(), exact.isnan())
     is_number = ~exact.isnan().any(1)
     assert normed[~is_number].isnan().all()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from effuse.kernels.values import RowSampling, ScoreCode
-from operators.paths import Operators
+from effuse.kernels.values import Candidates, RowSampling, ScoreCode
+from operators.paths import Operators, Sample
 from operators.references import sample_confidence_ref
 
 MASK = 3
@@ -105,6 +106,25 @@ def check(cases: list[Case], ops: Operators, dtype: torch.dtype, vocab_size: int
     assert found.token.tolist() == wanted.token.tolist()
     torch.testing.assert_close(found.confidence.cpu(), wanted.confidence, rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(found.score.cpu(), wanted.score, rtol=2e-5, atol=5e-6)
+
+
+def by_shares(
+    count: int,
+    record: Callable[[Tensor, RowSampling, int, int], Tensor],
+    combine: Callable[[Tensor, RowSampling, int], Candidates],
+) -> Sample:
+    """Candidates from the records of `count` shares of the vocabulary."""
+
+    def sample(
+        logits: Tensor, settings: RowSampling, mask: int, /, *, top_k_first: bool = False
+    ) -> Candidates:
+        shares = logits.chunk(count, dim=1)
+        firsts = [sum(one.shape[1] for one in shares[:at]) for at in range(count)]
+        pairs = zip(shares, firsts, strict=True)
+        records = [record(one.contiguous(), settings, mask, first) for one, first in pairs]
+        return combine(torch.stack(records), settings, mask)
+
+    return sample
 
 
 NOT_FINITE = ("greedy", "greedy_margin", "drawn_hot_entropy", "top_p", "top_k_drawn")
