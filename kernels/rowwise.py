@@ -16,7 +16,15 @@ MIN_ROWS = 4
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] times ``weight`` [out, in], always computed with at least MIN_ROWS rows."""
+    """x [T, in] times ``weight`` [out, in]; a row's bits do not depend on other rows.
+
+    On other GPUs than Hopper, and in fp32 on a GPU, they may.
+    """
+    if x.is_cuda:
+        from effuse.kernels import products_hopper
+
+        if products_hopper.is_supported(x, weight):
+            return products_hopper.launch(x, weight, bias)
     num_rows = len(x)
     if num_rows >= MIN_ROWS:
         return functional.linear(x, weight, bias)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from effuse.kernels.early_start import may_start_early
 from effuse.kernels.values import WeightedParts
 
 ELEMENTS_PER_PROGRAM = 4096  # of normalisation
@@ -95,6 +96,7 @@ def _launch_norm(
         TILE=tile,
         ROWS=rows,
         HAS_RESIDUAL=residual is not None,
+        NEXT_STARTS=may_start_early(x.device),
         num_warps=8 if tile >= 4096 else 4,
         enable_fp_fusion=True,
     )
@@ -133,6 +135,7 @@ def launch_swiglu(gate_up: Tensor) -> Tensor:
             gate_up.stride(0),
             INTERMEDIATE=width // 2,
             TILE=TILE,
+            NEXT_STARTS=may_start_early(gate_up.device),
             num_warps=4,
             enable_fp_fusion=True,
         )
@@ -172,7 +175,10 @@ def _rms_norm_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    NEXT_STARTS: tl.constexpr,
 ):
+    if NEXT_STARTS:
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
@@ -253,7 +259,16 @@ def weighted_sum(
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr):
+def _swiglu_kernel(
+    gate_up,
+    out,
+    row_stride,
+    INTERMEDIATE: tl.constexpr,
+    TILE: tl.constexpr,
+    NEXT_STARTS: tl.constexpr,
+):
+    if NEXT_STARTS:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < INTERMEDIATE

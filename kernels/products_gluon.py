@@ -1,0 +1,240 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Products whose rows do not depend on other rows, for Hopper in 16-bit types, as device code.
+
+Each element is the sum of the same steps in the same order, whatever tile it is in. The weights
+come first in each matrix instruction, so that a tile may have any number of rows. Its rows come in
+up to three parts with an accumulator each, so that their number need not be a power of two.
+
+A program computes one tile after another. A producer warp copies the next steps of weights and rows
+to shared memory, also those of the next tile. Each consumer warpgroup multiplies 64 columns with
+all rows of the tile. The first weights are copied while the previous kernel still runs.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from effuse.kernels.attention_copies_gluon import await_kernel_before, copy_box
+
+COLUMNS = gl.constexpr(64)  # of a consumer
+DEPTH = gl.constexpr(64)  # of a step along the sum
+GROUP = gl.constexpr(16)
+
+
+# One kernel for all counts: a new kind of count must not compile while requests wait.
+@gluon.jit(do_not_specialize=["rows", "num_columns", "num_rows", "steps", "has_bias"])
+def product_kernel(
+    weights,
+    first_rows,
+    second_rows,
+    third_rows,
+    bias,
+    out,
+    rows,
+    columns,
+    num_columns,
+    num_rows,
+    steps,
+    has_bias,
+    CONSUMERS: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    sources = (first_rows,)
+    if second_rows is not None:
+        sources += (second_rows,)
+    if third_rows is not None:
+        sources += (third_rows,)
+    dtype: gl.constexpr = weights.dtype
+    shape: gl.constexpr = [STAGES * CONSUMERS, COLUMNS, DEPTH]
+    held = gl.allocate_shared_memory(dtype, shape, weights.layout)
+    parts = ()
+    for part in gl.static_range(len(sources)):
+        parts += (_stages_of(sources[part], STAGES),)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    memory = (held, parts, full, empty)
+    spans = (num_columns, num_rows, steps)
+    target = (bias, has_bias, out, rows, columns)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (0, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, memory, spans, weights, sources)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_consume, (1, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, memory, spans, weights, sources)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def _stages_of(source, STAGES: gl.constexpr):
+    shape: gl.constexpr = [STAGES, source.block_type.shape[0], DEPTH]
+    return gl.allocate_shared_memory(source.dtype, shape, source.layout)
+
+
+@gluon.jit
+def _tile(index, spans):
+    """(column of tiles, row of tiles): the columns of a group side by side, then their rows, so
+    that both meet in the L2 cache."""
+    num_columns, num_rows, _steps = spans
+    group = index // (GROUP * num_rows)
+    width = gl.minimum(GROUP, num_columns - group * GROUP)
+    within = index - group * (GROUP * num_rows)
+    return group * GROUP + within % width, within // width
+
+
+@gluon.jit
+def _produce(
+    CONSUMERS: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+    memory,
+    spans,
+    weights,
+    sources,
+):
+    """Copies the steps of all tiles, each as soon as its stage is free."""
+    _held, parts, _full, empty = memory
+    num_columns, num_rows, steps = spans
+    STAGES: gl.constexpr = parts[0].shape[0]
+    column, row = _tile(gl.program_id(0), spans)
+    ahead = gl.minimum(STAGES, steps)
+    for step in range(ahead):
+        _copy_weights(CONSUMERS, TILE_ROWS, memory, weights, column, step, step)
+    await_kernel_before()
+    for step in range(ahead):
+        _copy_rows(memory, sources, row * TILE_ROWS, step, step)
+    count = ahead
+    for index in range(gl.program_id(0), num_columns * num_rows, gl.num_programs(0)):
+        column, row = _tile(index, spans)
+        for step in range(gl.where(index == gl.program_id(0), ahead, 0), steps):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+            _copy_weights(CONSUMERS, TILE_ROWS, memory, weights, column, step, stage)
+            _copy_rows(memory, sources, row * TILE_ROWS, step, stage)
+            count += 1
+
+
+@gluon.jit
+def _copy_weights(
+    CONSUMERS: gl.constexpr, TILE_ROWS: gl.constexpr, memory, weights, column, step, stage
+):
+    held, _parts, full, _empty = memory
+    copied = full.index(stage)
+    mbarrier.expect(copied, (CONSUMERS * COLUMNS + TILE_ROWS) * DEPTH * 2)
+    for which in gl.static_range(CONSUMERS):
+        first = (column * CONSUMERS + which) * COLUMNS
+        place = held.index(stage * CONSUMERS + which)
+        copy_box(weights, [first, step * DEPTH], copied, place)
+
+
+@gluon.jit
+def _copy_rows(memory, sources, first, step, stage):
+    _held, parts, full, _empty = memory
+    for part in gl.static_range(len(parts)):
+        copy_box(sources[part], [first, step * DEPTH], full.index(stage), parts[part].index(stage))
+        first += parts[part].shape[1]
+
+
+@gluon.jit
+def _consume(
+    which: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+    memory,
+    spans,
+    target,
+):
+    """One warpgroup's columns of all tiles."""
+    _held, parts, _full, _empty = memory
+    num_columns, num_rows, steps = spans
+    bias, has_bias, out, rows, columns = target
+    count = 0
+    for index in range(gl.program_id(0), num_columns * num_rows, gl.num_programs(0)):
+        column, row = _tile(index, spans)
+        totals, count = _sums(which, CONSUMERS, memory, steps, count)
+        first = (column * CONSUMERS + which) * COLUMNS
+        first_row = row * TILE_ROWS
+        for part in gl.static_range(len(parts)):
+            _store(out, bias, has_bias, totals[part], first, first_row, rows, columns)
+            first_row += parts[part].shape[1]
+
+
+@gluon.jit
+def _sums(which: gl.constexpr, CONSUMERS: gl.constexpr, memory, steps, count):
+    """(of each part the sums [64, rows] fp32 of a tile; steps so far)."""
+    held, parts, full, empty = memory
+    STAGES: gl.constexpr = parts[0].shape[0]
+    totals = ()
+    for part in gl.static_range(len(parts)):
+        totals += (_zeros(parts[part]),)
+    for step in range(steps):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), count // STAGES & 1)
+        own = held.index(stage * CONSUMERS + which)
+        started = ()
+        for part in gl.static_range(len(parts)):
+            values = parts[part].index(stage).permute((1, 0))
+            started += (warpgroup_mma(own, values, totals[part], is_async=True),)
+        # All products but those of this step have ended.
+        totals = _awaited(started, len(parts))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        count += 1
+    totals = _awaited(totals, 0)
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+    return totals, count
+
+
+@gluon.jit
+def _zeros(part):
+    size: gl.constexpr = part.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, size, 16])
+    return gl.full([COLUMNS, size], 0.0, gl.float32, layout=layout)
+
+
+@gluon.jit
+def _awaited(sums, pending: gl.constexpr):
+    if len(sums) == 1:
+        ended = (warpgroup_mma_wait(pending, deps=[sums[0]]),)
+    elif len(sums) == 2:
+        first, second = warpgroup_mma_wait(pending, deps=[sums[0], sums[1]])
+        ended = (first, second)
+    else:
+        first, second, third = warpgroup_mma_wait(pending, deps=[sums[0], sums[1], sums[2]])
+        ended = (first, second, third)
+    return ended
+
+
+@gluon.jit
+def _store(out, bias, has_bias, total, first, first_row, rows, columns):
+    """Stores a tile [64 columns, rows] of the product, row by row."""
+    SIZE: gl.constexpr = total.shape[1]
+    layout: gl.constexpr = total.type.layout
+    column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))
+    added = gl.load(bias + column, mask=(column < columns) & (has_bias != 0), other=0.0)
+    total += added.to(gl.float32)[:, None]
+    wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    result = gl.convert_layout(total.to(out.dtype.element_ty), wide)
+    column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, wide))
+    row = first_row + gl.arange(0, SIZE, layout=gl.SliceLayout(0, wide))
+    at = out + row.to(gl.int64)[None, :] * columns + column[:, None]
+    gl.store(at, result, mask=(column < columns)[:, None] & (row < rows)[None, :])

@@ -1,0 +1,130 @@
+"""Products on Hopper in 16-bit types whose rows do not depend on other rows: tiles and launch.
+
+The device code is `products_gluon`. A row's bits only depend on the row and the weight, whatever
+the tile, so tiles follow the number of rows.
+
+Work: 2 FLOP for each (row, column, input). Bytes: the weights once, mostly from memory; in the L2
+cache each tile reads its columns and its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+PROCESSORS: Final = 132
+COLUMNS: Final = 64
+"""Of a consumer."""
+
+DEPTH: Final = 64
+_LAYOUT: Final = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_SHARED_BYTES: Final = 224_000
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile's parts of rows, and its consumers of 64 columns each."""
+
+    parts: tuple[int, ...]
+    consumers: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def stages(self) -> int:
+        return min(8, _SHARED_BYTES // ((self.consumers * COLUMNS + self.rows) * DEPTH * 2))
+
+
+TILES: Final = (
+    Tile((16,), 1),
+    Tile((32,), 1),
+    Tile((64,), 1),
+    Tile((128, 16), 1),
+    Tile((128, 128, 16), 1),
+    Tile((128, 16), 2),
+    Tile((128, 64), 2),
+    Tile((128, 128), 2),
+    Tile((128, 128, 16), 2),
+)
+"""Few, because each is a kernel to compile."""
+
+
+def is_supported(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel covers this device, these types and strides."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and all(
+            one.stride(1) == 1 and one.stride(0) % 8 == 0 and one.data_ptr() % 16 == 0
+            for one in (x, weight)
+        )
+    )
+
+
+@lru_cache(maxsize=4096)
+def tile_of(rows: int, columns: int, inner: int) -> Tile:
+    """The tile that should be fastest for these sizes."""
+    return min(TILES, key=lambda tile: _seconds(tile, rows, columns, inner))
+
+
+def _seconds(tile: Tile, rows: int, columns: int, inner: int) -> float:
+    """An estimate for an H100: rounds of tiles, each limited by products or copies.
+
+    Its constants are fitted to the choice of tiles for five weights and 32 to 4224 rows.
+    """
+    width = tile.consumers * COLUMNS
+    count = -(-columns // width) * -(-rows // tile.rows)
+    products = 2 * width * tile.rows * inner / (4.0e12 if tile.consumers == 2 else 8.8e12)
+    copies = (width + tile.rows) * inner * 2 / min(150e9, 7e12 / min(PROCESSORS, count))
+    round_s = max(products, copies) + 3.2e-6 + tile.rows * 8e-9
+    return max(columns * inner * 2 / 3.2e12, -(-count // PROCESSORS) * round_s)
+
+
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile | None = None
+) -> Tensor:
+    """`rowwise.linear` for arguments that `is_supported` accepts; `tile` overrides `tile_of`."""
+    from effuse.kernels.products_gluon import product_kernel
+
+    (rows, inner), columns = x.shape, len(weight)
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    tile = tile or tile_of(rows, columns, inner)
+    num_columns = -(-columns // (COLUMNS * tile.consumers))
+    num_rows = -(-rows // tile.rows)
+    product_kernel[(min(PROCESSORS, num_columns * num_rows),)](
+        _boxes(weight, COLUMNS),
+        *(*(_boxes(x, part) for part in tile.parts), None, None)[:3],
+        weight if bias is None else bias,
+        out,
+        rows,
+        columns,
+        num_columns,
+        num_rows,
+        -(-inner // DEPTH),
+        int(bias is not None),
+        CONSUMERS=tile.consumers,
+        TILE_ROWS=tile.rows,
+        STAGES=tile.stages,
+        CONSUMER_REGISTERS=240,
+        PRODUCER_REGISTERS=24,
+        num_warps=4,
+        enable_fp_fusion=True,
+        launch_pdl=True,
+    )
+    return out
+
+
+def _boxes(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Rows of a matrix for the bulk copy engine, DEPTH elements at a time; beyond it are zeros."""
+    return TensorDescriptor(
+        tensor, list(tensor.shape), list(tensor.stride()), [rows, DEPTH], _LAYOUT
+    )
