@@ -25,6 +25,7 @@ def block_attention(
     *,
     scale: float,
     out: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Attention output [T, Hq, D] of all packed rows, in the dtype of ``q``.
 
@@ -32,7 +33,8 @@ def block_attention(
     layer's logical views [pages, page_size, Hkv, D] of any strides, or views of the distinct layout
     (`pages`). Cached slots that no page table reaches are never read. On the CPU the rows of one
     diffusion block are computed separately, over the keys they see. So a row's result is bitwise
-    the same, whatever other sequences or later blocks of its own sequence share the forward.
+    the same, whatever other sequences or later blocks of its own sequence share the forward. With
+    `batch_invariant` that holds on a GPU too, because no sequence's keys are split.
     """
     _check(q, k, v, k_cache, v_cache, batch)
     if out is None:
@@ -40,7 +42,17 @@ def block_attention(
     if q.is_cuda:
         from effuse.kernels import attention_triton
 
-        attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
+        attention_triton.launch(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            out=out,
+            splits=1 if batch_invariant else None,
+        )
         return out
     assert batch.gather is not None, "the batch was not built for the CPU"
     plan = batch.gather

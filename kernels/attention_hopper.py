@@ -70,7 +70,7 @@ def is_supported(q: Tensor, others: tuple[Tensor, ...], page_size: int) -> bool:
         and q.shape[2] in (64, 128)
         and page_size % 16 == 0
         and torch.cuda.get_device_capability(q.device)[0] == 9
-        and all(_is_aligned(tensor) for tensor in (q, *others))
+        and all(is_aligned(tensor) for tensor in (q, *others))
     )
 
 
@@ -151,7 +151,8 @@ def launch(
         merge_splits(partial_out, partial_lse, batch, out)
 
 
-def _is_aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether each row begins at a multiple of 16 elements."""
     *outer, unit = tensor.stride()
     return unit == 1 and not any(stride % 16 for stride in outer) and tensor.data_ptr() % 16 == 0
 

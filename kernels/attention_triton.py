@@ -128,6 +128,7 @@ def launch(
         TILE_KEYS=tile.keys,
         SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        IS_ALIGNED=all(attention_hopper.is_aligned(one) for one in (k, v, k_cache, v_cache)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
@@ -164,6 +165,28 @@ def _block_of(position, origin, BLOCK_SIZE: tl.constexpr):
     """Diffusion block of a position; -1 before the origin."""
     relative = position - origin
     return tl.where(relative < 0, -1, relative // BLOCK_SIZE)
+
+
+@triton.jit
+def _rows_at(rows, place, dim, present, stride):
+    """In-flight K or V [TILE_KEYS, HEAD_DIM] of these rows; 0 if they are not present."""
+    at = place.to(tl.int64)[:, None] * stride + dim[None, :]
+    return tl.load(rows + at, mask=present[:, None], other=0.0)
+
+
+@triton.jit
+def _rows_of_both(
+    cache, page, offset, rows, place, dim, present, flies, page_stride, token_stride, stride,
+    IS_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """K or V [TILE_KEYS, HEAD_DIM] of cached tokens in unified pages and of in-flight rows."""
+    cached = cache + page * page_stride + offset.to(tl.int64) * token_stride
+    row = tl.where(present, cached, rows + place.to(tl.int64) * stride)
+    if IS_ALIGNED:
+        places = tl.multiple_of(row, 16)[:, None] + dim[None, :]
+    else:
+        places = row[:, None] + dim[None, :]
+    return tl.load(places, mask=(present | flies)[:, None], other=0.0)
 
 
 @triton.jit
@@ -221,6 +244,7 @@ def _attention_kernel(
     TILE_KEYS: tl.constexpr,
     SPLIT_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -261,7 +285,15 @@ def _attention_kernel(
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
     peak = tl.full([TILE_ROWS], -1.0e30, dtype=tl.float32)
 
-    # Stage 1: cached tokens, all visible. Whole tiles need no mask, one ragged tile follows.
+    # Up to the end of the last block that this tile touches.
+    last_row = tl.minimum((first + TILE_ROWS - 1) // GROUPS, num_rows - 1)
+    last_block = _block_of(context + last_row, origin, BLOCK_SIZE)
+    visible = tl.minimum(origin + (last_block + 1) * BLOCK_SIZE - context, num_rows)
+    row_block = _block_of(context + row, origin, BLOCK_SIZE)
+    k += first_row.to(tl.int64) * k_token + kv_head * k_head
+    v += first_row.to(tl.int64) * v_token + kv_head * v_head
+
+    # Stage 1: whole tiles of cached tokens, all visible.
     whole_end = cached_begin + (cached_end - cached_begin) // TILE_KEYS * TILE_KEYS
     for start in tl.range(cached_begin, whole_end, TILE_KEYS):
         page, offset = places_of(pages, start, key, None, context, PAGE_SIZE, PIECE, TILE_KEYS)
@@ -277,46 +309,61 @@ def _attention_kernel(
         accumulator, total, peak = _accumulate(
             scores, values, accumulator, total, peak, scale, PRECISION
         )
+
+    # Stage 2: the tile in which cached tokens end. Tiles begin at multiples of their size, so that
+    # a result does not depend on which tokens are cached.
+    flying = whole_end - context
     if whole_end < cached_end:
         present = whole_end + key < cached_end
         page, offset = places_of(
             pages, whole_end, key, present, context, PAGE_SIZE, PIECE, TILE_KEYS
         )
-        keys = load_keys(
-            k_cache, page, offset, kv_head, dim, present, kc_page, kc_token, kc_head,
-            PAGE_SIZE, PIECE,
-        )  # fmt: skip
+        other = flying + key
+        flies = (other >= 0) & (other < visible)
+        if PIECE == 0:
+            keys = _rows_of_both(
+                k_cache + kv_head * kc_head, page, offset, k, other, dim, present, flies,
+                kc_page, kc_token, k_token, IS_ALIGNED,
+            )  # fmt: skip
+            values = _rows_of_both(
+                v_cache + kv_head * vc_head, page, offset, v, other, dim, present, flies,
+                vc_page, vc_token, v_token, IS_ALIGNED,
+            )  # fmt: skip
+        else:
+            keys = load_keys(
+                k_cache, page, offset, kv_head, dim, present, kc_page, kc_token, kc_head,
+                PAGE_SIZE, PIECE,
+            )  # fmt: skip
+            values = load_values(
+                v_cache, page, offset, kv_head, dim, present, vc_page, vc_token, vc_head,
+                PAGE_SIZE, PIECE,
+            )  # fmt: skip
+            keys = tl.where(present[:, None], keys, _rows_at(k, other, dim, flies, k_token))
+            values = tl.where(present[:, None], values, _rows_at(v, other, dim, flies, v_token))
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores = tl.where(present[None, :], scores, float("-inf"))
-        values = load_values(
-            v_cache, page, offset, kv_head, dim, present, vc_page, vc_token, vc_head,
-            PAGE_SIZE, PIECE,
-        )  # fmt: skip
+        sees = row_block[:, None] >= _block_of(context + other, origin, BLOCK_SIZE)[None, :]
+        sees = present[None, :] | (sees & flies[None, :])
+        scores = tl.where(sees, scores, float("-inf"))
         accumulator, total, peak = _accumulate(
             scores, values, accumulator, total, peak, scale, PRECISION
         )
+        flying += TILE_KEYS
 
-    # Stage 2: in-flight rows, up to the end of the last block that this tile touches.
+    # Stage 3: in-flight rows.
     if is_last:
-        last_row = tl.minimum((first + TILE_ROWS - 1) // GROUPS, num_rows - 1)
-        last_block = _block_of(context + last_row, origin, BLOCK_SIZE)
-        visible = tl.minimum(origin + (last_block + 1) * BLOCK_SIZE - context, num_rows)
-        row_block = _block_of(context + row, origin, BLOCK_SIZE)
-        for start in tl.range(0, visible, TILE_KEYS):
+        for start in tl.range(flying, visible, TILE_KEYS):
             other = start + key
             present = other < visible
-            k_rows = (first_row + other).to(tl.int64) * k_token + kv_head * k_head
-            keys = tl.load(k + k_rows[:, None] + dim[None, :], mask=present[:, None], other=0.0)
+            keys = _rows_at(k, other, dim, present, k_token)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             sees = row_block[:, None] >= _block_of(context + other, origin, BLOCK_SIZE)[None, :]
             scores = tl.where(sees & present[None, :], scores, float("-inf"))
-            v_rows = (first_row + other).to(tl.int64) * v_token + kv_head * v_head
-            values = tl.load(v + v_rows[:, None] + dim[None, :], mask=present[:, None], other=0.0)
+            values = _rows_at(v, other, dim, present, v_token)
             accumulator, total, peak = _accumulate(
                 scores, values, accumulator, total, peak, scale, PRECISION
             )
 
-    # Stage 3: normalise; every valid row has seen a key, unless it is in no split.
+    # Stage 4: normalise; every valid row has seen a key, unless it is in no split.
     result = accumulator / total[:, None]
     if SPLIT_STEP > 0 and num_splits > 1:
         place = tl.program_id(2).to(tl.int64) * num_tokens + token

@@ -28,8 +28,12 @@ class Routes:
     num_ranks: int = 1  # over which the experts are spread
 
 
-def router_logits(x: Tensor, router: Tensor) -> Tensor:
+def router_logits(x: Tensor, router: Tensor, *, batch_invariant: bool = False) -> Tensor:
     """x [T, H] times router [E, H], both in the model's dtype: [T, E] fp32, never rounded to it."""
+    if x.is_cuda and batch_invariant:
+        from effuse.kernels import products_hopper
+
+        return products_hopper.launch(x, router, out_dtype=torch.float32)
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, router.t(), out_dtype=torch.float32)
     return linear(x.float(), router.float())
@@ -60,7 +64,9 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
     )
 
 
-def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> WeightedParts:
+def expert_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, *, batch_invariant: bool = False
+) -> WeightedParts:
     """The sum [T, H] over each row's experts of the weight times the expert's gated MLP of x [T,
     H].
 
@@ -72,7 +78,13 @@ def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Weig
         from effuse.kernels import experts_triton
 
         return experts_triton.launch_mlp(
-            x, gate_up, down, routes.experts, routes.weights, num_ranks=routes.num_ranks
+            x,
+            gate_up,
+            down,
+            routes.experts,
+            routes.weights,
+            num_ranks=routes.num_ranks,
+            batch_invariant=batch_invariant,
         )
     picked = routes.experts.flatten()
     parts = x.new_zeros(len(picked), x.shape[1])

@@ -8,7 +8,7 @@ the L2 cache; activations and results once for each pick.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,6 +33,7 @@ class ProductTile:
     num_warps: int
     num_stages: int
     by_descriptor: bool = False  # whether the tensor memory accelerator copies the weights
+    weights_first: bool = False  # in the instruction, whose order does not depend on rows then
 
 
 WIDE_TILE = ProductTile(128, 128, 64, num_warps=8, num_stages=4, by_descriptor=True)
@@ -47,19 +48,25 @@ def launch_mlp(
     weights: Tensor,
     *,
     num_ranks: int = 1,
+    batch_invariant: bool = False,
 ) -> WeightedParts:
     """[T, H] from x [T, H], gate_up [E, 2I, H], down [E, H, I] and the picks [T, K].
 
     If experts are spread over `num_ranks`, negative picks are of another rank's. Their weights are
-    0, and their parts are not written.
+    0, and their parts are not written. With `batch_invariant` a pick's result does not depend on
+    other picks.
     """
     if len(x) == 0:
         return WeightedParts(torch.empty_like(x), None, weights)
     if num_ranks > 1:
-        return _own_picks(x, gate_up, down, experts, weights, num_ranks)
-    if x.dtype == torch.bfloat16 and experts.numel() >= PICKS_THAT_GROUP * len(gate_up):
+        return _own_picks(x, gate_up, down, experts, weights, num_ranks, batch_invariant)
+    if (
+        not batch_invariant
+        and x.dtype == torch.bfloat16
+        and experts.numel() >= PICKS_THAT_GROUP * len(gate_up)
+    ):
         return grouped_mlp(x, gate_up, down, experts, weights)
-    of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down)
+    of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down, batch_invariant)
     picks = launch_sort(experts, len(gate_up), of_gate_up.rows)
     activated = launch_gate_up(x, gate_up, picks, of_gate_up)
     given = launch_down(activated, down, picks, of_down)
@@ -67,10 +74,18 @@ def launch_mlp(
 
 
 def _own_picks(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, num_ranks: int
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    num_ranks: int,
+    batch_invariant: bool,
 ) -> WeightedParts:
     """Other ranks' picks are sorted behind all others, as one more expert, and not computed."""
-    of_gate_up, of_down = tiles_of(max(1, experts.numel() // num_ranks), gate_up, down)
+    of_gate_up, of_down = tiles_of(
+        max(1, experts.numel() // num_ranks), gate_up, down, batch_invariant
+    )
     picks = launch_sort(experts, len(gate_up) + 1, of_gate_up.rows)
     activated = launch_gate_up(x, gate_up, picks, of_gate_up)
     return WeightedParts(launch_down(activated, down, picks, of_down), None, weights)
@@ -88,10 +103,14 @@ def grouped_mlp(
     return WeightedParts(given, picks.ranks, weights)
 
 
-def tiles_of(num_picks: int, gate_up: Tensor, down: Tensor) -> tuple[ProductTile, ProductTile]:
+def tiles_of(
+    num_picks: int, gate_up: Tensor, down: Tensor, weights_first: bool = False
+) -> tuple[ProductTile, ProductTile]:
     """Tiles of both products for this many picks, with the same rows."""
     inner = gate_up.shape[1] // 2
-    return _tile_of(num_picks, gate_up, inner, 64), _tile_of(num_picks, down, down.shape[1], 128)
+    tiles = _tile_of(num_picks, gate_up, inner, 64), _tile_of(num_picks, down, down.shape[1], 128)
+    of_gate_up, of_down = (replace(tile, weights_first=weights_first) for tile in tiles)
+    return of_gate_up, of_down
 
 
 def rows_of_tiles(num_picks: int, num_experts: int) -> int:
@@ -125,6 +144,7 @@ def launch_gate_up(x: Tensor, gate_up: Tensor, picks: SortedPicks, shape: Produc
         TILE_COLUMNS=shape.columns,
         DEPTH=shape.depth,
         BY_DESCRIPTOR=shape.by_descriptor,
+        WEIGHTS_FIRST=shape.weights_first,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         enable_fp_fusion=True,
@@ -151,6 +171,7 @@ def launch_down(activated: Tensor, down: Tensor, picks: SortedPicks, shape: Prod
         TILE_ROWS=shape.rows,
         TILE_COLUMNS=shape.columns,
         DEPTH=shape.depth,
+        WEIGHTS_FIRST=shape.weights_first,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         enable_fp_fusion=True,
@@ -184,6 +205,26 @@ def _tile_of(num_picks: int, weights: Tensor, columns: int, widest: int) -> Prod
     )
 
 
+@triton.jit
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):
+    """[rows, columns] fp32, or [columns, rows] if the weights come first."""
+    if WEIGHTS_FIRST:
+        zeros = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    return zeros
+
+
+@triton.jit
+def _add_product(values, weights, total, WEIGHTS_FIRST: tl.constexpr):
+    """Adds values [rows, depth] times weights [depth, columns] to a total of `_zeros`."""
+    if WEIGHTS_FIRST:
+        total = tl.dot(tl.trans(weights), tl.trans(values), total, input_precision="ieee")
+    else:
+        total = tl.dot(values, weights, total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _gate_up_kernel(
     x,
@@ -203,6 +244,7 @@ def _gate_up_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
 ):
     tile = tl.program_id(0) % num_tiles
     expert = tl.load(owners + tile).to(tl.int64)
@@ -220,8 +262,8 @@ def _gate_up_kernel(
     gate_row = expert * (2 * INNER)
     if not BY_DESCRIPTOR:
         gate_at = gate_up + (gate_row + column)[None, :] * HIDDEN + depth[:, None]
-    gate = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    up = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    gate = _zeros(TILE_ROWS, TILE_COLUMNS, WEIGHTS_FIRST)
+    up = _zeros(TILE_ROWS, TILE_COLUMNS, WEIGHTS_FIRST)
     for begin in range(0, HIDDEN, DEPTH):
         left = depth < HIDDEN - begin
         if HIDDEN % DEPTH == 0:
@@ -238,8 +280,10 @@ def _gate_up_kernel(
             both = left[:, None] & inside[None, :]
             gates = tl.load(gate_at + begin, mask=both, other=0.0)
             ups = tl.load(gate_at + INNER * HIDDEN + begin, mask=both, other=0.0)
-        gate = tl.dot(values, gates, gate, input_precision="ieee")
-        up = tl.dot(values, ups, up, input_precision="ieee")
+        gate = _add_product(values, gates, gate, WEIGHTS_FIRST)
+        up = _add_product(values, ups, up, WEIGHTS_FIRST)
+    if WEIGHTS_FIRST:
+        gate, up = tl.trans(gate), tl.trans(up)
     # Rounded to the storage dtype like separate operators.
     dtype = activated.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
@@ -264,6 +308,7 @@ def _down_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
 ):
     tile = tl.program_id(0) % num_tiles
     expert = tl.load(owners + tile).to(tl.int64)
@@ -278,7 +323,7 @@ def _down_kernel(
     at = tl.minimum(place, end - 1).to(tl.int64)  # unused places compute the last row
     source = activated + at[:, None] * INNER + depth[None, :]
     weight = down + expert * (HIDDEN * INNER) + column[None, :] * INNER + depth[:, None]
-    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    total = _zeros(TILE_ROWS, TILE_COLUMNS, WEIGHTS_FIRST)
     for begin in range(0, INNER, DEPTH):
         if INNER % DEPTH == 0 and HIDDEN % TILE_COLUMNS == 0:
             values, weights = tl.load(source + begin), tl.load(weight + begin)
@@ -287,7 +332,9 @@ def _down_kernel(
             values = tl.load(source + begin, mask=left[None, :], other=0.0)
             both = left[:, None] & inside[None, :]
             weights = tl.load(weight + begin, mask=both, other=0.0)
-        total = tl.dot(values, weights, total, input_precision="ieee")
+        total = _add_product(values, weights, total, WEIGHTS_FIRST)
+    if WEIGHTS_FIRST:
+        total = tl.trans(total)
     pick = tl.load(order + place, mask=held, other=0).to(tl.int64)
     target = given + pick[:, None] * HIDDEN + column[None, :]
     stored = held[:, None] & inside[None, :]

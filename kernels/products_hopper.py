@@ -25,6 +25,8 @@ COLUMNS: Final = 64
 DEPTH: Final = 64
 _LAYOUT: Final = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _SHARED_BYTES: Final = 224_000
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A tile's parts of rows, and its consumers of 64 columns each."""
@@ -55,16 +57,12 @@ TILES: Final = (
 """Few, because each is a kernel to compile."""
 
 
-def is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel covers this device, these types and strides."""
+def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel covers a device and a type; rows and weights begin at 16 bytes."""
     return (
-        x.is_cuda
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and all(
-            one.stride(1) == 1 and one.stride(0) % 8 == 0 and one.data_ptr() % 16 == 0
-            for one in (x, weight)
-        )
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and torch.cuda.get_device_capability(device)[0] == 9
     )
 
 
@@ -88,15 +86,27 @@ def _seconds(tile: Tile, rows: int, columns: int, inner: int) -> float:
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """`rowwise.linear` for arguments that `is_supported` accepts; `tile` overrides `tile_of`."""
+    """x [T, K] times ``weight`` [N, K], and a bias [N]: [T, N] in `out_dtype`, by default x's.
+
+    `tile` overrides `tile_of`. Raises ValueError if rows of x or weights do not begin at multiples
+    of 16 bytes.
+    """
     from effuse.kernels.products_gluon import product_kernel
 
     (rows, inner), columns = x.shape, len(weight)
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, columns, dtype=out_dtype or x.dtype, device=x.device)
     if not rows:
         return out
+    for one in (x, weight):
+        if one.stride(1) != 1 or one.stride(0) % 8 or one.data_ptr() % 16:
+            raise ValueError(f"expected rows at multiples of 16 bytes, got strides {one.stride()}")
     tile = tile or tile_of(rows, columns, inner)
     num_columns = -(-columns // (COLUMNS * tile.consumers))
     num_rows = -(-rows // tile.rows)

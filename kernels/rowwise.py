@@ -15,16 +15,18 @@ from effuse.kernels.values import WeightedParts
 MIN_ROWS = 4
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] times ``weight`` [out, in]; a row's bits do not depend on other rows.
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False
+) -> Tensor:
+    """x [T, in] times ``weight`` [out, in], always computed with at least MIN_ROWS rows.
 
-    On other GPUs than Hopper, and in fp32 on a GPU, they may.
+    With `batch_invariant` a row's bits do not depend on other rows on a GPU either. That needs
+    arguments that `products_hopper.is_supported` accepts; it raises ValueError for others.
     """
-    if x.is_cuda:
+    if batch_invariant and x.is_cuda:
         from effuse.kernels import products_hopper
 
-        if products_hopper.is_supported(x, weight):
-            return products_hopper.launch(x, weight, bias)
+        return products_hopper.launch(x, weight, bias)
     num_rows = len(x)
     if num_rows >= MIN_ROWS:
         return functional.linear(x, weight, bias)

@@ -101,13 +101,17 @@ class Transformer:
         shard: ModelShard | None = None,
         group: Group = ALONE,
         replicas: Replicas | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self.config = config
         self.shard = whole(config) if shard is None else shard
         self.group = group
         self.replicas = replicas
         self.weights = weights
-        self._attention = attend
+        self.batch_invariant = batch_invariant
+        self._linear = partial(linear, batch_invariant=batch_invariant)
+        self._attention = partial(attend, batch_invariant=True) if batch_invariant else attend
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self._scale = 1 / math.sqrt(config.head_dim)
@@ -191,7 +195,7 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden rows [R, H], both in the model's dtype."""
-        own = linear(hidden, self.weights.head)
+        own = self._linear(hidden, self.weights.head)
         return self.group.gather(own, vocabulary_sizes(self.config, self.shard.size))
 
     def draws_shares(self, *, filters: bool) -> bool:
@@ -213,7 +217,7 @@ class Transformer:
         draw = partial(
             sample_confidence, mask_token_id=config.mask_token_id, top_k_first=config.top_k_first
         )
-        own = linear(hidden, self.weights.head)
+        own = self._linear(hidden, self.weights.head)
         if shard.is_whole:
             return draw(own, sampling)
         if self.draws_shares(filters=filters):
@@ -259,7 +263,7 @@ class Transformer:
     def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
         """Attention output before its projection, [T, Q]; stores K and V."""
         config, num_rows = self.config, len(x)
-        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        qkv = self._linear(x, layer.qkv, layer.qkv_bias)
         q, k, v = torch.split(qkv, [self.q_dim, self._kv_dim, self._kv_dim], dim=-1)
         q = q.view(num_rows, len(self.shard.heads), config.head_dim)
         k, v = self._heads(k), self._heads(v)
@@ -272,7 +276,7 @@ class Transformer:
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
         bias = None if layer.qkv_bias is None else layer.qkv_bias[self.q_dim :]
-        k, v = map(self._heads, linear(x, layer.qkv[self.q_dim :], bias).chunk(2, dim=-1))
+        k, v = map(self._heads, self._linear(x, layer.qkv[self.q_dim :], bias).chunk(2, dim=-1))
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
         self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate
@@ -297,15 +301,16 @@ class Transformer:
         The output may be in parts, [2, rows, H] fp32 or the experts' results, which the next norm
         adds up, like the outputs of all ranks.
         """
-        projected = linear(mixed, layer.attn_out)
+        projected = self._linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
         if layer.router is not None:
             return self._experts(layer, layer.router, normed, counts), residual
-        activated = swiglu(linear(normed, layer.gate_up))
+        activated = swiglu(self._linear(normed, layer.gate_up))
         can_halve = activated.is_cuda and self.dtype != torch.float32 and self.shard.is_whole
+        can_halve &= not self.batch_invariant
         if can_halve and len(mixed) <= _MOST_ROWS_HALVED:
             return _halves(activated, layer.down), residual
-        return linear(activated, layer.down), residual
+        return self._linear(activated, layer.down), residual
 
     def _experts(
         self, layer: LayerWeights, router: Tensor, x: Tensor, counts: tuple[int, ...] | None
@@ -314,14 +319,17 @@ class Transformer:
         replicas = self.replicas
         rows = x if replicas is None else replicas.gather_rows(x, counts)
         routes = self._route(rows, router, layer.router_bias)
-        given = expert_mlp(rows, layer.gate_up, layer.down, routes)
+        given = expert_mlp(
+            rows, layer.gate_up, layer.down, routes, batch_invariant=self.batch_invariant
+        )
         return given if replicas is None else replicas.reduce_rows(total_of(given), len(x))
 
     def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
         """The experts of each row of x [rows, H], by the numbers of this rank."""
         assert self.config.experts is not None, "weights with a router come with its rule"
         routing, place = self.config.experts.routing, self.replicas or self.shard
-        routes = route(router_logits(x, router), bias, routing)
+        logits = router_logits(x, router, batch_invariant=self.batch_invariant)
+        routes = route(logits, bias, routing)
         if self.shard.experts is None:
             return routes
         held = self.shard.experts
