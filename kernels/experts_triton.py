@@ -66,7 +66,7 @@ def launch_mlp(
         and experts.numel() >= PICKS_THAT_GROUP * len(gate_up)
     ):
         return grouped_mlp(x, gate_up, down, experts, weights)
-    of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down, batch_invariant)
+    of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down, weights_first=batch_invariant)
     picks = launch_sort(experts, len(gate_up), of_gate_up.rows)
     activated = launch_gate_up(x, gate_up, picks, of_gate_up)
     given = launch_down(activated, down, picks, of_down)
@@ -84,7 +84,7 @@ def _own_picks(
 ) -> WeightedParts:
     """Other ranks' picks are sorted behind all others, as one more expert, and not computed."""
     of_gate_up, of_down = tiles_of(
-        max(1, experts.numel() // num_ranks), gate_up, down, batch_invariant
+        max(1, experts.numel() // num_ranks), gate_up, down, weights_first=batch_invariant
     )
     picks = launch_sort(experts, len(gate_up) + 1, of_gate_up.rows)
     activated = launch_gate_up(x, gate_up, picks, of_gate_up)
@@ -104,7 +104,7 @@ def grouped_mlp(
 
 
 def tiles_of(
-    num_picks: int, gate_up: Tensor, down: Tensor, weights_first: bool = False
+    num_picks: int, gate_up: Tensor, down: Tensor, *, weights_first: bool = False
 ) -> tuple[ProductTile, ProductTile]:
     """Tiles of both products for this many picks, with the same rows."""
     inner = gate_up.shape[1] // 2

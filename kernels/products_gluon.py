@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
 """Products whose rows do not depend on other rows, for Hopper in 16-bit types, as device code.
 
 Each element is the sum of the same steps in the same order, whatever tile it is in. The weights

@@ -104,6 +104,8 @@ class Transformer:
         *,
         batch_invariant: bool = False,
     ) -> None:
+        """With `batch_invariant` a row's bits do not depend on other rows on a GPU either, and
+        attention is `block_attention`, whatever `attend` is."""
         self.config = config
         self.shard = whole(config) if shard is None else shard
         self.group = group
@@ -111,7 +113,9 @@ class Transformer:
         self.weights = weights
         self.batch_invariant = batch_invariant
         self._linear = partial(linear, batch_invariant=batch_invariant)
-        self._attention = partial(attend, batch_invariant=True) if batch_invariant else attend
+        self._attention = (
+            partial(block_attention, batch_invariant=True) if batch_invariant else attend
+        )
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self._scale = 1 / math.sqrt(config.head_dim)

@@ -154,7 +154,7 @@ class Computed:
         )
         logits = self._model.logits(hidden)
         lengths = [end - begin for _, begin, end in spans]
-        for (i, _, _), rows in zip(spans, logits.split(lengths), strict=True):
+        for (i, _, _), rows in zip(spans, torch.split(logits, lengths), strict=True):
             self.hidden[i].append(rows)
 
 
