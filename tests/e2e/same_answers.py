@@ -1,0 +1,158 @@
+"""Whether answers depend on what else runs: the bundled model on GPUs, in bf16, in many fleets.
+
+One base run is compared with runs in which one factor changed, and with random combinations. Without
+`--batch-invariant` some answers change, which `--off` shows.
+
+From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.same_answers --requests 500
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import effuse
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
+from effuse.problems.problem import problem
+from effuse.worker.gpus import gpus_here
+
+Asked = tuple[str, effuse.Params]
+Tokens = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How requests are served."""
+
+    at_once: int = 24
+    times: int = 1  # each request is asked
+    caches: bool = True
+    is_split: bool = True  # into prefill and decode workers
+    connector: str = "nixl"
+    eager: bool = False
+    pages: int = 4096
+
+    def config(self, device: str, mode: tuple[str, ...]) -> FleetConfig:
+        """The fleet's."""
+        gpus = tuple(gpus_here())[: 1 + self.is_split] if device == "cuda" else None
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        flags = ("--device", device, "--dtype", dtype, "--num-pages", str(self.pages), *mode)
+        return FleetConfig(
+            prefill=int(self.is_split),
+            decode=1,
+            connector=self.connector,
+            worker_flags=(*flags, *(("--enforce-eager",) if self.eager else ())),
+            prefill_flags=() if self.caches else ("--no-enable-prefix-caching",),
+            gpus=gpus,
+            gpu_sharing=gpus is not None and self.is_split and len(gpus) < 2,
+            has_secret=False,
+        )
+
+
+BASE = Way()
+WAYS = {
+    "alone": replace(BASE, at_once=1),
+    "6 at once": replace(BASE, at_once=6),
+    "64 at once": replace(BASE, at_once=64),
+    "asked twice": replace(BASE, times=2),
+    "no prefix cache": replace(BASE, caches=False),
+    "one worker": replace(BASE, is_split=False),
+    "zmq": replace(BASE, connector="zmq"),
+    "eager": replace(BASE, eager=True),
+    "preempted": replace(BASE, pages=160, at_once=64),
+}
+
+
+def requests(count: int) -> list[Asked]:
+    """Prompts of two problems each: greedy and sampled, one and two answers, with stops or
+    without an end."""
+    kinds = (
+        {},
+        {"temperature": 0.8, "seed": 7},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 8, "n": 2},
+        {"stop": (";",)},
+        {"ignore_eos": True},
+    )
+    return [
+        (
+            f"{problem(5, number).prompt} {problem(6, number).prompt}",
+            effuse.Params(max_tokens=64, **kinds[number % len(kinds)]),  # type: ignore[arg-type]
+        )
+        for number in range(count)
+    ]
+
+
+def answers(way: Way, asked: Sequence[Asked], device: str, mode: tuple[str, ...]) -> list[Tokens]:
+    """The token ids of all answers, of each time that they were asked."""
+
+    def ask(one: Asked) -> Tokens:
+        found = client.generate(*one)
+        assert not mode or found.deterministic
+        return tuple(tuple(own.token_ids) for own in found.answers)
+
+    with (
+        Fleet(way.config(device, mode)) as fleet,
+        effuse.Client(fleet.address, timeout_s=300) as client,
+        ThreadPoolExecutor(way.at_once) as pool,
+    ):
+        return [one for _ in range(way.times) for one in pool.map(ask, asked)]
+
+
+def num_different(found: Sequence[Tokens], expected: Sequence[Tokens]) -> int:
+    """Answers of `found`, which repeats them, that are not as expected."""
+    return sum(one != expected[i % len(expected)] for i, one in enumerate(found))
+
+
+def mixed(rng: random.Random) -> Way:
+    """A random combination of factors."""
+    return Way(
+        at_once=rng.choice((1, 6, 24, 64)),
+        times=rng.choice((1, 2)),
+        caches=rng.random() < 0.5,
+        is_split=rng.random() < 0.5,
+        connector=rng.choice(("nixl", "zmq")),
+        eager=rng.random() < 0.3,
+        pages=rng.choice((160, 4096)),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all ways for which there is time; 1 if an answer changed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--ways", nargs="*", choices=tuple(WAYS), default=tuple(WAYS))
+    parser.add_argument("--mixed", type=int, default=20, help="random combinations")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no way begins after them")
+    parser.add_argument("--off", action="store_true", help="without --batch-invariant")
+    given = parser.parse_args(argv)
+    mode = () if given.off else ("--batch-invariant",)
+    began, rng = time.monotonic(), random.Random(39)
+    asked = requests(given.requests)
+    expected = answers(BASE, asked, given.device, mode)
+    ways = {name: (WAYS[name], asked) for name in given.ways}
+    few = asked[: max(1, len(asked) // 5)]
+    ways |= {f"mixed {number}": (mixed(rng), few) for number in range(given.mixed)}
+    total = 0
+    for name, (way, own) in ways.items():
+        if time.monotonic() - began > given.seconds:
+            print(f"{name}: no time left")
+            continue
+        found = answers(way, own, given.device, mode)
+        count = num_different(found, expected[: len(own)])
+        total += count
+        print(
+            f"{name}: {count} of {len(found)} differ, {time.monotonic() - began:.0f} s", flush=True
+        )
+    print(f"{total} differ")
+    return int(total > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
