@@ -144,7 +144,12 @@ EXPERT_MODELS = {
 
 
 def random_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, place: RankPlace = ALL
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: RankPlace = ALL,
+    *,
+    batch_invariant: bool = False,
 ) -> Transformer:
     """A transformer of this shape, or a rank's part of one; equal calls give equal weights on one
     kind of device.
@@ -197,4 +202,6 @@ def random_model(
         norm=ones(),
         head=head,
     )
-    return Transformer(config, weights, shard=shard, group=place.group)
+    return Transformer(
+        config, weights, shard=shard, group=place.group, batch_invariant=batch_invariant
+    )

@@ -60,10 +60,12 @@ class Result:
 class Bench:
     """One model with pages and an engine."""
 
-    def __init__(self, name: str, device: torch.device, most_tokens: int) -> None:
+    def __init__(
+        self, name: str, device: torch.device, most_tokens: int, *, batch_invariant: bool = False
+    ) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.name = name
-        self.model = random_model(MODELS[name], device, dtype)
+        self.model = random_model(MODELS[name], device, dtype, batch_invariant=batch_invariant)
         self.paged: Paged = paged(self.model, most_tokens + 64 * PAGE_SIZE, page_size=PAGE_SIZE)
         self.engine = prefill_engine(self.paged, max_num_batched_tokens=min(most_tokens, MOST_ROWS))
         self._names = count()
@@ -209,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_prefill")
     parser.add_argument("--model", choices=sorted(MODELS), action="append")
     parser.add_argument("--case", action="append", help="PROMPTSxTOKENS, such as 4x512")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument(
         "--profile", action="store_true", help="also device time by kernel, of one prompt"
     )
@@ -220,7 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in asked.model or ["dream-7b", "llada-8b"]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         begin = time.monotonic()
-        bench = Bench(name, device, max(prompts * length for prompts, length, _ in cases))
+        most = max(prompts * length for prompts, length, _ in cases)
+        bench = Bench(name, device, most, batch_invariant=asked.batch_invariant)
         print(f"{name}: ready in {time.monotonic() - begin:.0f} s", flush=True)
         for case in cases:
             results.append(bench.measure(*case))

@@ -98,8 +98,11 @@ class Bench:
         most_batch: int,
         most_context: int,
         place: RankPlace = ALL,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         config = self.models[name]
+        self.batch_invariant = batch_invariant
         self.name = name
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = self._model(config, device, dtype, place)
@@ -206,7 +209,7 @@ class Bench:
     def _model(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, place: RankPlace
     ) -> Transformer:
-        return random_model(config, device, dtype, place)
+        return random_model(config, device, dtype, place, batch_invariant=self.batch_invariant)
 
     def _floor(self, most_rows: int) -> Floor:
         return Floor(self.model, most_rows)
@@ -334,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arrivals", type=int, metavar="TOKENS", help="also with requests of so many tokens each"
     )
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_step.json"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
@@ -361,7 +365,13 @@ def _measure_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     contexts = asked.context or [512, 2048]
     batches = [row for row in BATCHES if not asked.batch or row[0] in asked.batch]
-    bench = Bench(name, device, max(row[0] for row in batches), max(contexts))
+    bench = Bench(
+        name,
+        device,
+        max(row[0] for row in batches),
+        max(contexts),
+        batch_invariant=asked.batch_invariant,
+    )
     for context in contexts:
         for batch, steps, size in batches:
             if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """Whether answers depend on what else runs: the bundled model on GPUs, in bf16, in many fleets.
 
-One base run is compared with runs in which one factor changed, and with random combinations. Without
-`--batch-invariant` some answers change, which `--off` shows.
+One base run is compared with runs in which one factor changed, and with random combinations. If
+`--off` leaves `--batch-invariant` out, some answers change.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.same_answers --requests 500
 """
