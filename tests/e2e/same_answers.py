@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import effuse
 from effuse.cli.commands import FleetConfig
@@ -72,7 +73,7 @@ WAYS = {
 def requests(count: int) -> list[Asked]:
     """Prompts of two problems each: greedy and sampled, one and two answers, with stops or
     without an end."""
-    kinds = (
+    kinds: tuple[dict[str, Any], ...] = (
         {},
         {"temperature": 0.8, "seed": 7},
         {"temperature": 1.0, "top_p": 0.9, "seed": 8, "n": 2},
@@ -82,7 +83,7 @@ def requests(count: int) -> list[Asked]:
     return [
         (
             f"{problem(5, number).prompt} {problem(6, number).prompt}",
-            effuse.Params(max_tokens=64, **kinds[number % len(kinds)]),  # type: ignore[arg-type]
+            effuse.Params(max_tokens=64, **kinds[number % len(kinds)]),
         )
         for number in range(count)
     ]
