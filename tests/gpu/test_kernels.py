@@ -61,6 +61,11 @@ def test_attention_alone_and_from_other_pages_is_bitwise_equal(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_does_not_depend_on_what_is_cached(dtype: torch.dtype) -> None:
+    attention.check_cut(triton_kernels(CUDA), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", rows.SHAPES, ids=str)
 @pytest.mark.parametrize("check", [rows.check_norm, rows.check_norm_residual, rows.check_swiglu])
 def test_rows(check: Callable[..., None], shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -101,6 +101,25 @@ def test_products_of_experts_are_wide_copies_and_tensor_cores(compiled: Compiled
         assert (code.count("HMMA") > 0) == (variant in ("llada2_1", "llada2_32")), str(code)
 
 
+def test_products_alike_for_all_numbers_of_rows_are_on_wgmma(compiled: Compiled) -> None:
+    """Whatever the tile: another instruction would add up in another order."""
+    codes = compiled("products")
+    assert len(codes) == 10
+    assert_no_spills(codes)
+    for variant, code in codes:
+        assert code.count("HGMMA") >= 4 and code.count("HMMA") == 0, (variant, str(code))
+        assert code.count("UTMALDG") >= 2, (variant, str(code))
+
+
+def test_experts_alike_for_all_numbers_of_picks_are_on_wgmma(compiled: Compiled) -> None:
+    products = [pair for pair in compiled("invariant_experts") if "_sort" not in pair[1].kernel]
+    products = [pair for pair in products if pair[1].kernel in ("_gate_up_kernel", "_down_kernel")]
+    assert len(products) == 6
+    assert_no_spills(products)
+    for variant, code in products:
+        assert code.count("HGMMA") > 0 and code.count("HMMA") == 0, (variant, str(code))
+
+
 def test_attention_does_not_spill(attention: Codes) -> None:
     assert len(attention) == 7
     assert_no_spills(attention)

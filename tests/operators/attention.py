@@ -104,6 +104,34 @@ def check_alone_and_shuffled(case: Case, ops: Operators, dtype: torch.dtype) -> 
         assert torch.equal(alone.out, call.out[own])
 
 
+def check_cut(ops: Operators, dtype: torch.dtype) -> None:
+    """Bitwise the same rows if the beginning of a sequence is cached, wherever it ends."""
+    case = Case((Row(200, 0),), block_size=8, splits=1)
+    call = build(case, ops.device, dtype)
+    ops.attention(call)
+    pages = torch.arange(-(-200 // case.page_size), device=ops.device).flip(0)
+    shape = len(pages) * case.page_size, *call.k.shape[1:]
+    caches = [torch.full(shape, float("nan"), dtype=dtype, device=ops.device) for _ in "kv"]
+    for cache, rows in zip(caches, (call.k, call.v), strict=True):
+        cache[:200] = rows
+    k_cache, v_cache = (cache.unflatten(0, (-1, case.page_size))[pages] for cache in caches)
+    for cached in (8, 64, 72, 128, 192):
+        later = replace(case, sequences=(Row(200 - cached, cached),))
+        own = slice(cached, 200)
+        rest = replace(
+            call,
+            q=call.q[own],
+            k=call.k[own],
+            v=call.v[own],
+            k_cache=strided(k_cache, token_major=True),
+            v_cache=strided(v_cache, token_major=True),
+            batch=batch_of(later, [pages.tolist()], ops.device),
+            out=torch.full_like(call.out[own], float("nan")),
+        )
+        ops.attention(rest)
+        assert torch.equal(rest.out, call.out[own]), cached
+
+
 def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
     generator = torch.Generator().manual_seed(len(case.sequences) + case.head_dim)
     total = sum(row.rows for row in case.sequences)

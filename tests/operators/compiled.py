@@ -27,6 +27,8 @@ from effuse.kernels import (
     pages_distinct_triton,
     pages_triton,
     peers_triton,
+    products_gluon,
+    products_hopper,
     rotary_triton,
     rowwise_triton,
     sampling_edits_triton,
@@ -239,8 +241,9 @@ EXPERT_SHAPES = {
 
 
 def launch_experts(
-    rows: int, hidden: int, inner: int, routing: Routing, dtype: torch.dtype
-) -> None:
+    rows: int, hidden: int, inner: int, routing: Routing, dtype: torch.dtype, *,
+    invariant: bool = False,
+) -> None:  # fmt: skip
     bias = meta(routing.num_experts, dtype=FP32)
     logits = meta(rows, routing.num_experts, dtype=FP32)
     routes = experts_routes_triton.launch_route(logits, bias, routing)
@@ -248,13 +251,21 @@ def launch_experts(
     experts_routes_triton.launch_own(*routes, range(num_routed // 2), num_routed, 1, 2)
     gate_up = meta(routing.num_weights, 2 * inner, hidden, dtype=dtype)
     down = meta(routing.num_weights, hidden, inner, dtype=dtype)
-    experts_triton.launch_mlp(meta(rows, hidden, dtype=dtype), gate_up, down, *routes)
+    launch = partial(experts_triton.launch_mlp, meta(rows, hidden, dtype=dtype), gate_up, down)
+    launch(*routes, batch_invariant=invariant)
 
 
 def expert_variants() -> Variants:
     for name, shape in EXPERT_SHAPES.items():
         modules = [experts_routes_triton, experts_triton]
         yield name, device_code(modules, partial(launch_experts, *shape))
+
+
+def invariant_expert_variants() -> Variants:
+    """Weights come first: one instruction for tiles of any number of rows."""
+    for name in ("llada2_1", "llada2_32", "llada2_64"):
+        launch = partial(launch_experts, *EXPERT_SHAPES[name], invariant=True)
+        yield name, device_code([experts_routes_triton, experts_triton], launch)
 
 
 def sampling_variants() -> Variants:
@@ -284,6 +295,16 @@ def digest_variants() -> Variants:
         yield name, device_code([pages_digests_triton], launch)
 
 
+def product_variants() -> Variants:
+    """Every tile, and that of a router, whose results are fp32."""
+    for tile in products_hopper.TILES:
+        launch = partial(products_hopper.launch, meta(264, 3584), meta(4608, 3584), tile=tile)
+        yield f"{tile.rows}x{tile.consumers}", device_code([products_gluon], launch)
+    x, router = meta(32, 2048), meta(256, 2048)
+    launch = partial(products_hopper.launch, x, router, out_dtype=FP32)
+    yield "router", device_code([products_gluon], launch)
+
+
 def launch_copies() -> None:
     pages, order = meta(64, 28 << 13, dtype=INT64), meta(129, dtype=INT64)
     sizes, ids = ((28 << 10, 512, 4096), (14 << 10, 0, 2048)), order[1:65]
@@ -298,6 +319,8 @@ def copy_variants() -> Variants:
 
 GROUPS = {
     "attention": attention_variants,
+    "products": product_variants,
+    "invariant_experts": invariant_expert_variants,
     "hopper": hopper_variants,
     "distinct": distinct_variants,
     "experts": expert_variants,

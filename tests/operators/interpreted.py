@@ -73,6 +73,8 @@ def attention_checks() -> Iterator[tuple[str, Check]]:
     ragged = attention.CASES["ragged"]
     alone = partial(attention.check_alone_and_shuffled, ragged, OPS, torch.float32)
     yield "alone_and_shuffled", alone
+    for dtype in (torch.float32, torch.float16):
+        yield f"cut-{dtype}", partial(attention.check_cut, OPS, dtype)
     yield "splits_are_even", check_splits
 
 
@@ -186,6 +188,8 @@ def expert_checks() -> Iterator[tuple[str, Check]]:
             suffix = str(dtype).removeprefix("torch.")
             check = partial(experts.check_mlp, paths.experts_on_triton, cpu, dtype, layer)
             yield f"{name}-{suffix}", check
+            weights_first = partial(experts.check_mlp, paths.experts_invariant, cpu, dtype, layer)
+            yield f"{name}-invariant-{suffix}", weights_first
     few = experts.LAYERS["many_tiles"]
     spread = experts.Spread(
         paths.own_routes_on_triton, paths.experts_on_triton, paths.total_on_triton

@@ -161,6 +161,15 @@ def experts_on_triton(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) 
     )
 
 
+def experts_invariant(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> WeightedParts:
+    """The same, with the weights first in each product."""
+    from effuse.kernels import experts_triton
+
+    return experts_triton.launch_mlp(
+        x, gate_up, down, routes.experts, routes.weights, batch_invariant=True
+    )
+
+
 def own_routes_on_triton(
     routes: Routes, held: range, num_routed: int, rank: int, num_ranks: int
 ) -> Routes:

@@ -101,7 +101,9 @@ def test_one_that_cannot_be_answered_in_time_is_refused_before_a_worker_is_asked
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         error = errors.from_rpc_error(caught.value, "router")
         assert "after its deadline" in error.message
-        assert error.retry_after_s is not None and 5 < error.retry_after_s < 9  # of 15, less what is left of 9
+        assert (
+            error.retry_after_s is not None and 5 < error.retry_after_s < 9
+        )  # of 15, less what is left of 9
         assert (admission.num_running, admission.num_waiting, admission.num_shed) == (1, 1, 1)
         go.set()
         await asyncio.gather(running, waiting)
