@@ -108,6 +108,7 @@ def as_text(
         console.print(worker_table(workers))
     lines = [line.rstrip() for line in drawn.get().splitlines()]
     taken = [f"{model.name} {line}" for model in models for line in taken_defaults(model)]
+    taken += [f"{one.name} is deterministic" for one in models if one.deterministic]
     return "\n".join([*lines, *worker_lines(workers), *taken, *places, _summary(workers)]) + "\n"
 
 

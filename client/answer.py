@@ -89,6 +89,8 @@ class Answer:
     request_id: str
     model: str
     seed: int  # of the randomness: from the request, or drawn by the server
+    # Whether the same request with this seed gets the same answer from the same fleet.
+    deterministic: bool = False
     stopped_by: str | int | None  # the stop string or id that ended it; None if its length did
     first_block_s: float  # until the first final text arrived; the server's figure for a unary call
     total_s: float  # until everything had arrived
@@ -200,6 +202,7 @@ class _Part:
             request_id=request_id,
             model=end.model,
             seed=end.seed,
+            deterministic=end.deterministic,
             stopped_by=_stopped_by(end),
             first_block_s=total_s if self.first_block_s is None else self.first_block_s,
             total_s=total_s,

@@ -34,6 +34,7 @@ FIELD_NAMES = (
     "commit_rule",
     "layer_groups",
     "digest",
+    "deterministic",
 )
 
 Fingerprint = tuple[Field, ...]
@@ -168,6 +169,7 @@ class ModelFacts:
     mask_token_id: int
     prompt_attention: str  # causal_blocks or bidirectional
     commit_rule: str  # which forward stores a block's KV
+    deterministic: bool = False  # whether a row's bits do not depend on what else is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,7 @@ def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
         facts.commit_rule,
         str(layout.num_groups),
         DIGEST,
+        str(facts.deterministic).lower(),
     )
     return tuple(Field(*pair) for pair in zip(FIELD_NAMES, values, strict=True))
 

@@ -48,7 +48,7 @@ class Group:
 
     def map_peers(self, width: int, dtype: torch.dtype) -> None:
         """Lets `sum_norm` use the memory of other GPUs, if they can map it; all its rows have this
-        width and dtype."""
+        width and dtype. Raises ValueError if a group that sums in order cannot."""
 
     def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
         """All ranks' ``x`` [R, sizes[rank]] side by side: [R, sum of sizes]."""
@@ -160,12 +160,22 @@ class ProcessGroup(Group):
     """A `Group` of processes; its methods wait for the other ranks on a CPU, and are queued on a
     GPU's current stream. They raise RuntimeError if another rank has ended."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, collectives: Any) -> None:
-        """collectives: a process group of torch's for tensors of this device."""
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        collectives: Any,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """collectives: a process group of torch's for tensors of this device. in_order: GPUs too
+        add ranks in order, because the order of NCCL's sums depends on the number of rows."""
         self.rank = rank
         self.size = size
         self.device = device
         self._collectives = collectives
+        self._in_order = in_order
         self._peers: PeerSums | None = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -182,12 +192,16 @@ class ProcessGroup(Group):
         try:
             self._peers = map_peers(self.rank, self.size, width, dtype, self.device, self.collect)
         except OSError as error:
+            if self._in_order:
+                raise ValueError(
+                    f"--batch-invariant: expected GPUs that map each other's memory, but {error}"
+                ) from error
             LOG.warning("rank %d: NCCL sums all rows, because %s", self.rank, error)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``. Over Gloo ranks are added in order, because the order of its
         own sums depends on an element's place, and so on other rows."""
-        if self.size == 2 or x.is_cuda:
+        if self.size == 2 or (x.is_cuda and not self._in_order):
             self._collectives.allreduce(x).wait()
             return x
         total, *others = self.collect(x).unbind()
@@ -233,11 +247,17 @@ class ProcessGroup(Group):
 
 
 def join_group(
-    rank: int, size: int, device: torch.device, meeting: Path, timeout_s: float
+    rank: int,
+    size: int,
+    device: torch.device,
+    meeting: Path,
+    timeout_s: float,
+    *,
+    in_order: bool = False,
 ) -> ProcessGroup:
     """Waits for all ranks of the group at the file `meeting`, which none may have used before.
 
-    Raises ValueError if they do not come within `timeout_s`.
+    in_order: as in `ProcessGroup`. Raises ValueError if they do not come within `timeout_s`.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, _LOOPBACK)
@@ -245,7 +265,8 @@ def join_group(
     store.set_timeout(timedelta(seconds=timeout_s))
     make = _nccl if device.type == "cuda" else _gloo
     try:
-        group = ProcessGroup(rank, size, device, make(store, rank, size, timeout_s))
+        collectives = make(store, rank, size, timeout_s)
+        group = ProcessGroup(rank, size, device, collectives, in_order=in_order)
         group.least(0)  # connects all of them
     except (RuntimeError, ValueError) as error:
         LOG.error("rank %d of %d cannot reach its group: %s", rank, size, error)

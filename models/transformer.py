@@ -118,6 +118,8 @@ class Transformer:
         )
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
+        is_exact = attend is block_attention and self.device.type == "cpu"
+        self.is_deterministic = batch_invariant or (is_exact and self.dtype == torch.float32)
         self._scale = 1 / math.sqrt(config.head_dim)
         self.q_dim = len(self.shard.heads) * config.head_dim
         self._kv_dim = len(self.shard.kv_heads) * config.head_dim

@@ -53,6 +53,7 @@ def load_model(
     block_size: int | None = None,
     attend: Attend = block_attention,
     place: RankPlace = ALL,
+    batch_invariant: bool = False,
 ) -> Transformer:
     """Load a published checkpoint directory; `block_size` overrides the configuration's.
 
@@ -73,7 +74,15 @@ def load_model(
     with ProgressLog("weights", files.num_bytes(), unit="GB", per_unit=1e9) as progress:
         loader = _Loader(files, merged, dtype, device, progress, held)
         weights = loader.model(config, module_names(config, shard))
-    return Transformer(config, weights, attend, shard, place.group, place.replicas)
+    return Transformer(
+        config,
+        weights,
+        attend,
+        shard,
+        place.group,
+        place.replicas,
+        batch_invariant=batch_invariant,
+    )
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:

@@ -29,6 +29,7 @@ from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
+from effuse.placement.records import ModelInfo
 from effuse.protos.errors import InvalidRequest, NotFound
 from effuse.router.detokenizer import AnswerText
 from effuse.router.tokenizer import Tokenizer, bundled_directory, encode_prompt
@@ -62,6 +63,7 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory_utilization: float
     kv_layout: KVLayoutKind
     attention: Attention
+    batch_invariant: bool
     enforce_eager: bool
     default_algorithm: Algorithm | None
     served_model_name: str | None
@@ -168,7 +170,7 @@ class LLM:
 
     def _answer(self, answers: Sequence[_Running]) -> Answer:
         """The first answer to a prompt, which has the others."""
-        first, *others = (one.answer(self.model.name) for one in answers)
+        first, *others = (one.answer(self.model) for one in answers)
         return replace(first, others=tuple(others))
 
     def _compute(
@@ -305,7 +307,7 @@ class _Running:
         self.pieces.append(self.text.flush())
         self._end()
 
-    def answer(self, model: str) -> Answer:
+    def answer(self, model: ModelInfo) -> Answer:
         """The whole answer, once it has ended."""
         is_length = self.is_length and not self.text.is_stopped
         tokens, forwards = self.text.num_tokens, self.forward_passes
@@ -328,8 +330,9 @@ class _Running:
                 tokens_per_forward=tokens / max(1, forwards),
             ),
             request_id=self.start.attempt.request_id,
-            model=model,
+            model=model.name,
             seed=self.start.sampling.seed,
+            deterministic=model.deterministic,
             stopped_by=self.text.matched_stop or self.end_token_id,
             first_block_s=self.first_block_s,
             total_s=self.total_s,

@@ -48,6 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[U32, ...]
     prompt_attention: PromptAttention
     defaults: DecodingDefaults  # of settings that a request leaves out
+    deterministic: bool = False  # its answers do not depend on what else runs
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,6 +98,7 @@ def finished_of(request: Request, reason: pb.FinishReason, now: float) -> pb.Gen
         stats=stats_of(request, now),
         model=request.asked.model.name,
         seed=request.asked.sampling.seed,
+        deterministic=request.answer.is_deterministic,
     )
     if request.answer.text.matched_stop is not None:
         finished.stop_string = request.answer.text.matched_stop

@@ -64,7 +64,9 @@ class Rendering:
                 self._count(one.usage, one.stats, is_first=index == 0)
                 choices.append(self._choice(at, index, one, first.echo.text))
         self.model = answers[0].model
-        return {**self._head(""), "choices": choices, "usage": self._usage()}
+        same = all(one.deterministic for first in answers for one in (first, *first.others))
+        ends = {"usage": self._usage(), "deterministic": same}
+        return {**self._head(""), "choices": choices, **ends}
 
     def chunks(self, prompt: int, event: pb.GenerateStreamResponse) -> Iterator[Json]:
         """The chunks that one event of the answers to one prompt becomes."""
@@ -79,7 +81,8 @@ class Rendering:
             self.model = finished.model
             self._count(finished.usage, finished.stats, is_first=event.answer_index == 0)
             reason = FINISH_REASONS[finished.finish_reason]
-            yield self._chunk(prompt, event.answer_index, "", reason=reason)
+            chunk = self._chunk(prompt, event.answer_index, "", reason=reason)
+            yield chunk | {"deterministic": finished.deterministic}
 
     def last_chunk(self) -> Json | None:
         """The chunk behind the answers; None if the call does not ask for it."""

@@ -87,6 +87,12 @@ class AnswerState:
         """Whether no event can follow."""
         return self.state in ENDED
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether its workers compute it the same whatever else they do. Older workers do not
+        announce it."""
+        return ("deterministic", "true") in (self.fingerprint or ())
+
     def apply_event(self, event: Event, now: float, note: str = "") -> State:
         """Moves on `event`; raises `IllegalRequestEvent` naming state and event."""
         state = TRANSITIONS.get((self.state, event))

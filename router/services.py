@@ -159,6 +159,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
     def _describe(self, model: ModelInfo) -> model_pb2.Model:
         prefill, decode = live_workers(self._fleet.candidates(), model.name)
+        served = [worker.model for worker in (*prefill, *decode)]
         defaults = describe_defaults(model.defaults)
         if self._chat_template:
             defaults.sources.add(knob="chat_template", source=self._chat_template)
@@ -169,6 +170,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             decode_workers=len(decode),
             prefill_workers=len(prefill),
             defaults=defaults,
+            deterministic=all(one.deterministic for one in (model, *served)),
             has_chat_template=self._chat_template is not None,
         )
 

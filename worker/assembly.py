@@ -149,6 +149,7 @@ def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> Mode
         mask_token_id=model.config.mask_token_id,
         prompt_attention=model.config.prompt_attention,
         commit_rule=_COMMIT_RULE,
+        deterministic=model.is_deterministic,
     )
 
 
@@ -168,6 +169,7 @@ def _model_info(
         mask_token_id=model.config.mask_token_id,
         eos_token_ids=model.config.eos_token_ids,
         prompt_attention=model.config.prompt_attention,
+        deterministic=model.is_deterministic,
         defaults=read_defaults(
             directory,
             model.config,

@@ -48,6 +48,11 @@ class EngineSettings(Access):
     attention: Annotated[
         Attention, "attention kernels; flex is torch's, slow and only for comparison"
     ] = "triton"
+    batch_invariant: Annotated[
+        bool,
+        "an answer never depends on what else runs; slower, and only on Hopper GPUs in 16-bit "
+        "types (on a CPU in float32 it holds without the flag)",
+    ] = False
     enforce_eager: Annotated[bool, "never capture CUDA graphs; the host runs each decode step"] = (
         False
     )
@@ -93,6 +98,10 @@ class EngineSettings(Access):
         if self.attention == "flex" and self.kv_layout != "unified":
             raise ValueError(
                 f"--attention flex: expected --kv-layout unified, got {self.kv_layout}"
+            )
+        if self.batch_invariant and self.attention != "triton":
+            raise ValueError(
+                f"--batch-invariant: expected --attention triton with it, got {self.attention}"
             )
         checks.model_name("served_model_name", self.served_model_name)
         checks.directory("model", self.model)

@@ -52,7 +52,9 @@ class RankPart:
 def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
     """Meets the other ranks of the engine. Raises ValueError if they do not come."""
     size = config.num_ranks
-    group = join_group(rank, size, device, meeting_path(home), _JOIN_S)
+    group = join_group(
+        rank, size, device, meeting_path(home), _JOIN_S, in_order=config.batch_invariant
+    )
     return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1)
 
 
@@ -67,14 +69,18 @@ def load_shard(
     """The model, or the rank's share of it. Raises ValueError."""
     _announce_compiling(config, device, pulse)
     directory, is_exact = model_directory(config), config.dtype == "auto" and device.type == "cpu"
+    dtype = select_dtype("float32" if is_exact else config.dtype, directory)
+    if config.batch_invariant:
+        check_batch_invariant(device, dtype)
     return load_model(
         directory,
         adapter=config.adapter,
         device=device,
-        dtype=select_dtype("float32" if is_exact else config.dtype, directory),
+        dtype=dtype,
         block_size=config.block_size,
         attend=_attend(config),
         place=place,
+        batch_invariant=config.batch_invariant,
     )
 
 
@@ -154,6 +160,22 @@ def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
         raise ValueError(f"a worker of {size} ranks needs as many GPUs, and sees {count}")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
+
+
+def check_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError if a row would depend on the others of a forward."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type == "cpu":
+        if dtype != torch.float32:
+            raise ValueError(f"--batch-invariant: expected float32 on a CPU, got {name}")
+        return
+    from effuse.kernels import products_hopper  # imports Triton, which a CPU does not need
+
+    if not products_hopper.is_supported(device, dtype):
+        gpu = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"--batch-invariant: expected bfloat16 or float16 on a Hopper GPU, got {name} on {gpu}"
+        )
 
 
 def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:

@@ -138,3 +138,9 @@ def test_a_running_fleet(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--target", "127.0.0.1:1", "--timeout", "0.5"]) == 1
     assert "effuse status: " in capsys.readouterr().err
+
+
+def test_a_model_whose_answers_do_not_depend_on_others_is_named() -> None:
+    models = [pb.Model(name="a", deterministic=True), pb.Model(name="b")]
+    lines = as_text([DECODE], models).splitlines()
+    assert "a is deterministic" in lines and not any(line.startswith("b is") for line in lines)

@@ -78,10 +78,10 @@ def test_a_roles_flags_go_to_that_role_alone() -> None:
     config, _ = parse(
         [
             *("--handoff-lease-s=9", "--max-num-seqs", "4", "--default-algorithm"),
-            *("block_diffusion", "--reservation-s", "8", "--enforce-eager"),
+            *("block_diffusion", "--reservation-s", "8", "--batch-invariant"),
         ]
     )
-    assert config.worker_flags == ("--max-num-seqs", "4", "--enforce-eager")
+    assert config.worker_flags == ("--max-num-seqs", "4", "--batch-invariant")
     assert config.prefill_flags == ("--reservation-s", "8")
     assert config.decode_flags == (
         *("--handoff-lease-s=9", "--default-algorithm", "block_diffusion"),

@@ -50,6 +50,16 @@ def test_equal_fingerprints_agree() -> None:
     assert mismatch(fingerprint(LAYOUT, FACTS), fingerprint(LAYOUT, FACTS)) is None
 
 
+def test_workers_with_and_without_batch_invariance_differ() -> None:
+    ours = fingerprint(LAYOUT, dataclasses.replace(FACTS, deterministic=True))
+    assert str(mismatch(ours, fingerprint(LAYOUT, FACTS))) == (
+        "fingerprint field 'deterministic' differs: ours is 'true', theirs is 'false'"
+    )
+    older = tuple(field for field in fingerprint(LAYOUT, FACTS) if field.name != "deterministic")
+    found = mismatch(ours, older)
+    assert found is not None and (found.name, found.theirs) == ("deterministic", "(absent)")
+
+
 @pytest.mark.parametrize("name", FIELD_NAMES)
 def test_every_single_field_is_compared(name: str) -> None:
     ours = fingerprint(LAYOUT, FACTS)

@@ -31,14 +31,16 @@ class Doubling:
         pass
 
 
-def of_two(monkeypatch: pytest.MonkeyPatch, found: object) -> ProcessGroup:
+def of_two(
+    monkeypatch: pytest.MonkeyPatch, found: object, *, in_order: bool = False
+) -> ProcessGroup:
     def map_peers(*_: object) -> object:
         if isinstance(found, OSError):
             raise found
         return found
 
     monkeypatch.setattr(group_module, "map_peers", map_peers)
-    group = ProcessGroup(1, 2, torch.device("cuda", 1), Doubling())
+    group = ProcessGroup(1, 2, torch.device("cuda", 1), Doubling(), in_order=in_order)
     group.map_peers(4, torch.float32)
     return group
 
@@ -64,6 +66,13 @@ def test_without_peers_the_collectives_sum_and_one_line_says_so(
     assert caplog.messages == [
         "rank 1: NCCL sums all rows, because a GPU cannot map the memory of another one"
     ]
+
+
+def test_a_group_that_sums_in_order_needs_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.equal(sums(of_two(monkeypatch, Ones(), in_order=True), 2), torch.ones(2, 4))
+    told = "--batch-invariant: expected GPUs that map each other's memory, but a GPU cannot"
+    with pytest.raises(ValueError, match=told):
+        of_two(monkeypatch, OSError("a GPU cannot map the memory of another one"), in_order=True)
 
 
 class Resettable:

@@ -59,6 +59,14 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_loaded(
         effuse.LLM(device=device)
 
 
+def test_a_promise_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(ValueError, match="--batch-invariant: expected float32 on a CPU, got bf"):
+        effuse.LLM(device="cpu", dtype="bfloat16", batch_invariant=True)
+    with effuse.LLM(device="cpu", dtype="bfloat16", max_model_len=512) as llm:
+        (answer,) = llm.generate(QUESTIONS[0], effuse.Params(max_tokens=4))
+        assert not answer.deterministic
+
+
 def test_answers_are_those_of_a_fleet(llm: effuse.LLM) -> None:
     flags = ("--device", "cpu", "--max-model-len", "512")
     with Fleet(FleetConfig(worker_flags=flags)) as fleet, effuse.Client(fleet.address) as client:
@@ -81,6 +89,7 @@ def _compare(ours: effuse.Answer, theirs: effuse.Answer) -> None:
     assert ours.usage == theirs.usage
     assert ours.stats.forward_passes == theirs.stats.forward_passes
     assert ours.model == theirs.model
+    assert ours.deterministic and theirs.deterministic
     assert ours.prompt == theirs.prompt
     assert ours.stopped_by == theirs.stopped_by
     assert _close(ours.logprobs, theirs.logprobs)

@@ -28,6 +28,13 @@ def test_a_field_of_a_newer_release_is_ignored() -> None:
     assert decode_worker(json.dumps(value).encode()) == redis_server.RECORD
 
 
+def test_a_worker_of_an_older_release_promises_nothing() -> None:
+    value = json.loads(encode(redis_server.RECORD))
+    del value["model"]["deterministic"]
+    assert decode_worker(json.dumps(value).encode()) == redis_server.RECORD
+    assert not redis_server.RECORD.model.deterministic
+
+
 @pytest.mark.parametrize(
     "broken",
     [

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from router.asking import ask, request
 from router.fake_model import EOS, ids_of
-from router.fake_workers import ends_its_engine
+from router.fake_workers import FakeWorker, ends_its_engine
 from router.fakes import FakeFleet, run
 
 from effuse.placement.records import PlacementRecord
 from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import model_pb2
 
 DEAD = PlacementRecord(
     request_id="mine", attempt=1, transfer_id="t", router_id="router-x", state="running",
@@ -33,6 +35,55 @@ def test_a_seed_that_is_not_set_is_drawn_anew_and_told() -> None:
         assert len(set(told)) == 3
 
     run(body)
+
+
+async def promise(fleet: FakeFleet, *workers: FakeWorker) -> None:
+    """Announces these workers as deterministic, and no others."""
+    for worker in fleet.workers:
+        model = replace(worker.record.model, deterministic=worker in workers)
+        told = (("weights", "w"), ("deterministic", str(worker in workers).lower()))
+        worker.record = replace(worker.record, model=model, fingerprint=told)
+    await fleet.announce()
+
+
+def test_an_answer_tells_whether_its_workers_are_deterministic() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].others = [ids_of("two")]
+
+        async def told(request_id: str) -> set[bool]:
+            asked = pb.GenerateStreamRequest(request=request(request_id=request_id, n=2))
+            events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
+            ends = [one.finished for one in events if one.HasField("finished")]
+            await fleet.idle()
+            assert len(ends) == 2
+            return {one.deterministic for one in ends}
+
+        # the second time as it was kept
+        assert [await told("older"), await told("older")] == [{False}, {False}]
+        await promise(fleet)
+        assert await told("plain") == {False}
+        await promise(fleet, *fleet.workers)
+        assert [await told("same"), await told("same")] == [{True}, {True}]
+        answer = await ask(fleet, n=2)
+        assert [one.deterministic for one in (answer, *answer.others)] == [True, True]
+        kept = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="same"))
+        assert kept.answer.deterministic
+
+    run(body)
+
+
+def test_a_model_is_deterministic_if_all_workers_that_serve_it_are() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        async def told() -> bool:
+            found = await fleet.models.GetModel(model_pb2.GetModelRequest(name="fake"))
+            return found.model.deterministic
+
+        assert not await told()
+        for some in (fleet.decode, fleet.prefill, fleet.workers):
+            await promise(fleet, *some)
+            assert await told() == (len(some) == len(fleet.workers))
+
+    run(body, num_decode=2)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])

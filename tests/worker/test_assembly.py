@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
 from effuse.worker import rank_part
 from effuse.worker.assembly import assemble
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import Dtype, WorkerConfig
 from effuse.worker.messages import Heartbeat
 from effuse.worker.rank_part import warm_up
 from effuse.worker.watchdog import Pulse
@@ -112,3 +113,43 @@ def test_a_model_is_served_under_a_name_that_clients_may_ask_for(tmp_path: Path)
     config = WorkerConfig(model=path, device="cpu", num_pages=4)
     parts = assemble(config, "life-1", "prefill", None, Pulse(lambda _: None))
     assert parts.ready.model.name == "LLaDA-8B-instruct"
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("float32", "true"), ("bfloat16", "false")])
+def test_on_a_cpu_float32_is_deterministic_with_or_without_the_flag(
+    tmp_path: Path, dtype: Dtype, told: str
+) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    config = WorkerConfig(model=path, device="cpu", dtype=dtype, num_pages=4)
+    plain = assemble(config, "life-1", "decode", None, Pulse())
+    assert dict(plain.ready.fingerprint)["deterministic"] == told
+    assert plain.ready.model.deterministic == (told == "true")
+    config = replace(config, batch_invariant=True)
+    if told == "true":
+        assert assemble(config, "life-2", "decode", None, Pulse()).ready == plain.ready
+        return
+    with pytest.raises(ValueError, match="--batch-invariant: expected float32 on a CPU, got bf"):
+        assemble(config, "life-2", "decode", None, Pulse())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "generation", "is_refused"),
+    [
+        (torch.float32, 9, True),
+        (torch.bfloat16, 8, True),
+        (torch.float16, 10, True),
+        (torch.bfloat16, 9, False),
+        (torch.float16, 9, False),
+    ],
+)
+def test_a_gpu_that_cannot_compute_rows_alike_is_refused(
+    dtype: torch.dtype, generation: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "the GPU")
+    if not is_refused:
+        rank_part.check_batch_invariant(torch.device("cuda", 0), dtype)
+        return
+    expected = "--batch-invariant: expected bfloat16 or float16 on a Hopper GPU, got .* on the GPU"
+    with pytest.raises(ValueError, match=expected):
+        rank_part.check_batch_invariant(torch.device("cuda", 0), dtype)

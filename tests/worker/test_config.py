@@ -36,6 +36,10 @@ NAN = float("nan")
             {"attention": "flex", "kv_layout": "distinct"},
             "--attention flex: expected --kv-layout unified, got distinct",
         ),
+        (
+            {"attention": "flex", "batch_invariant": True},
+            "--batch-invariant: expected --attention triton with it, got flex",
+        ),
         ({"fleet": "a}b"}, "fleet 'a}b' is not a valid name"),
         ({"worker_id": ""}, "worker id '' is not a valid name"),
         ({"adapter": Path("/nowhere")}, "--adapter: expected a directory, got '/nowhere'"),

@@ -339,7 +339,7 @@ class GenerationStats(_message.Message):
     def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., handoff_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_block: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_passes: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., kv_pages: _Optional[int] = ..., connector: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., preemptions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string", "logprobs", "echo", "others")
+    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string", "deterministic", "logprobs", "echo", "others")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -350,6 +350,7 @@ class GenerateResponse(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
@@ -363,10 +364,11 @@ class GenerateResponse(_message.Message):
     seed: int
     end_token_id: int
     stop_string: str
+    deterministic: bool
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     echo: PromptEcho
     others: _containers.RepeatedCompositeFieldContainer[GenerateResponse]
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ..., others: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., deterministic: _Optional[bool] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ..., others: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
     __slots__ = ("request_id", "commit", "draft", "finished", "echo", "answer_index", "seed")
@@ -413,7 +415,7 @@ class BlockDraft(_message.Message):
     def __init__(self, token_offset: _Optional[int] = ..., text: _Optional[str] = ..., num_masks: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string")
+    __slots__ = ("finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string", "deterministic")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +423,7 @@ class Finished(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     usage: Usage
     stats: GenerationStats
@@ -428,7 +431,8 @@ class Finished(_message.Message):
     seed: int
     end_token_id: int
     stop_string: str
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
+    deterministic: bool
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., deterministic: _Optional[bool] = ...) -> None: ...
 
 class GetRequestRequest(_message.Message):
     __slots__ = ("request_id",)

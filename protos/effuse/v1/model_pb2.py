@@ -26,7 +26,7 @@ from effuse.v1 import generation_pb2 as effuse_dot_v1_dot_generation__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65\x66\x66use/v1/model.proto\x12\teffuse.v1\x1a\x1a\x65\x66\x66use/v1/generation.proto\x1a\x1egoogle/protobuf/duration.proto\"\xc1\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmask_token_id\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12/\n\x11\x64\x65\x66\x61ult_algorithm\x18\x08 \x01(\x0e\x32\x14.effuse.v1.Algorithm\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\t \x01(\r\x12\x17\n\x0fprefill_workers\x18\n \x01(\r\x12*\n\x08\x64\x65\x66\x61ults\x18\x0b \x01(\x0b\x32\x18.effuse.v1.ModelDefaults\x12\x19\n\x11has_chat_template\x18\x32 \x01(\x08\"\xa8\x01\n\rModelDefaults\x12+\n\x08sampling\x18\x01 \x01(\x0b\x32\x19.effuse.v1.SamplingParams\x12+\n\x08\x64\x65\x63oding\x18\x02 \x01(\x0b\x32\x19.effuse.v1.DecodingParams\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12)\n\x07sources\x18\x04 \x03(\x0b\x32\x18.effuse.v1.DefaultSource\"-\n\rDefaultSource\x12\x0c\n\x04knob\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"O\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.effuse.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.effuse.v1.Model\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x13ListWorkersResponse\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.effuse.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9b\x05\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.effuse.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.effuse.v1.WorkerState\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x13\n\x0btotal_pages\x18\x08 \x01(\r\x12\x12\n\nfree_pages\x18\t \x01(\r\x12\x19\n\x11quarantined_pages\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x0f\n\x07running\x18\x0c \x01(\r\x12\x0f\n\x07waiting\x18\r \x01(\r\x12\x15\n\rqueued_tokens\x18\x0e \x01(\x04\x12\x13\n\x0b\x62locks_left\x18\x0f \x01(\x04\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x11 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x12 \x01(\x04\x12$\n\x05links\x18\x13 \x03(\x0b\x32\x15.effuse.v1.WorkerLink\x12\x18\n\x10min_handoff_gbps\x18\x14 \x01(\x01\x12\x30\n\x0bquarantines\x18\x15 \x03(\x0b\x32\x1b.effuse.v1.WorkerQuarantine\x12\x16\n\x0ereserved_pages\x18\x16 \x01(\r\x12\x17\n\x0freceiving_pages\x18\x17 \x01(\r\x12\x15\n\rstep_requests\x18\x18 \x01(\x04\x12\x13\n\x0bstep_tokens\x18\x19 \x01(\x04\x12\x1e\n\x16max_num_batched_tokens\x18\x1a \x01(\r\x12\x0e\n\x06routed\x18\x1b \x01(\r\x12\r\n\x05ranks\x18\x1c \x01(\r\"Y\n\x10WorkerQuarantine\x12\x0e\n\x06writer\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\r\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"v\n\nWorkerLink\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1c\n\x14gigabytes_per_second\x18\x04 \x01(\x01\x12\x0f\n\x07refused\x18\x05 \x01(\x08\"\x8e\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.effuse.v1.ChatInputH\x00\x12\x1c\n\x14parse_special_tokens\x18\x04 \x01(\x08\x42\x07\n\x05inputB\x08\n\x06_model\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"D\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\rB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xae\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x19\n\x15WORKER_STATE_STARTING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x05\x32\xfc\x02\n\x0cModelService\x12I\n\nListModels\x12\x1c.effuse.v1.ListModelsRequest\x1a\x1d.effuse.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.effuse.v1.GetModelRequest\x1a\x1b.effuse.v1.GetModelResponse\x12L\n\x0bListWorkers\x12\x1d.effuse.v1.ListWorkersRequest\x1a\x1e.effuse.v1.ListWorkersResponse\x12\x43\n\x08Tokenize\x12\x1a.effuse.v1.TokenizeRequest\x1a\x1b.effuse.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.effuse.v1.DetokenizeRequest\x1a\x1d.effuse.v1.DetokenizeResponseBt\n\rcom.effuse.v1B\nModelProtoP\x01Z\x12\x65\x66\x66use/v1;effusev1\xa2\x02\x03\x45XX\xaa\x02\tEffuse.V1\xca\x02\tEffuse\\V1\xe2\x02\x15\x45\x66\x66use\\V1\\GPBMetadata\xea\x02\nEffuse::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65\x66\x66use/v1/model.proto\x12\teffuse.v1\x1a\x1a\x65\x66\x66use/v1/generation.proto\x1a\x1egoogle/protobuf/duration.proto\"\xd8\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmask_token_id\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12/\n\x11\x64\x65\x66\x61ult_algorithm\x18\x08 \x01(\x0e\x32\x14.effuse.v1.Algorithm\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\t \x01(\r\x12\x17\n\x0fprefill_workers\x18\n \x01(\r\x12*\n\x08\x64\x65\x66\x61ults\x18\x0b \x01(\x0b\x32\x18.effuse.v1.ModelDefaults\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x12\x19\n\x11has_chat_template\x18\x32 \x01(\x08\"\xa8\x01\n\rModelDefaults\x12+\n\x08sampling\x18\x01 \x01(\x0b\x32\x19.effuse.v1.SamplingParams\x12+\n\x08\x64\x65\x63oding\x18\x02 \x01(\x0b\x32\x19.effuse.v1.DecodingParams\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12)\n\x07sources\x18\x04 \x03(\x0b\x32\x18.effuse.v1.DefaultSource\"-\n\rDefaultSource\x12\x0c\n\x04knob\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"O\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.effuse.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.effuse.v1.Model\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x13ListWorkersResponse\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.effuse.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9b\x05\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.effuse.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.effuse.v1.WorkerState\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x13\n\x0btotal_pages\x18\x08 \x01(\r\x12\x12\n\nfree_pages\x18\t \x01(\r\x12\x19\n\x11quarantined_pages\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x0f\n\x07running\x18\x0c \x01(\r\x12\x0f\n\x07waiting\x18\r \x01(\r\x12\x15\n\rqueued_tokens\x18\x0e \x01(\x04\x12\x13\n\x0b\x62locks_left\x18\x0f \x01(\x04\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x11 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x12 \x01(\x04\x12$\n\x05links\x18\x13 \x03(\x0b\x32\x15.effuse.v1.WorkerLink\x12\x18\n\x10min_handoff_gbps\x18\x14 \x01(\x01\x12\x30\n\x0bquarantines\x18\x15 \x03(\x0b\x32\x1b.effuse.v1.WorkerQuarantine\x12\x16\n\x0ereserved_pages\x18\x16 \x01(\r\x12\x17\n\x0freceiving_pages\x18\x17 \x01(\r\x12\x15\n\rstep_requests\x18\x18 \x01(\x04\x12\x13\n\x0bstep_tokens\x18\x19 \x01(\x04\x12\x1e\n\x16max_num_batched_tokens\x18\x1a \x01(\r\x12\x0e\n\x06routed\x18\x1b \x01(\r\x12\r\n\x05ranks\x18\x1c \x01(\r\"Y\n\x10WorkerQuarantine\x12\x0e\n\x06writer\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\r\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"v\n\nWorkerLink\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1c\n\x14gigabytes_per_second\x18\x04 \x01(\x01\x12\x0f\n\x07refused\x18\x05 \x01(\x08\"\x8e\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.effuse.v1.ChatInputH\x00\x12\x1c\n\x14parse_special_tokens\x18\x04 \x01(\x08\x42\x07\n\x05inputB\x08\n\x06_model\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"D\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\rB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xae\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x19\n\x15WORKER_STATE_STARTING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x05\x32\xfc\x02\n\x0cModelService\x12I\n\nListModels\x12\x1c.effuse.v1.ListModelsRequest\x1a\x1d.effuse.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.effuse.v1.GetModelRequest\x1a\x1b.effuse.v1.GetModelResponse\x12L\n\x0bListWorkers\x12\x1d.effuse.v1.ListWorkersRequest\x1a\x1e.effuse.v1.ListWorkersResponse\x12\x43\n\x08Tokenize\x12\x1a.effuse.v1.TokenizeRequest\x1a\x1b.effuse.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.effuse.v1.DetokenizeRequest\x1a\x1d.effuse.v1.DetokenizeResponseBt\n\rcom.effuse.v1B\nModelProtoP\x01Z\x12\x65\x66\x66use/v1;effusev1\xa2\x02\x03\x45XX\xaa\x02\tEffuse.V1\xca\x02\tEffuse\\V1\xe2\x02\x15\x45\x66\x66use\\V1\\GPBMetadata\xea\x02\nEffuse::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,42 +34,42 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'effuse.v1.model_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\rcom.effuse.v1B\nModelProtoP\001Z\022effuse/v1;effusev1\242\002\003EXX\252\002\tEffuse.V1\312\002\tEffuse\\V1\342\002\025Effuse\\V1\\GPBMetadata\352\002\nEffuse::V1'
-  _globals['_WORKERROLE']._serialized_start=2204
-  _globals['_WORKERROLE']._serialized_end=2294
-  _globals['_WORKERSTATE']._serialized_start=2297
-  _globals['_WORKERSTATE']._serialized_end=2471
+  _globals['_WORKERROLE']._serialized_start=2227
+  _globals['_WORKERROLE']._serialized_end=2317
+  _globals['_WORKERSTATE']._serialized_start=2320
+  _globals['_WORKERSTATE']._serialized_end=2494
   _globals['_MODEL']._serialized_start=97
-  _globals['_MODEL']._serialized_end=418
-  _globals['_MODELDEFAULTS']._serialized_start=421
-  _globals['_MODELDEFAULTS']._serialized_end=589
-  _globals['_DEFAULTSOURCE']._serialized_start=591
-  _globals['_DEFAULTSOURCE']._serialized_end=636
-  _globals['_LISTMODELSREQUEST']._serialized_start=638
-  _globals['_LISTMODELSREQUEST']._serialized_end=696
-  _globals['_LISTMODELSRESPONSE']._serialized_start=698
-  _globals['_LISTMODELSRESPONSE']._serialized_end=777
-  _globals['_GETMODELREQUEST']._serialized_start=779
-  _globals['_GETMODELREQUEST']._serialized_end=810
-  _globals['_GETMODELRESPONSE']._serialized_start=812
-  _globals['_GETMODELRESPONSE']._serialized_end=863
-  _globals['_LISTWORKERSREQUEST']._serialized_start=865
-  _globals['_LISTWORKERSREQUEST']._serialized_end=924
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=926
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=1008
-  _globals['_WORKER']._serialized_start=1011
-  _globals['_WORKER']._serialized_end=1678
-  _globals['_WORKERQUARANTINE']._serialized_start=1680
-  _globals['_WORKERQUARANTINE']._serialized_end=1769
-  _globals['_WORKERLINK']._serialized_start=1771
-  _globals['_WORKERLINK']._serialized_end=1889
-  _globals['_TOKENIZEREQUEST']._serialized_start=1892
-  _globals['_TOKENIZEREQUEST']._serialized_end=2034
-  _globals['_TOKENIZERESPONSE']._serialized_start=2036
-  _globals['_TOKENIZERESPONSE']._serialized_end=2096
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2098
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2166
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2168
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2202
-  _globals['_MODELSERVICE']._serialized_start=2474
-  _globals['_MODELSERVICE']._serialized_end=2854
+  _globals['_MODEL']._serialized_end=441
+  _globals['_MODELDEFAULTS']._serialized_start=444
+  _globals['_MODELDEFAULTS']._serialized_end=612
+  _globals['_DEFAULTSOURCE']._serialized_start=614
+  _globals['_DEFAULTSOURCE']._serialized_end=659
+  _globals['_LISTMODELSREQUEST']._serialized_start=661
+  _globals['_LISTMODELSREQUEST']._serialized_end=719
+  _globals['_LISTMODELSRESPONSE']._serialized_start=721
+  _globals['_LISTMODELSRESPONSE']._serialized_end=800
+  _globals['_GETMODELREQUEST']._serialized_start=802
+  _globals['_GETMODELREQUEST']._serialized_end=833
+  _globals['_GETMODELRESPONSE']._serialized_start=835
+  _globals['_GETMODELRESPONSE']._serialized_end=886
+  _globals['_LISTWORKERSREQUEST']._serialized_start=888
+  _globals['_LISTWORKERSREQUEST']._serialized_end=947
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=949
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=1031
+  _globals['_WORKER']._serialized_start=1034
+  _globals['_WORKER']._serialized_end=1701
+  _globals['_WORKERQUARANTINE']._serialized_start=1703
+  _globals['_WORKERQUARANTINE']._serialized_end=1792
+  _globals['_WORKERLINK']._serialized_start=1794
+  _globals['_WORKERLINK']._serialized_end=1912
+  _globals['_TOKENIZEREQUEST']._serialized_start=1915
+  _globals['_TOKENIZEREQUEST']._serialized_end=2057
+  _globals['_TOKENIZERESPONSE']._serialized_start=2059
+  _globals['_TOKENIZERESPONSE']._serialized_end=2119
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2121
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2189
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2191
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2225
+  _globals['_MODELSERVICE']._serialized_start=2497
+  _globals['_MODELSERVICE']._serialized_end=2877
 # @@protoc_insertion_point(module_scope)

@@ -36,7 +36,7 @@ WORKER_STATE_LOST: WorkerState
 WORKER_STATE_UNREACHABLE: WorkerState
 
 class Model(_message.Message):
-    __slots__ = ("name", "architecture", "block_size", "max_model_len", "vocab_size", "mask_token_id", "eos_token_ids", "default_algorithm", "decode_workers", "prefill_workers", "defaults", "has_chat_template")
+    __slots__ = ("name", "architecture", "block_size", "max_model_len", "vocab_size", "mask_token_id", "eos_token_ids", "default_algorithm", "decode_workers", "prefill_workers", "defaults", "deterministic", "has_chat_template")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class Model(_message.Message):
     DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
     DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
@@ -60,8 +61,9 @@ class Model(_message.Message):
     decode_workers: int
     prefill_workers: int
     defaults: ModelDefaults
+    deterministic: bool
     has_chat_template: bool
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_algorithm: _Optional[_Union[_generation_pb2.Algorithm, str]] = ..., decode_workers: _Optional[int] = ..., prefill_workers: _Optional[int] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_algorithm: _Optional[_Union[_generation_pb2.Algorithm, str]] = ..., decode_workers: _Optional[int] = ..., prefill_workers: _Optional[int] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., deterministic: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
 
 class ModelDefaults(_message.Message):
     __slots__ = ("sampling", "decoding", "max_tokens", "sources")
