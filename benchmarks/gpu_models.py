@@ -144,12 +144,7 @@ EXPERT_MODELS = {
 
 
 def random_model(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    place: RankPlace = ALL,
-    *,
-    batch_invariant: bool = False,
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, place: RankPlace = ALL
 ) -> Transformer:
     """A transformer of this shape, or a rank's part of one; equal calls give equal weights on one
     kind of device.
@@ -202,6 +197,4 @@ def random_model(
         norm=ones(),
         head=head,
     )
-    return Transformer(
-        config, weights, shard=shard, group=place.group, batch_invariant=batch_invariant
-    )
+    return Transformer(config, weights, shard=shard, group=place.group)

@@ -28,6 +28,7 @@ from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.prefill_rivals import PlainPrefill, bare_prefill
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.part import Part
+from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.worker.messages import Abort, AbortDone, PrefillDone, StartPrefill
 
@@ -65,7 +66,8 @@ class Bench:
     ) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.name = name
-        self.model = random_model(MODELS[name], device, dtype, batch_invariant=batch_invariant)
+        weights = random_model(MODELS[name], device, dtype).weights
+        self.model = Transformer(MODELS[name], weights, batch_invariant=batch_invariant)
         self.paged: Paged = paged(self.model, most_tokens + 64 * PAGE_SIZE, page_size=PAGE_SIZE)
         self.engine = prefill_engine(self.paged, max_num_batched_tokens=min(most_tokens, MOST_ROWS))
         self._names = count()

@@ -209,7 +209,10 @@ class Bench:
     def _model(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, place: RankPlace
     ) -> Transformer:
-        return random_model(config, device, dtype, place, batch_invariant=self.batch_invariant)
+        drawn = random_model(config, device, dtype, place)
+        if self.batch_invariant:
+            return Transformer(config, drawn.weights, batch_invariant=True)
+        return drawn
 
     def _floor(self, most_rows: int) -> Floor:
         return Floor(self.model, most_rows)
@@ -365,13 +368,8 @@ def _measure_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     contexts = asked.context or [512, 2048]
     batches = [row for row in BATCHES if not asked.batch or row[0] in asked.batch]
-    bench = Bench(
-        name,
-        device,
-        max(row[0] for row in batches),
-        max(contexts),
-        batch_invariant=asked.batch_invariant,
-    )
+    most = max(row[0] for row in batches), max(contexts)
+    bench = Bench(name, device, *most, batch_invariant=asked.batch_invariant)
     for context in contexts:
         for batch, steps, size in batches:
             if time.monotonic() > deadline:

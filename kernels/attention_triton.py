@@ -325,25 +325,29 @@ def _attention_kernel(
                 k_cache + kv_head * kc_head, page, offset, k, other, dim, present, flies,
                 kc_page, kc_token, k_token, IS_ALIGNED,
             )  # fmt: skip
+        else:
+            keys = _rows_at(k, other, dim, flies, k_token)
+            cached_keys = load_keys(
+                k_cache, page, offset, kv_head, dim, present, kc_page, kc_token, kc_head,
+                PAGE_SIZE, PIECE,
+            )  # fmt: skip
+            keys = tl.where(present[:, None], cached_keys, keys)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        sees = row_block[:, None] >= _block_of(context + other, origin, BLOCK_SIZE)[None, :]
+        sees = present[None, :] | (sees & flies[None, :])
+        scores = tl.where(sees, scores, float("-inf"))
+        if PIECE == 0:
             values = _rows_of_both(
                 v_cache + kv_head * vc_head, page, offset, v, other, dim, present, flies,
                 vc_page, vc_token, v_token, IS_ALIGNED,
             )  # fmt: skip
         else:
-            keys = load_keys(
-                k_cache, page, offset, kv_head, dim, present, kc_page, kc_token, kc_head,
-                PAGE_SIZE, PIECE,
-            )  # fmt: skip
-            values = load_values(
+            values = _rows_at(v, other, dim, flies, v_token)
+            cached_values = load_values(
                 v_cache, page, offset, kv_head, dim, present, vc_page, vc_token, vc_head,
                 PAGE_SIZE, PIECE,
             )  # fmt: skip
-            keys = tl.where(present[:, None], keys, _rows_at(k, other, dim, flies, k_token))
-            values = tl.where(present[:, None], values, _rows_at(v, other, dim, flies, v_token))
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        sees = row_block[:, None] >= _block_of(context + other, origin, BLOCK_SIZE)[None, :]
-        sees = present[None, :] | (sees & flies[None, :])
-        scores = tl.where(sees, scores, float("-inf"))
+            values = tl.where(present[:, None], cached_values, values)
         accumulator, total, peak = _accumulate(
             scores, values, accumulator, total, peak, scale, PRECISION
         )

@@ -28,7 +28,7 @@ _SHARED_BYTES: Final = 224_000
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class DenseTile:
     """A tile's parts of rows, and its consumers of 64 columns each."""
 
     parts: tuple[int, ...]
@@ -44,15 +44,15 @@ class Tile:
 
 
 TILES: Final = (
-    Tile((16,), 1),
-    Tile((32,), 1),
-    Tile((64,), 1),
-    Tile((128, 16), 1),
-    Tile((128, 128, 16), 1),
-    Tile((128, 16), 2),
-    Tile((128, 64), 2),
-    Tile((128, 128), 2),
-    Tile((128, 128, 16), 2),
+    DenseTile((16,), 1),
+    DenseTile((32,), 1),
+    DenseTile((64,), 1),
+    DenseTile((128, 16), 1),
+    DenseTile((128, 128, 16), 1),
+    DenseTile((128, 16), 2),
+    DenseTile((128, 64), 2),
+    DenseTile((128, 128), 2),
+    DenseTile((128, 128, 16), 2),
 )
 """Few, because each is a kernel to compile."""
 
@@ -67,12 +67,12 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def tile_of(rows: int, columns: int, inner: int) -> Tile:
+def tile_of(rows: int, columns: int, inner: int) -> DenseTile:
     """The tile that should be fastest for these sizes."""
     return min(TILES, key=lambda tile: _seconds(tile, rows, columns, inner))
 
 
-def _seconds(tile: Tile, rows: int, columns: int, inner: int) -> float:
+def _seconds(tile: DenseTile, rows: int, columns: int, inner: int) -> float:
     """An estimate for an H100: rounds of tiles, each limited by products or copies.
 
     Its constants are fitted to the choice of tiles for five weights and 32 to 4224 rows.
@@ -91,7 +91,7 @@ def launch(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
+    tile: DenseTile | None = None,
 ) -> Tensor:
     """x [T, K] times ``weight`` [N, K], and a bias [N]: [T, N] in `out_dtype`, by default x's.
 

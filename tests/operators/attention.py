@@ -114,7 +114,8 @@ def check_cut(ops: Operators, dtype: torch.dtype) -> None:
     caches = [torch.full(shape, float("nan"), dtype=dtype, device=ops.device) for _ in "kv"]
     for cache, rows in zip(caches, (call.k, call.v), strict=True):
         cache[:200] = rows
-    k_cache, v_cache = (cache.unflatten(0, (-1, case.page_size))[pages] for cache in caches)
+    paged = len(pages), case.page_size, *shape[1:]
+    k_cache, v_cache = (cache.view(paged)[pages] for cache in caches)
     for cached in (8, 64, 72, 128, 192):
         later = replace(case, sequences=(Row(200 - cached, cached),))
         own = slice(cached, 200)

@@ -9,6 +9,8 @@ from router.asking import ask, request
 from router.fake_model import EOS, ids_of
 from router.fake_workers import FakeWorker, ends_its_engine
 from router.fakes import FakeFleet, run
+from router.test_openai_api import CHAT, client_of
+from router.test_openai_api import run as run_with_http
 
 from effuse.placement.records import PlacementRecord
 from effuse.v1 import generation_pb2 as pb
@@ -185,3 +187,21 @@ def test_a_stop_string_in_what_was_held_back_counts_though_the_engine_is_lost_th
         assert answer.finish_reason == pb.FINISH_REASON_STOP
 
     run(body)
+
+
+@pytest.mark.parametrize("value", ["true", "false", None])
+def test_an_answer_over_http_shows_whether_it_is_deterministic(value: str | None) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        for worker in fleet.workers:
+            told = () if value is None else (("deterministic", value),)
+            worker.record = replace(worker.record, fingerprint=told)
+        await fleet.announce()
+        client = client_of(fleet)
+        whole = await client.chat.completions.create(model="fake", messages=CHAT)
+        expected = {"deterministic": value == "true"}
+        assert whole.model_extra == expected
+        stream = await client.completions.create(model="fake", prompt="how many?", stream=True)
+        extras = [chunk.model_extra async for chunk in stream]
+        assert extras[-1] == expected and not any(extras[:-1])
+
+    run_with_http(body)

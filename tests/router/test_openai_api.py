@@ -10,7 +10,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 from certificates import Authority
@@ -101,24 +100,6 @@ def test_a_chat_is_answered_whole_and_as_it_grows() -> None:
         assert {chunk.id for chunk in chunks} == {chunks[0].id}
         route = {"route": "/v1/chat/completions", "status": "200"}
         await until(lambda: fleet.metric("effuse_http_responses_total", **route) == 2)
-
-    run(body)
-
-
-@pytest.mark.parametrize("value", ["true", "false", None])
-def test_an_answer_tells_whether_it_is_deterministic(value: str | None) -> None:
-    async def body(fleet: FakeFleet) -> None:
-        for worker in fleet.workers:
-            told = () if value is None else (("deterministic", value),)
-            worker.record = msgspec.structs.replace(worker.record, fingerprint=told)
-        await fleet.announce()
-        client = client_of(fleet)
-        whole = await client.chat.completions.create(model="fake", messages=CHAT)
-        expected = {"deterministic": value == "true"}
-        assert whole.model_extra == expected
-        stream = await client.completions.create(model="fake", prompt="how many?", stream=True)
-        extras = [chunk.model_extra async for chunk in stream]
-        assert extras[-1] == expected and not any(extras[:-1])
 
     run(body)
 
