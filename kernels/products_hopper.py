@@ -133,6 +133,13 @@ def launch(
     return out
 
 
+def compile_tiles(device: torch.device, dtype: torch.dtype) -> None:
+    """Compiles the kernel for every tile, so that no request waits for that."""
+    x = torch.zeros(DEPTH, DEPTH, dtype=dtype, device=device)
+    for tile in TILES:
+        launch(x, x, tile=tile)
+
+
 def _boxes(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Rows of a matrix for the bulk copy engine, DEPTH elements at a time; beyond it are zeros."""
     return TensorDescriptor(

@@ -141,33 +141,29 @@ class NixlPeers:
         self._agent = agent
         self._layout = layout
         self._maps = maps
-        self._peers: dict[str, NixlPeer] = {}  # least recently used first
+        self.by_name: dict[str, NixlPeer] = {}  # of its agent; least recently used first
 
     def find(self, reservation: Reservation, shard: Shard) -> NixlPeer:
         """The peer of a receiving rank, connected. Raises HandoffRefused if it cannot be used."""
         address = shard.address
         if not address.agent_name or not address.agent_metadata or not address.memory_kind:
             raise HandoffRefused(Cause.MALFORMED, "the reservation lacks its agent's address")
-        peer = self._peers.pop(address.agent_name, None)
+        peer = self.by_name.pop(address.agent_name, None)
         if peer is not None and _is_same(peer, address, reservation.num_pool_pages):
-            self._peers[peer.name] = peer
+            self.by_name[peer.name] = peer
             return peer
         if peer is not None:
             self._remove(peer)
         self._make_room()
         added = self._add(reservation.num_pool_pages, shard)
-        self._peers[added.name] = added
+        self.by_name[added.name] = added
         return added
-
-    def named(self, name: str) -> NixlPeer | None:
-        """The peer whose agent has this name, if it is known."""
-        return self._peers.get(name)
 
     def forget(self, life: str) -> None:
         """Removes the receivers of an ended life, because their memory stays in use as long as they
         are known. Receivers with pushes in flight are removed once these have ended.
         """
-        for peer in [one for one in self._peers.values() if f"-{life}-" in one.name]:
+        for peer in [one for one in self.by_name.values() if f"-{life}-" in one.name]:
             peer.is_gone = True
             self._remove_gone(peer)
 
@@ -177,7 +173,7 @@ class NixlPeers:
         self._remove_gone(peer)
 
     def _remove_gone(self, peer: NixlPeer) -> None:
-        if not peer.is_gone or peer.num_pushes or self._peers.pop(peer.name, None) is None:
+        if not peer.is_gone or peer.num_pushes or self.by_name.pop(peer.name, None) is None:
             return
         try:
             self._remove(peer)
@@ -190,7 +186,7 @@ class NixlPeers:
         def add() -> NixlPeer:
             name = self._agent.add_peer(address.agent_metadata)
             if name != address.agent_name:
-                if name not in self._peers:
+                if name not in self.by_name:
                     self._agent.remove_peer(name)
                 raise HandoffRefused(
                     Cause.PEER,
@@ -210,7 +206,7 @@ class NixlPeers:
 
     def _remove(self, peer: NixlPeer) -> None:
         if peer.num_pushes:
-            self._peers[peer.name] = peer
+            self.by_name[peer.name] = peer
             raise HandoffRefused(
                 Cause.PEER, f"agent {peer.name} changed while writes to it are in flight"
             )
@@ -226,12 +222,12 @@ class NixlPeers:
                 cuda_ipc.close_handle(peer.mapped)
 
     def _make_room(self) -> None:
-        if len(self._peers) < MOST_PEERS:
+        if len(self.by_name) < MOST_PEERS:
             return
-        idle = next((peer for peer in self._peers.values() if not peer.num_pushes), None)
+        idle = next((peer for peer in self.by_name.values() if not peer.num_pushes), None)
         if idle is None:
             raise HandoffRefused(Cause.PEER, f"pushes to {MOST_PEERS} peers are already in flight")
-        del self._peers[idle.name]
+        del self.by_name[idle.name]
         self._remove(idle)
 
 

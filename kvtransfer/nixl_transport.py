@@ -270,7 +270,7 @@ class NixlTransport(Transport):
         """Notifications since the last call."""
         heard: list[Heard] = []
         for name, data in self._sender.notifications():
-            peer = self._peers.named(name)
+            peer = self._peers.by_name.get(name)
             try:
                 answer = decode_to_sender(data)
             except MalformedMessage:

@@ -71,7 +71,7 @@ def load_shard(
     directory, is_exact = model_directory(config), config.dtype == "auto" and device.type == "cpu"
     dtype = select_dtype("float32" if is_exact else config.dtype, directory)
     if config.batch_invariant:
-        check_batch_invariant(device, dtype)
+        prepare_batch_invariant(device, dtype)
     return load_model(
         directory,
         adapter=config.adapter,
@@ -162,8 +162,8 @@ def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def check_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError if a row would depend on the others of a forward."""
+def prepare_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
+    """Compiles what keeps rows independent of each other; ValueError if nothing can."""
     name = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
         if dtype != torch.float32:
@@ -176,6 +176,7 @@ def check_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(
             f"--batch-invariant: expected bfloat16 or float16 on a Hopper GPU, got {name} on {gpu}"
         )
+    products_hopper.compile_tiles(device, dtype)
 
 
 def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:

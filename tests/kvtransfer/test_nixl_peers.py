@@ -256,7 +256,7 @@ def test_receivers_of_a_life_that_is_over_are_removed_once_nothing_is_in_flight(
     assert agent.removed == [idle.name]
     peers.leave(busy)
     assert agent.removed == [idle.name, busy.name]
-    assert peers.named(other.name) is other and peers.named(busy.name) is None
+    assert peers.by_name[other.name] is other and busy.name not in peers.by_name
 
 
 def test_a_writer_shows_its_connection_and_none_of_its_memory() -> None:
