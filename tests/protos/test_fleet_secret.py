@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from fronts import PrefillPeer
+from slowness import patient
 
 from effuse.protos import rpc
 from effuse.protos.channels import FleetAccess, FleetChannel, prefill_stub, proof_stub, worker_stub
@@ -110,6 +111,9 @@ def test_a_new_connection_is_proven_anew() -> None:
             channel = FleetAccess(secret=OURS).connect(address)
             await channel.prove()
             assert channel.get_state() is grpc.ChannelConnectivity.READY
+        # gRPC's own thread reads that the connection has ended.
+        async with asyncio.timeout(patient(10)):
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         with pytest.raises(PeerLost):
             await prove_at(channel, THEIRS, address)
         await channel.close()
