@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from client.fake_router import FakeRouter
+from slowness import patient
 
 import effuse
 from effuse.cli.ports import free_port
@@ -139,6 +140,20 @@ def serving(router: FakeRouter, port: int) -> Iterator[None]:
         server.stop(0).wait(10)
 
 
+def until_lost(client: effuse.Client) -> None:
+    """Waits until the client's connection has ended: a call that still begins on it would wait, as
+    the process that served it goes on."""
+    lost = threading.Event()
+
+    def note(state: grpc.ChannelConnectivity) -> None:
+        if state is not grpc.ChannelConnectivity.READY:
+            lost.set()
+
+    client._channel.subscribe(note)
+    assert lost.wait(patient(10))
+    client._channel.unsubscribe(note)
+
+
 @pytest.fixture
 def port() -> int:
     """One that the kernel gives to nobody else while no router listens on it."""
@@ -166,6 +181,7 @@ def test_a_router_that_is_replaced_is_waited_for(
     ):
         with serving(router, port):
             assert ask(client) == "abc"
+        until_lost(client)
         asking = [threads.submit(ask, client), threads.submit(asyncio.run, ask_too())]
         time.sleep(2.0)
         assert not any(one.done() for one in asking)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -140,18 +141,18 @@ def test_an_engine_dies_with_its_front(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    ENVIRONMENT["TMPDIR"] = str(temporary)
-    try:
-        with started(tmp_path) as (process, _):
-            (home,) = temporary.iterdir()
-            assert home.stat().st_mode & 0o777 == 0o700
-            process.terminate()
-            assert process.wait(patient(30)) == 0
-    finally:
-        del ENVIRONMENT["TMPDIR"]
-    assert list(temporary.iterdir()) == []
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a socket's path has room behind it
+        temporary = Path(name)
+        ENVIRONMENT["TMPDIR"] = name
+        try:
+            with started(tmp_path) as (process, _):
+                (home,) = temporary.iterdir()
+                assert home.stat().st_mode & 0o777 == 0o700
+                process.terminate()
+                assert process.wait(patient(30)) == 0
+        finally:
+            del ENVIRONMENT["TMPDIR"]
+        assert list(temporary.iterdir()) == []
 
 
 def test_a_taken_port_is_an_error_and_not_a_share(tmp_path: Path) -> None:
