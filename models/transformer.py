@@ -206,9 +206,11 @@ class Transformer:
 
     def draws_shares(self, *, filters: bool) -> bool:
         """Whether the ranks of a group draw from their shares of the vocabulary; with filters each
-        needs whole rows."""
-        shard, sizes = self.shard, vocabulary_sizes(self.config, self.shard.size)
-        return not (shard.is_whole or filters or any(size % 4 for size in sizes[:-1]))
+        needs whole rows. A deterministic model always takes them, because both ways round in
+        another order, and other requests choose the way."""
+        if self.shard.is_whole or self.is_deterministic or filters:
+            return False
+        return not any(size % 4 for size in vocabulary_sizes(self.config, self.shard.size)[:-1])
 
     def candidates(
         self, hidden: Tensor, sampling: RowSampling, *, filters: bool = True

@@ -134,7 +134,7 @@ def serve(asked: argparse.Namespace, path: Path, expected: list[list[int]]) -> b
             took = time.monotonic() - began
             equal = sum(map(list.__eq__, found, expected))
             print(f"{len(found)} at the same time in {took:.1f} s: busy {watched.result()} %")
-            print(f"  {equal} of {len(found)} equal, 0 hung", flush=True)
+            print(f"  {equal} of {len(found)} equal", flush=True)
     return num_equal == count and equal == len(found)
 
 

@@ -44,8 +44,11 @@ def test_a_share_that_is_not_finite_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_only_filters_need_logits_of_other_ranks(tmp_path: Path, size: int, filters: bool) -> None:
+def test_only_filters_and_determinism_need_logits_of_other_ranks(
+    tmp_path: Path, size: int, deterministic: bool, filters: bool
+) -> None:
     path = write_tiny_checkpoint(tmp_path, "sdar", sizes=SIZES)
     cases = [CASES["greedy"], CASES["drawn_hot_entropy"]]
     cases += [CASES["top_p"], CASES["top_k_drawn"]] if filters else []
@@ -56,12 +59,16 @@ def test_only_filters_need_logits_of_other_ranks(tmp_path: Path, size: int, filt
 
     def work(place: RankPlace) -> tuple[Candidates, int]:
         model, group = load_model(path, place=place), place.group
+        model.is_deterministic = deterministic
         assert isinstance(group, ThreadGroup)
         before = group.num_dealt
         return model.candidates(rows, sampling, filters=filters), group.num_dealt - before
 
     for found, num_dealt in run_ranks(size, work):
-        assert num_dealt == filters
+        assert num_dealt == (filters or deterministic)
+        if deterministic:
+            assert torch.equal(found.confidence, expected.confidence)
+            assert torch.equal(found.score, expected.score)
         assert found.token.tolist() == expected.token.tolist()
         torch.testing.assert_close(found.confidence, expected.confidence, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found.score, expected.score, rtol=1e-5, atol=1e-5)
