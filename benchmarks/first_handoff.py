@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="ranks of each worker",
     )
     parser.add_argument("--no-kills", action="store_true", help="only the fleet that is ready")
+    parser.add_argument("--worker-flag", action="append", default=[], help="of both workers")
     parser.add_argument("--log-dir", type=Path, help="where the processes log")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/first_handoff.json"))
     asked = parser.parse_args(argv)
@@ -80,11 +81,12 @@ def _config(asked: argparse.Namespace) -> FleetConfig:
     """One prefill and one decode worker; every prompt is handed over."""
     prefill, decode = asked.sizes
     on_cuda, num_gpus = asked.device == "cuda", prefill + decode
+    started = "--startup-timeout-s", str(READY_S)
     return FleetConfig(
         connector=asked.connector,
         model=asked.model,
         router_flags=("--prefill", "remote"),
-        worker_flags=("--device", asked.device, "--startup-timeout-s", str(READY_S)),
+        worker_flags=("--device", asked.device, *started, *asked.worker_flag),
         prefill_flags=(SIZE_FLAG, str(prefill)),
         decode_flags=(SIZE_FLAG, str(decode)),
         gpus=tuple(gpus_here())[:num_gpus] if on_cuda else None,

@@ -197,7 +197,7 @@ def serving(connector: str, *, replicas: bool) -> Iterator[tuple[Fleet, list[Ask
 
 
 @contextlib.contextmanager
-def on_gpus(connector: str) -> Iterator[tuple[Fleet, list[Asked]]]:
+def on_gpus(connector: str, *, eager: bool) -> Iterator[tuple[Fleet, list[Asked]]]:
     """Two co-located groups of two GPUs, and the answers of one GPU, in fp32."""
     params = effuse.Params(max_tokens=64)
     prompts = [problem(5, number).prompt for number in range(2 * CLIENTS)]
@@ -205,6 +205,7 @@ def on_gpus(connector: str) -> Iterator[tuple[Fleet, list[Asked]]]:
     with effuse.LLM(device="cuda", enforce_eager=True, num_pages=256, **options) as llm:  # type: ignore[arg-type]
         answers = llm.generate(prompts, params)
     flags = [word for name, value in options.items() for word in (_flag(name), str(value))]
+    flags += ["--enforce-eager"] * eager
     config = FleetConfig(
         prefill=0,
         decode=2,
@@ -225,15 +226,18 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def storm(connector: str, count: int, *, replicas: bool, gpus: bool, seconds: float) -> Ledger:
+def storm(found: argparse.Namespace) -> Ledger:
     """Runs one storm."""
-    ledger, roles = Ledger(), ROLES[1:] if gpus else ROLES
+    ledger, roles = Ledger(), ROLES[1:] if found.gpus else ROLES
     with (
-        on_gpus(connector) if gpus else serving(connector, replicas=replicas) as (fleet, asked),
+        on_gpus(found.connector, eager=found.eager)
+        if found.gpus
+        else serving(found.connector, replicas=found.replicas) as (fleet, asked),
         ThreadPoolExecutor(CLIENTS + len(roles)) as pool,
     ):
-        until = time.monotonic() + seconds
-        each = count // len(roles)
+        print("ready", flush=True)
+        until = time.monotonic() + found.seconds
+        each = found.faults // len(roles)
         asking = [pool.submit(ask, fleet, asked, number, ledger) for number in range(CLIENTS)]
         faults = [pool.submit(inject, fleet, role, each, ledger, until) for role in roles]
         try:
@@ -253,10 +257,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--connector", default="nixl", choices=("nixl", "zmq"))
     parser.add_argument("--replicas", action="store_true", help="decode workers of two replicas")
     parser.add_argument("--gpus", action="store_true", help="on four GPUs")
+    parser.add_argument("--eager", action="store_true", help="without graphs, with --gpus")
     parser.add_argument("--seconds", type=float, default=1e9, help="no fault begins after them")
     found = parser.parse_args(argv)
-    how = {"replicas": found.replicas, "gpus": found.gpus, "seconds": found.seconds}
-    ledger = storm(found.connector, found.faults, **how)
+    ledger = storm(found)
     print(ledger.tell())
     for text in (ledger.wrong + ledger.failed)[:5]:
         print(text)
