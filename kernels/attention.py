@@ -34,7 +34,7 @@ def block_attention(
     (`pages`). Cached slots that no page table reaches are never read. On the CPU the rows of one
     diffusion block are computed separately, over the keys they see. So a row's result is bitwise
     the same, whatever other sequences or later blocks of its own sequence share the forward. With
-    `batch_invariant` that holds on a GPU too, because no sequence's keys are split.
+    `batch_invariant` that holds on a GPU too, because keys are only split at fixed positions.
     """
     _check(q, k, v, k_cache, v_cache, batch)
     if out is None:
@@ -51,7 +51,7 @@ def block_attention(
             batch,
             scale=scale,
             out=out,
-            splits=1 if batch_invariant else None,
+            batch_invariant=batch_invariant,
         )
         return out
     assert batch.gather is not None, "the batch was not built for the CPU"

@@ -16,9 +16,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.attention_splits_triton import (
+    PART_KEYS,
     SPLIT_STEP,
+    merge_parts,
     merge_splits,
     most_splits,
+    num_parts,
     partial_results,
 )
 
@@ -47,12 +50,16 @@ ALONE_SHORT = Shape(1, 64, 3, 184, 72, 128, 2)
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def shape_of(groups: int, max_seqlen: int) -> Shape:
+def shape_of(groups: int, max_seqlen: int, *, batch_invariant: bool = False) -> Shape:
     """The shape class for ``groups`` query heads a KV head and at most ``max_seqlen`` rows.
+
+    With `batch_invariant` two sets of sums need registers, so its tiles have fewer keys.
 
     Rounding depends on the number of keys in a tile, which depends only on the model. A row gets
     the same result whatever shares its forward, unless its cache is split differently.
     """
+    if batch_invariant:
+        return ALONE_TALL
     if groups > 1:
         return GROUPED
     return ALONE_SHORT if max_seqlen <= 64 else ALONE_TALL
@@ -85,6 +92,7 @@ def launch(
     scale: float,
     out: Tensor,
     splits: int | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """`attention_triton.launch` for arguments that `is_supported` accepts."""
     from effuse.kernels.attention_gluon import hopper_attention_kernel
@@ -93,7 +101,7 @@ def launch(
     kv_heads = k.shape[1]
     groups = q_heads // kv_heads
     num_seqs = len(batch.context_lens)
-    shape = shape_of(groups, batch.max_seqlen)
+    shape = shape_of(groups, batch.max_seqlen, batch_invariant=batch_invariant)
     tile_rows = 64 * shape.consumers
     # The most tiles that this many rows and sequences can have; the others end immediately.
     num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
@@ -101,10 +109,13 @@ def launch(
     # suit the usual case of a window of four.
     usual_tiles = max(-(-tokens * groups // tile_rows), num_seqs // 4)
     wave = PROCESSORS * shape.programs_per_processor
+    if splits is None and batch_invariant:
+        max_keys = batch.max_context + batch.max_seqlen
+        splits = num_parts(usual_tiles * kv_heads, wave, max_keys, 4 * q.numel())
     num_splits = splits or most_splits(usual_tiles * kv_heads, wave, batch.max_context)
     chunk = 32 if batch.page_size % 32 == 0 else 16
     boxes = _boxes(k_cache, v_cache, chunk) if batch.max_context else None
-    partial_out, partial_lse = partial_results(q, num_splits)
+    partial_out, partial_lse = partial_results(q, num_splits, 1 + batch_invariant)
     # Tiles come last, so that missing ones do not take a processor from others.
     hopper_attention_kernel[(kv_heads, num_splits, num_tiles)](
         q,
@@ -140,6 +151,7 @@ def launch(
         STAGES=shape.stages,
         MAX_SEQS=max(64, 1 << (num_seqs - 1).bit_length()),
         SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
+        PART_KEYS=PART_KEYS if batch_invariant else 0,
         CONSUMER_REGISTERS=shape.consumer_registers,
         PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4,
@@ -148,7 +160,8 @@ def launch(
         launch_pdl=True,
     )
     if num_splits > 1:
-        merge_splits(partial_out, partial_lse, batch, out)
+        merge = merge_parts if batch_invariant else merge_splits
+        merge(partial_out, partial_lse, batch, out)
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -6,6 +6,9 @@ A launch fixes the most splits there can be; every sequence is cut by its own le
 device, so that a captured launch suits any context. Parts are combined in split order, so the
 result does not depend on which finished first.
 
+With `batch_invariant` each of these parts has `PART_KEYS` keys, at fixed positions. They are added
+one by one, last first, with the operations of a program that computes all of them by itself.
+
 Bytes: the parts that a sequence has, fp32, once; the output once. A merge is short and mostly waits
 for loads, so a program starts them before it knows their sequence.
 """
@@ -20,6 +23,10 @@ from effuse.kernels.early_start import may_start_early
 
 # The most keys in any kernel's tile; a split's tokens are a multiple of it.
 SPLIT_STEP = 128
+# Keys of a part with `batch_invariant`. Boundaries of parts never depend on a launch.
+PART_KEYS = 512
+MOST_PART_BYTES = 256 << 20
+PEAK = tl.constexpr(-1.0e30)  # below every score, and finite, so that rows without keys give zeros
 # Splits whose loads are under way together. One number for all launches, so that a result does not
 # depend on other merges.
 SPLITS_AT_ONCE = 8
@@ -35,15 +42,28 @@ def most_splits(num_programs: int, wave: int, max_context: int) -> int:
     return max(1, min(wave // max(1, num_programs), -(-max_context // SPLIT_STEP)))
 
 
-def partial_results(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+def num_parts(num_programs: int, wave: int, max_keys: int, part_bytes: int) -> int:
+    """Programs for each sequence of up to ``max_keys`` keys: one for each part, or 1 for all parts.
+
+    Parts cost memory and a merge, so they only pay off if half of a wave would stay idle. Their
+    fp32 results of ``part_bytes`` each take at most MOST_PART_BYTES.
+    """
+    count = -(-max_keys // PART_KEYS)
+    pays_off = num_programs * 2 <= wave and count * part_bytes <= MOST_PART_BYTES
+    return count if pays_off else 1
+
+
+def partial_results(q: Tensor, num_splits: int, num_states: int = 1) -> tuple[Tensor, Tensor]:
     """Uninitialised memory for `merge_splits`; almost none without splits.
 
-    ([splits, T, Hq, D] and [splits, T, Hq], both fp32) for ``q`` [T, Hq, D].
+    ([splits, T, Hq, D] and [splits, T, Hq], both fp32) for ``q`` [T, Hq, D]. `merge_parts` needs
+    two states, [2 * splits, T, Hq].
     """
     tokens, heads, head_dim = q.shape
     shape = (num_splits, tokens, heads) if num_splits > 1 else (0, 1, 1)
     partial_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-    return partial_out, torch.empty(shape, dtype=torch.float32, device=q.device)
+    states = num_states * shape[0], *shape[1:]
+    return partial_out, torch.empty(states, dtype=torch.float32, device=q.device)
 
 
 def merge_splits(
@@ -82,6 +102,64 @@ def merge_splits(
         enable_fp_fusion=True,
         launch_pdl=starts_early,
     )
+
+
+def merge_parts(
+    partial_out: Tensor, partial_state: Tensor, batch: AttentionBatch, out: Tensor
+) -> None:
+    """Fill ``out`` [T, Hq, D] for sequences of more than one part of `PART_KEYS` keys.
+
+    ``partial_out`` [parts, T, Hq, D] fp32 holds sums that are not normalised, ``partial_state``
+    [2 * parts, T, Hq] fp32 their peaks, then their totals, of all parts that a token sees.
+    """
+    parts, tokens, heads, head_dim = partial_out.shape
+    num_seqs = len(batch.context_lens)
+    starts_early = may_start_early(partial_out.device)
+    _parts_kernel[(tokens, triton.cdiv(heads, HEADS_AT_ONCE))](
+        partial_out,
+        partial_state,
+        out,
+        batch.cu_seqlens,
+        batch.context_lens,
+        batch.block_origins,
+        num_seqs,
+        tokens,
+        parts,
+        *out.stride()[:2],
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        MAX_SEQS=max(64, triton.next_power_of_2(num_seqs)),
+        BLOCK_SIZE=batch.block_size,
+        KEYS=PART_KEYS,
+        AT_ONCE=SPLITS_AT_ONCE,
+        HEADS_AT_ONCE=HEADS_AT_ONCE,
+        STARTS_EARLY=starts_early,
+        num_warps=4,
+        enable_fp_fusion=True,
+        launch_pdl=starts_early,
+    )
+
+
+@triton.jit
+def seen_end_of(row, num_rows, context, origin, BLOCK_SIZE: tl.constexpr):
+    """The end of the positions that an in-flight row sees: the end of its diffusion block. Takes
+    numbers or tensors."""
+    position = context + row
+    relative = position - origin
+    block_end = tl.where(relative < 0, origin, position + BLOCK_SIZE - relative % BLOCK_SIZE)
+    return tl.minimum(block_end, context + num_rows)
+
+
+@triton.jit
+def add_part(total, peak, part_total, part_peak):
+    """(factors of the sums so far and of the part's, new total, new peak).
+
+    Explicit about what is fused, because two kernels must round alike.
+    """
+    new_peak = tl.maximum(peak, part_peak)
+    shrink = tl.exp2(peak - new_peak)
+    weight = tl.exp2(part_peak - new_peak)
+    return shrink, weight, tl.fma(weight, part_total, total * shrink), new_peak
 
 
 @triton.jit
@@ -204,3 +282,88 @@ def _combine(weights, values, held, result, total, peak):
         result += weight[:, None] * tl.where(present[:, None], values[split], 0.0)
         total += weight
     return result, total, new_peak
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "parts"])
+def _parts_kernel(
+    partial_out,
+    partial_state,
+    out,
+    cu_seqlens,
+    context_lens,
+    block_origins,
+    num_seqs,
+    num_tokens,
+    parts,
+    out_token,
+    out_head,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAX_SEQS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
+):
+    """Add the parts of some heads of a token, last first; those that it does not see change
+    nothing."""
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
+    dim = tl.arange(0, HEAD_DIM)
+    exists = head < HEADS
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
+    num_seen = _count_parts(
+        cu_seqlens, context_lens, block_origins, num_seqs, token, MAX_SEQS, BLOCK_SIZE, KEYS
+    )
+    if num_seen == 0:
+        return
+    step = num_tokens.to(tl.int64) * HEADS
+    place = token.to(tl.int64) * HEADS + head
+    peak = tl.full([HEADS_AT_ONCE], PEAK, dtype=tl.float32)
+    total = tl.zeros([HEADS_AT_ONCE], dtype=tl.float32)
+    result = tl.zeros([HEADS_AT_ONCE, HEAD_DIM], dtype=tl.float32)
+    groups = (num_seen + AT_ONCE - 1) // AT_ONCE
+    for group in range(groups):
+        first = (groups - 1 - group) * AT_ONCE
+        states = partial_state + place + first * step
+        values = partial_out + (place + first * step)[:, None] * HEAD_DIM + dim[None, :]
+        limit = tl.where(exists, num_seen - first, 0)
+        peaks, sums = _load_parts(states, values, limit, step, HEAD_DIM, AT_ONCE)
+        totals = _load_values(states + parts * step, limit, step, AT_ONCE)
+        for back in tl.static_range(AT_ONCE):
+            part_peak = tl.where(AT_ONCE - 1 - back < limit, peaks[AT_ONCE - 1 - back], PEAK)
+            part_total = totals[AT_ONCE - 1 - back]
+            shrink, weight, total, peak = add_part(total, peak, part_total, part_peak)
+            weight = tl.broadcast_to(weight[:, None], [HEADS_AT_ONCE, HEAD_DIM])
+            result = tl.fma(sums[AT_ONCE - 1 - back], weight, result * shrink[:, None])
+    rows = out + token.to(tl.int64) * out_token + head * out_head
+    inverse = 1.0 / tl.where(exists, total, 1.0)
+    result = (result * inverse[:, None]).to(out.dtype.element_ty)
+    tl.store(rows[:, None] + dim[None, :], result, mask=exists[:, None])
+
+
+@triton.jit
+def _load_values(pointers, limit, step, AT_ONCE: tl.constexpr):
+    values = ()
+    for part in tl.static_range(AT_ONCE):
+        values += (tl.load(pointers + part * step, mask=part < limit, other=0.0),)  # type: ignore[assignment]
+    return values
+
+
+@triton.jit
+def _count_parts(
+    cu_seqlens, context_lens, block_origins, num_seqs, token, MAX_SEQS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The parts that ``token`` sees, or 0 if its sequence has only one."""
+    sequence = tl.arange(0, MAX_SEQS)
+    present = sequence < num_seqs
+    begins = tl.load(cu_seqlens + sequence, mask=present, other=0)
+    ends = tl.load(cu_seqlens + sequence + 1, mask=present, other=0)
+    contexts = tl.load(context_lens + sequence, mask=present, other=0)
+    origins = tl.load(block_origins + sequence, mask=present, other=0)
+    seen = seen_end_of(token - begins, ends - begins, contexts, origins, BLOCK_SIZE)
+    counts = tl.where(contexts + ends - begins > KEYS, (seen + KEYS - 1) // KEYS, 0)
+    return tl.sum(tl.where((begins <= token) & (token < ends), counts, 0), 0)

@@ -14,6 +14,7 @@ for each tile (from L2 except for the first tile).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -65,12 +66,13 @@ def launch(
     scale: float,
     out: Tensor,
     splits: int | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """Fill ``out`` [T, Hq, D].
 
-    Caches are views of either layout, as in `attention.block_attention`. ``splits`` overrides
-    `most_splits`. Raises ValueError for head dims that tensor cores do not support, and for rows
-    whose D elements are not contiguous.
+    Caches are views of either layout, as in `attention.block_attention`. ``splits`` overrides the
+    number of programs for a sequence's keys. Raises ValueError for head dims that tensor cores do
+    not support, and for rows whose D elements are not contiguous.
     """
     tokens, q_heads, head_dim = q.shape
     num_seqs = len(batch.context_lens)
@@ -85,10 +87,11 @@ def launch(
     distinct = is_distinct(k_cache)
     is_hopper = not distinct and attention_hopper.is_supported(q, others, batch.page_size)
     if is_hopper:
-        attention_hopper.launch(
-            q, k, v, k_cache, v_cache, batch, scale=scale, out=out, splits=splits
-        )
+        launch = partial(attention_hopper.launch, splits=splits, batch_invariant=batch_invariant)
+        launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
         return
+    if batch_invariant:
+        splits = 1
     kv_heads = k.shape[1]
     groups = q_heads // kv_heads
     tile = tile_shape(q.dtype, head_dim)

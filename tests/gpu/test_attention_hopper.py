@@ -74,3 +74,36 @@ def test_many_runs_of_many_tiles_agree() -> None:
         call.out.fill_(float("nan"))
         ops.attention(call)
         assert torch.equal(call.out, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_parts_at_fixed_positions_equal_explicit_mask(name: str, dtype: torch.dtype) -> None:
+    case = replace(CASES[name], head_dim=128, batch_invariant=True, splits=None)
+    attention.check(case, triton_kernels(CUDA), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_bitwise_equal_wherever_the_cache_ends(dtype: torch.dtype) -> None:
+    """By one program for all parts, and by one for each."""
+    ops = triton_kernels(CUDA)
+    attention.check_cut(ops, dtype, attention.LONG_CUTS, splits=(1, 3, 7, None))
+
+
+@pytest.mark.parametrize("q_heads", [28, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sequence_is_bitwise_equal_among_others(dtype: torch.dtype, q_heads: int) -> None:
+    """Alone its parts have programs of their own, among many it has one."""
+    contexts = (0, 33, 480, 512, 700, 1500, 2048, 5000, 1024, 64, 2048, 2048)
+    rows = tuple(Row(16 + 7 * i, context) for i, context in enumerate(contexts))
+    case = attention.Case(
+        rows,
+        q_heads=q_heads,
+        kv_heads=4,
+        head_dim=128,
+        page_size=32,
+        block_size=32,
+        batch_invariant=True,
+    )
+    attention.check_alone_and_shuffled(case, triton_kernels(CUDA), dtype)
+    attention.check(case, triton_kernels(CUDA), dtype)

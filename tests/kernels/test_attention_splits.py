@@ -2,7 +2,7 @@
 
 import pytest
 
-from effuse.kernels.attention_splits_triton import most_splits
+from effuse.kernels.attention_splits_triton import MOST_PART_BYTES, most_splits, num_parts
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,20 @@ from effuse.kernels.attention_splits_triton import most_splits
 )
 def test_programs_fill_one_wave(programs: int, wave: int, context: int, expected: int) -> None:
     assert most_splits(programs, wave, context) == expected
+
+
+@pytest.mark.parametrize(
+    ("programs", "max_keys", "part_bytes", "expected"),
+    [
+        (32, 2180, 1 << 20, 5),
+        (66, 2180, 1 << 20, 5),
+        (67, 2180, 1 << 20, 1),  # every processor but two has a program
+        (32, 512, 1 << 20, 1),
+        (32, 2048, MOST_PART_BYTES // 4, 4),
+        (32, 2049, MOST_PART_BYTES // 4, 1),  # too much memory
+    ],
+)
+def test_parts_get_programs_if_half_a_wave_is_idle(
+    programs: int, max_keys: int, part_bytes: int, expected: int
+) -> None:
+    assert num_parts(programs, 132, max_keys, part_bytes) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +38,7 @@ class Case:
     keys_token_major: bool = False
     values_token_major: bool = False
     splits: int | None = None
+    batch_invariant: bool = False
     magnitude: float = 1.0
 
 
@@ -104,21 +107,32 @@ def check_alone_and_shuffled(case: Case, ops: Operators, dtype: torch.dtype) -> 
         assert torch.equal(alone.out, call.out[own])
 
 
-def check_cut(ops: Operators, dtype: torch.dtype) -> None:
-    """Bitwise the same rows if the beginning of a sequence is cached, wherever it ends."""
-    case = Case((Row(200, 0),), block_size=8, splits=1)
+SHORT_CUTS = (8, 64, 72, 128, 192)
+LONG_CUTS = (8, 64, 504, 512, 520, 1000, 1024, 1288)
+
+
+def check_cut(
+    ops: Operators,
+    dtype: torch.dtype,
+    cuts: Sequence[int] = SHORT_CUTS,
+    splits: Sequence[int | None] = (None,),
+) -> None:
+    """Bitwise the same rows if the beginning of a sequence is cached, wherever it ends, and by any
+    number of programs."""
+    count = cuts[-1] + 8
+    case = Case((Row(count, 0),), block_size=8, batch_invariant=True, head_dim=64)
     call = build(case, ops.device, dtype)
     ops.attention(call)
-    pages = torch.arange(-(-200 // case.page_size), device=ops.device).flip(0)
+    pages = torch.arange(-(-count // case.page_size), device=ops.device).flip(0)
     shape = len(pages) * case.page_size, *call.k.shape[1:]
     caches = [torch.full(shape, float("nan"), dtype=dtype, device=ops.device) for _ in "kv"]
     for cache, rows in zip(caches, (call.k, call.v), strict=True):
-        cache[:200] = rows
+        cache[:count] = rows
     paged = len(pages), case.page_size, *shape[1:]
     k_cache, v_cache = (cache.view(paged)[pages] for cache in caches)
-    for cached in (8, 64, 72, 128, 192):
-        later = replace(case, sequences=(Row(200 - cached, cached),))
-        own = slice(cached, 200)
+    for cached, programs in itertools.product((0, *cuts), splits):
+        later = replace(case, sequences=(Row(count - cached, cached),))
+        own = slice(cached, count)
         rest = replace(
             call,
             q=call.q[own],
@@ -128,9 +142,10 @@ def check_cut(ops: Operators, dtype: torch.dtype) -> None:
             v_cache=strided(v_cache, token_major=True),
             batch=batch_of(later, [pages.tolist()], ops.device),
             out=torch.full_like(call.out[own], float("nan")),
+            splits=programs,
         )
         ops.attention(rest)
-        assert torch.equal(rest.out, call.out[own]), cached
+        assert torch.equal(rest.out, call.out[own]), (cached, programs)
 
 
 def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
@@ -154,6 +169,7 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
         scale=case.head_dim**-0.5,
         out=torch.full((total, case.q_heads, case.head_dim), float("nan")).to(device, dtype),
         splits=case.splits,
+        batch_invariant=case.batch_invariant,
     )
 
 

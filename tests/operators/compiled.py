@@ -102,7 +102,9 @@ def distinct_cache(shape: Shape) -> tuple[Tensor, Tensor]:
     return layer_of(sizes, shape.dtype, "meta", kind="distinct")
 
 
-def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = False) -> None:
+def launch_attention(
+    shape: Shape, *, distinct: bool = False, hopper: bool = False, invariant: bool = False
+) -> None:
     rows, context = shape.rows, 2048
     heads = shape.q_heads + 2 * shape.kv_heads
     fused = meta(shape.sequences * rows, heads, shape.head_dim, dtype=shape.dtype)
@@ -118,7 +120,8 @@ def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = Fal
     )
     pages = distinct_cache(shape) if distinct else cache(shape)
     launch = attention_hopper.launch if hopper else attention_triton.launch
-    launch(q, k, v, *pages, batch, scale=0.1, out=torch.empty_like(q))
+    out = torch.empty_like(q)
+    launch(q, k, v, *pages, batch, scale=0.1, out=out, batch_invariant=invariant)
 
 
 def launch_sampling(
@@ -175,6 +178,9 @@ def hopper_variants() -> Variants:
     for name, shape in HOPPER_SHAPES.items():
         launch = partial(launch_attention, shape, hopper=True)
         yield name, device_code([attention_gluon, attention_splits_triton], launch)
+        invariant = partial(launch, invariant=True)
+        modules = [attention_gluon, attention_splits_triton]
+        yield f"{name}_invariant", device_code(modules, invariant)
 
 
 def distinct_variants() -> Variants:

@@ -8,6 +8,7 @@ wrongly without a message, hence fp32 and fp16 only; every kernel program costs 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import traceback
@@ -28,7 +29,13 @@ from effuse.kernels import (
     sampling_triton,
     step_plan_triton,
 )
-from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
+from effuse.kernels.attention_batch import make_attention_batch
+from effuse.kernels.attention_splits_triton import (
+    PART_KEYS,
+    SPLIT_STEP,
+    merge_parts,
+    tokens_per_split,
+)
 from effuse.kernels.sampling import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits, sampling_shape
 from effuse.kernels.values import LogitEdits, RowSampling
@@ -76,6 +83,7 @@ def attention_checks() -> Iterator[tuple[str, Check]]:
     for dtype in (torch.float32, torch.float16):
         yield f"cut-{dtype}", partial(attention.check_cut, OPS, dtype)
     yield "splits_are_even", check_splits
+    yield "parts", check_parts
 
 
 def distinct_checks() -> Iterator[tuple[str, Check]]:
@@ -272,6 +280,44 @@ def check_splits() -> None:
         assert (used <= splits).all()
         assert ((last > 0) & ((used < splits) | (last < share + SPLIT_STEP))).all()
         assert (share < -(-(contexts + rows) // splits) + SPLIT_STEP).all()
+
+
+def check_parts() -> None:
+    """Parts against a softmax over all keys in fp64; NaN lies in every part that no token sees."""
+    sequences = ((1100, 40, 1100), (500, 13, 0), (0, 700, 0), (4608, 3, 4608), (100, 5, 0))
+    heads, dim, block = 3, 16, 32
+    batch = make_attention_batch(
+        [count for _, count, _ in sequences],
+        [context for context, _, _ in sequences],
+        [[0] * -(-context // 16) for context, _, _ in sequences],
+        [origin for _, _, origin in sequences],
+        block_size=block,
+        page_size=16,
+        device=torch.device("cpu"),
+    )
+    tokens, count = sum(own for _, own, _ in sequences), 10
+    sums = torch.full((count, tokens, heads, dim), float("nan"))
+    states = torch.full((2 * count, tokens, heads), float("nan"))
+    out = torch.full((tokens, heads, dim), 7.0)
+    expected, draw, token = out.double(), torch.Generator().manual_seed(4), 0
+    for context, count_rows, origin in sequences:
+        for row in range(count_rows):
+            position = context + row
+            seen = min(position + block - (position - origin) % block, context + count_rows)
+            scores = 3 * torch.randn(heads, seen, generator=draw)
+            values = torch.randn(heads, seen, dim, generator=draw)
+            for part, begin in enumerate(range(0, seen, PART_KEYS)):
+                own = slice(begin, begin + PART_KEYS)
+                peak = scores[:, own].amax(1)
+                weights = torch.exp2(scores[:, own] - peak[:, None])
+                sums[part, token] = (weights[:, :, None] * values[:, own]).sum(1)
+                states[part, token], states[count + part, token] = peak, weights.sum(1)
+            if context + count_rows > PART_KEYS:
+                weights = torch.softmax(scores.double() * math.log(2), 1)
+                expected[token] = (weights[:, :, None] * values).sum(1)
+            token += 1
+    merge_parts(sums, states, batch, out)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def main() -> None:

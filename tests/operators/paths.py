@@ -49,6 +49,7 @@ class Attention:
     scale: float
     out: Tensor
     splits: int | None
+    batch_invariant: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
             scale=a.scale,
             out=a.out,
             splits=a.splits,
+            batch_invariant=a.batch_invariant,
         )
 
     def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
