@@ -1,7 +1,9 @@
 """Kills and freezes single ranks of workers of two devices while clients ask; counts wrong answers.
 
 One worker of each role may be down at a time, so that one of each is always ready. With `--gpus`
-the workers are two co-located groups of two GPUs, with the bundled model.
+the workers are two co-located groups of two GPUs, with the bundled model. With `--engines` two
+prefill and two decode workers of one rank share two GPUs, in bf16 with `--batch-invariant`, and
+their engines are killed.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.rank_faults --faults 40
 """
@@ -20,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -27,6 +30,7 @@ import psutil
 from e2e.client import connect
 from e2e.degrees import Asked
 from e2e.kept import LLADA2
+from e2e.same_answers import requests
 from e2e.test_detection import lives
 from e2e.test_equality import solid_jobs
 from e2e.tiny import fleet_of, tiny_fleet
@@ -68,9 +72,9 @@ class Ledger:
         )
 
 
-def rank_pids(fleet: Fleet, role: Role) -> list[int]:
-    """Processes of a role's ranks; their leaders are not among them."""
-    module = f"effuse.{role}_worker.rank"
+def pids_of(fleet: Fleet, role: Role, part: str) -> list[int]:
+    """Processes of a role's ranks, without their leaders (`rank`), or of its engines (`build`)."""
+    module = f"effuse.{role}_worker.{part}"
     found = []
     for number in range(2):
         worker = psutil.Process(fleet.processes[f"{role}-{number}"].pid)
@@ -104,21 +108,22 @@ def ask(fleet: Fleet, asked: Sequence[Asked], number: int, ledger: Ledger) -> No
             time.sleep(_PAUSE_S)
 
 
-def inject(fleet: Fleet, role: Role, count: int, ledger: Ledger, until: float) -> None:
-    """Each fault hits one rank of a role, once both workers of that role are ready; none after
-    `until`."""
+def inject(fleet: Fleet, role: Role, count: int, ledger: Ledger, until: float, part: str) -> None:
+    """Each fault hits one rank or engine of a role, once both workers of that role are ready; none
+    after `until`."""
     rng = random.Random(role)
     for number in range(count):
         before = wait_ready(fleet, role)
         if time.monotonic() > until:
             return
-        victim = rng.choice(rank_pids(fleet, role))
-        kind = (signal.SIGKILL, signal.SIGSTOP)[number % 2]
+        victim = rng.choice(pids_of(fleet, role, part))
+        kind = signal.SIGKILL if part == "build" else (signal.SIGKILL, signal.SIGSTOP)[number % 2]
         began = time.monotonic()
         os.kill(victim, kind)
         if not has_happened(victim, kind):
             raise AssertionError(f"{kind.name} of {victim} was not seen to happen")
-        name = f"{role} rank {'killed' if kind is signal.SIGKILL else 'frozen'}"
+        did = "killed" if kind is signal.SIGKILL else "frozen"
+        name = f"{role} {'engine' if part == 'build' else 'rank'} {did}"
         ended = began + _LIMIT_S
         while Path(f"/proc/{victim}").exists():
             if time.monotonic() > ended:
@@ -215,11 +220,35 @@ def on_gpus(connector: str, *, eager: bool) -> Iterator[tuple[Fleet, list[Asked]
         gpus=tuple(gpus_here())[:4],
         has_secret=False,
     )
-    requests = [make_request(prompt, params, token_ids=True) for prompt in prompts]
+    messages = [make_request(prompt, params, token_ids=True) for prompt in prompts]
     with Fleet(config) as fleet:
         with connect(fleet.address) as client, ThreadPoolExecutor(CLIENTS) as pool:
-            list(pool.map(client.generate, requests * 2))  # compiles what is left
-        yield fleet, [(one, found.token_ids) for one, found in zip(requests, answers, strict=True)]
+            list(pool.map(client.generate, messages * 2))  # compiles what is left
+        yield fleet, [(one, found.token_ids) for one, found in zip(messages, answers, strict=True)]
+
+
+@contextlib.contextmanager
+def engines(connector: str, *, eager: bool) -> Iterator[tuple[Fleet, list[Asked]]]:
+    """2P2D on two GPUs in bf16, or on CPUs; the answers of this fleet before the first fault."""
+    gpus = tuple(gpus_here())[:2]
+    on_gpu = "--device", "cuda", "--dtype", "bfloat16", "--batch-invariant"
+    flags = [*(on_gpu if gpus else ()), *["--enforce-eager"] * eager, "--num-pages", "4096"]
+    config = FleetConfig(
+        prefill=2,
+        decode=2,
+        connector=connector,
+        worker_flags=tuple(flags),
+        gpus=gpus or None,
+        gpu_sharing=bool(gpus),
+        has_secret=False,
+    )
+    prompts = [(prompt, params) for prompt, params in requests(200) if params.n != 2]
+    messages = [make_request(prompt, params, token_ids=True) for prompt, params in prompts]
+    with Fleet(config) as fleet:
+        with connect(fleet.address) as client, ThreadPoolExecutor(24) as pool:
+            found = list(pool.map(client.generate, messages))
+        assert all(one.deterministic for one in found)
+        yield fleet, [(one, own.token_ids) for one, own in zip(messages, found, strict=True)]
 
 
 def _flag(name: str) -> str:
@@ -229,17 +258,20 @@ def _flag(name: str) -> str:
 def storm(found: argparse.Namespace) -> Ledger:
     """Runs one storm."""
     ledger, roles = Ledger(), ROLES[1:] if found.gpus else ROLES
-    with (
-        on_gpus(found.connector, eager=found.eager)
-        if found.gpus
-        else serving(found.connector, replicas=found.replicas) as (fleet, asked),
-        ThreadPoolExecutor(CLIENTS + len(roles)) as pool,
-    ):
+    if found.engines:
+        serves = engines(found.connector, eager=found.eager)
+    elif found.gpus:
+        serves = on_gpus(found.connector, eager=found.eager)
+    else:
+        serves = serving(found.connector, replicas=found.replicas)
+    with serves as (fleet, asked), ThreadPoolExecutor(CLIENTS + len(roles)) as pool:
         print("ready", flush=True)
         until = time.monotonic() + found.seconds
         each = found.faults // len(roles)
         asking = [pool.submit(ask, fleet, asked, number, ledger) for number in range(CLIENTS)]
-        faults = [pool.submit(inject, fleet, role, each, ledger, until) for role in roles]
+        part = "build" if found.engines else "rank"
+        hit = partial(inject, fleet, count=each, ledger=ledger, until=until, part=part)
+        faults = [pool.submit(hit, role) for role in roles]
         try:
             for fault in faults:
                 fault.result()
@@ -257,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--connector", default="nixl", choices=("nixl", "zmq"))
     parser.add_argument("--replicas", action="store_true", help="decode workers of two replicas")
     parser.add_argument("--gpus", action="store_true", help="on four GPUs")
-    parser.add_argument("--eager", action="store_true", help="without graphs, with --gpus")
+    parser.add_argument("--engines", action="store_true", help="engines of 2P2D on two GPUs")
+    parser.add_argument("--eager", action="store_true", help="without graphs, on GPUs")
     parser.add_argument("--seconds", type=float, default=1e9, help="no fault begins after them")
     found = parser.parse_args(argv)
     ledger = storm(found)

@@ -1,7 +1,8 @@
 """Whether answers depend on what else runs: the bundled model on GPUs, in bf16, in many fleets.
 
 One base run is compared with runs in which one factor changed, and with random combinations. If
-`--off` leaves `--batch-invariant` out, some answers change.
+`--off` leaves `--batch-invariant` out, some answers change. With `--ranks 2` every fleet is one
+worker of two GPUs.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.same_answers --requests 500
 """
@@ -38,20 +39,26 @@ class Way:
     connector: str = "nixl"
     eager: bool = False
     pages: int = 4096
+    ranks: int = 1  # of each worker
 
     def config(self, device: str, mode: tuple[str, ...]) -> FleetConfig:
         """The fleet's."""
-        gpus = tuple(gpus_here())[: 1 + self.is_split] if device == "cuda" else None
+        count = self.ranks * (1 + self.is_split)
+        gpus = tuple(gpus_here())[:count] if device == "cuda" else None
         dtype = "bfloat16" if device == "cuda" else "float32"
         flags = ("--device", device, "--dtype", dtype, "--num-pages", str(self.pages), *mode)
         return FleetConfig(
             prefill=int(self.is_split),
             decode=1,
             connector=self.connector,
-            worker_flags=(*flags, *(("--enforce-eager",) if self.eager else ())),
+            worker_flags=(
+                *flags,
+                *(("--enforce-eager",) if self.eager else ()),
+                *(("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()),
+            ),
             prefill_flags=() if self.caches else ("--no-enable-prefix-caching",),
             gpus=gpus,
-            gpu_sharing=gpus is not None and self.is_split and len(gpus) < 2,
+            gpu_sharing=gpus is not None and len(gpus) < count,
             has_secret=False,
         )
 
@@ -135,13 +142,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="*", choices=tuple(WAYS), default=tuple(WAYS))
     parser.add_argument("--mixed", type=int, default=20, help="random combinations")
     parser.add_argument("--seconds", type=float, default=1e9, help="no way begins after them")
+    parser.add_argument("--ranks", type=int, default=1, help="of each worker")
     parser.add_argument("--off", action="store_true", help="without --batch-invariant")
     given = parser.parse_args(argv)
     mode = () if given.off else ("--batch-invariant",)
     began, rng = time.monotonic(), random.Random(39)
     asked = requests(given.requests)
-    expected, _ = answers(BASE, asked, given.device, mode)
-    ways = {name: (WAYS[name], asked) for name in given.ways}
+    group = {"ranks": given.ranks, "is_split": False} if given.ranks > 1 else {}
+    expected, _ = answers(replace(BASE, **group), asked, given.device, mode)
+    ways = {name: (replace(WAYS[name], **group), asked) for name in given.ways}
     few = asked[: max(1, len(asked) // 5)]
     ways |= {f"mixed {number}": (mixed(rng), few) for number in range(given.mixed)}
     total = missed = 0
