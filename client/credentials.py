@@ -3,8 +3,6 @@
 Deadlines and retries are in `retries.py`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ Otherwise effuse's own default is used, which is greedy. Reads files of a few hu
 weights.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final
 

@@ -3,8 +3,6 @@
 config.json's names identify a family, and are read first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

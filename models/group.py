@@ -5,8 +5,6 @@ Ranks of one host meet through a file in a private directory, so that no port is
 A group is a value of its own and not the process's default group: a process may be in several.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ row or the boundary vector), and samples them from one head product. The workers
 use the candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
