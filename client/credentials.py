@@ -3,6 +3,8 @@
 Deadlines and retries are in `retries.py`.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Callable, Sequence

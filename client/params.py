@@ -1,6 +1,8 @@
 """The settings of a request as one value, and the request made from them."""
 # ruff: noqa: RUF009  # `_setting` makes a field, like dataclasses.field
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, fields
 from operator import index

@@ -8,6 +8,8 @@ span at least `SPAN_S`, so that a call survives the replacement of a router. If 
 lost, the next attempt follows as soon as there is a new one.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json

@@ -4,6 +4,8 @@ gRPC does the TLS. This file decides which files gRPC gets. It keeps the previou
 files are unreadable or do not match, for example during a renewal.
 """
 
+from __future__ import annotations
+
 import codecs
 import logging
 import os
