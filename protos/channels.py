@@ -144,7 +144,7 @@ class FleetAccess:
             options = rpc.channel_options(keepalive, FLEET_LIMITS.max_message_bytes)
             channel = grpc.aio.secure_channel(
                 address,
-                self._tls.credentials,
+                self._tls.found,
                 [*options, *rpc.near_options(), ("grpc.ssl_target_name_override", FLEET_NAME)],
             )
         return FleetChannel(channel, address, self.secret)
