@@ -147,10 +147,11 @@ class Renewal(Generic[T]):
     """What was read from files, and is read again once they have changed and can be used."""
 
     def __init__(
-        self, what: str, at: Path | None, stamp: Callable[[], Stamp], read: Callable[[], T]
+        self, at: Path | None, stamp: Callable[[], Stamp], read: Callable[[], T], kept: str
     ) -> None:
-        """what, at: the content and its place, for the log. Raises the errors of `read`."""
-        self._what, self._at, self._stamp_now, self._read = what, at, stamp, read
+        """at: where it is, for the log. kept: the line about files that cannot be used, with a
+        place for the reason. Raises the errors of `read`."""
+        self._at, self._stamp_now, self._read, self._kept = at, stamp, read, kept
         self._trouble = ""  # the last logged problem with the files
         self._stamp = stamp()
         self.found = read()
@@ -169,12 +170,12 @@ class Renewal(Generic[T]):
             self.found = self._read()
         except (OSError, ValueError) as error:
             if str(error) != self._trouble:  # not at each look
-                LOG.warning("keeping the previous %s: %s", self._what, error)
+                LOG.warning(self._kept, error)
             self._trouble = str(error)
             return False
         self._stamp, self._trouble = stamp, ""
         self.version += 1
-        LOG.info("loaded new %s from %s", self._what, self._at)
+        LOG.info("loaded %s, which has changed", self._at)
         return True
 
 
@@ -188,7 +189,8 @@ class Certificates(Renewal[T]):
             files.check()
             return load(files)
 
-        super().__init__("certificates", files.cert or files.ca, files.stamp, read)
+        kept = "keeping the previous certificates: %s"
+        super().__init__(files.cert or files.ca, files.stamp, read, kept)
 
 
 class ServerTls(Certificates[grpc.ServerCertificateConfiguration]):

@@ -105,8 +105,9 @@ class KeyRing:
             state = path.stat()
             return ((state.st_ino, state.st_size, state.st_mtime_ns),)
 
+        kept = "keeping the previous keys: %s"
         try:
-            self._keys = Renewal("keys", path, stamp, lambda: parse_keys(path.read_text()))
+            self._keys = Renewal(path, stamp, lambda: parse_keys(path.read_text()), kept)
         except ValueError as error:
             raise OSError(f"--keys: {path}: {error}") from error
 
