@@ -80,7 +80,7 @@ class RankBench(Bench):
     """Steps of a rank of a dense model."""
 
     def _floor(self, most_rows: int) -> Floor:
-        whole = self.model.shard.is_whole
+        whole = self.model.shard.size == 1
         return Floor(self.model, most_rows) if whole else SummedFloor(self.model, most_rows)
 
 
@@ -116,7 +116,7 @@ def measure_step(bench: Bench, batch: int, context: int, steps: int, size: int) 
 
 def without_exchange(model: Transformer, measured: Callable[[], float], of_one: float) -> float:
     """`measured` while ranks exchange nothing; `of_one` if there is a single rank."""
-    if model.shard.is_whole:
+    if model.shard.size == 1:
         return of_one
     group = model.group
     model.group = Silent(model.shard.size)

@@ -6,7 +6,7 @@ of torch's symmetric memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ class Silent(Group):
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         every = x.repeat(1, self._size)
         return functional.pad(every, (0, max(0, sum(sizes) - every.shape[1])))[:, : sum(sizes)]
 

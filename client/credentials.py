@@ -60,7 +60,7 @@ class Credentials:
         target, tls, arguments = self._read(target, arguments)
         if tls is None:
             return grpc.insecure_channel(target, arguments)
-        return grpc.secure_channel(target, tls.credentials, arguments)
+        return grpc.secure_channel(target, tls.found, arguments)
 
     def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
         """A channel for the running event loop, which adds `metadata`. Raises like `channel`."""
@@ -72,7 +72,7 @@ class Credentials:
         target, tls, arguments = self._read(target, arguments)
         if tls is None:
             return partial(grpc.aio.insecure_channel, target, arguments)
-        return partial(grpc.aio.secure_channel, target, tls.credentials, arguments)
+        return partial(grpc.aio.secure_channel, target, tls.found, arguments)
 
     def _read(self, target: str, arguments: Arguments) -> tuple[str, ChannelTls | None, Arguments]:
         """Target, certificates and arguments of a channel; without a proxy if the router is on this

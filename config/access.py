@@ -4,8 +4,6 @@ By default each process listens on loopback in plain text. Plain text on any oth
 allowed by a flag, so that no port opens to a network by mistake.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal

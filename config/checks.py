@@ -3,8 +3,6 @@
 Checks that need several values are in the config itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import math

@@ -3,8 +3,6 @@
 pyproject.toml has the same list, and a test compares the two.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

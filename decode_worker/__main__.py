@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from effuse.config.extras import explaining
-from effuse.telemetry import output
+from effuse.telemetry import logs
 from effuse.worker.config import DecodeConfig
 
 
@@ -14,7 +14,7 @@ def main() -> NoReturn:
         from effuse.worker import front
 
     about = "KV pages in, committed tokens out."
-    output.leave(front.main(DecodeConfig, lambda _: make_role(), "effuse-decode", about))
+    logs.leave(front.main(DecodeConfig, lambda _: make_role(), "effuse-decode", about))
 
 
 if __name__ == "__main__":

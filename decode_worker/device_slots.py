@@ -221,7 +221,7 @@ def _put_settings(
     row[Column.STEPS] = settings.denoising_steps
     row[Column.TOP_K] = sampling.top_k
     row[Column.ANSWER_INDEX] = sampling.answer_index
-    row[Column.SCORE] = ScoreCode.named(settings.ranked_by)
+    row[Column.SCORE] = ScoreCode[settings.ranked_by.upper()]
     real = row.view(np.float32)
     real[Column.CONFIDENCE] = settings.confidence_threshold
     real[Column.ADD] = settings.block_add_threshold

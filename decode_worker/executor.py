@@ -345,7 +345,7 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         keep_boundary=plan.num_stored > 0 and not is_canvas,
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=sampling,
-        score=_SCORES[settings.alg] if is_canvas else ScoreCode.named(settings.ranked_by),
+        score=_SCORES[settings.alg] if is_canvas else ScoreCode[settings.ranked_by.upper()],
         draw=_draw(request) if is_canvas else None,
         guidance=settings.cfg_scale if is_canvas else 0.0,
         num_logprobs=request.asked.num_logprobs,

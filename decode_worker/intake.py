@@ -25,7 +25,6 @@ from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.models.config import ModelConfig
-from effuse.models.defaults import block_steps, unfit
 from effuse.placement.records import FEW_PAGES
 from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import (
@@ -166,7 +165,7 @@ class Intake:
             arrival=arrival,
             arrived_s=now,
             sequence=self._sequence(message),
-            settings=block_steps(message.settings, self.model, message.stopping.max_tokens),
+            settings=self.model.block_steps(message.settings, message.stopping.max_tokens),
         )
         if message.num_logprobs is not None and message.resume is not None:
             _resume_logprobs(request, message.resume)
@@ -185,7 +184,7 @@ class Intake:
 
     def _check_algorithm(self, request: DecodeRequest) -> None:
         name = request.settings.algorithm
-        if why := unfit(name, self.model):
+        if why := self.model.unfit(name):
             raise RequestError(why)
         if request.settings.is_canvas and request.asked.writer is not None:
             raise RequestError(

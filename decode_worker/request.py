@@ -5,7 +5,7 @@ Data with derived properties; the scheduler makes decisions and the engine carri
 Its changes of logits (penalties of written tokens, biases, barred ids) depend only on final text,
 that is, on settled blocks. So they are the same for an attempt that resumes the request at the same
 commit, and a block in flight does not depend on the order in which its own masks were filled.
-`kernels/sampling_edits.py` applies the changes.
+`kernels/sampling.py` applies the changes.
 """
 
 from collections.abc import Iterable

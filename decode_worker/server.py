@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import grpc.aio
 
+from effuse.protos.channels import filled
 from effuse.protos.errors import Bug, InvalidRequest
-from effuse.protos.rpc import filled
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import peer, wire

@@ -5,8 +5,6 @@ memory of an ended process stays in use. The driver counts mappings of one handl
 one, UCX's cost nothing, and the memory is free once we release ours.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from functools import cache

@@ -8,8 +8,6 @@ its own seed, so that one life finds errors that another misses. It is no defenc
 attacker, because xxh3 is not cryptographic.
 """
 
-from __future__ import annotations
-
 import struct
 
 import torch

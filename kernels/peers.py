@@ -6,8 +6,6 @@ rank ends, the kernels of its peers wait for ever, as those of NCCL do. The lead
 the ranks, then ends their processes, and with a process the driver ends its kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final
 

@@ -7,8 +7,6 @@ Work: 2 FLOP for each (row, column, input). Bytes: the weights once, mostly from
 cache each tile reads its columns and its rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final

@@ -1,17 +1,19 @@
 """From logits to one candidate token for each row, with its confidence and ranking score.
 
 Filters (temperature, top-p, top-k), drawing and probability. The decode worker decides which
-candidates are written. Randomness has no state: Philox4x32-10 gives the same number for the same
-key and counter, on every device and in every batch (Salmon et al., Parallel random numbers: as easy
-as 1, 2, 3, 2011).
+candidates are written. Changes of logits (penalties, biases, barred ids, min-p) are a pass of their
+own before, so that rows of requests without changes are not read again. Randomness has no state:
+Philox4x32-10 gives the same number for the same key and counter, on every device and in every batch
+(Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011).
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from effuse.kernels.values import Candidates, RowSampling, ScoreCode
+from effuse.kernels.values import Candidates, LogitEdits, RowSampling, ScoreCode
 
 ROUNDS = 10
 MULTIPLIER_0 = 0xD2511F53
@@ -19,6 +21,7 @@ MULTIPLIER_1 = 0xCD9E8D57
 KEY_STEP_0 = 0x9E3779B9
 KEY_STEP_1 = 0xBB67AE85
 LOW_32 = 0xFFFFFFFF
+_LOGPROB_ROWS = 256  # at a time: a row takes 8 bytes for each token beside its logits
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -247,3 +250,73 @@ def gumbel_of_words(word: Tensor) -> Tensor:
     """
     uniform = (word >> 8).double() * 2.0**-24 + 2.0**-25
     return -(-uniform.log()).log().float()
+
+
+def edit_logits(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor:
+    """The changed logits [R, V] fp32 of ``logits`` [R, V], any float dtype; the input is unchanged.
+
+    Entries first (repetition penalty: arXiv 1909.05858), then min-p (arXiv 2407.01082): a logit
+    that is more than the row's gap below the largest one (without the mask id's) becomes -inf. The
+    gap is -T * log(min_p), for the row's temperature T. NaN stays NaN.
+    """
+    changed = logits.to(torch.float32, copy=True)
+    if changed.is_cuda:
+        from effuse.kernels import sampling_edits_triton
+
+        sampling_edits_triton.launch(changed, edits, mask_token_id)
+        return changed
+    _apply_entries(changed, edits)
+    limited = edits.gap.isfinite().nonzero().squeeze(1)
+    if limited.numel():
+        rows = changed[limited]
+        others = rows.clone()
+        others[:, mask_token_id] = float("-inf")
+        floor = others.amax(dim=1) - edits.gap[limited]
+        changed[limited] = rows.masked_fill(rows < floor[:, None], float("-inf"))
+    return changed
+
+
+def _apply_entries(changed: Tensor, edits: LogitEdits) -> None:
+    counts = (edits.end - edits.begin).long()
+    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    within = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    entry = edits.begin.long()[row] + within
+    token, penalty = edits.token[entry].long(), edits.penalty[entry]
+    value = changed[row, token]
+    scaled = torch.where(value > 0, value / penalty, value * penalty)
+    changed[row, token] = scaled + edits.add[entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """For each of R rows, of the chosen token and of the K likeliest ones."""
+
+    chosen: Tensor  # [R] fp32
+    top_tokens: Tensor  # [R, K] int64, the likeliest first
+    top: Tensor  # [R, K] fp32
+
+
+def token_logprobs(logits: Tensor, token: Tensor, mask_token_id: int, num_top: int) -> Logprobs:
+    """Log-probabilities of ``token`` [R] int64 by ``logits`` [R, V], any float dtype, in fp32: the
+    softmax over all ids except the mask's, before any change that a request asks for. K is
+    ``num_top``, but at most V - 1. Masks are written by another number, the confidence.
+    """
+    num_top = min(num_top, logits.shape[1] - 1)
+    parts = [
+        _logprobs_of(*some, mask_token_id, num_top)
+        for some in zip(
+            torch.split(logits, _LOGPROB_ROWS), torch.split(token, _LOGPROB_ROWS), strict=True
+        )
+    ]
+    chosen, top_tokens, top = zip(*parts, strict=True)
+    return Logprobs(torch.cat(chosen), torch.cat(top_tokens), torch.cat(top))
+
+
+def _logprobs_of(
+    logits: Tensor, token: Tensor, mask_token_id: int, num_top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    allowed = logits.to(torch.float32, copy=True)
+    allowed[:, mask_token_id] = float("-inf")
+    logprob = allowed.log_softmax(dim=-1)
+    top, top_tokens = logprob.topk(num_top, dim=-1)
+    return logprob.gather(1, token[:, None]).squeeze(1), top_tokens, top

@@ -11,8 +11,6 @@ last stored position. The latter is kept as the slot's boundary, from which the 
 flight is predicted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

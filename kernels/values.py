@@ -43,11 +43,6 @@ class ScoreCode(IntEnum):
     MARGIN = 1
     NEG_ENTROPY = 2
 
-    @classmethod
-    def named(cls, name: str) -> Self:
-        """The code of confidence, margin or neg_entropy. Raises KeyError."""
-        return cls[name.upper()]
-
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:

@@ -4,8 +4,6 @@ A part has the KV heads that one writing rank and this rank both hold. Bookkeepi
 only: reception.py acts on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ One small protocol; thread.py runs it over any transport on its own thread. Comm
 results are events that the engine polls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol, TypeVar

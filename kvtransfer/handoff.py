@@ -4,8 +4,6 @@ transfers.
 No I/O and no clock. receiver.py and sender.py carry out the instructions.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from enum import Enum, auto

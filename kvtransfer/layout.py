@@ -3,8 +3,6 @@
 Pure values. The memory itself is in memory.py, the holders of pages in pool.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

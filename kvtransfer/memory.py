@@ -4,8 +4,6 @@ Views and bytes of pages; pool.py knows their holders. Digests are in digest.py,
 GPU's pages and the host in staging.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import mmap

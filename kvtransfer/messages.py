@@ -7,8 +7,6 @@ Only schemas and limits: a message that decodes is well-formed but perhaps not r
 checks senders and order; transports carry the messages.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, TypeVar
 
 import msgspec

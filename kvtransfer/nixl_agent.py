@@ -4,8 +4,6 @@ Not used on purpose: its progress thread, which spins on a core even when idle (
 CPU time a second), and its (de)serialisation of descriptor lists, which is pickle.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import ctypes

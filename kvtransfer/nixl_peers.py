@@ -4,8 +4,6 @@ answers.
 A peer whose life, pool or connection changed is removed and added again; no prepared list survives.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

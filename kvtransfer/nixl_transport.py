@@ -6,8 +6,6 @@ has ended. Late bytes of a dead writer are kept out by closing the agent that re
 next agent serves later reservations.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -5,8 +5,6 @@ part of a page has a piece for each group of layers. Here one kernel copies a wh
 write of this process like UCX's own, so it ends with the process, and nothing else can stop it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

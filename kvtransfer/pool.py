@@ -5,8 +5,6 @@ that is, until it has finished, has acknowledged an abort, or is proven dead. A 
 once its last reader has released it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence

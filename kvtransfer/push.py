@@ -3,8 +3,6 @@
 Bookkeeping only: pushes.py acts on it, and the transport moves the bytes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field

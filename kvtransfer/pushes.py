@@ -4,8 +4,6 @@ Layers leave as they become final, digests are computed beside them, and the man
 everything has arrived. The transport moves the bytes. Runs on the connector's thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 

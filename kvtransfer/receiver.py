@@ -3,8 +3,6 @@
 For one engine thread. Reports come from poll(); pages of a verified handoff belong to the caller.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass

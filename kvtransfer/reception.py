@@ -4,8 +4,6 @@ Nothing is placed or accepted without a check against its reservation. Arrived p
 the memory that holds them; missing or different ones are refused. Runs on the connector's thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from effuse.kvtransfer.arrival import (

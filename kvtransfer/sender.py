@@ -4,8 +4,6 @@ For one engine thread. Reports come from poll(). Source pages belong to the call
 them only after Ended.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

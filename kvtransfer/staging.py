@@ -5,8 +5,6 @@ while the next chunk is copied. Pages are gathered on the GPU first, so that a c
 of pages is one copy over the bus.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ On a separate thread, because one transfer call can block for more than a second
 events come out, and a descriptor is readable while there are any.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

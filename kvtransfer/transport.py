@@ -5,8 +5,6 @@ All methods are called from the connector's thread and return immediately, unles
 otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto

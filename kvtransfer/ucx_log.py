@@ -5,8 +5,6 @@ fast network's TCP is as fast as a slow network's RDMA. The log goes to a file i
 UCX buffers its output, and lines outside of tables go to our own log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -5,8 +5,6 @@ place; those of a GPU go through pinned buffers. Each chunk is acknowledged, so 
 bounded number of bytes in transit.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress

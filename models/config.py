@@ -8,14 +8,17 @@ names of the tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
+from effuse.config.decoding import ALGORITHMS, Algorithm, DecodeSettings
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.config_stated import check_stated, rotary_dim
 from effuse.models.end_ids import end_ids
-from effuse.models.families import family_of, find_family
+from effuse.models.families import BY_NAME, find_family
 from effuse.models.family import ExpertConfig, Family
 
 PromptAttention = Literal["causal_blocks", "bidirectional"]
@@ -46,8 +49,10 @@ class ModelConfig:
     block_size: int
     rotary_dim: int | None = None  # the first dimensions of a head are rotated; None: all
     experts: ExpertConfig | None = None
+    family: Family = field(init=False, repr=False, compare=False)  # what its releases share
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "family", BY_NAME[self.architecture])
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads: the "
@@ -65,11 +70,6 @@ class ModelConfig:
             raise ValueError(f"mask_token_id {self.mask_token_id} is also an eos_token_id")
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size}")
-
-    @property
-    def family(self) -> Family:
-        """The conventions that its releases share."""
-        return family_of(self.architecture)
 
     @property
     def shift_logits(self) -> bool:
@@ -101,6 +101,27 @@ class ModelConfig:
     def block_origin(self, prompt_len: int) -> int:
         """Position where the block grid starts; everything before it is one bidirectional block."""
         return 0 if self.prompt_attention == "causal_blocks" else prompt_len
+
+    def unfit(self, algorithm: Algorithm) -> str | None:
+        """Why this algorithm cannot decode the model; None if it can."""
+        if algorithm == "fast_dllm_v2" and self.architecture != "fast_dllm_v2":
+            wanted = "that was tuned for it"
+        elif ALGORITHMS[algorithm].is_canvas and self.family.is_block_causal:
+            wanted = "whose prompt attends to all of itself"
+        else:
+            return None
+        return f"{algorithm} needs a model {wanted}, and {self.architecture} is not one"
+
+    def block_steps(self, settings: DecodeSettings, max_tokens: int) -> DecodeSettings:
+        """`settings` with the steps per block that the family's authors use for such an answer.
+
+        LLaDA2.0's generate takes at most as many steps as the answer has tokens. LLaDA2.1's, which
+        edits tokens, fills at least one mask in each step, for any length.
+        """
+        if settings.edits_tokens or not self.family.caps_steps:
+            return settings
+        steps = min(settings.denoising_steps, max_tokens)
+        return msgspec.structs.replace(settings, denoising_steps=steps)
 
     @classmethod
     def from_dir(cls, path: Path | str, *, block_size: int | None = None) -> ModelConfig:

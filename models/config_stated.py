@@ -6,8 +6,6 @@ table is refused if its name concerns the forward and its value switches somethi
 keys are ignored, because releases keep notes of their training there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

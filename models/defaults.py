@@ -5,8 +5,6 @@ Otherwise effuse's own default is used, which is greedy. Reads files of a few hu
 weights.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +26,6 @@ from effuse.config.decoding import (
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import GENERATION_CONFIG, stated_end_ids
-from effuse.models.families import family_of
 
 _SAMPLING: Final = {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")}
 
@@ -60,7 +57,7 @@ def read_defaults(
     path = directory / GENERATION_CONFIG
     keys = ConfigKeys.read(path) if path.exists() else ConfigKeys(path, {})
     sources: dict[str, str] = {}
-    family = family_of(config.architecture)
+    family = config.family
     stated = ConfigKeys.read(directory / "config.json")
     if stated.values.get(family.block_size_key) is None and config.block_size == family.block_size:
         sources["block_size"] = f"{family.origin}, because config.json has none"
@@ -85,15 +82,15 @@ def _settings(
     sources: dict[str, str],
 ) -> DecodeSettings:
     """The algorithm and its settings; adds their origin to `sources`."""
-    family = family_of(config.architecture)
+    family = config.family
     own, source = family.algorithm, family.origin
     if asked is not None:
         own, source = asked, "--default-algorithm"
-        if why := unfit(own, config):
+        if why := config.unfit(own):
             raise CheckpointError(f"{source}: {why}")
     elif keys.values.get("algorithm") is not None:
         own, source = _algorithm(keys), GENERATION_CONFIG
-        if why := unfit(own, config):
+        if why := config.unfit(own):
             raise keys.error("algorithm", why)
     elif adapted:
         own, source = ADAPTED if family.is_adapted else own, "the adapter"
@@ -120,29 +117,6 @@ def _algorithm(keys: ConfigKeys) -> Algorithm:
             return known
     accepted = ", ".join(ALGORITHMS)
     raise keys.error("algorithm", f"expected one of {accepted}, found {stated!r}")
-
-
-def unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
-    """Why this algorithm cannot decode the model; None if it can."""
-    if algorithm == "fast_dllm_v2" and config.architecture != "fast_dllm_v2":
-        wanted = "that was tuned for it"
-    elif ALGORITHMS[algorithm].is_canvas and config.prompt_attention != "bidirectional":
-        wanted = "whose prompt attends to all of itself"
-    else:
-        return None
-    return f"{algorithm} needs a model {wanted}, and {config.architecture} is not one"
-
-
-def block_steps(settings: DecodeSettings, config: ModelConfig, max_tokens: int) -> DecodeSettings:
-    """`settings` with the steps per block that the family's authors use for such an answer.
-
-    LLaDA2.0's generate takes at most as many steps as the answer has tokens. LLaDA2.1's, which
-    edits tokens, fills at least one mask in each step, for any length.
-    """
-    steps = settings.denoising_steps
-    if settings.edits_tokens or not family_of(config.architecture).caps_steps:
-        return settings
-    return msgspec.structs.replace(settings, denoising_steps=min(steps, max_tokens))
 
 
 def _sampling(keys: ConfigKeys) -> dict[str, Any]:

@@ -4,8 +4,6 @@ config.json and generation_config.json name ids, and all of them count. If neith
 tokenizer_config.json names the end by its text, and the tokenizer's own list has its id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 config.json's names identify a family, and are read first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 
@@ -30,7 +28,7 @@ FAMILIES: Final = (
     STABLE_DIFFCODER,
     ILLADA,
 )
-_BY_NAME: Final = {family.architecture: family for family in FAMILIES}
+BY_NAME: Final = {family.architecture: family for family in FAMILIES}
 
 _EXPERTS: Final = "layers with a mixture of experts"
 _MANY_PARTS: Final = "an input of images beside text"
@@ -44,11 +42,6 @@ MISSING: Final[Mapping[str, str]] = {
     "MMadaModelLM": _MANY_PARTS,
 }
 """Missing features of known families that are not served, by the class in config.json."""
-
-
-def family_of(architecture: str) -> Family:
-    """The family of a config.json that was already read."""
-    return _BY_NAME[architecture]
 
 
 def find_family(keys: ConfigKeys) -> Family:

@@ -3,8 +3,6 @@
 `config.py` reads a config.json by them, and `tensors.py` names tensors by them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

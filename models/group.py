@@ -5,10 +5,9 @@ Ranks of one host meet through a file in a private directory, so that no port is
 A group is a value of its own and not the process's default group: a process may be in several.
 """
 
-from __future__ import annotations
-
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from effuse.kernels.peers import PeerSums, map_peers
 from effuse.kernels.rowwise import rms_norm_residual, total_of
 from effuse.kernels.values import WeightedParts
 from effuse.models.config import ModelConfig
-from effuse.models.tensors import ModelShard, replica_of, shard_of, vocabulary_sizes
+from effuse.models.tensors import ModelShard, replica_of, shard_of
 
 LOG = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Group:
         """Lets `sum_norm` use the memory of other GPUs, if they can map it; all its rows have this
         width and dtype. Raises ValueError if a group that sums in order cannot."""
 
-    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """All ranks' ``x`` [R, sizes[rank]] side by side: [R, sum of sizes]."""
         return x
 
@@ -209,7 +208,7 @@ class ProcessGroup(Group):
             total += other
         return total
 
-    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         widest = max(sizes)
         own = x if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         parts = zip(self.collect(own), sizes, strict=True)
@@ -284,13 +283,13 @@ def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def whole_rows(own: Tensor, config: ModelConfig, shard: ModelShard, group: Group) -> Tensor:
+def whole_rows(own: Tensor, shard: ModelShard, group: Group) -> Tensor:
     """Logits [S, V] of this rank's share of rows; own: [R, its vocabulary], of all rows.
 
     Rank n gets rows n * S to n * S + S, with S = R / N rounded up; a row beyond the last one is the
     last one again. Each logit moves once, so that N ranks move 1 / N of a gather's bytes.
     """
-    widths = vocabulary_sizes(config, shard.size)
+    widths = shard.vocabularies
     if len(own) % shard.size:
         own = own[_shares(len(own), shard.size, own.device).flatten()]
     if own.shape[1] < max(widths):

@@ -3,8 +3,6 @@
 It chooses the hidden rows that a forward returns: one per candidate, then one per kept boundary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Input and output of the model runner for one sequence in one forward, and its interface."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol

@@ -1,7 +1,5 @@
 """Progress of a long step at the start, as log lines: a few of them, and a last one."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

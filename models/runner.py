@@ -5,8 +5,6 @@ row or the boundary vector), and samples them from one head product. The workers
 use the candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -16,10 +14,8 @@ from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.marks import LayerMarks
-from effuse.kernels.sampling import sample_confidence
-from effuse.kernels.sampling_edits import edit_logits
+from effuse.kernels.sampling import edit_logits, sample_confidence, token_logprobs
 from effuse.kernels.sampling_llada import LladaDraw, sample_llada
-from effuse.kernels.sampling_logprobs import token_logprobs
 from effuse.kernels.values import Candidates, LogitEdits, RowSampling
 from effuse.models.config import ModelConfig
 from effuse.models.group import RowCounts
@@ -183,7 +179,7 @@ class ModelRunner:
         model, sampling = self.model, self._sampling(packed)
         is_plain = edits is None and not any(part.draw or part.guidance for part in parts)
         needs_logits = any(part.num_logprobs is not None for part in parts)
-        if is_plain and not needs_logits and not model.shard.is_whole:
+        if is_plain and not needs_logits and model.shard.size > 1:
             found = model.candidates(rows, sampling, filters=packed.has_filters)
             self._show()
             return None, None if model.shard.rank else found

@@ -89,16 +89,12 @@ class ModelShard:
     """
 
     rank: int
-    size: int  # ranks in the group
+    size: int  # ranks in the group; a group of one holds all, or all but other replicas' experts
     heads: range
     kv_heads: range
     vocabulary: range
+    vocabularies: tuple[int, ...]  # rows of the head that each rank holds
     experts: range | None = None  # routed experts that it holds whole; None cuts each expert
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the rank holds all of the model, or all but other replicas' experts."""
-        return self.size == 1
 
 
 def whole(config: ModelConfig) -> ModelShard:
@@ -122,6 +118,7 @@ def shard_of(
         heads=_part(config.num_heads, rank, size),
         kv_heads=_kv_heads(config.num_kv_heads, rank, size),
         vocabulary=_part(config.vocab_size, rank, size),
+        vocabularies=tuple(len(_part(config.vocab_size, one, size)) for one in range(size)),
         experts=experts,
     )
 
@@ -301,7 +298,7 @@ def _mlp(
 
 def _cut(shard: ModelShard, dim: int, *ranges: range) -> TensorCut | None:
     """A rank that holds the whole model reads every tensor whole."""
-    return None if shard.is_whole else TensorCut(dim, ranges)
+    return None if shard.size == 1 else TensorCut(dim, ranges)
 
 
 def _rows(heads: range, head_dim: int) -> range:
@@ -310,8 +307,3 @@ def _rows(heads: range, head_dim: int) -> range:
 
 def _moved(rows: range, by: int) -> range:
     return range(rows.start + by, rows.stop + by)
-
-
-def vocabulary_sizes(config: ModelConfig, size: int) -> list[int]:
-    """Rows of the head that each rank of a group of `size` holds."""
-    return [len(_part(config.vocab_size, rank, size)) for rank in range(size)]

@@ -19,13 +19,20 @@ from torch import Tensor
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
-from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import linear, lookup, rms_norm, swiglu, total_of
+from effuse.kernels.rowwise import (
+    linear,
+    lookup,
+    make_cos_sin_cache,
+    rms_norm,
+    rotary_store_kv,
+    swiglu,
+    total_of,
+)
 from effuse.kernels.sampling import of_shares, sample_confidence, share_record
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.group import ALONE, Group, Replicas, RowCounts, own_rows, whole_rows
-from effuse.models.tensors import ModelShard, vocabulary_sizes, whole
+from effuse.models.tensors import ModelShard, whole
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
 _MOST_ROWS_HALVED = 256
@@ -202,15 +209,15 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden rows [R, H], both in the model's dtype."""
         own = self._linear(hidden, self.weights.head)
-        return self.group.gather(own, vocabulary_sizes(self.config, self.shard.size))
+        return self.group.gather(own, self.shard.vocabularies)
 
     def draws_shares(self, *, filters: bool) -> bool:
         """Whether the ranks of a group draw from their shares of the vocabulary; with filters each
         needs whole rows. A deterministic model always takes them, because both ways round in
         another order, and other requests choose the way."""
-        if self.shard.is_whole or self.is_deterministic or filters:
+        if self.shard.size == 1 or self.is_deterministic or filters:
             return False
-        return not any(size % 4 for size in vocabulary_sizes(self.config, self.shard.size)[:-1])
+        return not any(size % 4 for size in self.shard.vocabularies[:-1])
 
     def candidates(
         self, hidden: Tensor, sampling: RowSampling, *, filters: bool = True
@@ -226,13 +233,13 @@ class Transformer:
             sample_confidence, mask_token_id=config.mask_token_id, top_k_first=config.top_k_first
         )
         own = self._linear(hidden, self.weights.head)
-        if shard.is_whole:
+        if shard.size == 1:
             return draw(own, sampling)
         if self.draws_shares(filters=filters):
             record = share_record(own, sampling, config.mask_token_id, shard.vocabulary.start)
             return of_shares(self.group.collect(record), sampling, config.mask_token_id)
         rows = own_rows(len(hidden), shard, self.device)
-        drawn = draw(whole_rows(own, config, shard, self.group), sampling.of_rows(rows))
+        drawn = draw(whole_rows(own, shard, self.group), sampling.of_rows(rows))
         # One exchange: fp64 holds token ids and fp32 values exactly.
         columns = torch.stack(
             [drawn.token.double(), drawn.confidence.double(), drawn.score.double()]
@@ -262,7 +269,7 @@ class Transformer:
         """(normed embeddings, embeddings) [T, H] of token_ids [T]. A CPU that holds all of them
         raises IndexError for an id that is none."""
         rows = self.weights.embedding
-        if self.shard.is_whole:
+        if self.shard.size == 1:
             found = torch.nn.functional.embedding(token_ids, rows)
             return rms_norm(found, weight, self.config.rms_norm_eps), found
         found = lookup(token_ids, rows, self.shard.vocabulary.start)
@@ -314,7 +321,7 @@ class Transformer:
         if layer.router is not None:
             return self._experts(layer, layer.router, normed, counts), residual
         activated = swiglu(self._linear(normed, layer.gate_up))
-        can_halve = activated.is_cuda and self.dtype != torch.float32 and self.shard.is_whole
+        can_halve = activated.is_cuda and self.dtype != torch.float32 and self.shard.size == 1
         can_halve &= not self.batch_invariant
         if can_halve and len(mixed) <= _MOST_ROWS_HALVED:
             return _halves(activated, layer.down), residual

@@ -5,8 +5,6 @@ each other, so that each group is one product. Also computes the digest by which
 that they have the same weights. Names and files are in `checkpoint.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

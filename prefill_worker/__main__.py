@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from effuse.config.extras import explaining
-from effuse.telemetry import output
+from effuse.telemetry import logs
 from effuse.worker.config import PrefillConfig
 
 
@@ -13,7 +13,7 @@ def main() -> NoReturn:
         from effuse.prefill_worker.server import make_role
         from effuse.worker import front
 
-    output.leave(front.main(PrefillConfig, make_role, "effuse-prefill", "Prompt in, KV pages out."))
+    logs.leave(front.main(PrefillConfig, make_role, "effuse-prefill", "Prompt in, KV pages out."))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import grpc.aio
 
 from effuse.placement.records import FEW_PAGES, Link, WorkerRecord
 from effuse.prefill_worker.links import Links, LinkState
-from effuse.protos.channels import decode_stub
+from effuse.protos.channels import decode_stub, filled
 from effuse.protos.errors import (
     Bug,
     EffuseError,
@@ -28,7 +28,6 @@ from effuse.protos.errors import (
     PeerLost,
     from_rpc_error,
 )
-from effuse.protos.rpc import filled
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire

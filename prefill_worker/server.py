@@ -13,8 +13,8 @@ from typing import TypeAlias
 import grpc.aio
 
 from effuse.prefill_worker.rehearsals import Rehearsals
+from effuse.protos.channels import filled
 from effuse.protos.errors import Bug, EffuseError, InvalidRequest, Unreserved
-from effuse.protos.rpc import filled
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire

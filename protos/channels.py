@@ -8,7 +8,8 @@ both ends show theirs on connecting. With a secret, every call carries a digest 
 asks the other end for one. `gate.py` decides which calls a server accepts.
 
 The stubs are the generated ones, cast to asyncio's types of calls: the generator writes these only
-into its stub files, and at run time one class serves both.
+into its stub files, and at run time one class serves both. `filled` makes their messages from
+values whose fields have the same names.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from effuse.protos import rpc
 from effuse.protos.errors import PeerLost
@@ -35,6 +38,7 @@ from effuse.v1 import proof_pb2_grpc as proof
 from effuse.v1 import worker_pb2_grpc as worker
 
 T = TypeVar("T")
+Filled = TypeVar("Filled", bound=Message)
 Stub = Callable[[grpc.aio.Channel], T]
 
 generation_stub: Final = cast(
@@ -140,7 +144,7 @@ class FleetAccess:
             options = rpc.channel_options(keepalive, FLEET_LIMITS.max_message_bytes)
             channel = grpc.aio.secure_channel(
                 address,
-                self._tls.credentials,
+                self._tls.found,
                 [*options, *rpc.near_options(), ("grpc.ssl_target_name_override", FLEET_NAME)],
             )
         return FleetChannel(channel, address, self.secret)
@@ -179,3 +183,18 @@ class FleetChannel(MetadataChannel):
         if not hmac.compare_digest(answer.digest, self._secret.proof(self._address, nonce)):
             raise PeerLost(f"{self._address} does not belong to the fleet")
         self._is_proven = True
+
+
+def filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
+    """A message with the fields that `sources` have under the same names, and with others."""
+    same: dict[str, Any] = {}
+    for one in sources:
+        names = _shared(kind, type(one))  # type: ignore[arg-type]  # classes can be hashed
+        same |= {name: getattr(one, name) for name in names}
+    return kind(**same | others)
+
+
+@cache
+def _shared(kind: type[Message], source: type) -> tuple[str, ...]:
+    """The fields of a message that a class has under the same names."""
+    return tuple(name for name in kind.DESCRIPTOR.fields_by_name if hasattr(source, name))

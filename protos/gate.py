@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -41,9 +41,6 @@ from effuse.protos.errors import (
 )
 from effuse.v1 import proof_pb2 as pb
 from effuse.v1 import proof_pb2_grpc as pb_grpc
-
-if TYPE_CHECKING:
-    import grpc.aio
 
 TOKEN_KEY: Final = "effuse-fleet-token"
 """Metadata under which a call carries its digest."""

@@ -13,12 +13,10 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import grpc.aio
-from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2_grpc
 
 from effuse.protos.gate import Doorkeeper, ErrorInterceptor
@@ -27,7 +25,6 @@ from effuse.protos.tls import ServerTls
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """The server's side of a call."""
-Filled = TypeVar("Filled", bound=Message)
 MIB: Final = 1 << 20
 LAST_S: Final = 5.0
 """Time for calls that still run at the end of a drain, so that their last messages arrive."""
@@ -363,18 +360,3 @@ def update_ready_file(path: Path, address: str, **facts: str) -> None:
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
-
-
-def filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
-    """A message with the fields that `sources` have under the same names, and with others."""
-    same: dict[str, Any] = {}
-    for one in sources:
-        names = _shared(kind, type(one))  # type: ignore[arg-type]  # classes can be hashed
-        same |= {name: getattr(one, name) for name in names}
-    return kind(**same | others)
-
-
-@cache
-def _shared(kind: type[Message], source: type) -> tuple[str, ...]:
-    """The fields of a message that a class has under the same names."""
-    return tuple(name for name in kind.DESCRIPTOR.fields_by_name if hasattr(source, name))

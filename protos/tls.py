@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import grpc
 
@@ -143,88 +143,97 @@ def _no_password() -> str:
     raise OSError("expected a key without a password, got an encrypted one")
 
 
-class Renewal:
-    """Reads files again once they have changed and can be used."""
+class Renewal(Generic[T]):
+    """What was read from files, and is read again once they have changed and can be used."""
 
-    def __init__(self, files: TlsFiles) -> None:
-        """Raises OSError if they cannot be used now."""
-        self._files = files
+    def __init__(
+        self, at: Path | None, stamp: Callable[[], Stamp], read: Callable[[], T], kept: str
+    ) -> None:
+        """at: where it is, for the log. kept: the line about files that cannot be used, with a
+        place for the reason. Raises the errors of `read`."""
+        self._at, self._stamp_now, self._read, self._kept = at, stamp, read, kept
         self._trouble = ""  # the last logged problem with the files
-        self._stamp = files.stamp()
-        files.check()
+        self._stamp = stamp()
+        self.found = read()
+        self.version = 0
+        """How often they were read since."""
 
-    def newest(self, read: Callable[[], T]) -> T | None:
-        """The result of `read`, made once for each change to usable files. Unusable ones are logged
-        once and checked again later.
+    def look(self) -> bool:
+        """Reads changed files; whether there is new content. Files that cannot be used are logged
+        once and looked at again later.
         """
         try:
-            stamp = self._files.stamp()
+            stamp = self._stamp_now()
             if stamp == self._stamp:
                 self._trouble = ""
-                return None
-            self._files.check()
-            found = read()
-        except OSError as error:
-            if str(error) != self._trouble:  # not at each check
-                LOG.warning("keeping the previous certificates: %s", error)
+                return False
+            self.found = self._read()
+        except (OSError, ValueError) as error:
+            if str(error) != self._trouble:  # not at each look
+                LOG.warning(self._kept, error)
             self._trouble = str(error)
-            return None
+            return False
         self._stamp, self._trouble = stamp, ""
-        LOG.info("loaded new certificates from %s", self._files.cert or self._files.ca)
-        return found
+        self.version += 1
+        LOG.info("loaded %s, which has changed", self._at)
+        return True
 
 
-class ServerTls:
+class Certificates(Renewal[T]):
+    """The newest usable certificates in files, in the form that `load` makes of them."""
+
+    def __init__(self, files: TlsFiles, load: Callable[[TlsFiles], T]) -> None:
+        """Raises OSError if they cannot be used now."""
+
+        def read() -> T:
+            files.check()
+            return load(files)
+
+        kept = "keeping the previous certificates: %s"
+        super().__init__(files.cert or files.ca, files.stamp, read, kept)
+
+
+class ServerTls(Certificates[grpc.ServerCertificateConfiguration]):
     """Credentials of a server, which takes new files at the next handshake after a change."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises OSError if they cannot be used."""
-        self._files = files
-        self._renewal = Renewal(files)
+        super().__init__(files, _server_configuration)
         files.check_authority()
-        self._first = self._configuration()
+        self._asks_clients = files.ca is not None
 
     def credentials(self) -> grpc.ServerCredentials:
         """For `add_secure_port`. Clients need a certificate if the files name an authority."""
         return grpc.dynamic_ssl_server_credentials(
-            self._first,
+            self.found,
             self._changed,  # type: ignore[arg-type]  # None is documented, and not in the types
-            require_client_authentication=self._files.ca is not None,
+            require_client_authentication=self._asks_clients,
         )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """New credentials, or None for no change. gRPC calls it at each handshake."""
-        return self._renewal.newest(self._configuration)
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        assert self._files.key is not None and self._files.cert is not None
-        pair = (self._files.key.read_bytes(), self._files.cert.read_bytes())
-        return grpc.ssl_server_certificate_configuration([pair], _read(self._files.ca))
+        return self.found if self.look() else None
 
 
-class ChannelTls:
-    """Credentials of channels. A channel keeps those with which it was made; `version` counts the
-    reads since, for callers that want to make a new channel.
+class ChannelTls(Certificates[grpc.ChannelCredentials]):
+    """Credentials of channels. A channel keeps those with which it was made; `version` changes with
+    them, for callers that want to make a new channel.
     """
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises OSError if they cannot be used."""
-        self._files = files
-        self._renewal = Renewal(files)
-        self.credentials = self._read_all()
-        self.version = 0
+        super().__init__(files, _channel_credentials)
 
-    def look(self) -> None:
-        """Reads the files again if they have changed."""
-        found = self._renewal.newest(self._read_all)
-        if found is not None:
-            self.credentials = found
-            self.version += 1
 
-    def _read_all(self) -> grpc.ChannelCredentials:
-        files = self._files
-        trusted = _system_authorities() if files.ca is None else _read(files.ca)
-        return grpc.ssl_channel_credentials(trusted, _read(files.key), _read(files.cert))
+def _server_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    assert files.key is not None and files.cert is not None
+    pair = (files.key.read_bytes(), files.cert.read_bytes())
+    return grpc.ssl_server_certificate_configuration([pair], _read(files.ca))
+
+
+def _channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    trusted = _system_authorities() if files.ca is None else _read(files.ca)
+    return grpc.ssl_channel_credentials(trusted, _read(files.key), _read(files.cert))
 
 
 def _system_authorities() -> bytes | None:

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from effuse.config.extras import explaining
 from effuse.protos import library
-from effuse.telemetry import output
+from effuse.telemetry import logs
 
 
 def main() -> NoReturn:
@@ -13,7 +13,7 @@ def main() -> NoReturn:
     with explaining("effuse-router", "server"):
         from effuse.router import process
 
-    output.leave(process.main(sys.argv[1:]))
+    logs.leave(process.main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Final
 from msgspec.structs import asdict
 
 from effuse.placement.records import WorkerRecord
+from effuse.protos.channels import filled
 from effuse.protos.errors import EffuseError, PeerLost, Refused
-from effuse.protos.rpc import filled
 from effuse.router.calls import DecodeCall, PrefillCall, read_message
 from effuse.router.client import Listener, commit_of, draft_of
 from effuse.router.failures import Failure, FailureKind, judge

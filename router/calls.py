@@ -13,11 +13,14 @@ opened and cancelled (`attempt.py`)."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
+import grpc
 import grpc.aio
 
 from effuse.placement.records import WorkerRecord
@@ -29,26 +32,12 @@ from effuse.protos.channels import (
     prefill_stub,
     worker_stub,
 )
-from effuse.protos.errors import PeerLost
+from effuse.protos.errors import EffuseError, EngineLost, PeerLost, Unreserved, from_rpc_error
 from effuse.protos.rpc import is_task_cancelled
 from effuse.router.policy import Condition
-from effuse.v1 import worker_pb2
-
-if TYPE_CHECKING:
-    from effuse.v1 import worker_pb2_grpc
-
-
-import logging
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
-
-import grpc
-import grpc.aio
-
-from effuse.protos.errors import EffuseError, EngineLost, Unreserved, from_rpc_error
 from effuse.router.request import Request
 from effuse.router.request_states import State
+from effuse.v1 import worker_pb2, worker_pb2_grpc
 
 LOG: Final = logging.getLogger(__name__)
 

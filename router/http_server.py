@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from effuse.protos.tls import Renewal, TlsFiles
+from effuse.protos.tls import Certificates, TlsFiles
 from effuse.router.openai_answers import error_object
 
 KEEP_ALIVE_S: Final = 75
@@ -60,7 +60,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, tls: TlsFiles | None = None) -> None:
         """Raises OSError if the certificates cannot be used."""
-        self._tls = None if tls is None else _Certificates(tls)
+        self._tls = None if tls is None else _Loading(tls)
         # Below its errors uvicorn logs lines that any client can cause.
         config = uvicorn.Config(
             app, interface="asgi3", loop="none", http=_Connection, ws="none", lifespan="off",
@@ -129,24 +129,19 @@ class HttpServer(uvicorn.Server):
                 waiting[key].abort()
 
 
-class _Certificates:
+class _Loading(Certificates[None]):
     """A TLS context that takes new files for the handshakes that follow."""
 
     def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._renewal = Renewal(files)
+        """Raises OSError if they cannot be used."""
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         if files.ca is not None:
             self.context.verify_mode = ssl.CERT_REQUIRED
-        self._load()
+        super().__init__(files, self._load)
 
-    def look(self) -> None:
-        """Reads the files again if they have changed."""
-        self._renewal.newest(self._load)
-
-    def _load(self) -> None:
-        assert self._files.cert is not None
-        self.context.load_cert_chain(self._files.cert, self._files.key)
-        if self._files.ca is not None:
-            self.context.load_verify_locations(self._files.ca)
+    def _load(self, files: TlsFiles) -> None:
+        assert files.cert is not None
+        self.context.load_cert_chain(files.cert, files.key)
+        if files.ca is not None:
+            self.context.load_verify_locations(files.ca)

@@ -153,6 +153,7 @@ async def _start(router: Router) -> RpcServer:
     server = RpcServer(limits, shares_port=config.share_port, tls=tls, doorkeeper=router.keys)
     _add_services(router, server.server)
     router.ports.grpc = await server.start(host_and_port(config.host, config.port), SERVICES)
+    router.address = host_and_port(config.host, router.ports.grpc)
     server.health.set(MONITOR, serving=True)
     for role in ROLES:
         server.health.set(role, serving=False)
@@ -179,13 +180,11 @@ def _listen_http(router: Router) -> HttpServer | None:
         return None
     server = HttpServer(OpenAiApi(Serving(router)).app, _tls_files(config))
     router.ports.http = server.listen(config.host, config.http_port, shares_port=config.share_port)
-    LOG.info("OpenAI's API is on %s", _http_url(router))
+    scheme = "http" if config.tls_cert is None else "https"
+    url = f"{scheme}://{host_and_port(config.host, router.ports.http)}/v1"
+    router.ports.facts["http"] = url
+    LOG.info("OpenAI's API is on %s", url)
     return server
-
-
-def _http_url(router: Router) -> str:
-    scheme = "http" if router.config.tls_cert is None else "https"
-    return f"{scheme}://{host_and_port(router.config.host, router.ports.http)}/v1"
 
 
 def _tls_files(config: RouterConfig) -> TlsFiles | None:
@@ -196,16 +195,12 @@ def _tls_files(config: RouterConfig) -> TlsFiles | None:
 
 
 def _ready_facts(router: Router, counts: tuple[int, int] = (0, 0)) -> dict[str, str]:
-    """The ready file's content beside the address: metrics, how many prefill and decode workers
-    are ready, and which workers take part."""
+    """The ready file's content beside the address: other addresses, how many prefill and decode
+    workers are ready, and which workers take part."""
     prefill, decode = live_workers(router.fleet.candidates())
-    facts = {"prefill": str(counts[0]), "decode": str(counts[1])}
-    facts["workers"] = ",".join(one.worker_id for one in (*prefill, *decode))
-    if router.ports.metrics:
-        facts["metrics"] = host_and_port(router.config.metrics_host, router.ports.metrics)
-    if router.ports.http:
-        facts["http"] = _http_url(router)
-    return facts
+    workers = ",".join(one.worker_id for one in (*prefill, *decode))
+    ready = {"prefill": str(counts[0]), "decode": str(counts[1]), "workers": workers}
+    return ready | router.ports.facts
 
 
 def _add_services(router: Router, server: grpc.aio.Server) -> None:
@@ -230,7 +225,8 @@ def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
         if not config.share_port:
             raise
         return False
-    LOG.info("metrics are on %s:%d", config.metrics_host, router.ports.metrics)
+    at = router.ports.facts["metrics"] = host_and_port(config.metrics_host, router.ports.metrics)
+    LOG.info("metrics are on %s", at)
     return True
 
 

@@ -40,6 +40,7 @@ class Ports:
     grpc: int = 0
     metrics: int = 0
     http: int = 0
+    facts: dict[str, str] = field(default_factory=dict)  # addresses for the ready file, by name
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -59,6 +60,8 @@ class Router:
         self.config, self.tokenizer, self.now = config, tokenizer, now
         self.id = f"router-{secrets.token_hex(6)}"
         self.ports = Ports()
+        # For clients; empty until the port is known.
+        self.address = host_and_port(config.host, config.port) if config.port else ""
         self.keys = None if config.keys is None else KeyRing(config.keys)
         self.quotas = Quotas(now)
         self.metrics = RouterMetrics()
@@ -90,12 +93,6 @@ class Router:
         self.poison = PoisonGuard(Verdicts(now), self.fleet, self.metrics, store)
         self.budget = RetryBudget(config.retry_share, float(config.max_concurrent_requests), now())
         self._read_metrics()
-
-    @property
-    def address(self) -> str:
-        """The address for clients; empty if the port is not known yet."""
-        port = self.ports.grpc or self.config.port
-        return host_and_port(self.config.host, port) if port else ""
 
     async def drain(self) -> None:
         """Returns once no request runs. Requests that are not answered within `drain_s` end with an

@@ -14,8 +14,9 @@ from google.protobuf.duration_pb2 import Duration
 from effuse.client.params import NAMES
 from effuse.config.decoding import ALGORITHMS, DecodingDefaults
 from effuse.placement.records import ModelInfo
+from effuse.protos.channels import filled
 from effuse.protos.errors import InvalidRequest, Unavailable
-from effuse.protos.rpc import Context, filled
+from effuse.protos.rpc import Context
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Serving
 from effuse.router.policy import Candidate, Condition, live_workers

@@ -29,6 +29,7 @@ from typing import Final
 
 from effuse.protos.errors import InvalidRequest, Overloaded, Unauthenticated
 from effuse.protos.gate import CALLER, TOLD
+from effuse.protos.tls import Renewal
 
 LOG: Final = logging.getLogger(__name__)
 AUTHORIZATION: Final = "authorization"
@@ -99,17 +100,20 @@ class KeyRing:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where the file cannot be used."""
-        self._path = path
-        self._trouble = ""  # with the file, already logged
-        self._stamp = self._look()
+
+        def stamp() -> tuple[tuple[int, int, int], ...]:
+            state = path.stat()
+            return ((state.st_ino, state.st_size, state.st_mtime_ns),)
+
+        kept = "keeping the previous keys: %s"
         try:
-            self._tenants = parse_keys(path.read_text())
+            self._keys = Renewal(path, stamp, lambda: parse_keys(path.read_text()), kept)
         except ValueError as error:
             raise OSError(f"--keys: {path}: {error}") from error
 
     def tenant(self, name: str) -> Tenant:
         """The limits of a tenant; one that is gone from the file has none."""
-        return next((one for one in self._tenants.values() if one.name == name), Tenant(name))
+        return next((one for one in self._keys.found.values() if one.name == name), Tenant(name))
 
     def admit(self, shown: dict[str, str | bytes]) -> None:
         """Notes whose call it is; raises `Unauthenticated`."""
@@ -125,32 +129,12 @@ class KeyRing:
         """The owner of a token. Takes the same time for any unknown token."""
         if len(token) > LONGEST_TOKEN:
             return None
-        self._renew()
+        self._keys.look()
         digest, found = _digest(token), None
-        for known, tenant in self._tenants.items():
+        for known, tenant in self._keys.found.items():
             if hmac.compare_digest(known, digest):
                 found = tenant
         return found
-
-    def _renew(self) -> None:
-        try:
-            stamp = self._look()
-            if stamp == self._stamp:
-                self._trouble = ""
-                return
-            text = self._path.read_text()
-            self._stamp = stamp
-            self._tenants = parse_keys(text)
-        except (OSError, ValueError) as error:
-            if str(error) != self._trouble:  # not at each call
-                LOG.warning("keeping the previous keys: %s", error)
-            self._trouble = str(error)
-        else:
-            LOG.info("loaded %d keys from %s", len(self._tenants), self._path)
-
-    def _look(self) -> tuple[int, int, int]:
-        state = self._path.stat()
-        return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _digest(token: str) -> bytes:

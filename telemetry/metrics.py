@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from effuse.telemetry.output import dropped_lines
+from effuse.telemetry.logs import dropped_lines
 
 # Another series for each counter, which is of no use here.
 disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -34,9 +34,9 @@ class ThreadGroup(Group):
             total += other
         return total
 
-    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         parts = self._exchange(x)
-        assert [part.shape[1] for part in parts] == sizes
+        assert [part.shape[1] for part in parts] == list(sizes)
         return torch.cat(parts, dim=1)
 
     def collect(self, x: Tensor) -> Tensor:

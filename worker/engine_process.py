@@ -24,7 +24,7 @@ import zmq
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load
-from effuse.telemetry import logs, output
+from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_home import kept_open
 from effuse.worker.messages import (
@@ -182,7 +182,7 @@ def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
     finally:
         socket.close()
         context.term()
-    output.leave(status)
+    logs.leave(status)
 
 
 def _run(

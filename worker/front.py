@@ -29,7 +29,7 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.lease import Announcer, Superseded
 from effuse.placement.store import Store
 from effuse.protos import rpc
-from effuse.protos.channels import FleetAccess
+from effuse.protos.channels import FleetAccess, filled
 from effuse.protos.errors import Draining, InvalidRequest, Refused, Unavailable
 from effuse.protos.gate import FleetOnly, ProofServicer
 from effuse.telemetry import logs
@@ -320,7 +320,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         shell = self._shell
         life = shell.supervisor.life
         load = records.Load() if life is None else life.load
-        return rpc.filled(
+        return filled(
             pb.GetLoadResponse,
             load,
             worker=pb.WorkerRef(

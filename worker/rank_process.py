@@ -23,7 +23,7 @@ from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import Connector, Expect, Pending, PushPages
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.messages import Shard
-from effuse.telemetry import logs, output
+from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import connect
 from effuse.worker.engine_process import die_with, read_config
@@ -281,7 +281,7 @@ def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -
         rank.run()
         status = 0
     leader.close()
-    output.leave(status)
+    logs.leave(status)
 
 
 def _start(

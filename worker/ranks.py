@@ -29,7 +29,7 @@ from effuse.kvtransfer.messages import Shard
 from effuse.models.group import ALONE, Group
 from effuse.models.part import PartResult
 from effuse.placement.records import Role
-from effuse.telemetry import output
+from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import kept_open, make_home
 from effuse.worker.rank_messages import (
@@ -63,7 +63,7 @@ _SETTLED_S: Final = 0.3  # after a failure, for the rank that caused it to be se
 def end_process(message: str, ending: str) -> NoReturn:
     """Ends this process at once; its ranks end with it. For an engine that has a front."""
     LOG.critical("this engine ends, because its group is broken: %s", message)
-    output.leave(BROKEN_STATUS[ending])
+    logs.leave(BROKEN_STATUS[ending])
 
 
 def note_only(message: str, _ending: str) -> None:

@@ -26,7 +26,7 @@ import zmq.asyncio
 
 from effuse.placement.records import Load
 from effuse.protos import errors
-from effuse.telemetry import output
+from effuse.telemetry import logs
 from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig, to_json
@@ -332,7 +332,7 @@ class Supervisor:
             raise EngineGone(f"the engine sent {type(message).__name__} {when}")
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
-        output.count(beat.dropped_lines)
+        logs.count(beat.dropped_lines)
         if beat.phase != self._phase:
             self._phase, self._phase_at = beat.phase, now
         # A start compiles dozens of kernels, most of them in a millisecond from the cache.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from effuse.placement.records import Load
-from effuse.telemetry.output import dropped_lines
+from effuse.telemetry.logs import dropped_lines
 from effuse.worker.messages import Heartbeat, Phase
 
 _BEAT_CHANGED_S = 0.05  # a changed load is sent this soon

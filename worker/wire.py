@@ -27,8 +27,8 @@ from effuse.kvtransfer.messages import (
     Shard,
     check_reservation,
 )
+from effuse.protos.channels import filled
 from effuse.protos.errors import InvalidRequest
-from effuse.protos.rpc import filled
 from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker.messages import BlockState, Resume, TokenLogprobs

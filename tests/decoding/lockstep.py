@@ -259,7 +259,7 @@ class Lockstep:
             keep_boundary=plan.num_stored > 0,
             denoise_counts=plan.denoise_counts.tolist(),
             sampling=seat.sampling,
-            score=ScoreCode.named(seat.case.settings.ranked_by),
+            score=ScoreCode[seat.case.settings.ranked_by.upper()],
         )
 
     def _check_packed(self, parts: list[Part], taken: list[int], used: int) -> None:

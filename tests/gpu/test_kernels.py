@@ -16,7 +16,7 @@ from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.rowwise import lookup, total_of
-from effuse.kernels.sampling_edits import edit_logits
+from effuse.kernels.sampling import edit_logits
 from effuse.kernels.step_plan_triton import launch_exchange, launch_gather
 from effuse.kernels.values import Candidates
 

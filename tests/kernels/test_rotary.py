@@ -7,7 +7,7 @@ import torch
 from operators import rows
 from operators.paths import public
 
-from effuse.kernels.rotary import make_cos_sin_cache
+from effuse.kernels.rowwise import make_cos_sin_cache
 
 OPS = public(torch.device("cpu"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -12,7 +12,7 @@ from operators import edits
 from operators.edits import CASES, EditCase, make_edits
 from operators.sampling import MASK
 
-from effuse.kernels.sampling_edits import edit_logits
+from effuse.kernels.sampling import edit_logits
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from operators.references import token_logprobs_ref
 
-from effuse.kernels.sampling_logprobs import token_logprobs
+from effuse.kernels.sampling import token_logprobs
 
 MASK = 3
 

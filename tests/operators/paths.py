@@ -73,8 +73,7 @@ def public(device: torch.device) -> Operators:
     """The launchers that the models call."""
     from effuse.kernels.attention import block_attention
     from effuse.kernels.pages import store_kv
-    from effuse.kernels.rotary import rotary, rotary_store_kv
-    from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
+    from effuse.kernels.rowwise import rms_norm, rms_norm_residual, rotary, rotary_store_kv, swiglu
     from effuse.kernels.sampling import sample_confidence
 
     def attention(a: Attention) -> None:

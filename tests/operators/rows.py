@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effuse.kernels.rotary import make_cos_sin_cache
+from effuse.kernels.rowwise import make_cos_sin_cache
 from effuse.kernels.values import WeightedParts
 from operators.paths import Operators
 from operators.pool import layer_of

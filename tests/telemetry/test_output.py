@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from effuse.telemetry.output import Output
+from effuse.telemetry.logs import Output
 
 DEADLINE_S = 60
 WRITES = """
 import ctypes, logging, os, subprocess, sys
-from effuse.telemetry import logs, output
+from effuse.telemetry import logs
 logs.set_up("router", "info", sys.argv[1])
 for number in range(int(sys.argv[2])):
     logging.info("line %d %s", number, "x" * 300)
@@ -33,7 +33,7 @@ for number in range(int(sys.argv[2])):
     sys.stderr.write("half a line, ")
     sys.stderr.write("and the rest\\n")
     ctypes.CDLL(None).write(2, b"by C\\n", 5)
-print("dropped", output.dropped_lines(), file=open(sys.argv[3], "w"))
+print("dropped", logs.dropped_lines(), file=open(sys.argv[3], "w"))
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from effuse.placement.records import Load
-from effuse.telemetry import output
+from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Heartbeat, Phase
 from effuse.worker.rank_part import _announce_compiling
@@ -267,9 +267,9 @@ def test_a_beat_carries_the_dropped_lines_since_the_last_one() -> None:
     beats: list[Heartbeat] = []
     pulse = Pulse(beats.append)
     pulse.begin("loading")
-    before = output.dropped_lines()
+    before = logs.dropped_lines()
     now = WorkerReadings(role="decode", model_name="", load=Load(), restarts=0, tasks=0)
-    output.count(3)
+    logs.count(3)
     pulse.end()
     pulse.begin("loading")
     assert [one.dropped_lines for one in beats[1:]] == [3, 0]
