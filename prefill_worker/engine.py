@@ -130,7 +130,7 @@ class PrefillEngine:
             waiting=len(waiting),
             runnable=len(computing),
             total_pages=self._pool.num_pages,
-            free_pages=self._cache.num_free,
+            free_pages=self._pool.num_free,
             quarantined_pages=self._pool.count(PageState.QUARANTINED),
             queued_tokens=sum(prompt.num_left for prompt in (*waiting, *computing)),
             steps=self._executor.num_forwards,
@@ -201,8 +201,8 @@ class PrefillEngine:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
         may_start = not self._table.waiting or count <= FEW_PAGES
-        free = self._cache.num_free
-        pages = self._cache.allocate(count) if may_start and 2 * count <= free else None
+        free = self._pool.num_free
+        pages = self._pool.allocate_committed(count) if may_start and 2 * count <= free else None
         if pages is None:
             text = f"prompts need the pages: a rehearsal cannot have {count} of {free} free pages"
             self._outbox.failed(attempt, "RESOURCE_EXHAUSTED", text, retryable=True)
