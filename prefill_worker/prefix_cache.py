@@ -76,10 +76,11 @@ class PrefixCache:
         return tuple(keys)
 
     def begin(
-        self, keys: Sequence[Key], num_paged: int, num_pages: int
+        self, keys: Sequence[Key], num_paged: int, num_pages: int, num_kept: int = 0
     ) -> tuple[HeldPrefix, tuple[PageRef, ...]] | None:
-        """All pages of a new prompt, beginning with the known units; None if too few are free. At
-        least one token remains to be computed, because the boundary comes from it.
+        """All pages of a new prompt, beginning with the known units; None if too few are free, of
+        which `num_kept` stay free. At least one token remains to be computed, because the boundary
+        comes from it.
         """
         found: list[Key] = []
         for key in keys[: max(0, num_paged - 1) // self.unit_size]:
@@ -88,7 +89,7 @@ class PrefixCache:
             found.append(key)
         num_new = num_pages - len(found) * self._pages_per_unit
         num_idle = sum(key in self._idle for key in found) * self._pages_per_unit
-        if num_new > self._pool.num_free - num_idle:
+        if num_new > self._pool.num_free - num_idle - num_kept:
             return None
         known = tuple(page for key in found for page in self._units[key].pages)
         self._pool.share(known)

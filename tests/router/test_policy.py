@@ -230,7 +230,7 @@ def test_an_answer_goes_on_only_with_the_same_fingerprint() -> None:
 
 
 def test_a_decode_worker_is_given_few_prompts_in_the_place_of_prefill_workers() -> None:
-    busy = Candidate(worker("d0"), InFlight(own_prompts=4 * 512))
+    busy = Candidate(worker("d0"), InFlight(to_prefill=4 * 512))
     assert place([busy], need("auto")) is None
     assert prospect([busy], need("auto")) is Prospect.SEAT
     assert names(place([busy], need("local"))) == (None, "d0")

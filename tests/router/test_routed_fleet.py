@@ -133,7 +133,7 @@ def test_a_prompt_that_is_shared_counts_once() -> None:
         fleet.counted(Placement(record, None, shares_prompt=True), 100, 20),
     ):
         (found,) = fleet.candidates()
-        assert found.in_flight == InFlight(requests=2, tokens=140, own_prompts=100, placed=2)
+        assert found.in_flight == InFlight(requests=2, tokens=140, to_prefill=100, placed=2)
     (found,) = fleet.candidates()
     assert found.in_flight == InFlight(placed=2)
 
