@@ -34,6 +34,8 @@ def worker(worker_id: str, **fields: object) -> WorkerRecord:
 
 def candidate(record: WorkerRecord, tokens: int = 0, *, suspect: bool = False) -> Candidate:
     in_flight = InFlight(requests=int(tokens > 0), tokens=tokens)
+    if record.role == "prefill":
+        in_flight = InFlight(prompts=int(tokens > 0), to_prefill=tokens)
     return Candidate(record, in_flight, is_suspect=suspect)
 
 
