@@ -311,7 +311,8 @@ def ways(job: BenchJob, rivals: "Rivals") -> Iterator[tuple[str, Way]]:
 
 def look(traffic: Traffic, names: Sequence[str]) -> tuple[str, str, str]:
     """Asks the router about its fleet: a name such as "fleet 1P1D" (one prefill and one decode
-    worker; "1B" is one that does both), the model with its settings, and a line about the prompts that do not fit, or "".
+    worker; "1B" is one that does both), the model with its settings, and a line about the prompts
+    that do not fit, or "".
 
     Raises EffuseError if it does not answer or does not serve the model of `traffic`.
     """

@@ -44,12 +44,12 @@ def assign(
     decode_size: int = 1,
     size: int = 1,
 ) -> dict[str, Assignment]:
-    """The GPUs of each of so many workers, by their names: prefill-0, .., decode-0, .., worker-0, ..
+    """The GPUs of each of so many workers, by their names: prefill-0, decode-0, worker-0 and so on.
 
-    A worker of a role gets as many as that role's size, the last ones `size`. A role's own list names the GPUs of its
-    workers in order. The others get, in order, the first neighbours of `gpus` with the fewest
-    workers on them, and none that has one already unless `sharing`. `gpus` of None is the GPUs of
-    the roles' lists. Raises ValueError that names the wrong or helpful flag.
+    A worker of a role gets as many as that role's size, the last ones `size`. A role's own list
+    names the GPUs of its workers in order. The others get, in order, the first neighbours of `gpus`
+    with the fewest workers on them, and none that has one already unless `sharing`. `gpus` of None
+    is the GPUs of the roles' lists. Raises ValueError that names the wrong or helpful flag.
     """
     sizes = {f"prefill-{at}": prefill_size for at in range(prefill)}
     sizes |= {f"decode-{at}": decode_size for at in range(decode)}

@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--timeout", type=seconds, default=5.0, metavar="S",
         help="longest time for each answer, in seconds (default: 5)")  # fmt: skip
     add("--fleet-secret", type=file, metavar="FILE",
-        help="the fleet's secret (default: that of a fleet that `effuse up` runs here)")  # fmt: skip
+        help="the fleet's secret (default: that of a fleet on this machine)")  # fmt: skip
     for name, what in (("cert", "certificate"), ("key", "key"), ("ca", "authorities")):
         add(f"--fleet-{name}", type=file, metavar="FILE", help=f"PEM {what} for the fleet")
     add_router(parser)

@@ -71,7 +71,7 @@ def test_a_prefill_worker_is_kept_where_such_engines_died() -> None:
 
 
 def test_where_no_prefill_worker_can_be_kept_a_decode_worker_that_prefills_is() -> None:
-    both: tuple[Role, ...] = ("decode", "prefill")
+    both: tuple[Kind, ...] = ("decode", "prefill")
     fleet = [candidate("p0", condition=Condition.LOST), *map(candidate, ("p1", "d0", "d1"))]
     assert own(*fleet, alone=both) == ["d0"]
     assert own(*fleet, alone=both, mode="remote") == [], "all or nothing"

@@ -121,8 +121,8 @@ def test_counts_come_back_to_nothing() -> None:
     placement = fleet.place(fleet.need("fake"))
     assert placement is not None
     with fleet.counted(placement, 7, 9):
-        assert [c.in_flight.tokens for c in fleet.candidates()] == [16, 7]
-    assert [(c.in_flight.tokens, c.in_flight.requests) for c in fleet.candidates()] == [(0, 0)] * 2
+        assert [c.in_flight.tokens + c.in_flight.to_prefill for c in fleet.candidates()] == [16, 7]
+    assert [c.in_flight for c in fleet.candidates()] == [InFlight(placed=1)] * 2
 
 
 def test_a_prompt_that_is_shared_counts_once() -> None:
