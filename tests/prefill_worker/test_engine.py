@@ -15,9 +15,9 @@ from paged_model import PagedModel
 from prefill_worker.rig import LEASE_S, MOST_S, RESERVATION_S, Rig, attempt_of
 
 from effuse.kvtransfer.layout import FIELD_NAMES
-from effuse.kvtransfer.messages import AttemptId, Field
+from effuse.kvtransfer.messages import Field
 from effuse.kvtransfer.sender import OVERTIME_S
-from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo, StartDecode
+from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 BLOCK = 4
