@@ -19,7 +19,7 @@ from effuse.kvtransfer.connector import (
     PushFailed,
 )
 from effuse.placement.records import Load
-from effuse.prefill_worker.engine import PrefillEngine, Turn
+from effuse.prefill_worker.engine import PrefillEngine, PromptTurn
 from effuse.worker import messages
 from effuse.worker.messages import CoreEvent, ToEngine
 
@@ -87,12 +87,12 @@ class BothEngine:
         """Stops the connector."""
         self._decode.close()
 
-    def _turn(self) -> Turn:
-        """What the answers leave to prompts now. A prompt gets no pages before an older answer, and
+    def _turn(self) -> PromptTurn:
+        """The room that answers leave to prompts now. A prompt gets no pages before an older answer, and
         leaves each answer a block's."""
         decode = self._decode
         is_next = decode.counters.steps > self._steps_before and not self._prefill.is_working()
-        return Turn(
+        return PromptTurn(
             may_launch=is_next or not decode.can_step,
             begin_before=decode.oldest_waiting_s,
             pages_kept=decode.pages_kept,

@@ -36,15 +36,15 @@ from effuse.worker.messages import FailureCode, StartPrefill, ToEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """What answers in the same engine leave to prompts in one step; by default everything."""
+class PromptTurn:
+    """The room that answers leave to prompts in one step of an engine; by default all of it."""
 
     may_launch: bool = True
     begin_before: float = math.inf  # prompts that arrived later do not begin
     pages_kept: int = 0  # free pages that beginning prompts leave free
 
 
-ALONE = Turn()
+ALONE = PromptTurn()
 
 
 class PrefillEngine:
@@ -84,7 +84,7 @@ class PrefillEngine:
         self._table = PromptTable(pool, self._cache, self._outbox, now)
         self._kv_bytes = 0
 
-    def step(self, turn: Turn = ALONE) -> bool:
+    def step(self, turn: PromptTurn = ALONE) -> bool:
         """Handles results of pushes, admits, launches a forward, and reports the results of ended
         ones. It waits for no forward.
         """
@@ -290,7 +290,7 @@ class PrefillEngine:
                     self._outbox.say(push_failed(prompt.attempt, report))
         return bool(reports) or has_applied
 
-    def _admit(self, turn: Turn) -> bool:
+    def _admit(self, turn: PromptTurn) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
         has_admitted = False
         while len(self._table.computing) < self._config.max_num_seqs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import fake_engine
@@ -88,7 +89,7 @@ def test_each_role_serves_its_own_kinds_and_refuses_others_by_name(tmp_path: Pat
                 assert load.role == role and one.front.shell.duty.role == role
                 assert (record := one.front.shell.record()) is not None
                 assert (record.role, record.may_change_role) == (role, True)
-                await eventually(lambda wanted=takes: _is(one, wanted))
+                await eventually(partial(_is, one, takes))
             assert one.incarnation == first, "a change is no new life"
             await one.until_free()
 

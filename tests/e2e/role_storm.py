@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 import psutil
@@ -48,6 +49,9 @@ class Ledger:
     @property
     def num_ended(self) -> int:
         return self.num_equal + len(self.failures) + len(self.different)
+
+    def has_ended(self, most: int) -> bool:
+        return self.num_ended >= most
 
     def text(self, asked: argparse.Namespace, took_s: float) -> str:
         most_s = max(self.seconds_to_serve, default=0.0)
@@ -206,7 +210,7 @@ def storm(fleet: Fleet, asked: argparse.Namespace) -> Ledger:
     with clients.sending():
         for number, act in enumerate(acts):
             due = number * asked.requests // (len(acts) + 1)
-            wait_until(lambda due=due: ledger.num_ended >= due, "no more answers", 600.0)
+            wait_until(partial(ledger.has_ended, due), "no more answers", 600.0)
             act()
     return ledger
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 import pytest
+from checkpoints import Architecture
 from e2e.client import connect, load_of, wait_until
 from e2e.comparison import compare
 from e2e.role_storm import Clients, Ledger, expected_of, set_role, storm
@@ -16,7 +18,7 @@ from effuse.cli import role, status
 from effuse.cli.fleet import Fleet
 from effuse.v1 import model_pb2, model_pb2_grpc
 
-ARCHITECTURES = ["sdar", "dream"]
+ARCHITECTURES: list[Architecture] = ["sdar", "dream"]
 REMOTE = ("--prefill", "remote")
 
 
@@ -28,9 +30,9 @@ def workers_of(fleet: Fleet) -> dict[str, model_pb2.Worker]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_one_worker_that_does_both_gives_the_oracles_answers(architecture: str) -> None:
-    with tiny_fleet(architecture, connector="zmq", prefill=0, decode=0, workers=1) as fleet:  # type: ignore[arg-type]
-        pairs = solid_jobs(architecture, "d2f", seed=2)  # type: ignore[arg-type]
+def test_one_worker_that_does_both_gives_the_oracles_answers(architecture: Architecture) -> None:
+    with tiny_fleet(architecture, connector="zmq", prefill=0, decode=0, workers=1) as fleet:
+        pairs = solid_jobs(architecture, "d2f", seed=2)
         answers = ask(fleet, [job for job, _ in pairs])
         compare(pairs, answers)
         assert not any(answer.stats.prefill_worker for answer in answers)
@@ -57,7 +59,7 @@ def test_two_that_compute_prompts_for_each_other_give_the_oracles_answers(
         ways = {(one.stats.prefill_worker, one.stats.decode_worker) for one in answers}
         assert ways == {("worker-0", "worker-1"), ("worker-1", "worker-0")}
         for name in fleet.names("worker"):
-            wait_until(lambda name=name: has_all_pages(fleet.address_of(name)), "pages are left")
+            wait_until(partial(has_all_pages, fleet.address_of(name)), "pages are left")
 
 
 def has_all_pages(address: str) -> bool:
@@ -72,7 +74,7 @@ def test_roles_swap_while_clients_ask_and_no_request_notices() -> None:
         clients = Clients(fleet.address, expected, ledger, 120, seed=3)
         with clients.sending():
             for number in range(6):
-                wait_until(lambda most=16 * number: ledger.num_ended >= most, "no answers")
+                wait_until(partial(ledger.has_ended, 16 * number), "no answers")
                 one, other = (first, second) if number % 2 else (second, first)
                 # Nobody decodes for a moment, and requests wait for it.
                 set_role(one, "prefill", hand_over_s=0.2)
@@ -80,7 +82,7 @@ def test_roles_swap_while_clients_ask_and_no_request_notices() -> None:
         assert ledger.num_equal == 120, (ledger.failures, ledger.different)
         assert {load_of(one).role for one in (first, second)} == {"prefill", "decode"}
         for one in (first, second):
-            wait_until(lambda one=one: has_all_pages(one), "pages are left")
+            wait_until(partial(has_all_pages, one), "pages are left")
 
 
 def test_a_changed_worker_serves_its_new_role_within_a_second() -> None:
