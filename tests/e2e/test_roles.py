@@ -53,6 +53,7 @@ def test_two_that_compute_prompts_for_each_other_give_the_oracles_answers(
         "sdar", connector=connector, prefill=0, decode=0, workers=2, worker_flags=flags,
         router_flags=REMOTE,
     ) as fleet:  # fmt: skip
+        wait_until(lambda: all(one.links for one in workers_of(fleet).values()), "links are cold")
         pairs = solid_jobs("sdar", "block_diffusion", seed=2)
         answers = ask(fleet, [job for job, _ in pairs])
         compare(pairs, answers)
