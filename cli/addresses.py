@@ -21,6 +21,8 @@ _NAME: Final = re.compile(re.escape(PREFIX) + r"(\d{1,10})-.+")
 READY: Final = ".ready.json"
 """Suffix of the file that a process writes once it is ready."""
 PAGE: Final = "page"
+SECRET: Final = "fleet.secret"
+"""Name of the file with a secret that was made for the fleet."""
 
 
 def addresses(target: str) -> list[str]:
@@ -39,21 +41,37 @@ def addresses(target: str) -> list[str]:
     return [f"{name}: {at}" for name, at in lines.items() if at]
 
 
+def secret_of(target: str) -> Path | None:
+    """The file with the secret that was made for this user's fleet at `target`, if there is one."""
+    home = _home_of(target)
+    return home / SECRET if home is not None and (home / SECRET).exists() else None
+
+
 def _facts_of(target: str) -> dict[str, dict[str, str]]:
     """The facts in the ready files of this user's fleet at `target`, by process; empty if there is
     no such fleet here."""
+    home = _home_of(target)
+    return {} if home is None else _facts_in(home)
+
+
+def _facts_in(home: Path) -> dict[str, dict[str, str]]:
+    told: dict[str, dict[str, str]] = {}
+    for file in home.glob(f"*{READY}"):
+        with suppress(OSError, ValueError):  # it is being replaced
+            told[file.name.removesuffix(READY)] = read_facts(file)
+    return told
+
+
+def _home_of(target: str) -> Path | None:
+    """The directory of this user's fleet at `target`."""
     host, _, port = target.rpartition("://")[2].strip("/").rpartition(":")
     for home in homes(are_running=True):
-        told: dict[str, dict[str, str]] = {}
-        for file in home.glob(f"*{READY}"):
-            with suppress(OSError, ValueError):  # it is being replaced
-                told[file.name.removesuffix(READY)] = read_facts(file)
-        for name, facts in told.items():
+        for name, facts in _facts_in(home).items():
             theirs, _, at = facts["address"].rpartition(":")
             is_near = host == theirs or is_loopback(host)
             if name.startswith("router") and at == port and is_near:
-                return told
-    return {}
+                return home
+    return None
 
 
 def homes(*, are_running: bool) -> Iterator[Path]:

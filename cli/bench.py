@@ -311,7 +311,8 @@ def ways(job: BenchJob, rivals: "Rivals") -> Iterator[tuple[str, Way]]:
 
 def look(traffic: Traffic, names: Sequence[str]) -> tuple[str, str, str]:
     """Asks the router about its fleet: a name such as "fleet 1P1D" (one prefill and one decode
-    worker), the model with its settings, and a line about the prompts that do not fit, or "".
+    worker; "1B" is one that does both), the model with its settings, and a line about the prompts
+    that do not fit, or "".
 
     Raises EffuseError if it does not answer or does not serve the model of `traffic`.
     """
@@ -322,10 +323,12 @@ def look(traffic: Traffic, names: Sequence[str]) -> tuple[str, str, str]:
         by_prompt = dict(zip(traffic.prompts, names, strict=True))
         taken = [_takes(client, model, prompt, params) for prompt in by_prompt]
     prefill = sum(one.role == model_pb2.WORKER_ROLE_PREFILL for one in workers)
+    both = sum(one.role == model_pb2.WORKER_ROLE_BOTH for one in workers)
+    shape = f"{prefill}P{len(workers) - prefill - both}D" + (f"{both}B" if both else "")
     asked = "" if params.max_tokens is None else f" with --max-tokens {params.max_tokens}"
     refused = too_long([*by_prompt.values()], taken, f"{model.max_model_len} tokens{asked}")
     about = f"; {model.name}, {_settings(model, params)}"
-    return f"fleet {prefill}P{len(workers) - prefill}D", about, refused
+    return f"fleet {shape}", about, refused
 
 
 def _settings(model: model_pb2.Model, params: Params) -> str:

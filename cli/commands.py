@@ -38,6 +38,7 @@ class FleetConfig:
 
     prefill: int = 1  # prefill workers; with 0, decode workers prefill
     decode: int = 1  # decode workers
+    workers: int = 0  # workers that do both and may change their role
     routers: int = 1  # they share one port, and each gets a part of the connections
     connector: str = "auto"  # how KV pages move: auto, zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
@@ -46,7 +47,7 @@ class FleetConfig:
     redis_url: str | None = None  # URL of a running Redis; None starts an embedded one
     name: str | None = None  # namespace of the keys in Redis; None makes a new one
     router_flags: tuple[str, ...] = ()
-    worker_flags: tuple[str, ...] = ()  # for prefill and decode workers
+    worker_flags: tuple[str, ...] = ()  # for all workers; those that do both get all three
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
     gpus: tuple[str, ...] | None = None  # for the workers; None leaves them all GPUs of the caller
@@ -59,7 +60,10 @@ class FleetConfig:
     log_dir: Path | None = None  # None logs to a directory that `stop` removes
 
     def __post_init__(self) -> None:
-        for name, least in (("prefill", 0), ("decode", 1), ("routers", 1)):
+        for name, least in (
+            *(("prefill", 0), ("workers", 0)),
+            *(("decode", 0 if self.workers else 1), ("routers", 1)),
+        ):
             if (count := getattr(self, name)) < least:
                 raise ValueError(f"{name} must be {least} or more, got {count}")
         if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
@@ -85,12 +89,14 @@ class FleetConfig:
         return assign(
             self.prefill,
             self.decode,
+            self.workers,
             gpus=self.gpus,
             prefill_gpus=self.prefill_gpus,
             decode_gpus=self.decode_gpus,
             sharing=self.gpu_sharing,
             prefill_size=self._size(self.prefill_flags),
             decode_size=self._size(self.decode_flags),
+            size=self._size((*self.prefill_flags, *self.decode_flags)),
         )
 
     def _size(self, of_role: tuple[str, ...]) -> int:
@@ -132,14 +138,16 @@ def member_commands(
         ]
         for name in router_names(config)
     }
-    for role, count, flags in (
-        ("prefill", config.prefill, config.prefill_flags),
-        ("decode", config.decode, config.decode_flags),
+    both_flags = (*config.prefill_flags, *config.decode_flags)
+    for role, module, count, flags in (
+        ("prefill", "prefill_worker", config.prefill, config.prefill_flags),
+        ("decode", "decode_worker", config.decode, config.decode_flags),
+        ("worker", "both_worker", config.workers, both_flags),
     ):
         for name in (f"{role}-{index}" for index in range(count)):
             given = (*config.worker_flags, *flags)
             members[name] = [
-                *_python(f"effuse.{role}_worker"),
+                *_python(f"effuse.{module}"),
                 *("--host", LOOPBACK, "--port", "0", "--worker-id", name),
                 *(*shared(name), *model, "--connector", config.connector),
                 *(*given, *_memory_flags(gpus.get(name), given)),

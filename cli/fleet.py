@@ -33,7 +33,8 @@ from effuse.cli.process import Process, Spawner, stop_all
 from effuse.placement.access import Silence
 
 LOG: Final = logging.getLogger(__name__)
-Role = Literal["redis", "router", "prefill", "decode"]
+Role = Literal["redis", "router", "prefill", "decode", "worker"]
+WORKERS: Final[tuple[Role, ...]] = ("prefill", "decode", "worker")
 
 _POLL_S = 0.02
 _REDIS_S = 20.0  # time limit for Redis to answer
@@ -53,7 +54,7 @@ class FleetError(Exception):
 
 
 class Fleet:
-    """A running fleet. Processes are named redis, router, prefill-0, decode-0 and so on."""
+    """A running fleet. Processes are named redis, router, prefill-0, decode-0, worker-0, ..."""
 
     def __init__(self, config: FleetConfig) -> None:
         """Raises OSError if the log directory cannot be made."""
@@ -98,9 +99,9 @@ class Fleet:
                 told[name] = self.home.told(self._id(name))
         return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
 
-    def names(self, role: Role) -> list[str]:
-        """Names of the processes of one role."""
-        return [name for name in self.processes if _role_of(name) == role]
+    def names(self, *roles: Role) -> list[str]:
+        """Names of the processes of these roles."""
+        return [name for role in roles for name in self.processes if _role_of(name) == role]
 
     def start(self) -> None:
         """Start everything and return once the fleet can answer requests.
@@ -129,7 +130,9 @@ class Fleet:
                 if not self._wait(deadline, partial(self.is_back, name)):
                     raise FleetError(f"{name} did not become ready", self.processes[name])
             left_s = max(0.0, deadline - time.monotonic())
-            self.wait_for_workers(self.config.prefill, self.config.decode, left_s)
+            prefill, decode = self.config.prefill, self.config.decode
+            more = self.config.workers  # they do both at first
+            self.wait_for_workers(prefill + more, decode + more, left_s)
         except BaseException:
             self.stop(lambda: True)  # nothing runs yet
             raise
@@ -139,7 +142,7 @@ class Fleet:
         """End every process, routers first and Redis last. Running requests finish within each
         process's drain time, or until `is_hurried`.
         """
-        for roles in (("router",), ("prefill", "decode"), ("redis",)):
+        for roles in (("router",), WORKERS, ("redis",)):
             members = [*self.processes.values(), *self._ended]
             longest_s = _REDIS_S if roles == ("redis",) else longest_end_s(self.config, roles[0])
             stop_all([one for one in members if _role_of(one.name) in roles], longest_s, is_hurried)
@@ -189,7 +192,7 @@ class Fleet:
                     LOG.warning("%s cannot be started yet: %s", name, error)
                 is_told = True
                 yield
-        routers = self.names("router") if _role_of(name) in ("prefill", "decode") else []
+        routers = self.names("router") if _role_of(name) in WORKERS else []
         while not (
             self.is_back(name) and all(self.home.knows(one, self._id(name)) for one in routers)
         ):

@@ -6,7 +6,7 @@ under that name. `worker/gpus.py` lists the GPUs of a machine.
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from effuse.worker.gpus import NAME
@@ -34,6 +34,7 @@ class Assignment:
 def assign(
     prefill: int,
     decode: int,
+    workers: int = 0,
     *,
     gpus: Sequence[str] | None,
     prefill_gpus: Sequence[str] | None = None,
@@ -41,16 +42,18 @@ def assign(
     sharing: bool = False,
     prefill_size: int = 1,
     decode_size: int = 1,
+    size: int = 1,
 ) -> dict[str, Assignment]:
-    """The GPUs of each of so many workers, by their names: prefill-0, .., decode-0, ..
+    """The GPUs of each of so many workers, by their names: prefill-0, decode-0, worker-0 and so on.
 
-    A worker of a role gets as many as that role's size. A role's own list names the GPUs of its
-    workers in order. The others get, in order, the first neighbours of `gpus` with the fewest
-    workers on them, and none that has one already unless `sharing`. `gpus` of None is the GPUs of
-    the roles' lists. Raises ValueError that names the wrong or helpful flag.
+    A worker of a role gets as many as that role's size, the last ones `size`. A role's own list
+    names the GPUs of its workers in order. The others get, in order, the first neighbours of `gpus`
+    with the fewest workers on them, and none that has one already unless `sharing`. `gpus` of None
+    is the GPUs of the roles' lists. Raises ValueError that names the wrong or helpful flag.
     """
     sizes = {f"prefill-{at}": prefill_size for at in range(prefill)}
     sizes |= {f"decode-{at}": decode_size for at in range(decode)}
+    sizes |= {f"worker-{at}": size for at in range(workers)}
     named = _named("prefill", prefill, prefill_size, prefill_gpus)
     named |= _named("decode", decode, decode_size, decode_gpus)
     taken = [gpu for own in named.values() for gpu in own]
@@ -62,14 +65,14 @@ def assign(
         )
     needed = max(sizes.values()) if sharing else sum(sizes.values())
     if not allowed or needed > len(allowed):
-        raise ValueError(_too_few(prefill, decode, needed, allowed))
+        raise ValueError(_too_few(sizes, needed, allowed))
     on = Counter(taken)
     if not sharing and (twice := [gpu for gpu in on if on[gpu] > 1]):
         holders = [one for one in sizes if twice[0] in named.get(one, ())]
         raise ValueError(_shared(twice[0], holders))
-    for worker, size in sizes.items():
+    for worker, own in sizes.items():
         if worker not in named:
-            named[worker] = _neighbours(allowed, size, on, worker, sharing=sharing)
+            named[worker] = _neighbours(allowed, own, on, worker, sharing=sharing)
             on.update(named[worker])
     return {
         worker: Assignment(",".join(named[worker]), 1 / max(on[gpu] for gpu in named[worker]))
@@ -142,9 +145,10 @@ def _check_names(gpus: Sequence[str]) -> None:
         raise ValueError(f"expected GPUs by number or by id, not both, got {_listed(gpus)}")
 
 
-def _too_few(prefill: int, decode: int, needed: int, gpus: Sequence[str]) -> str:
-    count = prefill + decode
-    fleet = f"{count} worker{'s' * (count > 1)} ({prefill} prefill, {decode} decode)"
+def _too_few(workers: Collection[str], needed: int, gpus: Sequence[str]) -> str:
+    count, roles = len(workers), Counter(worker.split("-")[0] for worker in workers)
+    told = ", ".join(f"{roles[role]} {role}" for role in ("prefill", "decode"))
+    fleet = f"{count} worker{'s' * (count > 1)}" + (f" ({told})" if not roles["worker"] else "")
     if needed != count:
         return f"{fleet} need {needed} GPUs by their --tensor-parallel-size, got {_listed(gpus)}"
     return (

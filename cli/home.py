@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from effuse.cli.addresses import PAGE, PREFIX, READY, homes, read_facts
+from effuse.cli.addresses import PAGE, PREFIX, READY, SECRET, homes, read_facts
 from effuse.cli.commands import value_of
 from effuse.placement.access import RIGHTS, RedisAccess
 from effuse.protos.gate import FleetSecret
@@ -45,7 +45,7 @@ class Home:
     def make_secret(self) -> None:
         """Makes a secret for the fleet, unless a flag has given one."""
         if self.secret_file is None:
-            self.secret_file = self.path / "fleet.secret"
+            self.secret_file = self.path / SECRET
             FleetSecret.make(self.secret_file)
 
     def make_redis_user(self) -> Path | None:

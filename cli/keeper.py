@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Final, NoReturn
 
-from effuse.cli.fleet import Fleet
+from effuse.cli.fleet import WORKERS, Fleet
 from effuse.cli.process import Process
 
 LOG: Final = logging.getLogger("effuse.up")
@@ -80,7 +80,7 @@ class Rolling:
 
     def _replace_all(self) -> Iterator[None]:
         fleet = self._fleet
-        for name in [*fleet.names("prefill"), *fleet.names("decode"), *fleet.names("router")]:
+        for name in fleet.names(*WORKERS, "router"):
             while name not in fleet.processes or fleet.processes[name].returncode is not None:
                 yield  # it ended by itself and is restarting
             yield from fleet.roll(name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Self, TextIO
 
 from effuse.cli.commands import FleetConfig, http_url, value_of
-from effuse.cli.fleet import Fleet
+from effuse.cli.fleet import WORKERS, Fleet
 from effuse.cli.gpus import Assignment
 from effuse.cli.status import defaults_by_source, link_lines
 from effuse.client.client import Client
@@ -43,6 +43,7 @@ _STEPS: Final = (
 )
 _READY: Final = len(_STEPS) - 1
 _BEGIN: Final = (-1, "starts")
+_ROLES: Final = {"prefill": "prefill", "decode": "decode", "worker": "prefill and decode"}
 
 
 class StartProgress:
@@ -53,7 +54,7 @@ class StartProgress:
         self._steps: dict[str, tuple[int, str]] = {}  # rank and text, by worker
 
     def take(self, process: str, text: str) -> None:
-        if not process.startswith(("prefill", "decode")):
+        if not process.startswith(WORKERS):
             return
         self._steps.setdefault(process, _BEGIN)
         for rank, (step, pattern) in enumerate(_STEPS):
@@ -247,11 +248,11 @@ def workers_text(
     config: FleetConfig, gpus: Mapping[str, Assignment], workers: Sequence[model_pb2.Worker]
 ) -> str:
     """The GPUs of each role or, on the CPU, how many workers it has; and the speed of the links."""
-    counts = {"prefill": config.prefill, "decode": config.decode}
+    counts = {"prefill": config.prefill, "decode": config.decode, "worker": config.workers}
     if gpus:
         roles = [f"{role} {_places(gpus, role)}" for role, count in counts.items() if count]
     else:
-        told = [f"{count} {role}" for role, count in counts.items() if count]
+        told = [f"{count} {_ROLES[role]}" for role, count in counts.items() if count]
         roles = [f"{', '.join(told)} on the CPU"]
     links = [link for worker in workers for link in worker.links]
     return "; ".join(filter(None, [*roles, _links_text(links)]))
@@ -287,7 +288,8 @@ def _ask(fleet: Fleet) -> tuple[Sequence[model_pb2.Model], Sequence[model_pb2.Wo
     `_LINKS_S`; none if it answers only clients that it knows."""
     if asks_who_calls(fleet.config):
         return (), ()
-    pairs = set(product(fleet.names("prefill"), fleet.names("decode")))
+    pairs = set(product(fleet.names("prefill", "worker"), fleet.names("decode", "worker")))
+    pairs -= {(name, name) for name in fleet.processes}
     deadline = time.monotonic() + _LINKS_S
     try:
         with Client(fleet.address, timeout_s=_ASK_S) as client:

@@ -31,7 +31,11 @@ from effuse.client.credentials import Credentials
 from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2, monitor_pb2
 
-_ROLES = {model_pb2.WORKER_ROLE_PREFILL: "prefill", model_pb2.WORKER_ROLE_DECODE: "decode"}
+_ROLES = {
+    model_pb2.WORKER_ROLE_PREFILL: "prefill",
+    model_pb2.WORKER_ROLE_DECODE: "decode",
+    model_pb2.WORKER_ROLE_BOTH: "both",
+}
 _STATES = {
     model_pb2.WORKER_STATE_READY: "ready",
     model_pb2.WORKER_STATE_DRAINING: "draining",
@@ -210,6 +214,8 @@ def _cells(worker: model_pb2.Worker) -> tuple[str, ...]:
 
 def _role(worker: model_pb2.Worker) -> str:
     name = _ROLES.get(worker.role, "unknown")
+    if worker.num_leaving:
+        name = f"{name}, finishes {worker.num_leaving} of its former role"
     return f"{name} on {worker.ranks} devices" if worker.ranks > 1 else name
 
 
@@ -227,16 +233,17 @@ def _quarantine(worker: model_pb2.Worker, held: model_pb2.WorkerQuarantine) -> s
 
 def _summary(workers: Sequence[model_pb2.Worker]) -> str:
     ready = [worker for worker in workers if worker.state == model_pb2.WORKER_STATE_READY]
-    counts = [
-        f"{sum(worker.role == role for worker in ready)} {name}" for role, name in _ROLES.items()
-    ]
-    told = f"{' and '.join(counts)} workers are ready"
+    counts = [(sum(one.role == role for one in ready), name) for role, name in _ROLES.items()]
+    # Only a fleet that has them names those that do both, and then no role without workers.
+    shown = [one for one in counts if one[0]] if counts[-1][0] else counts[:-1]
+    told = f"{' and '.join(f'{count} {name}' for count, name in shown)} workers are ready"
     return told if any(map(_can_answer, workers)) else f"{told}: no worker can answer a request"
 
 
 def _can_answer(worker: model_pb2.Worker) -> bool:
     is_ready = worker.state == model_pb2.WORKER_STATE_READY
-    return is_ready and worker.role == model_pb2.WORKER_ROLE_DECODE
+    decodes = (model_pb2.WORKER_ROLE_DECODE, model_pb2.WORKER_ROLE_BOTH)
+    return is_ready and worker.role in decodes
 
 
 WRITTEN = "\u2588"

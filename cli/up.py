@@ -44,7 +44,7 @@ _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_
 _ROUTERS_ALONE = {"metrics_port", "metrics_host", "health_port"}
 # Flags that are fields of the fleet's config, unchanged.
 _SAME = (
-    *("prefill", "decode", "routers", "connector", "model", "host", "port"),
+    *("prefill", "decode", "workers", "routers", "connector", "model", "host", "port"),
     *("redis_url", "prefill_gpus", "decode_gpus", "gpu_sharing", "log_dir"),
 )
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             view.verbose = True
         else:
             logs.log_by(logging.Formatter("effuse up: %(message)s"))
-        screen = Screen.of_errors(config.prefill + config.decode)
+        screen = Screen.of_errors(config.prefill + config.decode + config.workers)
         if not view.quiet:
             stack.enter_context(
                 LogFollower(
@@ -187,6 +187,7 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
             add_flags(others, groups[name].config, only=groups[name].names)
         return tuple(others.parse_known_args(rest)[1])
 
+    _settle_roles(found)
     http = http_flags(found.http_port, beside=found.port) if found.http else ()
     asked = bool(found.gpus or found.prefill_gpus or found.decode_gpus)
     # Named GPUs imply --device cuda, so that an unusable one is an error instead of a fall-back to
@@ -202,6 +203,19 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
         decode_flags=(*words("decode"), *_of_role(found, "decode")),
         gpus=_gpus(found, asked),
     )
+
+
+def _settle_roles(found: argparse.Namespace) -> None:
+    """Sets the numbers of workers. If no role is named, each of the --gpus gets a worker that does
+    both, and so does --workers; without either there is one prefill and one decode worker."""
+    named = (found.prefill, found.decode, found.prefill_gpus, found.decode_gpus)
+    has_roles = any(one is not None for one in named)
+    if found.workers is None:
+        size = found.tensor_parallel_size
+        found.workers = max(1, len(found.gpus) // size) if found.gpus and not has_roles else 0
+    unnamed = 0 if found.workers else 1
+    found.prefill = unnamed if found.prefill is None else found.prefill
+    found.decode = unnamed if found.decode is None else found.decode
 
 
 def _of_role(found: argparse.Namespace, role: str) -> tuple[str, ...]:
@@ -227,9 +241,12 @@ def _gpus(found: argparse.Namespace, asked: bool) -> tuple[str, ...] | None:
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--prefill", type=whole(0, 64), default=1, metavar="X",
+    add("--prefill", type=whole(0, 64), metavar="X",
         help="prefill workers; 0 lets decode workers prefill (default: 1)")  # fmt: skip
-    add("--decode", type=whole(1, 64), default=1, metavar="Y", help="decode workers (default: 1)")
+    add("--decode", type=whole(1, 64), metavar="Y", help="decode workers (default: 1)")
+    add("--workers", type=whole(0, 64), metavar="N",
+        help="workers that prefill and decode, and may change their role (default: one for each "
+        "of --gpus if no role is named, else 0)")  # fmt: skip
     add("--routers", type=whole(1, 16), default=1, metavar="Z",
         help="routers, which share the port (default: 1)")  # fmt: skip
     add("--connector", choices=("auto", "nixl", "zmq"), default="auto",

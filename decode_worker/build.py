@@ -52,7 +52,7 @@ def build(
         config, incarnation, "decode", config.default_algorithm, pulse, connects=connects
     )
     limits = limits_of(config, parts.memory, parts.model, parts.max_model_len)
-    _check_defaults(parts.ready.model, limits)
+    check_defaults(parts.ready.model, limits)
     connector = parts.connect() if connects else None
     wakes = () if connector is None else (connector.fileno(),)
     model, on_device = parts.model, denoises_on_device(config, parts.model.device)
@@ -68,7 +68,8 @@ def build(
             queued=parts.queued,
             ranks=parts.ranks,
         )
-    core = _core(config, incarnation, parts, limits, executor, connector)
+    pool = PagePool(parts.memory.num_pages)
+    core = make_core(config, incarnation, parts, pool, limits, executor, connector)
     return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
 
 
@@ -103,7 +104,8 @@ def replicated(
             own = connector and ReplicaConnector(ranks, number, connector.name)
         slots = None if steps is None else _slots_of(steps, number)
         executor = Executor(runner, copy_page, place, slots=slots, replica=number, ask=joint.ask)
-        cores.append(_core(config, incarnation, parts, limits, executor, own))
+        pool = PagePool(memory.num_pages)
+        cores.append(make_core(config, incarnation, parts, pool, limits, executor, own))
     wakes = () if connector is None else (connector.fileno(), ranks.event_signal)
     return Engine(ReplicatedEngine(cores, joint), parts.ready, wakes=wakes, ranks=ranks)
 
@@ -118,16 +120,17 @@ def _copy_of_replica(ranks: Ranks, replica: int, source: int, target: int) -> No
     ranks.send(ForReplica(replica, CopyPage(source, target)))
 
 
-def _core(
+def make_core(
     config: DecodeConfig,
     incarnation: str,
     parts: Assembly,
+    pool: PagePool,
     limits: DecodeLimits,
     executor: Executor,
     connector: Connector | None,
 ) -> DecodeEngine:
-    """An engine with all pages of a replica."""
-    model, pool = parts.model, PagePool(parts.memory.num_pages)
+    """An engine over the pages of `pool`."""
+    model = parts.model
     identity = ReceiverIdentity(
         incarnation=incarnation,
         fingerprint=parts.fingerprint,
@@ -170,7 +173,7 @@ def limits_of(
     )
 
 
-def _check_defaults(model: ModelInfo, limits: DecodeLimits) -> None:
+def check_defaults(model: ModelInfo, limits: DecodeLimits) -> None:
     """Raises ValueError if requests with only the model's defaults would be refused."""
     window = model.defaults.settings.most_active
     most_blocks = -(-model.max_model_len // model.block_size)

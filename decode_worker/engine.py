@@ -5,6 +5,7 @@ chooses among them, `denoise.py` has the rules of blocks, kvtransfer's receiver 
 executor runs forwards. Single-threaded.
 """
 
+import math
 from collections.abc import Callable
 
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled
@@ -80,6 +81,28 @@ class DecodeEngine:
     def is_working(self) -> bool:
         return self._executor.is_running
 
+    @property
+    def can_step(self) -> bool:
+        """Whether some request could take part in the last step, and may in the next one."""
+        return bool(self._roster.running) and not self._is_stalled
+
+    @property
+    def is_short_of_pages(self) -> bool:
+        """Whether no request can go on, and those that are here have or wait for pages."""
+        roster = self._roster
+        return not (self.can_step or roster.receiving) and bool(roster.running or roster.waiting)
+
+    @property
+    def oldest_waiting_s(self) -> float:
+        """When the oldest request that waits for pages arrived; infinite if none waits."""
+        return min((one.arrived_s for one in self._roster.waiting), default=math.inf)
+
+    @property
+    def pages_kept(self) -> int:
+        """Free pages that running requests will need soon: a block's for each."""
+        limits = self._intake.limits
+        return self._roster.num_holding * limits.pages_for(limits.block_size)
+
     def handle(self, message: ToEngine) -> None:
         match message:
             case StartDecode():
@@ -93,16 +116,8 @@ class DecodeEngine:
                 failed = self._handoffs.writer_gone(transfer_id, has_drained=has_drained)
                 if failed is not None and not self._rehearsal.take_report(failed):
                     self._fail_handoff(failed)
-            case messages.StartPrefill(attempt=attempt):
-                self._outbox.failed(attempt, "INVALID_ARGUMENT", "this is a decode worker")
-            case (
-                messages.PushTo(reservation=reservation)
-                | messages.PushRehearsal(reservation=reservation)
-            ):
-                text = "this is a decode worker"
-                self._outbox.failed(reservation.attempt, "INVALID_ARGUMENT", text)
-            case messages.ReceiverGone() | messages.Shutdown():
-                pass  # for the process
+            case _:
+                pass  # of the process, or of the other kind of work, which fronts refuse
 
     def check(self, message: StartDecode) -> None:
         """Raises RequestError for a request that could never be served here; stores nothing."""

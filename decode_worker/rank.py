@@ -7,10 +7,11 @@ from effuse.worker.rank_part import RankPart
 from effuse.worker.rank_process import main
 
 
-def _steps(config: DecodeConfig, part: RankPart) -> DeviceStepper:
+def make_steps(config: DecodeConfig, part: RankPart) -> DeviceStepper:
+    """The slots of a rank's device."""
     limits = limits_of(config, part.memory, part.model, part.max_model_len)
     return make_stepper(part.model, part.memory.layer_views(), limits)
 
 
 if __name__ == "__main__":
-    main(DecodeConfig, _steps)
+    main(DecodeConfig, make_steps)

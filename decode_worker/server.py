@@ -66,7 +66,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             await self._decode(request, context)
 
     async def _decode(self, request: pb.DecodeRequest, context: _Context) -> None:
-        life = self._shell.admit(request.incarnation)
+        life = self._shell.admit(request.incarnation, "decode")
         start = start_of(request, life.ready.model.block_size)
         writer = writer_of(request)
         if writer is not None:
@@ -266,7 +266,7 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
 
 
 def make_role() -> Role:
-    """Returns the parts that make a front a decode worker's."""
+    """The parts of a front that belong to a decode worker."""
 
     def add(shell: Shell, server: grpc.aio.Server) -> None:
         pb_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(shell), server)
@@ -274,6 +274,6 @@ def make_role() -> Role:
     return Role(
         name="decode",
         engine_module="effuse.decode_worker.build",
-        service="effuse.v1.DecodeService",
+        services={"decode": "effuse.v1.DecodeService"},
         add=add,
     )

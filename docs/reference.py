@@ -32,7 +32,7 @@ from effuse.protos import errors
 from effuse.router.config import RouterConfig
 from effuse.router.openai_answers import error_body, status_of
 from effuse.telemetry.metrics import PREFIX, ProcessMetrics
-from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig, WorkerConfig
 
 ROOT: Final = Path(__file__).parent.parent
 FOLDER: Final = ROOT / "docs/reference"
@@ -114,12 +114,17 @@ def pages() -> dict[str, str]:
 
 
 def _processes() -> str:
-    worker = _names(WorkerConfig)
+    worker, prefill, decode = map(_names, (WorkerConfig, PrefillConfig, DecodeConfig))
     sections = (
         ("Router: `effuse-router`", RouterConfig, _names(RouterConfig)),
-        ("Every worker: `effuse-prefill` and `effuse-decode`", WorkerConfig, worker),
-        ("Only prefill workers: `effuse-prefill`", PrefillConfig, _names(PrefillConfig) - worker),
-        ("Only decode workers: `effuse-decode`", DecodeConfig, _names(DecodeConfig) - worker),
+        (
+            "Every worker: `effuse-prefill`, `effuse-decode` and `effuse-worker`",
+            WorkerConfig,
+            worker,
+        ),
+        ("Work on prompts: `effuse-prefill` and `effuse-worker`", PrefillConfig, prefill - worker),
+        ("Work on answers: `effuse-decode` and `effuse-worker`", DecodeConfig, decode - worker),
+        ("Only `effuse-worker`", BothConfig, _names(BothConfig) - prefill - decode),
     )
     parts = [_head("Flags of the processes", PROCESSES)]
     for title, config, names in sections:

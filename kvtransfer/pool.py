@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from typing import Protocol
 
 from effuse.kvtransfer.messages import PageRef
 
@@ -55,13 +56,30 @@ class PageError(RuntimeError):
     """A bug with a page: an illegal transition, or a stale reference."""
 
 
+class Spare(Protocol):
+    """A holder of committed pages that gives them up when others need room."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that become free once it has given up all that it can."""
+        ...
+
+    def give_up(self) -> Sequence[PageRef]:
+        """Forgets some of these pages, the least useful ones, and returns them for release."""
+        ...
+
+
 class PagePool:
-    """Pure accounting of `num_pages` pages. Not thread-safe: one engine thread owns it."""
+    """Pure accounting of `num_pages` pages. Not thread-safe: one engine thread owns it.
+
+    `spare` pages count as free, and are taken once no others are left.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool needs at least one page, got {num_pages}")
         self.num_pages = num_pages
+        self.spare: Spare | None = None
         self._states = [PageState.FREE] * num_pages
         self._generations = [0] * num_pages
         # holders beyond the first; only of shared pages
@@ -72,7 +90,7 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Pages that can be allocated now."""
-        return self._counts[PageState.FREE]
+        return self._counts[PageState.FREE] + (self.spare.num_pages if self.spare else 0)
 
     def count(self, state: PageState) -> int:
         """Pages in this state."""
@@ -135,6 +153,8 @@ class PagePool:
             raise ValueError(f"cannot allocate {count} pages")
         if count > self.num_free:
             return None
+        while self.spare and self._counts[PageState.FREE] < count:
+            self.release(self.spare.give_up())
         pages = []
         for page_id in self._free.take(count):
             self._generations[page_id] = (self._generations[page_id] + 1) & 0xFFFFFFFF

@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from effuse.config.decoding import DecodingDefaults
 
-Role = Literal["prefill", "decode"]
+Kind = Literal["prefill", "decode"]  # of work
+Role = Literal["prefill", "decode", "both"]  # the kinds of work that a worker accepts now
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 # Only a worker that is ready gets requests. A starting worker has lost its engine: its record is
 # that of the ended life, without load or links, until another life is ready.
@@ -128,6 +129,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     worker_id: str
     role: Role
+    may_change_role: bool = False
+    num_leaving: U32 = 0  # attempts of a kind that it has ceased to accept, and still finishes
     address: str  # host:port of its front
     incarnation: str
     engine_port: Annotated[int, Meta(ge=0, le=65535)] = (
@@ -154,6 +157,15 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """A life of a worker: its id and incarnation."""
         return self.worker_id, self.incarnation
 
+    def does(self, kind: Kind) -> bool:
+        """Whether it accepts work of this kind now."""
+        return self.role in (kind, "both")
+
+    @property
+    def may_ever_decode(self) -> bool:
+        """Whether it accepts answers now, or after a change of its role."""
+        return self.may_change_role or self.does("decode")
+
     @cached_property
     def fingerprint_text(self) -> str:
         """The fingerprint as one value, for fast comparison and lookup."""
@@ -172,8 +184,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return not (self.connector and peer.connector) or self.connector == peer.connector
 
     def may_push_to(self, peer: "WorkerRecord") -> bool:
-        """Whether connectors match, the link to `peer` is warm, and the limit allows it."""
-        if not self.has_connector_of(peer):
+        """Whether connectors match, the link to `peer` is warm, and the limit allows it. A worker
+        pushes nothing to itself."""
+        if not self.has_connector_of(peer) or self.worker_id == peer.worker_id:
             return False
         link = self.link_to(peer)
         if link is None:
@@ -184,6 +197,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Whether prompts may take the link to `peer` once it is warm."""
         return (
             self.warms_links
+            and self.worker_id != peer.worker_id
             and self.fingerprint == peer.fingerprint
             and self.has_connector_of(peer)
             and self.link_to(peer) is None

@@ -5,11 +5,12 @@ Only connects parts to each other.
 
 import time
 
+from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of
-from effuse.worker.assembly import assemble
+from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import Engine, main
 from effuse.worker.watchdog import Pulse
@@ -19,6 +20,20 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse) -> Engine:
     """An engine that is ready to serve. Raises ValueError if the config is wrong."""
     parts = assemble(config, incarnation, "prefill", None, pulse)
     connector = parts.connect()
+    core = make_core(config, parts, PagePool(parts.memory.num_pages), connector, pulse)
+    return Engine(
+        core,
+        parts.ready,
+        wakes=(connector.fileno(),),
+        meanwhile=core.meanwhile,
+        ranks=parts.ranks,
+    )
+
+
+def make_core(
+    config: PrefillConfig, parts: Assembly, pool: PagePool, connector: Connector, pulse: Pulse
+) -> PrefillEngine:
+    """An engine over the pages of `pool`. Raises ValueError if the config is wrong."""
     model = parts.model
     sender = HandoffSender(connector, reservation_s=config.reservation_s, now=time.monotonic)
     executor = PromptExecutor(
@@ -29,21 +44,8 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse) -> Engine:
         mark=mark_of(model.device),
         on_progress=pulse.mark,
     )
-    core = PrefillEngine(
-        executor,
-        config,
-        model.config,
-        PagePool(parts.memory.num_pages),
-        sender,
-        parts.fingerprint,
-        now=time.monotonic,
-    )
-    return Engine(
-        core,
-        parts.ready,
-        wakes=(connector.fileno(),),
-        meanwhile=core.meanwhile,
-        ranks=parts.ranks,
+    return PrefillEngine(
+        executor, config, model.config, pool, sender, parts.fingerprint, now=time.monotonic
     )
 
 

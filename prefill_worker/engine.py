@@ -5,7 +5,9 @@ kvtransfer's sender pushes pages. It never computes logits. Single-threaded.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import Pushed, PushFailed
 from effuse.kvtransfer.layout import Fingerprint, mismatch
@@ -31,6 +33,18 @@ from effuse.worker import messages
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import ForwardFailed, Outbox
 from effuse.worker.messages import FailureCode, StartPrefill, ToEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTurn:
+    """The room that answers leave to prompts in one step of an engine; by default all of it."""
+
+    may_launch: bool = True
+    begin_before: float = math.inf  # prompts that arrived later do not begin
+    pages_kept: int = 0  # free pages that beginning prompts leave free
+
+
+ALONE = PromptTurn()
 
 
 class PrefillEngine:
@@ -70,18 +84,40 @@ class PrefillEngine:
         self._table = PromptTable(pool, self._cache, self._outbox, now)
         self._kv_bytes = 0
 
-    def step(self) -> bool:
+    def step(self, turn: PromptTurn = ALONE) -> bool:
         """Handles results of pushes, admits, launches a forward, and reports the results of ended
         ones. It waits for no forward.
         """
-        has_changed = self._end_late() | self._take_reports() | self._admit()
-        if self._executor.is_full:
+        has_changed = self._end_late() | self._take_reports() | self._admit(turn)
+        if self._executor.is_full or not turn.may_launch:
             return has_changed
         has_launched = self._launch()
         return self._apply_ended() or has_changed or has_launched
 
     def is_working(self) -> bool:
         return self._executor.is_running
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards launched so far."""
+        return self._executor.num_forwards
+
+    def knows(self, transfer_id: str) -> bool:
+        """Whether the attempt or rehearsal is here, or was."""
+        return transfer_id in self._table.prompts or transfer_id in self._table.over
+
+    def give_way(self) -> bool:
+        """Fails the youngest computed prompt whose destination is unknown, and so frees its pages;
+        False if there is none.
+        """
+        for prompt in reversed(self._table.prompts.values()):
+            transfer_id = prompt.attempt.transfer_id
+            is_computed = prompt.pages and not prompt.num_left and prompt.is_live
+            if is_computed and self._sender.awaits_reservation(transfer_id):
+                text = "answers needed the pages of the prompt, which had no reservation yet"
+                self._fail(prompt, "UNAVAILABLE", text, retryable=True, field="reservation")
+                return True
+        return False
 
     def handle(self, message: ToEngine) -> None:
         match message:
@@ -93,12 +129,10 @@ class PrefillEngine:
                 self._rehearse(reservation, in_groups=in_groups)
             case messages.Abort(attempt=attempt):
                 self._abort(attempt)
-            case messages.StartDecode(attempt=attempt) | messages.StartRehearsal(attempt=attempt):
-                self._outbox.failed(attempt, "INVALID_ARGUMENT", "this is a prefill worker")
             case messages.ReceiverGone(incarnation=incarnation):
                 self._sender.forget_life(incarnation)
-            case messages.WriterGone() | messages.Shutdown():
-                pass  # nothing writes here; the process ends itself
+            case _:
+                pass  # of the process, or of the other kind of work, which fronts refuse
 
     def meanwhile(self, come: Sequence[ToEngine]) -> Sequence[ToEngine]:
         """From within a forward, which may take longer than a lease: accepts new prompts and
@@ -130,7 +164,7 @@ class PrefillEngine:
             waiting=len(waiting),
             runnable=len(computing),
             total_pages=self._pool.num_pages,
-            free_pages=self._cache.num_free,
+            free_pages=self._pool.num_free,
             quarantined_pages=self._pool.count(PageState.QUARANTINED),
             queued_tokens=sum(prompt.num_left for prompt in (*waiting, *computing)),
             steps=self._executor.num_forwards,
@@ -201,8 +235,8 @@ class PrefillEngine:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
         may_start = not self._table.waiting or count <= FEW_PAGES
-        free = self._cache.num_free
-        pages = self._cache.allocate(count) if may_start and 2 * count <= free else None
+        free = self._pool.num_free
+        pages = self._pool.allocate_committed(count) if may_start and 2 * count <= free else None
         if pages is None:
             text = f"prompts need the pages: a rehearsal cannot have {count} of {free} free pages"
             self._outbox.failed(attempt, "RESOURCE_EXHAUSTED", text, retryable=True)
@@ -256,11 +290,11 @@ class PrefillEngine:
                     self._outbox.say(push_failed(prompt.attempt, report))
         return bool(reports) or has_applied
 
-    def _admit(self) -> bool:
+    def _admit(self, turn: PromptTurn) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
         has_admitted = False
         while len(self._table.computing) < self._config.max_num_seqs:
-            if (prompt := self._table.begin_next()) is None:
+            if (prompt := self._table.begin_next(turn.begin_before, turn.pages_kept)) is None:
                 break
             has_admitted = True
             if cached := prompt.take_final_pages(prompt.num_cached, self._config.page_size):

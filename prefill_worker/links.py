@@ -133,14 +133,16 @@ class Links:
         """Takes `seen`, all live workers, of which at most MOST_LINKS are followed. Returns the
         decode workers whose previous life has ended.
 
-        Links to decode workers with our fingerprint are due immediately.
+        Links to decode workers with our fingerprint are due immediately, and those to workers that
+        may become one, so that they are warm before a change of role.
         """
         before = self._links if self.own == own.incarnation else {}
         self.own, self._links = own.incarnation, {}
         fitting = [
             one
             for one in seen
-            if one.role == "decode" and one.fingerprint == own.fingerprint
+            if one.may_ever_decode and one.worker_id != own.worker_id
+            if one.fingerprint == own.fingerprint
             if one.state != "starting"  # its engine has ended
         ]
         for peer in fitting[:MOST_LINKS]:

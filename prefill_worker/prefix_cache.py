@@ -41,7 +41,9 @@ class HeldPrefix:
 
 
 class PrefixCache:
-    """Gives an engine its pages: cached ones for the beginning of a prompt, and free ones."""
+    """Gives prompts their pages: cached ones for the beginning, and free ones. It is the pool's
+    `Spare`: pages that only the cache holds are there for all users of the pool.
+    """
 
     def __init__(self, pool: PagePool, *, page_size: int, block_size: int) -> None:
         """`page_size` and `block_size` in tokens."""
@@ -52,11 +54,17 @@ class PrefixCache:
         self._idle: OrderedDict[Key, None] = OrderedDict()  # held only by the cache, oldest first
         self.num_queried = 0  # tokens of prompts that were looked up, in total
         self.num_found = 0  # those of them that were found
+        pool.spare = self
 
     @property
-    def num_free(self) -> int:
-        """Pages that can be used now: free ones, and those that only the cache holds."""
-        return self._pool.num_free + len(self._idle) * self._pages_per_unit
+    def num_pages(self) -> int:
+        """Pages that only the cache holds."""
+        return len(self._idle) * self._pages_per_unit
+
+    def give_up(self) -> Sequence[PageRef]:
+        """Forgets the unit that was used least recently; returns its pages."""
+        key, _ = self._idle.popitem(last=False)
+        return self._units.pop(key).pages
 
     def keys_of(self, token_ids: Sequence[int], num_paged: int, salt: str = "") -> tuple[Key, ...]:
         """Keys of the whole units among a prompt's first `num_paged` tokens, by its salt."""
@@ -67,20 +75,12 @@ class PrefixCache:
             keys.append(key)
         return tuple(keys)
 
-    def allocate(self, count: int) -> tuple[PageRef, ...] | None:
-        """Free pages that only this process writes; None if there are too few."""
-        if count > self.num_free:
-            return None
-        while self._pool.num_free < count:
-            key, _ = self._idle.popitem(last=False)
-            self._pool.release(self._units.pop(key).pages)
-        return self._pool.allocate_committed(count)
-
     def begin(
-        self, keys: Sequence[Key], num_paged: int, num_pages: int
+        self, keys: Sequence[Key], num_paged: int, num_pages: int, num_kept: int = 0
     ) -> tuple[HeldPrefix, tuple[PageRef, ...]] | None:
-        """All pages of a new prompt, beginning with the known units; None if too few are free. At
-        least one token remains to be computed, because the boundary comes from it.
+        """All pages of a new prompt, beginning with the known units; None if too few are free, of
+        which `num_kept` stay free. At least one token remains to be computed, because the boundary
+        comes from it.
         """
         found: list[Key] = []
         for key in keys[: max(0, num_paged - 1) // self.unit_size]:
@@ -89,14 +89,14 @@ class PrefixCache:
             found.append(key)
         num_new = num_pages - len(found) * self._pages_per_unit
         num_idle = sum(key in self._idle for key in found) * self._pages_per_unit
-        if num_new > self.num_free - num_idle:
+        if num_new > self._pool.num_free - num_idle - num_kept:
             return None
         known = tuple(page for key in found for page in self._units[key].pages)
         self._pool.share(known)
         for key in found:
             self._units[key].num_users += 1
             self._idle.pop(key, None)
-        new = self.allocate(num_new)
+        new = self._pool.allocate_committed(num_new)
         assert new is not None, "counted above"
         if keys:
             self.num_queried += num_paged

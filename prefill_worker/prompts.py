@@ -212,14 +212,14 @@ class PromptTable:
         if not prompt.is_rehearsal:
             self.waiting.append(prompt)
 
-    def begin_next(self) -> Prompt | None:
-        """Gives the oldest waiting prompt its pages, with any known KV; None if too few are free or
-        none waits.
+    def begin_next(self, before: float, pages_kept: int) -> Prompt | None:
+        """Gives the oldest waiting prompt its pages, with any known KV; None if none waits that
+        arrived before this time, or if fewer than `pages_kept` pages would stay free.
         """
-        if not self.waiting:
+        if not self.waiting or self.waiting[0].arrived_s >= before:
             return None
         prompt = self.waiting[0]
-        given = self._cache.begin(prompt.keys, prompt.num_paged, prompt.num_pages)
+        given = self._cache.begin(prompt.keys, prompt.num_paged, prompt.num_pages, pages_kept)
         if given is None:
             return None
         prompt.prefix, prompt.pages = given

@@ -161,7 +161,7 @@ def _response(event: CoreEvent) -> pb.PrefillResponse:
 
 
 def make_role(config: PrefillConfig) -> Role:
-    """Returns the parts that make a front a prefill worker's."""
+    """The parts of a front that belong to a prefill worker."""
 
     def add(shell: Shell, server: grpc.aio.Server) -> None:
         shell.min_handoff_gbps = config.min_handoff_gbps
@@ -171,7 +171,7 @@ def make_role(config: PrefillConfig) -> Role:
     return Role(
         name="prefill",
         engine_module="effuse.prefill_worker.build",
-        service="effuse.v1.PrefillService",
+        services={"prefill": "effuse.v1.PrefillService"},
         add=add,
         beside=lambda shell, view, changed: Rehearsals(shell, view.workers, changed).run(),
     )

@@ -18,6 +18,7 @@ This file has the exception types that servicers raise, `to_status` and `from_rp
     ├── Unavailable            UNAVAILABLE          no worker can do it now; RetryInfo
     │   ├── Starting           UNAVAILABLE          has no engine yet
     │   ├── Draining           UNAVAILABLE          admits nothing more
+    │   ├── OtherRole          UNAVAILABLE          accepts only the other kind of work now
     │   ├── EngineLost         UNAVAILABLE          its engine ended while the request ran
     │   ├── PeerLost           UNAVAILABLE          the other side went away, or never was there
     │   └── TransferFailed     UNAVAILABLE          KV did not arrive, or arrived wrong
@@ -204,6 +205,10 @@ class Starting(Unavailable):
 
 class Draining(Unavailable):
     """The process is ending and accepts nothing more."""
+
+
+class OtherRole(Unavailable):
+    """The worker's role has changed; the label `role` has the new one."""
 
 
 class EngineLost(Unavailable):

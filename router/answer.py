@@ -19,7 +19,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from effuse.placement.records import Role
+from effuse.placement.records import Kind
 from effuse.protos.errors import (
     Bug,
     EngineLost,
@@ -31,7 +31,7 @@ from effuse.router.client import RETRY_AFTER_S, Listener, failed, finished_of, t
 from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import EMPTY_S, AttemptShare
-from effuse.router.policy import AttemptNeeds, Placement, Prospect, WorkerLife
+from effuse.router.policy import AttemptNeeds, Placement, Prospect, WorkerLife, is_alone
 from effuse.router.request import Request
 from effuse.router.request_states import Event, State
 from effuse.router.router import Router
@@ -72,7 +72,7 @@ class AnswerRun:
             try:
                 placement = await self._choose_workers()
                 workers, alone = (placement.decode, placement.prefill), request.attempts.alone
-                if own := [one for one in workers if one is not None and one.role in alone]:
+                if own := [one for one in workers if one is not None and is_alone(one, alone)]:
                     with router.metrics.waiting("alone"):
                         await router.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
                 prompt = request.prompt
@@ -124,11 +124,11 @@ class AnswerRun:
             with router.metrics.waiting(reason), lacking:
                 await fleet.wait_for_change(self._look_again_s())
 
-    def _roles_alone(self) -> Collection[Role]:
-        """In which workers the next attempt runs alone. It does not wait long for them if its
+    def _kinds_alone(self) -> Collection[Kind]:
+        """For which work the next attempt runs alone. It does not wait long for them if its
         engines may have ended from outside."""
         request, router = self._request, self._router
-        alone = router.poison.roles_alone(request)
+        alone = router.poison.kinds_alone(request)
         if not alone:
             return ()
         if request.attempts.alone_since is None:
@@ -146,7 +146,7 @@ class AnswerRun:
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
         request, fleet = self._request, self._router.fleet
-        alone, attempts = self._roles_alone(), request.attempts
+        alone, attempts = self._kinds_alone(), request.attempts
         is_first = bool(attempts.group) and not attempts.count
         return replace(
             fleet.need(request.asked.model.name, on_decode_only=request.asked.settings.is_canvas),

@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, get_args
 
-from effuse.placement.records import WorkerRecord
+from msgspec.structs import replace
+
+from effuse.placement.records import Role, WorkerRecord
 from effuse.protos.errors import (
     Aborted,
     Bug,
@@ -25,6 +27,7 @@ from effuse.protos.errors import (
     Draining,
     EffuseError,
     EngineLost,
+    OtherRole,
     Overloaded,
     PeerLost,
     Refused,
@@ -41,6 +44,7 @@ class FailureKind(Enum):
     """How an attempt failed."""
 
     UNREADY = "not ready"  # no attempt: the worker takes part in no choice until it is
+    ROLE = "of another role"  # no attempt: the worker takes no such work now
     FULL = "full"  # no attempt: later again, or elsewhere
     LATE = "late"  # no attempt: no pages were free in time for a computed prompt
     LOST = "lost"  # the worker's engine or the worker has ended, or it cannot be reached
@@ -49,12 +53,15 @@ class FailureKind(Enum):
     FINAL = "final"  # no attempt can do better
 
 
-REFUSALS: Final = frozenset({FailureKind.UNREADY, FailureKind.FULL, FailureKind.LATE})
+REFUSALS: Final = frozenset(
+    {FailureKind.UNREADY, FailureKind.ROLE, FailureKind.FULL, FailureKind.LATE}
+)
 
 _MEANINGS: Final[Mapping[type[EffuseError], tuple[FailureKind, Condition]]] = {
     Starting: (FailureKind.UNREADY, Condition.STARTING),
     Draining: (FailureKind.UNREADY, Condition.DRAINING),
     Replaced: (FailureKind.UNREADY, Condition.STARTING),
+    OtherRole: (FailureKind.ROLE, Condition.READY),
     Overloaded: (FailureKind.FULL, Condition.READY),
     Unreserved: (FailureKind.LATE, Condition.READY),
     EngineLost: (FailureKind.LOST, Condition.LOST),
@@ -204,6 +211,10 @@ engine that hangs may be silent."""
 FULL_S: Final = 0.5
 """How long a worker that is full is avoided, if it names no time."""
 
+ROLE_S: Final = 2.0
+"""How long a worker's own word about its role counts more than its record: longer than a new record
+takes to arrive. A record that is still old then leads to another refusal."""
+
 PAIR_S: Final = 0.5
 MOST_PAIR_S: Final = 30.0
 """How long a pair hands nothing over after a handoff that failed; doubled by each in a row."""
@@ -236,6 +247,7 @@ class Standing:
         self._absent: dict[WorkerLife, Absence] = {}
         self._suspect_until: dict[WorkerLife, float] = {}
         self._full_until: dict[WorkerLife, float] = {}
+        self._roles: dict[WorkerLife, tuple[Role, float]] = {}  # as refusals named them, until when
         # Handoffs of a pair that failed in a row, and until when no other is tried.
         self._pairs: dict[Pair, tuple[int, float]] = {}
 
@@ -250,6 +262,8 @@ class Standing:
             case FailureKind.FULL:
                 wait_s = failure.error.retry_after_s or FULL_S
                 self._full_until[life] = now + min(wait_s, SUSPICION_S)
+            case FailureKind.ROLE if (role := _role_in(failure.error)) is not None:
+                self._roles[life] = role, now + ROLE_S
             case FailureKind.HANDOFF if failure.pair is not None:
                 self._break(failure.pair, now)
         if failure.outcome in (FailureKind.LOST, FailureKind.FAILED):
@@ -291,7 +305,13 @@ class Standing:
         now = self._now()
         self._suspect_until = {k: t for k, t in self._suspect_until.items() if t > now}
         self._full_until = {k: t for k, t in self._full_until.items() if t > now}
+        self._roles = {k: one for k, one in self._roles.items() if one[1] > now}
         self._pairs = {k: p for k, p in self._pairs.items() if lives.issuperset(k)}
+
+    def with_role(self, record: WorkerRecord) -> WorkerRecord:
+        """The record, with the role that the worker named in a refusal a moment ago."""
+        role, until = self._roles.get(record.life, (record.role, 0.0))
+        return record if until <= self._now() else replace(record, role=role)
 
     @property
     def absent(self) -> list[WorkerRecord]:
@@ -347,6 +367,10 @@ class Standing:
             return set()
         decode = _twice(receiver for _, receiver in pairs)
         return decode | _twice(writer for writer, receiver in pairs if receiver not in decode)
+
+
+def _role_in(error: EffuseError) -> Role | None:
+    return next((one for one in get_args(Role) if one == error.labels.get("role")), None)
 
 
 def _twice(lives: Iterable[WorkerLife]) -> set[WorkerLife]:

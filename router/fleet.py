@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from effuse.placement.fleet import FleetView
-from effuse.placement.records import RoutedLoad, WorkerRecord
+from effuse.placement.records import Role, RoutedLoad, WorkerRecord
 from effuse.router.calls import Peers
 from effuse.router.failures import Standing
 from effuse.router.policy import (
@@ -74,17 +74,17 @@ class RoutedFleet:
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
         self._addresses: dict[WorkerLife, str] = {}
-        self._seen: set[tuple[WorkerLife, Condition]] = set()
+        self._seen: set[tuple[WorkerLife, Role, Condition]] = set()
         self._changed = asyncio.Event()
         self._waiting_for: dict[Hashable, Prospect] = {}  # of needs that were looked for just now
 
     def records(self) -> Sequence[WorkerRecord]:
         """Every worker that lives or may come back."""
         alive, absent = self._view.workers(), self.standing.absent
-        if not absent:
-            return alive
-        names = {record.worker_id for record in alive}
-        return [*alive, *(record for record in absent if record.worker_id not in names)]
+        if absent:
+            names = {record.worker_id for record in alive}
+            alive = [*alive, *(record for record in absent if record.worker_id not in names)]
+        return [self.standing.with_role(record) for record in alive]
 
     def candidates(self) -> list[Candidate]:
         """The same workers, with our account of them."""
@@ -171,16 +171,19 @@ class RoutedFleet:
         decode, prefill = placement.decode, placement.prefill
         prompt_len = 0 if placement.shares_prompt else prompt_len
         share = AttemptShare(self, placement, prompt_len)
-        self.count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
+        answer = InFlight(1, prompt_len + max_tokens, to_prefill=share.own_prompt)
+        self.count_in_flight(decode, answer, 1)
         if prefill is not None:
-            self.count_in_flight(prefill, 1, prompt_len)
+            self.count_in_flight(prefill, InFlight(prompts=1, to_prefill=prompt_len), 1)
             self.standing.note_try((prefill.life, decode.life))
         try:
             yield share
         finally:
-            self.count_in_flight(decode, -1, -prompt_len - max_tokens, -share.own_prompt)
+            answer = InFlight(1, prompt_len + max_tokens, to_prefill=share.own_prompt)
+            self.count_in_flight(decode, answer, -1)
             if prefill is not None:
-                self.count_in_flight(prefill, -1, -share.to_prefill)
+                prompt = InFlight(prompts=1, to_prefill=share.to_prefill)
+                self.count_in_flight(prefill, prompt, -1)
             self.announce_change()
 
     def loads(self) -> tuple[RoutedLoad, ...]:
@@ -208,7 +211,7 @@ class RoutedFleet:
 
     def look(self) -> None:
         """Announces what has changed in the view."""
-        seen = {(c.record.life, c.condition) for c in self.candidates()}
+        seen = {(c.record.life, c.record.role, c.condition) for c in self.candidates()}
         if seen != self._seen:
             self._seen = seen
             self.announce_change()
@@ -229,7 +232,7 @@ class RoutedFleet:
         lives = {r.life for r in alive}
         addresses = {r.address for r in (*alive, *self.standing.absent)}
         for life, in_flight in list(self._in_flight.items()):
-            if in_flight.requests:
+            if not in_flight.is_idle:
                 addresses.add(self._addresses[life])
             elif life not in lives:
                 del self._in_flight[life], self._addresses[life]
@@ -247,19 +250,18 @@ class RoutedFleet:
             seats=None if self._seats is None else self._seats(record),
         )
 
-    def count_in_flight(
-        self, record: WorkerRecord, requests: int, tokens: int, own_prompts: int = 0
-    ) -> None:
-        """More, or less, is on a worker from now on."""
+    def count_in_flight(self, record: WorkerRecord, more: InFlight, times: int) -> None:
+        """So much more (1) or less (-1) is on a worker from now on."""
         life = record.life
         self._waiting_for.clear()
         self._addresses[life] = record.address
         before = self._in_flight.get(life, IDLE)
         self._in_flight[life] = InFlight(
-            requests=before.requests + requests,
-            tokens=before.tokens + tokens,
-            own_prompts=before.own_prompts + own_prompts,
-            placed=before.placed + max(0, requests),
+            requests=before.requests + times * more.requests,
+            tokens=before.tokens + times * more.tokens,
+            prompts=before.prompts + times * more.prompts,
+            to_prefill=before.to_prefill + times * more.to_prefill,
+            placed=before.placed + max(0, times * (more.requests + more.prompts)),
         )
 
 
@@ -277,9 +279,9 @@ class AttemptShare:
         """The prompt's KV is complete."""
         fleet, placement = self._fleet, self._placement
         if placement.prefill is not None:
-            fleet.count_in_flight(placement.prefill, 0, -self.to_prefill)
+            fleet.count_in_flight(placement.prefill, InFlight(to_prefill=self.to_prefill), -1)
         elif self.own_prompt:
-            fleet.count_in_flight(placement.decode, 0, 0, -self.own_prompt)
+            fleet.count_in_flight(placement.decode, InFlight(to_prefill=self.own_prompt), -1)
             fleet.announce_change()
         self.to_prefill = self.own_prompt = 0
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeVar
 
-from effuse.placement.records import Role
+from effuse.placement.records import Kind, Role
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.protos.errors import EngineLost, Poisonous
 from effuse.router.client import failed
 from effuse.router.failures import Failure
 from effuse.router.fleet import RoutedFleet
 from effuse.router.metrics import RouterMetrics
-from effuse.router.policy import WorkerLife
+from effuse.router.policy import WorkerLife, is_alone
 from effuse.router.request import Request
 
 LOG: Final = logging.getLogger(__name__)
@@ -107,14 +107,15 @@ class Verdicts:
         """Whether nothing is held against any request."""
         return not self._cases and not self._refused_until
 
-    def roles_alone(self, digest: str) -> frozenset[Role]:
-        """In which workers the request is to run alone, none for most: always in the one that
+    def kinds_alone(self, digest: str) -> frozenset[Kind]:
+        """For which work the request is to run alone, none for most: always in the one that
         decodes, which may have to prefill for itself; in the one that prefills where such an engine
         died."""
         deaths = self._deaths(digest)
         if treatment(deaths, self._outside_counts(deaths)) is Treatment.SHARED:
             return frozenset()
-        return frozenset({"decode", *(death.role for death in deaths)})
+        has_prefill = any(death.role != "decode" for death in deaths)
+        return frozenset[Kind]({"decode", "prefill"} if has_prefill else {"decode"})
 
     def may_share(self, digest: str) -> bool:
         """Whether a request that is to run alone may run beside others once more, and only once,
@@ -229,9 +230,9 @@ class PoisonGuard:
         )
         raise failed(Poisonous, why, request, {"refused_for_s": str(left_s)})
 
-    def roles_alone(self, request: Request) -> Collection[Role]:
-        """The roles in which a request runs without others; none for most."""
-        return () if self.verdicts.is_empty else self.verdicts.roles_alone(request.digest)
+    def kinds_alone(self, request: Request) -> Collection[Kind]:
+        """The work for which a request runs without others; none for most."""
+        return () if self.verdicts.is_empty else self.verdicts.kinds_alone(request.digest)
 
     def note_death(self, request: Request, failure: Failure) -> None:
         """Holds it against a request if an engine died that it ran in, and not from outside."""
@@ -245,7 +246,7 @@ class PoisonGuard:
             worker.life,
             worker.role,
             num_tokens=len(request.answer.token_ids),
-            was_alone=worker.role in request.attempts.alone,
+            was_alone=is_alone(worker, request.attempts.alone),
             may_be_outside=failure.error.may_be_outside,
         )
         treatment = self.verdicts.add_death(request.digest, death)

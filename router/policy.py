@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from effuse.placement.records import Role, WorkerRecord
+from effuse.placement.records import Kind, WorkerRecord
 
 PrefillMode = Literal["auto", "remote", "local"]
 
@@ -32,10 +32,16 @@ Fingerprint = tuple[tuple[str, str], ...]
 class InFlight(Struct, frozen=True):
     """The requests of this router on a worker now; its load report shows them only later."""
 
-    requests: int = 0
-    tokens: int = 0  # prompt tokens for a prefill worker, prompt and answer for a decode worker
-    own_prompts: int = 0  # tokens of prompts that a decode worker has yet to prefill for itself
-    placed: int = 0  # requests ever, to take turns among equals
+    requests: int = 0  # answers that it writes
+    tokens: int = 0  # of their prompts and of them
+    prompts: int = 0  # that it computes for other workers
+    to_prefill: int = 0  # tokens of prompts that it has yet to compute, for itself or for others
+    placed: int = 0  # of both ever, to take turns among equals
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of ours is on it."""
+        return not (self.requests or self.prompts)
 
 
 IDLE: Final = InFlight()
@@ -90,7 +96,9 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     broken: Collection[Pair] = ()  # pairs that hand nothing over now
     doubtful: Collection[Pair] = ()  # pairs that come after others
     holder: Holder | None = None
-    alone: Collection[Role] = ()  # roles in which it takes only workers kept for it, once empty
+    alone: Collection[
+        Kind
+    ] = ()  # kinds of work for which it takes only workers kept for it, once empty
     beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
     num_answers: int = 1  # to the same prompt, of which this is the first one
     cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that prefill workers may have
@@ -134,16 +142,18 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
     for candidate in usable:
         if candidate.record.life == need.beside and candidate.num_free_seats > 0:
             return Placement(candidate.record, None, shares_prompt=True)
-    writers = [c for c in usable if c.record.role == "prefill" and not c.is_full]
+    writers = [c for c in usable if c.record.does("prefill") and not c.is_full]
     fitting = _by_fingerprint(() if need.mode == "local" else writers)
-    decoders = [c for c in usable if c.record.role == "decode" and _may_decode(c, fitting, need)]
+    decoders = [c for c in usable if c.record.does("decode") and _may_decode(c, fitting, need)]
     if not decoders:
         return None
     decode = min(decoders, key=lambda c: _decode_score(c, fitting, need))
     able = list(_writers(decode, fitting, need))
     trusted = [w for w in able if (w.record.life, decode.record.life) not in need.doubtful]
-    prefill = min(trusted or able, key=lambda c: _prefill_score(c, need), default=None)
-    return Placement(decode.record, None if prefill is None else prefill.record)
+    prefill = min(trusted or able, key=lambda c: _prefill_score(c, need), default=decode)
+    if _prefers_itself(decode, prefill, need):
+        prefill = decode
+    return Placement(decode.record, None if prefill is decode else prefill.record)
 
 
 def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
@@ -172,8 +182,8 @@ def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[Work
     for way in ways:
         chosen = place(candidates, way) or place(_idle(candidates), way)
         workers = () if chosen is None else (chosen.decode, chosen.prefill)
-        own = [one for one in workers if one is not None and one.role in need.alone]
-        if own and all(_may_keep_one(candidates, need, record.role) for record in own):
+        own = [one for one in workers if one is not None and is_alone(one, need.alone)]
+        if own and all(_may_keep_one(candidates, need, record) for record in own):
             return own
     return []
 
@@ -183,13 +193,20 @@ def _idle(candidates: Iterable[Candidate]) -> list[Candidate]:
     return [replace(c, in_flight=IDLE, seats=None, is_full=False) for c in candidates]
 
 
-def _may_keep_one(candidates: Sequence[Candidate], need: AttemptNeeds, role: Role) -> bool:
-    """Half of the workers at most are kept, and others have one that is ready, unless there is only
-    one in all."""
+def is_alone(record: WorkerRecord, alone: Collection[Kind]) -> bool:
+    """Whether a request that runs alone for these kinds of work shares the worker with no other."""
+    return any(record.does(kind) for kind in alone)
+
+
+def _may_keep_one(
+    candidates: Sequence[Candidate], need: AttemptNeeds, record: WorkerRecord
+) -> bool:
+    """Half of the workers of a role at most are kept, and others have one that is ready, unless
+    there is only one in all."""
     known = [
         c
         for c in candidates
-        if (c.record.role, c.record.model.name) == (role, need.model)
+        if (c.record.role, c.record.model.name) == (record.role, need.model)
         and c.condition is not Condition.DRAINING
     ]
     if len(known) == 1:
@@ -235,11 +252,12 @@ def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
     """Returns which workers a waiting request lacks, and how those are that the router knows."""
     ours = [c for c in candidates if c.record.model.name == need.model]
     usable = [c for c in ours if _is_usable(c, need)]
-    for role in ("decode", "prefill") if need.mode == "remote" else ("decode",):
-        if not any(c.record.role == role for c in usable):
-            known = [c for c in ours if c.record.role == role]
+    kinds: tuple[Kind, ...] = ("decode", "prefill") if need.mode == "remote" else ("decode",)
+    for kind in kinds:
+        if not any(c.record.does(kind) for c in usable):
+            known = [c for c in ours if c.record.does(kind)]
             states = ", ".join(f"{c.record.worker_id} is {_state(c, need)}" for c in known[:4])
-            return f"no live {role} worker serves {need.model!r} ({states or 'none is known'})"
+            return f"no live {kind} worker serves {need.model!r} ({states or 'none is known'})"
     if need.mode == "remote" and (refused := why_refused(candidates, need.model)):
         return refused
     if need.fingerprint is not None:
@@ -257,13 +275,13 @@ def _state(candidate: Candidate, need: AttemptNeeds) -> str:
 def live_workers(
     candidates: Sequence[Candidate], model: str | None = None
 ) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Prefill and decode workers that take requests, of one model or of all."""
+    """Workers that compute prompts, and those that write answers, of one model or of all."""
     ready = [
         c.record
         for c in candidates
         if c.condition is Condition.READY and model in (None, c.record.model.name)
     ]
-    return [r for r in ready if r.role == "prefill"], [r for r in ready if r.role == "decode"]
+    return [r for r in ready if r.does("prefill")], [r for r in ready if r.does("decode")]
 
 
 def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) -> set[WorkerLife]:
@@ -284,11 +302,12 @@ def _links(
 ) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
     """Each prefill worker with each decode worker that it fits."""
     usable = [c for c in candidates if _is_usable(c, need)]
-    fitting = _by_fingerprint(c for c in usable if c.record.role == "prefill")
+    fitting = _by_fingerprint(c for c in usable if c.record.does("prefill"))
     for receiver in usable:
-        if receiver.record.role == "decode":
+        if receiver.record.does("decode"):
             for writer in fitting.get(receiver.record.fingerprint_text, ()):
-                yield writer.record, receiver.record
+                if writer is not receiver:
+                    yield writer.record, receiver.record
 
 
 def _is_refused_for_good(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
@@ -317,9 +336,9 @@ def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
 def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:
     """Whether no other request has it, and no other request is still in it if this one runs without
     others."""
-    if candidate.record.role not in need.alone:
+    if not is_alone(candidate.record, need.alone):
         return candidate.kept_for is None
-    return candidate.kept_for == need.holder and not candidate.in_flight.requests
+    return candidate.kept_for == need.holder and candidate.in_flight.is_idle
 
 
 def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
@@ -335,18 +354,34 @@ def _may_decode(candidate: Candidate, fitting: Fitting, need: AttemptNeeds) -> b
     record = candidate.record
     if candidate.num_free_seats <= 0 or need.fingerprint not in (None, record.fingerprint):
         return False
-    most = OWN_STEPS * record.capacity.max_num_batched_tokens
-    is_idle = need.mode == "auto" and candidate.in_flight.own_prompts < most
+    is_idle = need.mode == "auto" and _may_prefill_more(candidate)
     return need.mode == "local" or is_idle or any(_writers(candidate, fitting, need))
 
 
+def _may_prefill_more(decode: Candidate) -> bool:
+    most = OWN_STEPS * decode.record.capacity.max_num_batched_tokens
+    return decode.in_flight.to_prefill < most
+
+
 def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterator[Candidate]:
-    """Prefill workers that can hand over to `decode`."""
+    """Workers that can compute a prompt and hand it over to `decode`. Between two workers that do
+    both a prompt only moves if it must."""
+    does_both = decode.record.role == "both" and need.mode != "remote"
     for candidate in fitting.get(decode.record.fingerprint_text, ()):
         record = candidate.record
+        if does_both and record.role == "both":
+            continue
         may_push = record.may_push_to(decode.record)
         if may_push and (candidate.record.life, decode.record.life) not in need.broken:
             yield candidate
+
+
+def _prefers_itself(decode: Candidate, prefill: Candidate, need: AttemptNeeds) -> bool:
+    """Whether a worker that does both computes a prompt itself although `prefill` could: it has
+    fewer tokens to compute."""
+    if decode.record.role != "both" or need.mode != "auto" or not _may_prefill_more(decode):
+        return False
+    return _prefill_score(decode, need) < _prefill_score(prefill, need)
 
 
 def _decode_score(
@@ -370,11 +405,12 @@ def _decode_score(
     return candidate.is_suspect, is_cut_off, lacks_seats, used, blocks, placed, record.worker_id
 
 
-def _prefill_score(candidate: Candidate, need: AttemptNeeds) -> tuple[bool, int, int, str]:
+def _prefill_score(candidate: Candidate, need: AttemptNeeds) -> tuple[bool, int, bool, int, str]:
     """Tokens queued there, the larger of its own count and ours, without those of the prompt that
-    it has in its cache."""
+    it has in its cache. Of equals one that writes no answers comes first."""
     load = candidate.record.load
-    queued = max(candidate.in_flight.tokens, load.queued_tokens)
+    queued = max(candidate.in_flight.to_prefill, load.queued_tokens)
     if load.prefix_queries:
         queued -= need.cached.get(candidate.record.life, 0)
-    return candidate.is_suspect, queued, candidate.in_flight.placed, candidate.record.worker_id
+    record, placed = candidate.record, candidate.in_flight.placed
+    return candidate.is_suspect, queued, record.does("decode"), placed, record.worker_id

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec import structs
 
-from effuse.placement.records import Role
+from effuse.placement.records import Kind
 from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import Setbacks
 from effuse.router.policy import Fingerprint, Holder, WorkerLife
@@ -157,7 +157,7 @@ class AnswerAttempts:
     decode_worker: str = ""
     setbacks: Setbacks = field(default_factory=Setbacks)
     is_patient: bool = False  # prefill waits for decode from now on
-    alone: Collection[Role] = ()  # roles in which nothing else runs beside this attempt
+    alone: Collection[Kind] = ()  # kinds of work beside which nothing else runs in a worker
     alone_since: float | None = None  # when it began to wait for such workers
 
 

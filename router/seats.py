@@ -58,7 +58,7 @@ class Catalogue:
         condition = self._fleet.standing.condition
         known = self._fleet.records()
         records = [one for one in known if condition(one) is not Condition.DRAINING]
-        records.sort(key=lambda record: (record.role == "decode", record.worker_id))
+        records.sort(key=lambda record: (record.does("decode"), record.worker_id))
         models = {record.model.name: record.model for record in records}
         self._known |= models
         return models
@@ -213,7 +213,7 @@ class Seats:
         are other seats than before."""
         seats: dict[str, list[int]] = {}
         for one in self._fleet.candidates():
-            if one.condition is Condition.READY and one.record.role == "decode":
+            if one.condition is Condition.READY and one.record.does("decode"):
                 seats.setdefault(one.record.model.name, []).append(one.num_seats)
         return self._admission.fit_seats(seats)
 

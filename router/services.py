@@ -41,6 +41,7 @@ MOST_A_PAGE: Final = 1000
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
     "decode": model_pb2.WORKER_ROLE_DECODE,
+    "both": model_pb2.WORKER_ROLE_BOTH,
 }
 _STATES: Final = {
     Condition.READY: model_pb2.WORKER_STATE_READY,
@@ -213,7 +214,7 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
         role=_ROLES[record.role],
         model=record.model.name,
         state=_STATES[candidate.condition],
-        routed=candidate.in_flight.requests,
+        routed=candidate.in_flight.requests + candidate.in_flight.prompts,
         links=[
             filled(
                 model_pb2.WorkerLink,

@@ -250,7 +250,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> engine.GetLoadsResponse:
         """Requests of this router, pages of the fleet's decode workers."""
         admission = self._router.admission
-        decode = [one for one in self._router.fleet.records() if one.role == "decode"]
+        decode = [one for one in self._router.fleet.records() if one.does("decode")]
         most = sum(one.capacity.total_pages * one.capacity.page_size for one in decode)
         free = sum(one.load.free_pages * one.capacity.page_size for one in decode)
         load = engine.SchedulerLoad(

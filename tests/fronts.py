@@ -151,6 +151,11 @@ class PrefillPeer(pb_grpc.WorkerServiceServicer):
     ) -> pb.UndrainResponse:
         raise NotImplementedError
 
+    async def SetRole(
+        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.SetRoleResponse:
+        raise NotImplementedError
+
 
 @asynccontextmanager
 async def prefill_peer() -> AsyncIterator[tuple[PrefillPeer, str]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from effuse.kvtransfer.messages import AttemptId
+from effuse.placement.records import Kind
 from effuse.protos.errors import (
     AlreadyRunning,
     Bug,
@@ -24,6 +25,7 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.worker.messages import CoreEvent, Draft, Failed, FailureCode, Reserved
+from effuse.worker.roles import Duty
 
 _MOST_QUEUED_DRAFTS = 64  # a slow reader loses drafts, never commits
 _RETRY_AFTER_S: Final = 0.5  # if the engine names none: about the time of a short request
@@ -32,8 +34,9 @@ _RETRY_AFTER_S: Final = 0.5  # if the engine names none: about the time of a sho
 class OpenAttempt:
     """One attempt, from its admission until nothing of it is left here."""
 
-    def __init__(self, attempt_id: AttemptId, incarnation: str) -> None:
+    def __init__(self, attempt_id: AttemptId, incarnation: str, kind: Kind | None = None) -> None:
         self.id = attempt_id
+        self.kind = kind  # None is a rehearsal
         self.incarnation = incarnation  # of its engine
         self.ended = asyncio.Event()  # nothing of it is left here
         self.engine_gone = False  # the engine died, and its memory is freed
@@ -89,7 +92,9 @@ class Attempts:
     def __len__(self) -> int:
         return len(self.running)
 
-    def open(self, attempt_id: AttemptId, incarnation: str) -> OpenAttempt:
+    def open(
+        self, attempt_id: AttemptId, incarnation: str, kind: Kind | None = None
+    ) -> OpenAttempt:
         """Admits an attempt; raises `AlreadyRunning`, or `Refused` for one that has ended.
 
         Attempts are identified only by their transfer: if a request is sent again, here or at
@@ -101,7 +106,7 @@ class Attempts:
             raise Refused(f"transfer {attempt_id.transfer_id!r} has already ended here")
         if attempt_id.transfer_id in self.running:
             raise AlreadyRunning(f"transfer {attempt_id.transfer_id!r} is already running here")
-        attempt = OpenAttempt(attempt_id, incarnation)
+        attempt = OpenAttempt(attempt_id, incarnation, kind)
         self.running[attempt_id.transfer_id] = attempt
         self.idle.clear()
         return attempt
@@ -132,6 +137,10 @@ class Attempts:
         for attempt in self.running.values():
             attempt.engine_gone = True
             attempt.deliver(error)
+
+    def leaving(self, duty: Duty) -> list[OpenAttempt]:
+        """Attempts of a kind that a worker with this role does not accept."""
+        return [one for one in self.running.values() if one.kind and not duty.does(one.kind)]
 
     def fail_all(self, error: EffuseError) -> None:
         """Ends every attempt for its handler, which then ends it in the engine."""

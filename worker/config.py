@@ -15,7 +15,7 @@ from effuse.config import checks
 from effuse.config.access import Access
 from effuse.config.decoding import WINDOW, Algorithm
 from effuse.kvtransfer.messages import MAX_LEASE_S, MAX_POOL_PAGES
-from effuse.placement.records import check_name
+from effuse.placement.records import Role, check_name
 from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]
@@ -264,6 +264,22 @@ class DecodeConfig(WorkerConfig):
     def num_replicas(self) -> int:
         """Ranks that compute requests of their own."""
         return self.data_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class BothConfig(PrefillConfig, DecodeConfig):
+    """Settings of a worker whose role may change. Raises ValueError that names what is accepted."""
+
+    role: Annotated[Role, "what it does at first; SetRole changes it at any time"] = "both"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.choice("role", self.role, get_args(Role))
+        if self.data_parallel_size > 1:
+            raise ValueError(
+                "--data-parallel-size: expected 1 for a worker that also computes prompts for "
+                f"others, got {self.data_parallel_size}"
+            )
 
 
 def to_json(config: WorkerConfig) -> bytes:

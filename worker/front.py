@@ -1,6 +1,6 @@
 """The front's process: gRPC server, health, engine, lease, metrics; from start to drained exit.
 
-It also has WorkerService, the service of every worker: Abort, GetLoad, Drain, Undrain.
+It also has WorkerService, the service of every worker: Abort, GetLoad, Drain, Undrain, SetRole.
 
 Only connects parts to each other. It imports no torch; each role's own `server.py` handles
 requests.
@@ -11,7 +11,8 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -41,6 +42,7 @@ from effuse.worker import wire
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
 from effuse.worker.gpus import check_device
+from effuse.worker.roles import Duty
 from effuse.worker.shell import Shell
 from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarnation
 
@@ -55,12 +57,13 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Message, Message]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """The differences between a prefill worker and a decode worker for the front."""
+    """The differences between the kinds of workers for the front."""
 
-    name: records.Role
+    name: records.Role  # at its start
+    may_change: bool = False
     engine_module: str  # run as `python -m`
-    service: str  # full name of its gRPC service
-    add: Callable[[Shell, grpc.aio.Server], None]  # adds the servicer
+    services: Mapping[records.Kind, str]  # full names of its gRPC services
+    add: Callable[[Shell, grpc.aio.Server], None]  # adds the servicers
     # Runs as long as the front, with a view of the fleet and a function that announces immediately.
     beside: Callable[[Shell, FleetView, Callable[[], None]], Coroutine[None, None, None]] | None = (
         None
@@ -116,7 +119,8 @@ class Front:
         access = FleetAccess.read(
             config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
         )
-        self.shell = Shell(role.name, config, attempts, supervisor, tasks, access)
+        duty = Duty(role.name, role.may_change)
+        self.shell = Shell(duty, config, attempts, supervisor, tasks, access)
         self.server = rpc.RpcServer(
             rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=self._doorkeeper(access)
         )
@@ -125,6 +129,7 @@ class Front:
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None  # ends attempts after the drain's deadline
+        self._handing_over: asyncio.Task[None] | None = None  # the same after a change of role
         self._is_ending = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -167,6 +172,26 @@ class Front:
             self._draining.cancel()
             self._draining = None
 
+    def set_role(self, role: str, hand_over_s: float | None) -> None:
+        """Accepts only work of this role from now on; other attempts go on for `hand_over_s`
+        seconds, or to their end. Raises `InvalidRequest` and `Refused`.
+        """
+        shell = self.shell
+        before, shell.duty = shell.duty, shell.duty.changed(role, time.monotonic(), hand_over_s)
+        if before.role != shell.duty.role:
+            LOG.info("%s is now %s, and was %s", shell.worker_id, shell.duty.role, before.role)
+        self._changed.set()
+        if self._handing_over is not None:
+            self._handing_over.cancel()
+        self._handing_over = shell.spawn(self._hand_over(shell.duty))
+
+    async def _hand_over(self, duty: Duty) -> None:
+        if (wait_s := duty.wait_s(time.monotonic())) is None:
+            return
+        await asyncio.sleep(wait_s)
+        for attempt in self.shell.attempts.leaving(duty):
+            attempt.deliver(duty.refusal("this worker hands the request over"))
+
     def _doorkeeper(self, access: FleetAccess) -> FleetOnly | None:
         if access.secret is None:
             return None
@@ -181,7 +206,7 @@ class Front:
         worker = WorkerServicer(self)
         pb_grpc.add_WorkerServiceServicer_to_server(worker, self.server.server)
         port = await self.server.start(
-            host_and_port(config.host, config.port), [role.service, _WORKER_SERVICE]
+            host_and_port(config.host, config.port), [*role.services.values(), _WORKER_SERVICE]
         )
         stack.push_async_callback(self.server.stop, 0.0)
         host = config.reachable_host()
@@ -226,7 +251,9 @@ class Front:
             await self._changed.wait()
             self._changed.clear()
             is_ready = self.shell.supervisor.life is not None and not self.shell.is_draining
-            self.server.health.set(self._role.service, serving=is_ready)
+            for kind, service in self._role.services.items():
+                serves = is_ready and self.shell.duty.does(kind)
+                self.server.health.set(service, serving=serves)
             if self._announcer is not None:
                 self._announcer.wake.set()
             if is_ready and self._config.ready_file is not None:
@@ -330,7 +357,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                 engine_port=0 if life is None else life.ready.engine_port,
                 place=shell.place,
             ),
-            role=shell.role,
+            role=shell.duty.role,
+            leaving=len(shell.attempts.leaving(shell.duty)),
             running=max(load.running, len(shell.attempts) - load.waiting),
             draining=shell.is_draining,
             tasks=len(asyncio.all_tasks()),
@@ -349,3 +377,10 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         """Admits again, unless the process is ending."""
         self._front.undrain()
         return pb.UndrainResponse(running=len(self._shell.attempts))
+
+    async def SetRole(self, request: pb.SetRoleRequest, context: _Context) -> pb.SetRoleResponse:
+        """Changes the role; attempts of the former role go on, or are handed over."""
+        hand_over_s = request.hand_over_s if request.HasField("hand_over_s") else None
+        self._front.set_role(request.role, hand_over_s)
+        leaving = self._shell.attempts.leaving(self._shell.duty)
+        return pb.SetRoleResponse(role=self._shell.duty.role, leaving=len(leaving))

@@ -20,6 +20,7 @@ from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import BoundaryState, Field, Shard
 from effuse.models.part import Part, PartResult
+from effuse.placement.records import Role
 
 Stage = Literal["present", "loaded", "open"]
 """Of a rank's start: it runs and waits for the others, has its weights, has pages and connector."""
@@ -171,7 +172,7 @@ class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
     """The first words to a rank's process, on standard input as JSON."""
 
     rank: int
-    role: Literal["prefill", "decode"]
+    role: Role  # of its module
     home: str  # private directory of the group's sockets and its meeting file
     incarnation: str
     leader_pid: int

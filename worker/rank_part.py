@@ -106,7 +106,7 @@ def make_part(
         else GroupMemory(layout, num_pages, device, ranks)
     )
     # Only a worker that pushes needs to know which layers are stored.
-    marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role == "prefill" else None
+    marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role != "decode" else None
     most_cached = max_model_len if caches_prefixes(config, model) else 0
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
@@ -198,7 +198,7 @@ def _queued_layers(device: torch.device, role: Role, pulse: Pulse) -> QueuedLaye
     """How a decode worker's own forwards show progress: it waits for those of a canvas but not for
     those of a prompt. A prefill worker follows the forwards whose pages it pushes.
     """
-    if device.type != "cuda" or role != "decode" or not pulse.is_watched:
+    if device.type != "cuda" or role == "prefill" or not pulse.is_watched:
         return None
     return QueuedLayers(place_on_cuda, pulse.mark)
 

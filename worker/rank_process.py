@@ -310,6 +310,6 @@ def _start(
         )
 
     steps = None if make_steps is None else partial(make_steps, config, part)
-    rank = Rank(leader, part, open_connector, steps, pushes=orders.role == "prefill")
+    rank = Rank(leader, part, open_connector, steps, pushes=orders.role != "decode")
     pulse.meanwhile = rank.between_layers
     return rank

@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import (
     Capacity,
+    Kind,
     Link,
     Load,
     Quarantine,
@@ -31,8 +32,9 @@ from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
-from effuse.worker.messages import Abort, AbortDone, ToEngine
+from effuse.worker.messages import Abort, AbortDone, StartDecode, StartPrefill, ToEngine
 from effuse.worker.peer import Quarantines
+from effuse.worker.roles import Duty
 from effuse.worker.supervisor import EngineLife, Supervisor
 
 
@@ -145,6 +147,7 @@ LOG = logging.getLogger(__name__)
 
 _ABORT_WARN_S = 30.0
 _STARTING_RETRY_S = 1.0
+_KINDS: Mapping[type, Kind] = {StartPrefill: "prefill", StartDecode: "decode"}
 
 
 class Shell:
@@ -152,14 +155,14 @@ class Shell:
 
     def __init__(
         self,
-        role: Role,
+        duty: Duty,
         config: WorkerConfig,
         attempts: Attempts,
         supervisor: Supervisor,
         tasks: asyncio.TaskGroup,
         access: FleetAccess = OPEN,
     ) -> None:
-        self.role = role
+        self.duty = duty
         self.access = access
         self.worker_id = ""  # known once the port is, like the next one
         self.address = ""  # host:port for other processes
@@ -167,7 +170,7 @@ class Shell:
         self.attempts = attempts
         self.supervisor = supervisor
         self.metrics = WorkerMetrics(self._readings)
-        self.traces = Traces.to(config.otlp_traces_endpoint, role)
+        self.traces = Traces.to(config.otlp_traces_endpoint, duty.role)
         self.is_draining = False
         # Of a prefill worker, in the form of placement.records.WorkerRecord; links by the engine's
         # life for which they were measured.
@@ -188,8 +191,8 @@ class Shell:
         life = self.supervisor.life
         return "" if life is None else life.incarnation
 
-    def admit(self, incarnation: str) -> EngineLife:
-        """Returns the engine for a new attempt; raises the reason for a refusal.
+    def admit(self, incarnation: str, kind: Kind | None = None) -> EngineLife:
+        """Returns the engine for a new attempt of this kind; raises the reason for a refusal.
 
         `incarnation` is the life that the caller means.
         """
@@ -205,12 +208,14 @@ class Shell:
                 f"this is incarnation {life.incarnation} of {self.worker_id}, but the "
                 f"request is for {incarnation!r}"
             )
+        self.duty.check(kind)
         return life
 
     def begin(self, attempt_id: AttemptId, incarnation: str, start: ToEngine) -> OpenAttempt:
         """Admits an attempt and starts it; the caller must call `end` later."""
-        life = self.admit(incarnation)
-        attempt = self.attempts.open(attempt_id, life.incarnation)
+        kind = _KINDS.get(type(start))
+        life = self.admit(incarnation, kind)
+        attempt = self.attempts.open(attempt_id, life.incarnation, kind)
         life.client.send(start)
         return attempt
 
@@ -278,7 +283,9 @@ class Shell:
         is_over = self.supervisor.life is None
         return WorkerRecord(
             worker_id=self.worker_id,
-            role=self.role,
+            role=self.duty.role,
+            may_change_role=self.duty.may_change,
+            num_leaving=len(self.attempts.leaving(self.duty)),
             address=self.address,
             incarnation=life.incarnation,
             engine_port=life.ready.engine_port,
@@ -312,7 +319,7 @@ class Shell:
         """The current state; called from another thread than the event loop's."""
         life, last = self.supervisor.life, self.supervisor.last_life
         return WorkerReadings(
-            role=self.role,
+            role=self.duty.role,
             model_name="" if last is None else last.ready.model.name,
             load=Load() if life is None else life.load,
             restarts=self.supervisor.restarts,

@@ -48,6 +48,7 @@ def test_every_command_refuses_an_unknown_flag(
         "generate": ["hello"],
         "bench": ["--dataset", __file__],
         "convert-tokenizer": ["."],
+        "role": ["worker-0", "both"],
         "token": ["acme"],
         "completion": ["bash"],
         "check-ghz": [__file__],

@@ -26,10 +26,11 @@ from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.process import Process
 from effuse.cli.screen import workers_text
 from effuse.cli.up import main, parse
+from effuse.config import flags as config_flags
 from effuse.config.flags import flag_of
 from effuse.router.config import RouterConfig
 from effuse.router.config import parse as router_config
-from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig, WorkerConfig
 
 TWO = ("0", "1")
 
@@ -209,6 +210,45 @@ def test_gpus_that_are_asked_for_are_used_or_the_workers_say_why_not() -> None:
         "decode-0": "0",
     }
     assert config.worker_flags == ("--device", "cuda", "--device", "auto")  # the last one holds
+
+
+@pytest.mark.parametrize("gpus", [("0", "1", "2", "3")], indirect=True)
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("--gpus 0,1", "worker-0 worker-1"),
+        ("--gpus 0,1,2,3 --tensor-parallel-size 2", "worker-0 worker-1"),
+        ("--gpus 0", "worker-0"),
+        ("--workers 2", "worker-0 worker-1"),
+        ("--gpus 0,1,2,3 --workers 1", "worker-0"),
+        ("--workers 1 --prefill 1", "prefill-0 worker-0"),
+        ("--workers 1 --decode 2", "decode-0 decode-1 worker-0"),
+        ("--gpus 0,1 --prefill 1", "prefill-0 decode-0"),
+        ("--gpus 0,1 --decode 1", "prefill-0 decode-0"),
+        ("--prefill-gpus 0 --decode-gpus 1", "prefill-0 decode-0"),
+        ("", "prefill-0 decode-0"),
+    ],
+)
+def test_workers_do_both_where_no_role_is_named(flags: str, names: str) -> None:
+    config, _ = parse(flags.split())
+    assert " ".join(config.assignments()) == names
+    commands = member_commands(config, 1, config.assignments(), lambda _: ())
+    modules = {name: command[3] for name, command in commands.items() if "router" not in name}
+    kinds = {"prefill": "prefill_worker", "decode": "decode_worker", "worker": "both_worker"}
+    assert modules == {one: f"effuse.{kinds[one.split('-')[0]]}" for one in names.split()}
+
+
+def test_workers_that_do_both_get_the_flags_of_both_kinds() -> None:
+    config, _ = parse(
+        ["--workers", "1", "--reservation-s", "5", "--max-window", "4", "--num-pages", "99"]
+    )
+    (command,) = (
+        words for name, words in member_commands(config, 1, {}, lambda _: ()).items()
+        if name == "worker-0"
+    )  # fmt: skip
+    taken = config_flags.parse(BothConfig, command[4:], prog="x", about="x")
+    assert (taken.reservation_s, taken.max_window, taken.num_pages) == (5.0, 4, 99)
+    assert taken.role == "both"
 
 
 @pytest.mark.parametrize("gpus", [("0",)], indirect=True)

@@ -15,9 +15,9 @@ from paged_model import PagedModel
 from prefill_worker.rig import LEASE_S, MOST_S, RESERVATION_S, Rig, attempt_of
 
 from effuse.kvtransfer.layout import FIELD_NAMES
-from effuse.kvtransfer.messages import AttemptId, Field
+from effuse.kvtransfer.messages import Field
 from effuse.kvtransfer.sender import OVERTIME_S
-from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo, StartDecode
+from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 BLOCK = 4
@@ -293,33 +293,6 @@ def test_an_attempt_that_runs_cannot_be_started_again(rig: Rig) -> None:
     rig.settle()
     assert [failed.code for failed in rig.take(Failed)] == ["ALREADY_EXISTS"]
     assert len(rig.take(PrefillDone)) == 1
-
-
-def test_messages_for_a_decode_worker_are_refused(rig: Rig) -> None:
-    message = msgspec.convert(
-        {
-            "type": "StartDecode",
-            "attempt": ["r", 1, "t"],
-            "prompt_token_ids": [1],
-            "stopping": {"max_tokens": 1, "stop_token_ids": []},
-            "sampling": {},
-            "settings": {
-                "algorithm": "d2f",
-                "window": 1,
-                "confidence_threshold": 0.9,
-                "block_add_threshold": 0.1,
-                "full_activation_threshold": 0.9,
-                "score": "confidence",
-                "remasking": "sequential",
-                "denoising_steps": 1,
-            },
-            "writer": None,
-        },
-        StartDecode,
-    )
-    rig.engine.handle(message)
-    rig.settle()
-    assert [failed.attempt for failed in rig.take(Failed)] == [AttemptId("r", 1, "t")]
 
 
 def test_a_failing_forward_fails_only_what_was_in_it(rig: Rig) -> None:

@@ -70,6 +70,17 @@ def test_decode_workers_that_fit_and_take_requests_are_due_at_once() -> None:
     assert due(table, 5.0) == {"d0"}
 
 
+def test_links_to_workers_that_may_ever_decode_are_warm_before_they_do() -> None:
+    table = links()
+    own = redis_server.worker(
+        worker_id="b0", role="both", may_change_role=True, incarnation="own-1"
+    )
+    fixed = decode("p1", role="prefill")
+    changes = decode("b1", role="prefill", may_change_role=True)
+    table.follow(own, [own, fixed, changes, decode("b2", role="both", may_change_role=True)], 5.0)
+    assert due(table, 5.0) == {"b1", "b2"}
+
+
 def test_a_link_is_known_once_it_is_warm_and_only_for_that_life() -> None:
     table, peer = links(), decode("d0")
     table.follow(OWN, [peer], 0.0)

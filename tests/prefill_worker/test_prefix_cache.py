@@ -14,7 +14,7 @@ from paged_model import PagedModel
 from prefill_worker.rig import Rig, attempt_of
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.prefill_worker.executor import mark_of
 from effuse.prefill_worker.prefix_cache import Key, PrefixCache
 from effuse.worker.messages import (
@@ -229,7 +229,7 @@ def test_others_take_the_pages_of_what_was_used_longest_ago(make: Make) -> None:
     old, newer = prompt_of(1, 0, 24), prompt_of(2, 0, 24)
     hand_over(rig, "old", old)
     hand_over(rig, "newer", newer)
-    assert rig.pool.num_free == 0
+    assert rig.pool.count(PageState.FREE) == 0
     hand_over(rig, "third", prompt_of(3, 0, 16))  # its 4 are the end of the oldest
     computed(rig)
     hand_over(rig, "newer again", newer)
@@ -263,7 +263,7 @@ def test_what_a_prompt_finds_counts_once_and_not_as_room_as_well(make: Make) -> 
 def test_a_rehearsal_has_the_pages_that_only_the_cache_holds(make: Make) -> None:
     rig = make(num_pages=8)
     hand_over(rig, "a", prompt_of(1, 0, 32))
-    assert rig.pool.num_free == 0
+    assert rig.pool.count(PageState.FREE) == 0
     rig.engine.handle(PushRehearsal(reservation=rig.reserve(AttemptId("r", 1, "t"), 4)))
     rig.settle()
     assert len(rig.take(PromptPushed)) == 1
@@ -304,13 +304,13 @@ def test_ends_of_prompts_make_room_before_their_beginnings() -> None:
     pool = PagePool(8)
     cache = PrefixCache(pool, page_size=4, block_size=4)
     cached(cache, COMMON)
-    assert (pool.num_free, cache.num_free) == (2, 8)
-    taken = cache.allocate(4)  # two free ones and the last two
+    assert (pool.count(PageState.FREE), pool.num_free) == (2, 8)
+    taken = pool.allocate_committed(4)  # two free ones and the last two
     assert taken is not None
     keys = cache.keys_of(COMMON, 24)
     assert [key in cache._units for key in keys] == [True] * 4 + [False] * 2
-    assert cache.allocate(5) is None
-    assert cache.num_free == 4, "what cannot be had takes nothing"
+    assert pool.allocate_committed(5) is None
+    assert pool.num_free == 4, "what cannot be had takes nothing"
 
 
 def test_a_unit_goes_by_all_tokens_up_to_its_end() -> None:

@@ -49,6 +49,11 @@ class Worker(pb_grpc.WorkerServiceServicer):
     ) -> pb.UndrainResponse:
         raise NotImplementedError
 
+    async def SetRole(
+        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.SetRoleResponse:
+        raise NotImplementedError
+
 
 class Streams(pb_grpc.DecodeServiceServicer, pb_grpc.PrefillServiceServicer):
     """Streams that break in the middle."""

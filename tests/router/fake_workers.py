@@ -112,6 +112,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.UndrainResponse:
         raise NotImplementedError
 
+    async def SetRole(
+        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.SetRoleResponse:
+        raise NotImplementedError
+
 
 class Handoffs:
     """Pages on their way: set when a transfer's push has landed."""

@@ -13,7 +13,7 @@ from router.fake_model import BLOCK_SIZE, worker_record
 from router.fake_workers import FakeDecode, Point, ends_its_engine, holds, once, raises
 from router.fakes import FakeFleet, fake_fleet, run, until
 
-from effuse.placement.records import Role
+from effuse.placement.records import Kind
 from effuse.protos import errors
 from effuse.router import answer, process
 from effuse.router.policy import (
@@ -42,17 +42,17 @@ BUSY = InFlight(requests=1, tokens=100)
 
 
 def candidate(name: str, **fields: object) -> Candidate:
-    role: Role = "prefill" if name.startswith("p") else "decode"
+    role: Kind = "prefill" if name.startswith("p") else "decode"
     given = {"in_flight": InFlight(), **fields}
     return Candidate(worker_record(name, role), **given)  # type: ignore[arg-type]
 
 
-def need(*alone: Role, mode: PrefillMode = "auto") -> AttemptNeeds:
+def need(*alone: Kind, mode: PrefillMode = "auto") -> AttemptNeeds:
     return AttemptNeeds(model="fake", mode=mode, holder=HOLDER, alone=alone)
 
 
 def own(
-    *candidates: Candidate, alone: tuple[Role, ...] = ("decode",), mode: PrefillMode = "auto"
+    *candidates: Candidate, alone: tuple[Kind, ...] = ("decode",), mode: PrefillMode = "auto"
 ) -> list[str]:
     return [record.worker_id for record in choose_own(candidates, need(*alone, mode=mode))]
 
@@ -71,7 +71,7 @@ def test_a_prefill_worker_is_kept_where_such_engines_died() -> None:
 
 
 def test_where_no_prefill_worker_can_be_kept_a_decode_worker_that_prefills_is() -> None:
-    both: tuple[Role, ...] = ("decode", "prefill")
+    both: tuple[Kind, ...] = ("decode", "prefill")
     fleet = [candidate("p0", condition=Condition.LOST), *map(candidate, ("p1", "d0", "d1"))]
     assert own(*fleet, alone=both) == ["d0"]
     assert own(*fleet, alone=both, mode="remote") == [], "all or nothing"

@@ -26,7 +26,7 @@ def test_who_may_share_does_not_wait_long_for_a_worker_of_its_own(
         router.fleet._kept[first.record.life] = Holder(
             "other", "r2"
         )  # so that no other one can be spared
-        monkeypatch.setattr(router.poison, "roles_alone", lambda _: {"decode"})
+        monkeypatch.setattr(router.poison, "kinds_alone", lambda _: {"decode"})
         asking = asyncio.create_task(ask(fleet))
         await until(lambda: fleet.is_waiting("alone"))
         assert not second.requests

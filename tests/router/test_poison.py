@@ -94,7 +94,7 @@ def test_it_is_alone_where_it_decodes_and_where_it_was_prefilled_as_engines_died
 ) -> None:
     deaths = [died(number, role) for number, role in enumerate(roles)]
     verdicts = Verdicts(Clock())
-    found = [verdicts.add_death("x", death) and verdicts.roles_alone("x") for death in deaths]
+    found = [verdicts.add_death("x", death) and verdicts.kinds_alone("x") for death in deaths]
     assert found[0] == frozenset() and found[-1] == {"decode", *roles}
 
 
@@ -129,7 +129,7 @@ def test_every_short_story_ends_as_a_plain_count_says(length: int) -> None:
                     count = 0
         assert (verdicts.refused_s("x") == REFUSED_S) is is_refused, story
         is_alone = count >= 2 and not is_refused
-        assert bool(verdicts.roles_alone("x")) is is_alone, story
+        assert bool(verdicts.kinds_alone("x")) is is_alone, story
 
 
 def test_only_what_it_had_not_written_before_clears_it() -> None:
@@ -137,9 +137,9 @@ def test_only_what_it_had_not_written_before_clears_it() -> None:
     verdicts.add_death("x", died(0, tokens=8))
     verdicts.add_death("x", died(1, tokens=4))
     assert not verdicts.add_survival("x", 8)
-    assert verdicts.roles_alone("x")
+    assert verdicts.kinds_alone("x")
     assert verdicts.add_survival("x", 9)
-    assert not verdicts.roles_alone("x")
+    assert not verdicts.kinds_alone("x")
 
 
 def test_a_refusal_ends() -> None:
@@ -150,7 +150,7 @@ def test_a_refusal_ends() -> None:
     assert (verdicts.refused_s("x"), verdicts.refused()) == (1, {"x": 1})
     clock.now = REFUSED_S
     assert (verdicts.refused_s("x"), verdicts.refused()) == (0, {})
-    assert not verdicts.roles_alone("x"), "what it did is forgotten with it"
+    assert not verdicts.kinds_alone("x"), "what it did is forgotten with it"
 
 
 # Others.
@@ -164,8 +164,8 @@ def test_who_was_beside_the_cause_is_cleared() -> None:
     for number in (7, 8):
         verdicts.add_death("elsewhere too", died(number))
     refuse(verdicts, "cause")
-    assert not verdicts.roles_alone("beside")
-    assert verdicts.roles_alone("elsewhere too"), "two of its engines died of something else"
+    assert not verdicts.kinds_alone("beside")
+    assert verdicts.kinds_alone("elsewhere too"), "two of its engines died of something else"
     assert not verdicts.refused_s("beside") and not verdicts.refused_s("elsewhere too")
 
 
@@ -177,7 +177,7 @@ class TestKilledEngines:
             verdicts.add_death(digest, died(number, may_be_outside=True))
 
     def is_alone(self, verdicts: Verdicts, digest: str) -> bool:
-        return bool(verdicts.roles_alone(digest))
+        return bool(verdicts.kinds_alone(digest))
 
     def test_count_in_full_where_no_other_is_killed(self) -> None:
         verdicts = Verdicts(Clock())
@@ -250,7 +250,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         verdicts.add_death(f"suspect {number}", died(100 + 2 * number))
         verdicts.add_death(f"suspect {number}", died(101 + 2 * number))
-    suspects = [n for n in range(5) if verdicts.roles_alone(f"suspect {n}")]
+    suspects = [n for n in range(5) if verdicts.kinds_alone(f"suspect {n}")]
     assert suspects == [2, 3, 4]
 
 
@@ -291,7 +291,7 @@ def test_a_request_whose_engines_were_ended_from_outside_may_share_again() -> No
     for number in range(4):
         verdicts.add_death("mine", died(number, may_be_outside=True))
         verdicts.add_death("another", died(10 + number, may_be_outside=True))
-    assert verdicts.roles_alone("mine") and verdicts.may_share("mine")
+    assert verdicts.kinds_alone("mine") and verdicts.may_share("mine")
     verdicts.add_death("mine", died(4, may_be_outside=True))
     assert not verdicts.may_share("mine"), "one more, and it has to run alone"
 
@@ -305,7 +305,7 @@ def test_a_request_may_not_that_engines_die_of(may_be_outside: bool) -> None:
             verdicts.add_death("another", died(10 + number, may_be_outside=True))
     for number in range(2):
         verdicts.add_death("mine", died(number, may_be_outside=may_be_outside))
-    assert verdicts.roles_alone("mine") and not verdicts.may_share("mine")
+    assert verdicts.kinds_alone("mine") and not verdicts.may_share("mine")
 
 
 def test_an_engine_that_a_signal_stopped_is_proof_of_others_from_outside() -> None:

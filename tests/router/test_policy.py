@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from router.fake_model import worker_record
 
-from effuse.placement.records import Link, Load, Role, WorkerRecord
+from effuse.placement.records import Link, Load, WorkerRecord
 from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
@@ -28,12 +28,14 @@ from effuse.router.policy import (
 
 
 def worker(worker_id: str, **fields: object) -> WorkerRecord:
-    role: Role = "prefill" if worker_id.startswith("p") else "decode"
+    role = {"p": "prefill", "d": "decode", "b": "both"}[worker_id[0]]
     return worker_record(worker_id, role, **fields)  # type: ignore[arg-type]
 
 
 def candidate(record: WorkerRecord, tokens: int = 0, *, suspect: bool = False) -> Candidate:
     in_flight = InFlight(requests=int(tokens > 0), tokens=tokens)
+    if record.role == "prefill":
+        in_flight = InFlight(prompts=int(tokens > 0), to_prefill=tokens)
     return Candidate(record, in_flight, is_suspect=suspect)
 
 
@@ -230,7 +232,7 @@ def test_an_answer_goes_on_only_with_the_same_fingerprint() -> None:
 
 
 def test_a_decode_worker_is_given_few_prompts_in_the_place_of_prefill_workers() -> None:
-    busy = Candidate(worker("d0"), InFlight(own_prompts=4 * 512))
+    busy = Candidate(worker("d0"), InFlight(to_prefill=4 * 512))
     assert place([busy], need("auto")) is None
     assert prospect([busy], need("auto")) is Prospect.SEAT
     assert names(place([busy], need("local"))) == (None, "d0")
@@ -327,3 +329,54 @@ def test_the_first_of_several_answers_goes_where_all_have_seats() -> None:
     assert names(place(workers, need("auto", num_answers=3))) == (None, "d0")
     assert names(place(workers, need("auto", num_answers=4))) == (None, "d1")
     assert names(place(workers[:1], need("auto", num_answers=4))) == (None, "d0")
+
+
+# Workers that do both.
+
+
+def both(name: str, **in_flight: int) -> Candidate:
+    return Candidate(worker(name), InFlight(**in_flight))
+
+
+def test_a_worker_that_does_both_computes_the_prompts_of_its_own_answers() -> None:
+    fleet = [both("b0"), both("b1", requests=1, tokens=500)]
+    assert names(place(fleet, need("auto"))) == (None, "b0")
+    assert names(place([fleet[1]], need("auto"))) == (None, "b1")
+
+
+def test_between_two_that_do_both_a_prompt_moves_only_if_it_must() -> None:
+    fleet = [both("b0"), both("b1")]
+    assert names(place(fleet, need("auto"))) == (None, "b0")
+    assert names(place(fleet, need("remote"))) == ("b1", "b0")
+    assert place([both("b0")], need("remote")) is None, "nothing pushes to itself"
+
+
+def test_it_computes_prompts_for_decode_workers() -> None:
+    fleet = [both("b0", requests=9, tokens=900), candidate(worker("d0"))]
+    assert names(place(fleet, need("auto"))) == ("b0", "d0")
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "wanted"), [(0, 0, "p0"), (0, 100, None), (200, 100, "p0")]
+)
+def test_a_prefill_worker_takes_its_prompts_unless_it_has_more_to_do(
+    own: int, others: int, wanted: str | None
+) -> None:
+    fleet = [both("b0", to_prefill=own), Candidate(worker("p0"), InFlight(to_prefill=others))]
+    assert names(place(fleet, need("auto"))) == (wanted, "b0")
+
+
+def test_of_two_that_could_compute_a_prompt_the_one_without_answers_comes_first() -> None:
+    fleet = [both("b0", requests=30, tokens=3000), candidate(worker("p0")), candidate(worker("d0"))]
+    assert names(place(fleet, need("auto"))) == ("p0", "d0")
+
+
+def test_prompts_for_others_take_no_seats() -> None:
+    assert both("b0", prompts=100, to_prefill=10).num_free_seats == 64
+
+
+def test_both_kinds_of_live_workers_include_those_that_do_both() -> None:
+    fleet = [both("b0"), candidate(worker("p0")), candidate(worker("d0"))]
+    prefill, decode = live_workers(fleet)
+    assert [one.worker_id for one in prefill] == ["b0", "p0"]
+    assert [one.worker_id for one in decode] == ["b0", "d0"]

@@ -59,7 +59,8 @@ def candidates(queued: int, *, keeps: bool = True) -> list[Candidate]:
     load = Load(prefix_queries=int(keeps))
     return [
         Candidate(
-            worker_record("p0", "prefill", load=load), InFlight(requests=1, tokens=queued, placed=9)
+            worker_record("p0", "prefill", load=load),
+            InFlight(prompts=1, to_prefill=queued, placed=9),
         ),
         Candidate(worker_record("p1", "prefill", load=load), InFlight()),
         Candidate(worker_record("d0", "decode"), InFlight()),
@@ -91,10 +92,10 @@ def test_a_prompt_is_queued_at_its_prefill_worker_until_its_kv_is_complete() -> 
         fleet = RoutedFleet(NoWorkers(), "auto", lambda: 0.0)  # type: ignore[arg-type]
         prefill, decode = worker_record("p0", "prefill"), worker_record("d0", "decode")
         with fleet.counted(Placement(decode, prefill), 100, 20) as share:
-            assert fleet._in_flight[prefill.life].tokens == 100
+            assert fleet._in_flight[prefill.life].to_prefill == 100
             share.end_prompt()
             share.end_prompt()
-            assert fleet._in_flight[prefill.life] == InFlight(requests=1, tokens=0, placed=1)
+            assert fleet._in_flight[prefill.life] == InFlight(prompts=1, placed=1)
             assert fleet._in_flight[decode.life].tokens == 120
         assert fleet._in_flight[prefill.life] == InFlight(placed=1)
         assert fleet._in_flight[decode.life] == InFlight(placed=1)

@@ -326,7 +326,7 @@ def test_decode_workers_prefill_a_few_prompts_at_a_time_and_the_rest_waits() -> 
         answering.set()
         assert {answer.text for answer in await asyncio.gather(*asking)} == {TEXT}
         (candidate,) = fleet.router.fleet.candidates()
-        assert candidate.in_flight.own_prompts == 0
+        assert candidate.in_flight.to_prefill == 0
 
     run(body, num_prefill=0)
 

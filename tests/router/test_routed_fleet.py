@@ -121,8 +121,8 @@ def test_counts_come_back_to_nothing() -> None:
     placement = fleet.place(fleet.need("fake"))
     assert placement is not None
     with fleet.counted(placement, 7, 9):
-        assert [c.in_flight.tokens for c in fleet.candidates()] == [16, 7]
-    assert [(c.in_flight.tokens, c.in_flight.requests) for c in fleet.candidates()] == [(0, 0)] * 2
+        assert [c.in_flight.tokens + c.in_flight.to_prefill for c in fleet.candidates()] == [16, 7]
+    assert [c.in_flight for c in fleet.candidates()] == [InFlight(placed=1)] * 2
 
 
 def test_a_prompt_that_is_shared_counts_once() -> None:
@@ -133,7 +133,7 @@ def test_a_prompt_that_is_shared_counts_once() -> None:
         fleet.counted(Placement(record, None, shares_prompt=True), 100, 20),
     ):
         (found,) = fleet.candidates()
-        assert found.in_flight == InFlight(requests=2, tokens=140, own_prompts=100, placed=2)
+        assert found.in_flight == InFlight(requests=2, tokens=140, to_prefill=100, placed=2)
     (found,) = fleet.candidates()
     assert found.in_flight == InFlight(placed=2)
 

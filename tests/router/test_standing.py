@@ -8,8 +8,8 @@ from router.fake_model import worker_record
 
 from effuse.placement.records import Role, WorkerRecord
 from effuse.protos import errors
-from effuse.router.failures import Failure, FailureKind, Standing
-from effuse.router.policy import Condition
+from effuse.router.failures import ROLE_S, Failure, FailureKind, Setbacks, Standing, judge
+from effuse.router.policy import Condition, Placement
 
 
 class Clock:
@@ -192,3 +192,40 @@ def test_who_failed_comes_after_others_for_a_while(outcome: FailureKind) -> None
     assert standing.suspects() == {("d0", "1")}
     clock.now += 6.0
     assert not standing.suspects()
+
+
+def of_role(record: WorkerRecord, role: str) -> Failure:
+    error = errors.OtherRole("not now", labels={"role": role})
+    return Failure(FailureKind.ROLE, error, record)
+
+
+def test_a_refusal_names_the_role_that_counts_until_the_record_has_it() -> None:
+    clock, record = Clock(), worker_record("b0", "both")
+    standing = Standing(clock)
+    standing.note(of_role(record, "prefill"))
+    assert standing.with_role(record).role == "prefill"
+    assert standing.condition(record) is Condition.READY, "it takes part in its other role"
+    assert not standing.is_full(record.life) and not standing.suspects()
+    standing.note(of_role(record, "decode"))
+    assert standing.with_role(record).role == "decode"
+    clock.now += ROLE_S
+    assert standing.with_role(record) is record
+    standing.forget_gone([record])
+    assert not standing._roles
+
+
+def test_a_role_that_does_not_exist_changes_nothing() -> None:
+    standing, record = Standing(Clock()), worker_record("b0", "both")
+    standing.note(of_role(record, "queen"))
+    assert standing.with_role(record) is record
+
+
+def test_a_change_of_role_is_no_attempt() -> None:
+    record = worker_record("b0", "both")
+    error = errors.OtherRole("not now", labels={"role": "prefill"})
+    failure = judge(error, record, Placement(record, None), is_handoff=False)
+    setbacks = Setbacks()
+    setbacks.add(failure, 0.0)
+    assert failure.outcome is FailureKind.ROLE
+    assert (setbacks.num_losses, setbacks.losses_in_a_row) == (0, 0)
+    assert not setbacks.avoided(0.0)

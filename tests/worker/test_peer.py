@@ -64,6 +64,11 @@ class Worker(pb_grpc.WorkerServiceServicer):
     ) -> pb.UndrainResponse:
         raise NotImplementedError
 
+    async def SetRole(
+        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.SetRoleResponse:
+        raise NotImplementedError
+
 
 @asynccontextmanager
 async def serving(worker: Worker, secret: FleetSecret | None = None) -> AsyncIterator[Writer]:

@@ -16,6 +16,7 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+    WORKER_ROLE_BOTH: _ClassVar[WorkerRole]
 
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -28,6 +29,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
+WORKER_ROLE_BOTH: WorkerRole
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
@@ -130,7 +132,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "model", "address", "state", "incarnation", "page_size", "total_pages", "free_pages", "quarantined_pages", "max_num_seqs", "running", "waiting", "queued_tokens", "blocks_left", "steps", "preemptions", "kv_bytes", "links", "min_handoff_gbps", "quarantines", "reserved_pages", "receiving_pages", "step_requests", "step_tokens", "max_num_batched_tokens", "routed", "ranks")
+    __slots__ = ("worker_id", "role", "model", "address", "state", "incarnation", "page_size", "total_pages", "free_pages", "quarantined_pages", "max_num_seqs", "running", "waiting", "queued_tokens", "blocks_left", "steps", "preemptions", "kv_bytes", "links", "min_handoff_gbps", "quarantines", "reserved_pages", "receiving_pages", "step_requests", "step_tokens", "max_num_batched_tokens", "routed", "ranks", "may_change_role", "num_leaving")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +161,8 @@ class Worker(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    MAY_CHANGE_ROLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEAVING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     model: str
@@ -187,7 +191,9 @@ class Worker(_message.Message):
     max_num_batched_tokens: int
     routed: int
     ranks: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WorkerLink, _Mapping]]] = ..., min_handoff_gbps: _Optional[float] = ..., quarantines: _Optional[_Iterable[_Union[WorkerQuarantine, _Mapping]]] = ..., reserved_pages: _Optional[int] = ..., receiving_pages: _Optional[int] = ..., step_requests: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., routed: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
+    may_change_role: bool
+    num_leaving: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WorkerLink, _Mapping]]] = ..., min_handoff_gbps: _Optional[float] = ..., quarantines: _Optional[_Iterable[_Union[WorkerQuarantine, _Mapping]]] = ..., reserved_pages: _Optional[int] = ..., receiving_pages: _Optional[int] = ..., step_requests: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., routed: _Optional[int] = ..., ranks: _Optional[int] = ..., may_change_role: _Optional[bool] = ..., num_leaving: _Optional[int] = ...) -> None: ...
 
 class WorkerQuarantine(_message.Message):
     __slots__ = ("writer", "pages", "age")

@@ -385,7 +385,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("worker", "role", "running", "waiting", "total_pages", "free_pages", "quarantined_pages", "queued_tokens", "blocks_left", "steps", "draining", "tasks", "preemptions", "kv_bytes")
+    __slots__ = ("worker", "role", "running", "waiting", "total_pages", "free_pages", "quarantined_pages", "queued_tokens", "blocks_left", "steps", "draining", "tasks", "preemptions", "kv_bytes", "leaving")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -400,6 +400,7 @@ class GetLoadResponse(_message.Message):
     TASKS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerRef
     role: str
     running: int
@@ -414,7 +415,8 @@ class GetLoadResponse(_message.Message):
     tasks: int
     preemptions: int
     kv_bytes: int
-    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., draining: _Optional[bool] = ..., tasks: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+    leaving: int
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., draining: _Optional[bool] = ..., tasks: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., leaving: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)
@@ -437,3 +439,19 @@ class UndrainResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     running: int
     def __init__(self, running: _Optional[int] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role", "hand_over_s")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_S_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    hand_over_s: float
+    def __init__(self, role: _Optional[str] = ..., hand_over_s: _Optional[float] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ("role", "leaving")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    leaving: int
+    def __init__(self, role: _Optional[str] = ..., leaving: _Optional[int] = ...) -> None: ...

@@ -251,6 +251,11 @@ class WorkerServiceStub:
                 request_serializer=effuse_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/effuse.v1.WorkerService/SetRole',
+                request_serializer=effuse_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -286,6 +291,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Changes the kinds of requests that the worker accepts, at once. Requests of the former kind go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -308,6 +320,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=effuse_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=effuse_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -419,6 +436,33 @@ class WorkerService:
             '/effuse.v1.WorkerService/Undrain',
             effuse_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
             effuse_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/effuse.v1.WorkerService/SetRole',
+            effuse_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            effuse_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

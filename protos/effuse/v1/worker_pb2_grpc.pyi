@@ -131,6 +131,12 @@ class WorkerServiceStub:
     ]
     """Admits requests again after a drain; requests that have not ended yet go on."""
 
+    SetRole: grpc.UnaryUnaryMultiCallable[
+        effuse.v1.worker_pb2.SetRoleRequest,
+        effuse.v1.worker_pb2.SetRoleResponse,
+    ]
+    """Changes the kinds of requests that the worker accepts, at once. Requests of the former kind go on."""
+
 class WorkerServiceAsyncStub:
     """The service of every worker."""
 
@@ -159,6 +165,12 @@ class WorkerServiceAsyncStub:
         effuse.v1.worker_pb2.UndrainResponse,
     ]
     """Admits requests again after a drain; requests that have not ended yet go on."""
+
+    SetRole: grpc.aio.UnaryUnaryMultiCallable[
+        effuse.v1.worker_pb2.SetRoleRequest,
+        effuse.v1.worker_pb2.SetRoleResponse,
+    ]
+    """Changes the kinds of requests that the worker accepts, at once. Requests of the former kind go on."""
 
 class WorkerServiceServicer(metaclass=abc.ABCMeta):
     """The service of every worker."""
@@ -196,5 +208,13 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.worker_pb2.UndrainResponse, collections.abc.Awaitable[effuse.v1.worker_pb2.UndrainResponse]]:
         """Admits requests again after a drain; requests that have not ended yet go on."""
+
+    @abc.abstractmethod
+    def SetRole(
+        self,
+        request: effuse.v1.worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[effuse.v1.worker_pb2.SetRoleResponse, collections.abc.Awaitable[effuse.v1.worker_pb2.SetRoleResponse]]:
+        """Changes the kinds of requests that the worker accepts, at once. Requests of the former kind go on."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,1 @@
+"""A worker that computes prompts, writes answers or does both, and changes at any time."""

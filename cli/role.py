@@ -1,0 +1,79 @@
+"""`effuse role WORKER ROLE`: changes the kinds of requests that a worker accepts.
+
+The router has the worker's address, and the worker itself takes the order. It only accepts a
+process that proves that it belongs to the fleet, as for all calls among the fleet's processes.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import grpc.aio
+
+from effuse.cli.addresses import secret_of
+from effuse.cli.arguments import (
+    add_router,
+    client_of,
+    command,
+    credentials_of,
+    explain,
+    file,
+    number,
+    seconds,
+)
+from effuse.protos.channels import FleetAccess, worker_stub
+from effuse.protos.errors import EffuseError, NotFound
+from effuse.v1 import worker_pb2
+from effuse.worker.roles import ROLES
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command: 0 once the worker has the role, 1 if it refuses or does not answer."""
+    parser = make_parser()
+    asked = parser.parse_args(argv)
+    shown = credentials_of(parser, asked)
+    secret = asked.fleet_secret or secret_of(asked.target)
+    place = asked.target
+    try:
+        access = FleetAccess.read(asked.fleet_cert, asked.fleet_key, asked.fleet_ca, secret)
+        with client_of(asked.target, shown, asked.timeout) as client:
+            found = {one.worker_id: one for one in client.workers()}
+        if asked.worker not in found:
+            raise NotFound(f"no worker is named {asked.worker!a}: {', '.join(found) or 'none'}")
+        place = found[asked.worker].address
+        told = asyncio.run(_change(access, place, asked))
+    except (EffuseError, grpc.aio.AioRpcError, OSError) as error:
+        text = str(error) if isinstance(error, OSError) else explain(error, place)
+        print(f"effuse role: {text}", file=sys.stderr)
+        return 1
+    rest = f", and finishes {told.leaving} requests of its former role" if told.leaving else ""
+    print(f"{asked.worker} is now {told.role}{rest}")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command("role", "Change the role of a worker that was started as effuse-worker.")
+    add = parser.add_argument
+    add("worker", metavar="WORKER", help="its name, as `effuse status` shows it")
+    add("role", choices=ROLES, metavar="ROLE", help="prefill, decode or both")
+    add("--hand-over-s", type=number(0), metavar="S",
+        help="hand requests of its former role over to other workers after this many seconds "
+        "(default: let them end)")  # fmt: skip
+    add("--timeout", type=seconds, default=5.0, metavar="S",
+        help="longest time for each answer, in seconds (default: 5)")  # fmt: skip
+    add("--fleet-secret", type=file, metavar="FILE",
+        help="the fleet's secret (default: that of a fleet on this machine)")  # fmt: skip
+    for name, what in (("cert", "certificate"), ("key", "key"), ("ca", "authorities")):
+        add(f"--fleet-{name}", type=file, metavar="FILE", help=f"PEM {what} for the fleet")
+    add_router(parser)
+    return parser
+
+
+async def _change(
+    access: FleetAccess, address: str, asked: argparse.Namespace
+) -> worker_pb2.SetRoleResponse:
+    request = worker_pb2.SetRoleRequest(role=asked.role, hand_over_s=asked.hand_over_s)
+    async with asyncio.timeout(2 * asked.timeout), access.connect(address) as channel:
+        await channel.prove()
+        return await worker_stub(channel).SetRole(request, timeout=asked.timeout)

@@ -1,0 +1,132 @@
+"""Workers that do both kinds of work, and change while clients ask."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+
+import pytest
+from checkpoints import Architecture
+from e2e.client import connect, load_of, wait_until
+from e2e.comparison import compare
+from e2e.role_storm import Clients, Ledger, expected_of, set_role, storm
+from e2e.test_equality import ask, solid_jobs
+from e2e.tiny import tiny_fleet
+
+from effuse.cli import role, status
+from effuse.cli.fleet import Fleet
+from effuse.v1 import model_pb2, model_pb2_grpc
+
+ARCHITECTURES: list[Architecture] = ["sdar", "dream"]
+REMOTE = ("--prefill", "remote")
+
+
+def workers_of(fleet: Fleet) -> dict[str, model_pb2.Worker]:
+    with connect(fleet.address) as client:
+        stub = model_pb2_grpc.ModelServiceStub(client.channel)
+        listed = stub.ListWorkers(model_pb2.ListWorkersRequest(), timeout=30)
+        return {one.worker_id: one for one in listed.workers}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_one_worker_that_does_both_gives_the_oracles_answers(architecture: Architecture) -> None:
+    with tiny_fleet(architecture, connector="zmq", prefill=0, decode=0, workers=1) as fleet:
+        pairs = solid_jobs(architecture, "d2f", seed=2)
+        answers = ask(fleet, [job for job, _ in pairs])
+        compare(pairs, answers)
+        assert not any(answer.stats.prefill_worker for answer in answers)
+        (worker,) = workers_of(fleet).values()
+        assert worker.role == model_pb2.WORKER_ROLE_BOTH and worker.may_change_role
+
+
+@pytest.mark.parametrize(
+    ("connector", "flags"),
+    [("nixl", ()), ("zmq", ("--tensor-parallel-size", "2"))],
+    ids=["nixl", "two ranks each"],
+)
+def test_two_that_compute_prompts_for_each_other_give_the_oracles_answers(
+    connector: str, flags: tuple[str, ...]
+) -> None:
+    """Each one pushes and receives at the same time."""
+    with tiny_fleet(
+        "sdar", connector=connector, prefill=0, decode=0, workers=2, worker_flags=flags,
+        router_flags=REMOTE,
+    ) as fleet:  # fmt: skip
+        wait_until(lambda: all(one.links for one in workers_of(fleet).values()), "links are cold")
+        pairs = solid_jobs("sdar", "block_diffusion", seed=2)
+        answers = ask(fleet, [job for job, _ in pairs])
+        compare(pairs, answers)
+        ways = {(one.stats.prefill_worker, one.stats.decode_worker) for one in answers}
+        assert ways == {("worker-0", "worker-1"), ("worker-1", "worker-0")}
+        for name in fleet.names("worker"):
+            wait_until(partial(has_all_pages, fleet.address_of(name)), "pages are left")
+
+
+def has_all_pages(address: str) -> bool:
+    load = load_of(address)
+    return load.free_pages == load.total_pages
+
+
+def test_roles_swap_while_clients_ask_and_no_request_notices() -> None:
+    with tiny_fleet("sdar", connector="zmq", prefill=0, decode=0, workers=2) as fleet:
+        expected, ledger = expected_of(fleet, 3), Ledger()
+        first, second = (fleet.address_of(name) for name in fleet.names("worker"))
+        clients = Clients(fleet.address, expected, ledger, 120, seed=3)
+        with clients.sending():
+            for number in range(6):
+                wait_until(partial(ledger.has_ended, 16 * number), "no answers")
+                one, other = (first, second) if number % 2 else (second, first)
+                # Nobody decodes for a moment, and requests wait for it.
+                set_role(one, "prefill", hand_over_s=0.2)
+                set_role(other, "decode")
+        assert ledger.num_equal == 120, (ledger.failures, ledger.different)
+        assert {load_of(one).role for one in (first, second)} == {"prefill", "decode"}
+        for one in (first, second):
+            wait_until(partial(has_all_pages, one), "pages are left")
+
+
+def test_a_changed_worker_serves_its_new_role_within_a_second() -> None:
+    with tiny_fleet("sdar", connector="zmq", prefill=0, decode=0, workers=2) as fleet:
+        (job, tokens), *_ = expected_of(fleet, 5).items()
+        addresses = [fleet.address_of(name) for name in fleet.names("worker")]
+        set_role(addresses[0], "prefill")
+        set_role(addresses[1], "decode")
+        lives = {name: one.incarnation for name, one in workers_of(fleet).items()}
+        with connect(fleet.address) as client:
+            for number in range(1, 5):
+                began = time.monotonic()
+                set_role(addresses[number % 2], "prefill")
+                set_role(addresses[1 - number % 2], "decode")
+                answer = client.generate(job.message())
+                took_s = time.monotonic() - began
+                assert list(answer.token_ids) == tokens
+                assert answer.stats.decode_worker == f"worker-{1 - number % 2}"
+                print(f"change {number}: an answer of the new role after {took_s * 1000:.0f} ms")
+        assert {name: one.incarnation for name, one in workers_of(fleet).items()} == lives
+
+
+def test_the_command_changes_a_role_and_the_table_shows_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with tiny_fleet("sdar", connector="zmq", prefill=0, decode=1, workers=1) as fleet:
+        target = ("--target", fleet.address)
+        assert role.main(["worker-0", "prefill", *target]) == 0
+        assert capsys.readouterr().out == "worker-0 is now prefill\n"
+        wait_until(
+            lambda: workers_of(fleet)["worker-0"].role == model_pb2.WORKER_ROLE_PREFILL,
+            "the router does not see it",
+        )
+        assert status.main([*target]) == 0
+        assert "1 prefill and 1 decode workers are ready" in capsys.readouterr().out
+        assert role.main(["decode-0", "both", *target]) == 1
+        assert "always a decode worker" in capsys.readouterr().err
+        assert role.main(["worker-9", "both", *target]) == 1
+        assert "no worker is named 'worker-9': decode-0, worker-0" in capsys.readouterr().err
+
+
+def test_changes_and_kills_together_lose_nothing() -> None:
+    asked = argparse.Namespace(requests=60, changes=8, kills=2, seed=1)
+    with tiny_fleet("sdar", connector="zmq", prefill=0, decode=0, workers=3) as fleet:
+        ledger = storm(fleet, asked)
+    assert ledger.is_good(asked), ledger.text(asked, 0.0)
