@@ -103,9 +103,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="mean tokens of an answer (default: the present load's)")  # fmt: skip
     add("--workers", type=whole(1, 1 << 20), metavar="N",
         help="workers to give roles to (default: those that there are)")  # fmt: skip
-    add("--first-block", dest="first_block_s", type=seconds, metavar="S",
+    add("--first-block-within", dest="first_block_s", type=seconds, metavar="S",
         help="longest time to the first block (default: the router's objective)")  # fmt: skip
-    add("--gap", dest="gap_s", type=seconds, metavar="S",
+    add("--gap-within", dest="gap_s", type=seconds, metavar="S",
         help="longest gap between blocks (default: the router's objective)")  # fmt: skip
     add("--gap-ratio", type=number(1, 1000), metavar="X",
         help="the same in shortest measured gaps (default: the router's objective)")  # fmt: skip
@@ -177,9 +177,12 @@ def _chosen(sheets: Sequence[Sheet], model: str | None) -> list[Sheet]:
 
 def _sheet_of(plan: monitor_pb2.ModelPlan) -> Sheet:
     """The sheet of a router's plan."""
-    found = MessageToDict(plan, preserving_proto_field_name=True)
-    workers = plan.roles.prefill + plan.roles.decode
-    return msgspec.convert({"times": {}} | found | {"workers": workers}, Sheet)
+    found = MessageToDict(
+        plan, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    found["workers"] = plan.roles.prefill + plan.roles.decode
+    found["mode"] = plan.mode or "auto"
+    return msgspec.convert({"times": {}} | found, Sheet)
 
 
 def _as_text(sheet: Sheet) -> str:

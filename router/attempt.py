@@ -57,7 +57,7 @@ class Attempt:
         self._decode: DecodeCall | None = None
         self._reason: FinishReason | None = None  # once the last event that counts has come
         self._reserved_at = 0.0
-        self._committed_at: float | None = None
+        self._moved_on_at = 0.0  # when the prompt's KV was complete, or the last commit came
         self._is_broken_off = False  # by us, since prefill failed
         self._breaking_off: asyncio.TimerHandle | None = None
 
@@ -202,7 +202,7 @@ class Attempt:
                 request.answer.fingerprint = self._placement.decode.fingerprint
                 before = len(request.answer.token_ids)
                 news = request.add_commit(event.commit, now)
-                self._measure_gap(before, now)
+                self._measure_commit(before, now)
                 self._router.monitor.note_commit(request, before)
                 self._router.poison.note_survival(request)
                 return commit_of(request, news)
@@ -227,6 +227,7 @@ class Attempt:
 
     def _measure_prompt(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
         request, placement = self._request, self._placement
+        self._moved_on_at = now
         measured = self._router.steering.of(request.asked.model.name).measured
         costs, tokens = request.costs, len(request.prompt.token_ids)
         if placement.prefill is None:
@@ -238,14 +239,16 @@ class Attempt:
             measured.note_prompt(life, tokens, costs.cached_tokens, costs.compute_s, end)
             measured.note_handoff(tokens, verified.bytes)
 
-    def _measure_gap(self, before: int, now: float) -> None:
+    def _measure_commit(self, before: int, now: float) -> None:
         """before: tokens of the answer before the commit that came now."""
-        request, since = self._request, self._committed_at
-        self._committed_at = now
-        tokens = len(request.answer.token_ids) - before
-        if since is not None and tokens:
+        request, seconds = self._request, now - self._moved_on_at
+        self._moved_on_at = now
+        if tokens := len(request.answer.token_ids) - before:
+            router, decode = self._router, self._placement.decode
+            own = router.fleet.in_flight(decode.life)
+            batch = 0 if own.own_prompts else own.answers + router.seats.others.taken(decode.life)
             context = len(request.prompt.token_ids) + before
-            self._router.steering.note_gap(self._placement.decode, context, tokens, now - since)
+            router.steering.note_commit(decode, batch, context, tokens, seconds, is_gap=before > 0)
 
     def _finish_reason(self, *, is_stopped: bool) -> FinishReason:
         """is_stopped: whether a stop id ended the answer; a stop string may have."""

@@ -178,10 +178,16 @@ class RoutedFleet:
         try:
             yield share
         finally:
-            self.count_in_flight(decode, -1, -prompt_len - max_tokens, -share.own_prompt)
+            self.count_in_flight(
+                decode, -1, -prompt_len - max_tokens, -share.own_prompt, -share.answers
+            )
             if prefill is not None:
                 self.count_in_flight(prefill, -1, -share.to_prefill)
             self.announce_change()
+
+    def in_flight(self, life: WorkerLife) -> InFlight:
+        """Our requests on a worker now."""
+        return self._in_flight.get(life, IDLE)
 
     def loads(self) -> tuple[RoutedLoad, ...]:
         """What we have on workers now, for other routers."""
@@ -248,7 +254,12 @@ class RoutedFleet:
         )
 
     def count_in_flight(
-        self, record: WorkerRecord, requests: int, tokens: int, own_prompts: int = 0
+        self,
+        record: WorkerRecord,
+        requests: int,
+        tokens: int,
+        own_prompts: int = 0,
+        answers: int = 0,
     ) -> None:
         """More, or less, is on a worker from now on."""
         life = record.life
@@ -259,6 +270,7 @@ class RoutedFleet:
             requests=before.requests + requests,
             tokens=before.tokens + tokens,
             own_prompts=before.own_prompts + own_prompts,
+            answers=before.answers + answers,
             placed=before.placed + max(0, requests),
         )
 
@@ -272,16 +284,17 @@ class AttemptShare:
         remote = placement.prefill is not None
         self.to_prefill = prompt_len if remote else 0  # tokens that the prefill worker has to do
         self.own_prompt = 0 if remote else prompt_len  # those that decode has to do for itself
+        self.answers = 0  # 1 once the prompt's KV is complete
 
     def end_prompt(self) -> None:
         """The prompt's KV is complete."""
         fleet, placement = self._fleet, self._placement
         if placement.prefill is not None:
             fleet.count_in_flight(placement.prefill, 0, -self.to_prefill)
-        elif self.own_prompt:
-            fleet.count_in_flight(placement.decode, 0, 0, -self.own_prompt)
+        fleet.count_in_flight(placement.decode, 0, 0, -self.own_prompt, 1 - self.answers)
+        if self.own_prompt:
             fleet.announce_change()
-        self.to_prefill = self.own_prompt = 0
+        self.to_prefill, self.own_prompt, self.answers = 0, 0, 1
 
 
 def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:

@@ -125,7 +125,7 @@ class Load:
 
 @dataclass(slots=True)
 class Pace:
-    """Gaps of answers in batches of about one size and context."""
+    """Commits of answers in batches of about one size and context."""
 
     number: float = 0.0
     tokens: float = 0.0
@@ -133,16 +133,15 @@ class Pace:
     context: float = 0.0  # sum
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_WEIGHT))
 
-    def add(self, tokens: int, gap_s: float, context: int) -> None:
-        """One more gap, and the tokens that came after it."""
+    def add(self, tokens: int, seconds: float, context: int) -> None:
+        """One more commit, and the seconds since the last one or since the prompt was there."""
         if self.number >= MOST_WEIGHT:
             self.number, self.tokens = self.number / 2, self.tokens / 2
             self.seconds, self.context = self.seconds / 2, self.context / 2
         self.number += 1
         self.tokens += tokens
-        self.seconds += gap_s
+        self.seconds += seconds
         self.context += context
-        self.gaps.append(gap_s)
 
     def pace(self, batch: float) -> AnswerPace:
         """The pace of a worker with so many answers at once."""
@@ -190,10 +189,16 @@ class Measured:
         self._moved, self._bytes = _decayed(self._moved, self._bytes, 1e6)
         self._moved, self._bytes = self._moved + tokens, self._bytes + num_bytes
 
-    def note_gap(self, batch: int, context: int, tokens: int, gap_s: float) -> None:
-        """An answer got `tokens` after a gap, on a worker with so many answers and no prompts."""
+    def note_commit(
+        self, batch: int, context: int, tokens: int, seconds: float, *, is_gap: bool
+    ) -> None:
+        """An answer got `tokens` after so many seconds, on a worker with so many answers and no
+        prompts. `is_gap`: it had tokens before."""
         key = round(2 * math.log2(batch)), round(math.log2(context))
-        self._paces.setdefault(key, Pace()).add(tokens, gap_s, context)
+        pace = self._paces.setdefault(key, Pace())
+        pace.add(tokens, seconds, context)
+        if is_gap:
+            pace.gaps.append(seconds)
 
     def keep_lives(self, lives: Sequence[object]) -> None:
         """Forgets workers that are not among these."""

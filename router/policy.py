@@ -35,6 +35,7 @@ class InFlight(Struct, frozen=True):
     requests: int = 0
     tokens: int = 0  # prompt tokens for a prefill worker, prompt and answer for a decode worker
     own_prompts: int = 0  # tokens of prompts that a decode worker has yet to prefill for itself
+    answers: int = 0  # requests on a decode worker whose prompts are complete
     placed: int = 0  # requests ever, to take turns among equals
 
 

@@ -117,6 +117,10 @@ class OtherRouters:
         """Seconds until the next exchange."""
         return EXCHANGE_S if self._others else ALONE_S
 
+    def taken(self, life: tuple[str, str]) -> int:
+        """Requests of other routers on a worker."""
+        return self._taken[life]
+
     def demands(self, model: str) -> list[Demand]:
         """The load of a model at other routers."""
         told = (one.demands.get(model) for one in self._others.values())

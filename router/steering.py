@@ -129,7 +129,7 @@ class Steering:
         self._now = now
         self._others = others
         self._looked_at = float("-inf")
-        self._batches: dict[WorkerLife, int] = {}  # of decode workers that compute no prompt
+        self._mixed: set[WorkerLife] = set()  # decode workers that compute prompts, too
 
     def of(self, model: str) -> ModelPlan:
         """The plans of a model."""
@@ -139,19 +139,29 @@ class Steering:
         """The load at this router, by model."""
         return {name: one.demand for name, one in self.models.items() if one.demand is not None}
 
-    def note_gap(self, worker: WorkerRecord, context: int, tokens: int, gap_s: float) -> None:
-        """An answer that has so many tokens of `context` got `tokens` more after a gap."""
-        batch = self._batches.get(worker.life, 0)
-        if batch and gap_s > 0:
-            self.of(worker.model.name).measured.note_gap(batch, context, tokens, gap_s)
+    def note_commit(
+        self,
+        worker: WorkerRecord,
+        batch: int,
+        context: int,
+        tokens: int,
+        seconds: float,
+        *,
+        is_gap: bool,
+    ) -> None:
+        """An answer with so many tokens of `context` got `tokens` more after so many seconds.
+        `batch`: the worker's answers, 0 if it also computes prompts; `is_gap`: the answer had some
+        tokens before."""
+        if batch and seconds > 0 and worker.life not in self._mixed:
+            measured = self.of(worker.model.name).measured
+            measured.note_commit(batch, context, tokens, seconds, is_gap=is_gap)
 
     def look(self, candidates: Sequence[Candidate], waiting: Mapping[str, int]) -> bool:
-        """Reads the batches of workers, and makes plans if it is time. Returns whether it was."""
-        self._batches = {
-            c.record.life: c.record.load.runnable
+        """Reads the loads of workers, and makes plans if it is time. Returns whether it was."""
+        self._mixed = {
+            c.record.life
             for c in candidates
-            if c.record.role == "decode"
-            and not (c.record.load.queued_tokens or c.in_flight.own_prompts)
+            if c.record.role == "decode" and c.record.load.queued_tokens
         }
         now = self._now()
         if now - self._looked_at < LOOK_S:

@@ -85,7 +85,7 @@ PLAN = monitor_pb2.ModelPlan(
     objectives=monitor_pb2.PlanObjectives(gap_s=0.08),
     mode="auto",
     roles=monitor_pb2.PlanSplit(prefill=3, decode=3, rate=60),
-    desired=monitor_pb2.PlanSplit(prefill=2, decode=2, rate=40),
+    desired=monitor_pb2.PlanSplit(prefill=0, decode=4, rate=40),
     lines=["as the router has it"],
 )
 NO_PLAN = monitor_pb2.ModelPlan(model="new", lines=["no plan yet: too few requests"])

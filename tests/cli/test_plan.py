@@ -31,7 +31,7 @@ def times(tmp_path: Path) -> str:
 def test_a_plan_of_measured_times_and_a_given_load(
     times: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--times", times, *LOAD, "--workers", "6", "--gap", "0.08"]) == 0
+    assert main(["plan", "--times", times, *LOAD, "--workers", "6", "--gap-within", "0.08"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "the plan:",
         "  load: 30 requests a second with prompts of 1000 tokens and answers of 128",
@@ -46,7 +46,7 @@ def test_a_plan_of_measured_times_and_a_given_load(
 
 
 def test_a_written_plan_is_read_again(times: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--json", "--gap-ratio", "2", "--first-block", "2", "--times"]
+    asked = ["plan", "--json", "--gap-ratio", "2", "--first-block-within", "2", "--times"]
     assert main([*asked, times, *LOAD, "--workers", "4"]) == 0
     written = capsys.readouterr().out
     Path(times).write_text(written)

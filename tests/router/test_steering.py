@@ -119,7 +119,7 @@ def test_other_routers_are_part_of_the_load() -> None:
         one.load.note_prompt(400, now)
         one.load.note_answer(50, now)
         one.measured.note_prompt("p", 400, 0, 0.01, now)
-        one.measured.note_gap(1, 400, 8, 0.04)
+        one.measured.note_commit(1, 400, 8, 0.04, is_gap=True)
     now += 1.0
     assert steering.look([], {})
     assert steering.demands()["fake"].rate == pytest.approx(5.0, rel=0.1)
@@ -132,14 +132,13 @@ def test_other_routers_are_part_of_the_load() -> None:
 def test_gaps_count_only_at_workers_that_compute_no_prompts() -> None:
     steering = Steering(Objectives(), "auto", lambda: 0.0)
 
-    def note(runnable: int, queued_tokens: int) -> int:
+    def note(batch: int, queued_tokens: int) -> int:
         record = msgspec.structs.replace(
-            worker_record("d0", "decode"),
-            load=WorkerLoad(runnable=runnable, queued_tokens=queued_tokens),
+            worker_record("d0", "decode"), load=WorkerLoad(queued_tokens=queued_tokens)
         )
         steering.look([Candidate(record, IDLE)], {})
         for _ in range(20):
-            steering.note_gap(record, 100, 8, 0.1)
+            steering.note_commit(record, batch, 100, 8, 0.1, is_gap=True)
         return len(steering.of("fake").measured.times(0, 0).answers)
 
     assert [note(4, 10), note(0, 0)] == [0, 0]
@@ -148,9 +147,6 @@ def test_gaps_count_only_at_workers_that_compute_no_prompts() -> None:
 
 def test_a_router_plans_from_its_requests_and_shows_it() -> None:
     async def body(fleet: FakeFleet) -> None:
-        for worker in fleet.decode:
-            worker.record = msgspec.structs.replace(worker.record, load=WorkerLoad(runnable=2))
-        await fleet.announce()
         stub = monitor_stub(fleet.channel)
         assert not (await stub.GetPlan(monitor_pb2.GetPlanRequest())).plans
         steering = fleet.router.steering
@@ -160,7 +156,7 @@ def test_a_router_plans_from_its_requests_and_shows_it() -> None:
         await fleet.idle()
         one = steering.of("fake")
         for _ in range(20):  # the fakes answer at once, so gaps and times are too short to see
-            one.measured.note_gap(2, 100, 4, 0.02)
+            one.measured.note_commit(2, 100, 4, 0.02, is_gap=True)
             one.measured.note_prompt("p0", 100, 0, 0.01, fleet.router.now())
         steering._looked_at = float("-inf")
         assert steering.look(fleet.router.fleet.candidates(), {})
