@@ -26,7 +26,7 @@ from effuse.benchmarks.fleet_report import (
     shares,
 )
 from effuse.cli.figures import percentile
-from effuse.router.planner import AnswerPace, Demand, Planner, PromptTime, Times
+from effuse.router.planner import AnswerPace, Planner, PromptTime, Times, Workload
 from effuse.router.planner import Objectives as Bounds
 from effuse.router.policy import PrefillMode
 
@@ -48,7 +48,7 @@ def capacity(
     times = Times((PromptTime(1, limits["prefill_s"]),), paces)
     bound = Bounds(gap_s=gap_s if prefill else None)
     mode: PrefillMode = "remote" if prefill else "local"
-    return Planner(times, Demand(0, 1, answer), bound, mode).split(prefill, decode).rate
+    return Planner(times, Workload(0, 1, answer), bound, mode).split(prefill, decode).rate
 
 
 def report(content: Content) -> str:

@@ -31,11 +31,11 @@ from effuse.placement.records import U32
 from effuse.protos.errors import EffuseError
 from effuse.router.planner import (
     HEADROOM,
-    Demand,
     Objectives,
     Planner,
     Split,
     Times,
+    Workload,
     named,
     reasons,
 )
@@ -51,7 +51,7 @@ class Sheet(Struct, frozen=True):
 
     times: Times
     model: str = ""
-    demand: Demand | None = None
+    workload: Workload | None = None
     objectives: Objectives = Objectives()
     mode: PrefillMode = "auto"
     workers: U32 = 0  # that there are; 0 if that is not known
@@ -135,7 +135,7 @@ def planned(sheet: Sheet, asked: argparse.Namespace) -> Sheet:
         return sheet
     if not sheet.times.are_known:
         raise PlanRefused("times: expected at least one entry in prompts and one in answers")
-    known = {} if sheet.demand is None else msgspec.structs.asdict(sheet.demand)
+    known = {} if sheet.workload is None else msgspec.structs.asdict(sheet.workload)
     load = known | {name: given[name] for name in _LOAD if name in given}
     if lacking := [name for name in _LOAD if name not in load]:
         flags = ", ".join(f"--{name}".replace("answer", "output") for name in lacking)
@@ -143,7 +143,7 @@ def planned(sheet: Sheet, asked: argparse.Namespace) -> Sheet:
     bounds = {name: given[name] for name in _OBJECTIVES if name in given}
     sheet = replace(
         sheet,
-        demand=Demand(**load),
+        workload=Workload(**load),
         objectives=replace(sheet.objectives, **bounds),
         workers=given.get("workers", sheet.workers),
     )
@@ -151,13 +151,13 @@ def planned(sheet: Sheet, asked: argparse.Namespace) -> Sheet:
 
 
 def _with_plans(sheet: Sheet) -> Sheet:
-    assert sheet.demand is not None
-    planner = Planner(sheet.times, sheet.demand, sheet.objectives, sheet.mode)
+    assert sheet.workload is not None
+    planner = Planner(sheet.times, sheet.workload, sheet.objectives, sheet.mode)
     kept = planner.within_reach()
     try:
-        desired = kept.least(max(1e-6, sheet.demand.rate) / HEADROOM)
+        desired = kept.least(max(1e-6, sheet.workload.rate) / HEADROOM)
     except ValueError as error:
-        raise PlanRefused(f"--rate {sheet.demand.rate:g}: {error}") from error
+        raise PlanRefused(f"--rate {sheet.workload.rate:g}: {error}") from error
     roles = kept.best(sheet.workers) if sheet.workers else None
     lines = [
         *reasons(planner, roles or desired),

@@ -238,7 +238,7 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     waiting_by_model: dict[str, U32] | None = None  # the same for each model that has requests
     loads: tuple[RoutedLoad, ...] = ()
     # Requests a second that begin, by model, and the mean tokens of their prompts and answers.
-    demands: dict[str, tuple[Amount, Above0, Above0]] = msgspec.field(default_factory=dict)
+    workloads: dict[str, tuple[Amount, Above0, Above0]] = msgspec.field(default_factory=dict)
 
 
 Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from effuse.router.planner import AnswerPace, Demand, PromptTime, Times
+from effuse.router.planner import AnswerPace, PromptTime, Times, Workload
 
 BIN_S: Final = 2.0
 MOST_S: Final = 120.0
@@ -70,7 +70,7 @@ class Bin:
     answers: Amounts = field(default_factory=Amounts)
 
 
-class Load:
+class LoadLog:
     """The arrivals of the last minutes. It forgets all that came before a jump."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Load:
         """A request has ended well, with so many tokens in all of its answers."""
         self._bin(now).answers.add(max(1, tokens))
 
-    def demand(self, now: float, *, hits: float = 0.0, waiting: int = 0) -> Demand | None:
+    def workload(self, now: float, *, hits: float = 0.0, waiting: int = 0) -> Workload | None:
         """The load; None before a request has ended. `hits`: the share of prompt tokens that need
         no computing. `waiting`: requests in the queue, which should begin within `NEW_S`."""
         self._bin(now)
@@ -98,7 +98,7 @@ class Load:
         if not self._prompt or not self._answer:
             return None
         rate = prompts.number / max(LEAST_S, now - self._bins[0].start) + waiting / NEW_S
-        return Demand(rate, max(1.0, self._prompt * (1 - hits)), self._answer)
+        return Workload(rate, max(1.0, self._prompt * (1 - hits)), self._answer)
 
     def _bin(self, now: float) -> Bin:
         """The latest one; none is left out, so that silence counts."""
@@ -124,7 +124,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Pace:
+class CommitTimes:
     """Commits of answers in batches of about one size and context."""
 
     number: float = 0.0
@@ -155,7 +155,9 @@ class Measured:
 
     def __init__(self) -> None:
         self._prompts: dict[int, list[float]] = {}  # number, tokens, seconds by doubling length
-        self._paces: dict[tuple[int, int], Pace] = {}  # by half a doubling of batch, and context
+        self._paces: dict[
+            tuple[int, int], CommitTimes
+        ] = {}  # by half a doubling of batch, and context
         self._busy_until: dict[object, float] = {}
         self._computed, self._cached = 0.0, 0.0  # tokens
         self._moved, self._bytes = 0.0, 0.0  # tokens, and the bytes of their pages
@@ -195,7 +197,7 @@ class Measured:
         """An answer got `tokens` after so many seconds, on a worker with so many answers and no
         prompts. `is_gap`: it had tokens before."""
         key = round(2 * math.log2(batch)), round(math.log2(context))
-        pace = self._paces.setdefault(key, Pace())
+        pace = self._paces.setdefault(key, CommitTimes())
         pace.add(tokens, seconds, context)
         if is_gap:
             pace.gaps.append(seconds)

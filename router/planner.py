@@ -114,7 +114,7 @@ def _at_context(found: Sequence[AnswerPace], context: float) -> AnswerPace:
     )
 
 
-class Demand(Struct, frozen=True, forbid_unknown_fields=True):
+class Workload(Struct, frozen=True, forbid_unknown_fields=True):
     """The load of a model."""
 
     rate: Amount  # requests a second
@@ -166,14 +166,14 @@ class Planner(Struct, frozen=True, dict=True):
     """The plans for one model. `mode` is the router's `--prefill`."""
 
     times: Times
-    demand: Demand
+    workload: Workload
     objectives: Objectives = Objectives()
     mode: PrefillMode = "auto"
 
     @cached_property
     def paces(self) -> list[AnswerPace]:
         """A pace for each batch, at the context of this load."""
-        return self.times.paces(self.demand.context)
+        return self.times.paces(self.workload.context)
 
     @cached_property
     def gap_limit_s(self) -> float:
@@ -188,17 +188,17 @@ class Planner(Struct, frozen=True, dict=True):
     @cached_property
     def prompt_s(self) -> float:
         """Seconds of a prompt."""
-        return self.times.prompt_s(self.demand.prompt)
+        return self.times.prompt_s(self.workload.prompt)
 
     @cached_property
     def handoff_s(self) -> float:
         """Seconds in which its pages move."""
-        return self.times.handoff_s(self.demand.prompt)
+        return self.times.handoff_s(self.workload.prompt)
 
     @cached_property
     def piece_s(self) -> float:
         """Seconds of its longest piece in one forward."""
-        return self.times.piece_s(self.demand.prompt)
+        return self.times.piece_s(self.workload.prompt)
 
     def within_reach(self) -> "Planner":
         """The same without the objectives that no number of workers keeps."""
@@ -253,7 +253,7 @@ class Planner(Struct, frozen=True, dict=True):
 
     def _at_pace(self, prefill: int, decode: int, pace: AnswerPace) -> Split:
         sent_s = max(self.prompt_s, self.handoff_s)
-        answers = pace.tokens_per_second / self.demand.answer
+        answers = pace.tokens_per_second / self.workload.answer
         prompts = prefill * self.most_utilisation(pace, prefill) / sent_s if prefill else 0.0
         own = self.most_utilisation(pace, decode) / self.prompt_s
         even = (answers - prompts / decode) / (own + answers)
@@ -281,11 +281,11 @@ class Planner(Struct, frozen=True, dict=True):
             return
         near, sent_s = set[int](), max(self.prompt_s, self.handoff_s)
         for pace in self.fitting:
-            ratio = even = pace.tokens_per_second / self.demand.answer * sent_s
+            ratio = even = pace.tokens_per_second / self.workload.answer * sent_s
             for _ in range(3):  # how busy prefill workers may be depends on their number
                 even = workers * ratio / (1 + ratio)
                 useful = self.most_utilisation(pace, max(1.0, even))
-                ratio = pace.tokens_per_second / self.demand.answer * sent_s / max(0.01, useful)
+                ratio = pace.tokens_per_second / self.workload.answer * sent_s / max(0.01, useful)
             near |= {math.floor(even) + step for step in (-1, 0, 1, 2)}
         yield from sorted(one for one in near if 0 < one < workers)
 
@@ -293,10 +293,10 @@ class Planner(Struct, frozen=True, dict=True):
 def reasons(planner: Planner, chosen: Split) -> list[str]:
     """Why a split was chosen, as lines for an operator."""
     kept = planner.within_reach()
-    demand, objectives = planner.demand, planner.objectives
+    workload, objectives = planner.workload, planner.objectives
     lines = [
-        f"load: {demand.rate:.3g} requests a second with prompts of {demand.prompt:.0f} tokens and "
-        f"answers of {demand.answer:.0f}"
+        f"load: {workload.rate:.3g} requests a second with prompts of {workload.prompt:.0f} tokens "
+        f"and answers of {workload.answer:.0f}"
     ]
     if kept.objectives != objectives:
         lines.append(f"left out, because no fleet keeps it: {_lost(objectives, kept.objectives)}")
@@ -307,7 +307,7 @@ def reasons(planner: Planner, chosen: Split) -> list[str]:
         limit_s = kept.gap_limit_s
         bound = "" if math.isinf(limit_s) else f", within {1e3 * limit_s:.3g} ms"
         lines.append(
-            f"a decode worker answers {pace.tokens_per_second / demand.answer:.3g} requests a "
+            f"a decode worker answers {pace.tokens_per_second / workload.answer:.3g} requests a "
             f"second in batches of {pace.batch:.3g}, with gaps of {1e3 * pace.gap_s:.3g} ms{bound}"
         )
     if chosen.prefill and kept.handoff_s > each_s:

@@ -77,7 +77,7 @@ class Router:
         self.catalogue = Catalogue(self.fleet)
         lacking = partial(self.metrics.waiting, "worker")
         self.admission = Admission(config.max_concurrent_requests, config.max_queue, now, lacking)
-        self.steering = Steering(config.objectives, config.prefill, now, others.demands)
+        self.steering = Steering(config.objectives, config.prefill, now, others.workloads)
         self.seats = Seats(
             self.fleet,
             self.catalogue,

@@ -27,7 +27,7 @@ from effuse.router.admission import Admission
 from effuse.router.client import RETRY_AFTER_S
 from effuse.router.findings import check_model_name, shown
 from effuse.router.fleet import RoutedFleet
-from effuse.router.planner import Demand
+from effuse.router.planner import Workload
 from effuse.router.policy import Condition, Prospect
 from effuse.router.request import Request
 from effuse.router.steering import Steering
@@ -121,10 +121,10 @@ class OtherRouters:
         """Requests of other routers on a worker."""
         return self._taken[life]
 
-    def demands(self, model: str) -> list[Demand]:
+    def workloads(self, model: str) -> list[Workload]:
         """The load of a model at other routers."""
-        told = (one.demands.get(model) for one in self._others.values())
-        return [Demand(*one) for one in told if one is not None]
+        told = (one.workloads.get(model) for one in self._others.values())
+        return [Workload(*one) for one in told if one is not None]
 
     def address_of(self, router_id: str) -> str:
         """The address of another router for clients; empty if it is not known."""
@@ -241,7 +241,7 @@ class Seats:
             router_id=router_id, address=address, waiting=sum(waiting.values()),
             waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
             loads=self._fleet.loads(),
-            demands={name: astuple(one) for name, one in self._steering.demands().items()},
+            workloads={name: astuple(one) for name, one in self._steering.workloads().items()},
         )  # fmt: skip
         await self.others.exchange(own)
         if self.count():

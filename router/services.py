@@ -242,7 +242,7 @@ def describe_plan(name: str, plan: ModelPlan) -> monitor_pb2.ModelPlan:
             "answers": [filled(kinds.AnswerPace, one) for one in times.answers],
         }
         found.times.CopyFrom(filled(kinds.PlanTimes, times, **parts))
-        found.demand.CopyFrom(filled(kinds.PlanDemand, planner.demand))
+        found.workload.CopyFrom(filled(kinds.PlanWorkload, planner.workload))
         found.objectives.CopyFrom(filled(kinds.PlanObjectives, planner.objectives))
         found.mode = planner.mode
     for told, held in ((found.roles, plan.roles), (found.desired, plan.desired)):

@@ -13,13 +13,13 @@ from typing import Final
 from msgspec.structs import replace
 
 from effuse.placement.records import WorkerRecord
-from effuse.router.measures import Load, Measured
+from effuse.router.measures import LoadLog, Measured
 from effuse.router.planner import (
     HEADROOM,
-    Demand,
     Objectives,
     Planner,
     Split,
+    Workload,
     named,
     reasons,
 )
@@ -62,9 +62,9 @@ class HeldPlan:
 class ModelPlan:
     """One model: its measurements, and its plans once there are enough of them."""
 
-    load: Load = field(default_factory=Load)
+    load: LoadLog = field(default_factory=LoadLog)
     measured: Measured = field(default_factory=Measured)
-    demand: Demand | None = None  # of this router
+    workload: Workload | None = None  # of this router
     planner: Planner | None = None
     roles: HeldPlan = field(default_factory=HeldPlan)
     desired: HeldPlan = field(default_factory=HeldPlan)
@@ -85,12 +85,12 @@ class ModelPlan:
             return
         held.plan = planner.split(*held.plan.roles)
         wanted = planner.best(sum(present))
-        is_busy = planner.demand.rate > BUSY * held.plan.rate
+        is_busy = planner.workload.rate > BUSY * held.plan.rate
         is_better = wanted.rate > (1 + GAIN) * held.plan.rate
         held.follow(wanted, now, AFTER_S if is_busy and is_better else None)
 
     def _follow_desired(self, planner: Planner, now: float) -> None:
-        held, rate = self.desired, max(LEAST_RATE, planner.demand.rate) / HEADROOM
+        held, rate = self.desired, max(LEAST_RATE, planner.workload.rate) / HEADROOM
         wanted = planner.least(rate)
         if held.plan is None:
             held.plan = wanted
@@ -114,14 +114,14 @@ class ModelPlan:
 
 
 class Steering:
-    """One per router. `others` returns the demand of a model at other routers."""
+    """One per router. `others` returns the workload of a model at other routers."""
 
     def __init__(
         self,
         objectives: Objectives,
         mode: PrefillMode,
         now: Callable[[], float],
-        others: Callable[[str], Iterable[Demand]] = lambda model: (),
+        others: Callable[[str], Iterable[Workload]] = lambda model: (),
     ) -> None:
         self.models: dict[str, ModelPlan] = {}
         self._objectives = objectives
@@ -135,9 +135,9 @@ class Steering:
         """The plans of a model."""
         return self.models.setdefault(model, ModelPlan())
 
-    def demands(self) -> dict[str, Demand]:
+    def workloads(self) -> dict[str, Workload]:
         """The load at this router, by model."""
-        return {name: one.demand for name, one in self.models.items() if one.demand is not None}
+        return {name: one.workload for name, one in self.models.items() if one.workload is not None}
 
     def note_commit(
         self,
@@ -171,7 +171,9 @@ class Steering:
         for name, one in self.models.items():
             records = [record for record in ready if record.model.name == name]
             one.measured.keep_lives([record.life for record in records])
-            one.demand = one.load.demand(now, hits=one.measured.hits, waiting=waiting.get(name, 0))
+            one.workload = one.load.workload(
+                now, hits=one.measured.hits, waiting=waiting.get(name, 0)
+            )
             one.planner = self._planner(name, one, records)
             num_prefill = sum(record.role == "prefill" for record in records)
             one.follow((num_prefill, len(records) - num_prefill), now)
@@ -180,27 +182,27 @@ class Steering:
     def _planner(
         self, name: str, one: ModelPlan, records: Sequence[WorkerRecord]
     ) -> Planner | None:
-        demand = _sum_of([*([one.demand] if one.demand else ()), *self._others(name)])
+        workload = _sum_of([*([one.workload] if one.workload else ()), *self._others(name)])
         times = one.measured.times(_piece(records), _link_rate(records))
-        if demand is None or not times.are_known:
+        if workload is None or not times.are_known:
             return None
-        return Planner(times, demand, self._objectives, self._mode)
+        return Planner(times, workload, self._objectives, self._mode)
 
 
-def _sum_of(demands: Sequence[Demand]) -> Demand | None:
+def _sum_of(workloads: Sequence[Workload]) -> Workload | None:
     """The load of several routers together."""
-    if not demands:
+    if not workloads:
         return None
-    weights = [max(LEAST_RATE, one.rate) for one in demands]
+    weights = [max(LEAST_RATE, one.rate) for one in workloads]
 
     def mean(values: Iterable[float]) -> float:
         return sum(w * one for w, one in zip(weights, values, strict=True)) / sum(weights)
 
     return replace(
-        demands[0],
-        rate=sum(one.rate for one in demands),
-        prompt=mean(one.prompt for one in demands),
-        answer=mean(one.answer for one in demands),
+        workloads[0],
+        rate=sum(one.rate for one in workloads),
+        prompt=mean(one.prompt for one in workloads),
+        answer=mean(one.answer for one in workloads),
     )
 
 

@@ -81,7 +81,7 @@ PLAN = monitor_pb2.ModelPlan(
             monitor_pb2.AnswerPace(batch=8, tokens_per_second=2560, gap_s=0.07),
         ],
     ),
-    demand=monitor_pb2.PlanDemand(rate=30, prompt=1000, answer=128),
+    workload=monitor_pb2.PlanWorkload(rate=30, prompt=1000, answer=128),
     objectives=monitor_pb2.PlanObjectives(gap_s=0.08),
     mode="auto",
     roles=monitor_pb2.PlanSplit(prefill=3, decode=3, rate=60),

@@ -54,7 +54,7 @@ def test_a_written_plan_is_read_again(times: str, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == written
     assert main(["plan", "--json", "--times", times, "--rate", "300"]) == 0
     (more,) = json.loads(capsys.readouterr().out)
-    assert more["demand"] == {"rate": 300.0, "prompt": 1000.0, "answer": 128.0}
+    assert more["workload"] == {"rate": 300.0, "prompt": 1000.0, "answer": 128.0}
     assert more["objectives"] == {"first_block_s": 2.0, "gap_s": None, "gap_ratio": 2.0}
     assert more["desired"]["prefill"] > 10 and more["desired"]["decode"] > 10
 

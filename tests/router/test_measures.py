@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from effuse.router.measures import Load, Measured
+from effuse.router.measures import LoadLog, Measured
 
 
 def arrive(
-    load: Load, rng: random.Random, rate: float, prompt: int, since: float, until: float
+    load: LoadLog, rng: random.Random, rate: float, prompt: int, since: float, until: float
 ) -> None:
     """Poisson arrivals, each with an answer of 128 tokens."""
     now = since + rng.expovariate(rate)
@@ -22,9 +22,9 @@ def arrive(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_steady_load_is_averaged_over_two_minutes(seed: int) -> None:
-    load, rng = Load(), random.Random(seed)
+    load, rng = LoadLog(), random.Random(seed)
     arrive(load, rng, 20.0, 2048, 0.0, 300.0)
-    found = load.demand(300.0)
+    found = load.workload(300.0)
     assert found is not None
     assert found.rate == pytest.approx(20, rel=0.1)
     assert found.prompt == pytest.approx(2048, rel=0.05)
@@ -33,43 +33,43 @@ def test_a_steady_load_is_averaged_over_two_minutes(seed: int) -> None:
 
 @pytest.mark.parametrize(("rate", "prompt"), [(20.0, 8192), (80.0, 512), (2.0, 512)])
 def test_a_jump_of_rate_or_length_counts_after_seconds(rate: float, prompt: int) -> None:
-    load, rng = Load(), random.Random(1)
+    load, rng = LoadLog(), random.Random(1)
     arrive(load, rng, 20.0, 512, 0.0, 60.0)
     for now in range(62, 76, 2):
         arrive(load, rng, rate, prompt, now - 2.0, float(now))
-        found = load.demand(float(now))
+        found = load.workload(float(now))
     assert found is not None
     assert found.rate == pytest.approx(rate, rel=0.35)
     assert found.prompt == pytest.approx(prompt, rel=0.15)
 
 
 def test_silence_ends_a_load_and_keeps_its_lengths() -> None:
-    load = Load()
+    load = LoadLog()
     arrive(load, random.Random(2), 10.0, 1000, 0.0, 60.0)
-    assert load.demand(60.0) is not None
-    found = load.demand(75.0)
+    assert load.workload(60.0) is not None
+    found = load.workload(75.0)
     assert found is not None
     assert found.rate == 0.0
     assert found.prompt == pytest.approx(1000, rel=0.1)
-    found = load.demand(10_000.0)
+    found = load.workload(10_000.0)
     assert found is not None and found.rate == 0.0
 
 
 def test_there_is_no_load_before_an_answer() -> None:
-    load = Load()
-    assert load.demand(1.0) is None
+    load = LoadLog()
+    assert load.workload(1.0) is None
     load.note_prompt(100, 1.0)
-    assert load.demand(2.0) is None
+    assert load.workload(2.0) is None
     load.note_answer(0, 2.0)
-    assert load.demand(2.0) is not None
+    assert load.workload(2.0) is not None
 
 
 def test_cached_tokens_and_requests_that_wait_are_part_of_the_load() -> None:
-    load = Load()
+    load = LoadLog()
     for now in range(20):
         load.note_prompt(1000, float(now))
         load.note_answer(100, float(now))
-    found = load.demand(20.0, hits=0.75, waiting=50)
+    found = load.workload(20.0, hits=0.75, waiting=50)
     assert found is not None
     assert found.prompt == 250.0
     assert found.rate == pytest.approx(1.0 + 5.0, rel=0.1)

@@ -15,12 +15,12 @@ from effuse.benchmarks.fleet_report import GAPS
 from effuse.benchmarks.xpyd_report import goodput, objectives
 from effuse.router.planner import (
     AnswerPace,
-    Demand,
     Objectives,
     Planner,
     PromptTime,
     Split,
     Times,
+    Workload,
     reasons,
 )
 
@@ -33,7 +33,7 @@ EVEN = Times(
     prompts=(PromptTime(1000, 0.05),),  # 20 prompts a second
     answers=(AnswerPace(1, 640, 0.04), AnswerPace(8, 2560, 0.07), AnswerPace(64, 3840, 0.4)),
 )  # 5, 20 and 30 answers of 128 tokens a second
-LOAD = Demand(rate=20.0, prompt=1000.0, answer=128.0)
+LOAD = Workload(rate=20.0, prompt=1000.0, answer=128.0)
 
 
 def measured_times() -> Times:
@@ -49,7 +49,7 @@ def measured_times() -> Times:
 
 
 def planner(**more: Any) -> Planner:
-    given: dict[str, Any] = {"times": EVEN, "demand": LOAD, **more}
+    given: dict[str, Any] = {"times": EVEN, "workload": LOAD, **more}
     return Planner(**given)
 
 
@@ -58,7 +58,7 @@ def planner(**more: Any) -> Planner:
 def test_it_names_the_split_that_was_best_on_four_gpus(shape: str, best: int, times: int) -> None:
     prompt, answer = (float(part) for part in shape.split("/"))
     bounds = Objectives(first_block_s=1.0, gap_ratio=times)
-    plan = Planner(measured_times(), Demand(20, prompt, answer), bounds).best(4)
+    plan = Planner(measured_times(), Workload(20, prompt, answer), bounds).best(4)
     assert plan.roles == (best, 4 - best)
     wanted = objectives(MEASURED, shape)[GAPS.index(times)]
     split = [one for one in MEASURED["fleets"] if one["prefill"]]
@@ -70,7 +70,7 @@ def test_it_names_the_split_that_was_best_on_four_gpus(shape: str, best: int, ti
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_objectives_each_of_four_gpus_does_both(shape: str) -> None:
     prompt, answer = (float(part) for part in shape.split("/"))
-    plan = Planner(measured_times(), Demand(20, prompt, answer)).best(4)
+    plan = Planner(measured_times(), Workload(20, prompt, answer)).best(4)
     assert plan.roles == (0, 4) and plan.share == 1.0
 
 
@@ -147,7 +147,7 @@ def test_no_other_split_bears_more_and_no_fewer_workers_suffice(seed: int) -> No
     )
     plans = Planner(
         times,
-        Demand(rng.uniform(1, 200), rng.uniform(100, 9000), rng.uniform(16, 1000)),
+        Workload(rng.uniform(1, 200), rng.uniform(100, 9000), rng.uniform(16, 1000)),
         Objectives(rng.choice([None, 1.0]), rng.choice([None, 0.1, 0.2]), rng.choice([None, 3.0])),
         rng.choice(["auto", "remote", "local"]),
     ).within_reach()
@@ -156,7 +156,7 @@ def test_no_other_split_bears_more_and_no_fewer_workers_suffice(seed: int) -> No
         most = workers if plans.mode != "local" else 1
         every = [plans.split(prefill, workers - prefill) for prefill in range(least, most)]
         assert plans.best(workers).rate >= 0.99 * max(one.rate for one in every)
-    needed = plans.least(rate := plans.demand.rate)
+    needed = plans.least(rate := plans.workload.rate)
     assert needed.rate >= rate
     assert plans.best(needed.workers - 1).rate < rate if needed.workers > 1 else True
 

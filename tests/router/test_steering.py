@@ -14,7 +14,7 @@ from router.test_planner import EVEN, LOAD
 from effuse.placement.records import Load as WorkerLoad
 from effuse.placement.records import RouterRecord, decode_router, encode
 from effuse.protos.channels import monitor_stub
-from effuse.router.planner import Demand, Objectives, Planner, Split
+from effuse.router.planner import Objectives, Planner, Split, Workload
 from effuse.router.policy import IDLE, Candidate
 from effuse.router.steering import AFTER_S, SHRINK_S, ModelPlan, Steering
 from effuse.v1 import monitor_pb2
@@ -28,10 +28,10 @@ class Day:
     def __init__(self, present: tuple[int, int] = (2, 2)) -> None:
         self.plan, self.now, self.present, self.changes = ModelPlan(), 0.0, present, 0
 
-    def spend(self, seconds: float, demand: Demand) -> None:
+    def spend(self, seconds: float, workload: Workload) -> None:
         for _ in range(round(seconds)):
             before = self.roles, self.desired
-            self.plan.planner = Planner(EVEN, demand, GAP)
+            self.plan.planner = Planner(EVEN, workload, GAP)
             self.plan.follow(self.present, self.now)
             self.changes += before != (self.roles, self.desired)
             self.now += 1.0
@@ -45,8 +45,8 @@ class Day:
         return self.plan.desired.plan.roles if self.plan.desired.plan else (0, 0)
 
 
-def load(rate: float, prompt: float = 1000.0, answer: float = 128.0) -> Demand:
-    return Demand(rate, prompt, answer)
+def load(rate: float, prompt: float = 1000.0, answer: float = 128.0) -> Workload:
+    return Workload(rate, prompt, answer)
 
 
 def test_roles_follow_a_load_that_lasts() -> None:
@@ -109,9 +109,9 @@ def test_noise_in_a_steady_load_changes_nothing(rate: float) -> None:
 
 
 def test_other_routers_are_part_of_the_load() -> None:
-    record = RouterRecord(router_id="r", address="", demands={"fake": (5.0, 100.0, 50.0)})
+    record = RouterRecord(router_id="r", address="", workloads={"fake": (5.0, 100.0, 50.0)})
     assert decode_router(encode(record)) == record
-    others = {"fake": [Demand(*one) for one in record.demands.values()]}
+    others = {"fake": [Workload(*one) for one in record.workloads.values()]}
     now = 0.0
     steering = Steering(GAP, "auto", lambda: now, lambda model: others.get(model, []))
     one = steering.of("fake")
@@ -122,10 +122,10 @@ def test_other_routers_are_part_of_the_load() -> None:
         one.measured.note_commit(1, 400, 8, 0.04, is_gap=True)
     now += 1.0
     assert steering.look([], {})
-    assert steering.demands()["fake"].rate == pytest.approx(5.0, rel=0.1)
+    assert steering.workloads()["fake"].rate == pytest.approx(5.0, rel=0.1)
     assert one.planner is not None
-    assert one.planner.demand.rate == pytest.approx(10.0, rel=0.1)
-    assert one.planner.demand.prompt == pytest.approx(250, rel=0.1)
+    assert one.planner.workload.rate == pytest.approx(10.0, rel=0.1)
+    assert one.planner.workload.prompt == pytest.approx(250, rel=0.1)
     assert not steering.look([], {})  # not again in the same second
 
 
@@ -164,7 +164,7 @@ def test_a_router_plans_from_its_requests_and_shows_it() -> None:
         (plan,) = (await stub.GetPlan(monitor_pb2.GetPlanRequest())).plans
         assert plan.model == "fake" and plan.mode == "auto"
         assert (plan.roles.prefill, plan.roles.decode) == (1, 2)
-        assert plan.demand.rate > 0 and plan.demand.answer > 0
+        assert plan.workload.rate > 0 and plan.workload.answer > 0
         assert plan.times.prompts and plan.times.answers
         assert plan.objectives.gap_ratio == 4 and not plan.objectives.HasField("gap_s")
         assert plan.desired.prefill + plan.desired.decode >= 1

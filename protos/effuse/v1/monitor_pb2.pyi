@@ -88,10 +88,10 @@ class GetPlanResponse(_message.Message):
     def __init__(self, plans: _Optional[_Iterable[_Union[ModelPlan, _Mapping]]] = ...) -> None: ...
 
 class ModelPlan(_message.Message):
-    __slots__ = ("model", "times", "demand", "objectives", "mode", "roles", "desired", "lines")
+    __slots__ = ("model", "times", "workload", "objectives", "mode", "roles", "desired", "lines")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
-    DEMAND_FIELD_NUMBER: _ClassVar[int]
+    WORKLOAD_FIELD_NUMBER: _ClassVar[int]
     OBJECTIVES_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -99,13 +99,13 @@ class ModelPlan(_message.Message):
     LINES_FIELD_NUMBER: _ClassVar[int]
     model: str
     times: PlanTimes
-    demand: PlanDemand
+    workload: PlanWorkload
     objectives: PlanObjectives
     mode: str
     roles: PlanSplit
     desired: PlanSplit
     lines: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., times: _Optional[_Union[PlanTimes, _Mapping]] = ..., demand: _Optional[_Union[PlanDemand, _Mapping]] = ..., objectives: _Optional[_Union[PlanObjectives, _Mapping]] = ..., mode: _Optional[str] = ..., roles: _Optional[_Union[PlanSplit, _Mapping]] = ..., desired: _Optional[_Union[PlanSplit, _Mapping]] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., times: _Optional[_Union[PlanTimes, _Mapping]] = ..., workload: _Optional[_Union[PlanWorkload, _Mapping]] = ..., objectives: _Optional[_Union[PlanObjectives, _Mapping]] = ..., mode: _Optional[str] = ..., roles: _Optional[_Union[PlanSplit, _Mapping]] = ..., desired: _Optional[_Union[PlanSplit, _Mapping]] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PlanTimes(_message.Message):
     __slots__ = ("prompts", "answers", "piece_tokens", "kv_bytes_per_token", "link_bytes_per_second")
@@ -141,7 +141,7 @@ class AnswerPace(_message.Message):
     context: float
     def __init__(self, batch: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., gap_s: _Optional[float] = ..., context: _Optional[float] = ...) -> None: ...
 
-class PlanDemand(_message.Message):
+class PlanWorkload(_message.Message):
     __slots__ = ("rate", "prompt", "answer")
     RATE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
