@@ -1,9 +1,8 @@
 """`python -m effuse.benchmarks.xpyd_report FILE`: the output of `gpu_xpyd` as tables and a plot.
 
-Pure arithmetic over its JSON. A fleet's predicted rate follows from one GPU by itself. X prefill
-workers compute X / (seconds of a prompt) prompts a second. Y decode workers answer Y times as many
-as one does in its largest batch whose gaps between blocks are within the objective. The lesser of
-the two is the fleet's. A co-located worker spends both times on every request.
+Pure arithmetic over its JSON. A fleet's predicted rate follows from one GPU by itself, by the
+router's planner (`router/planner.py`). Decode workers of a split fleet do not help with prompts. A
+co-located worker spends both times on every request.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ from effuse.benchmarks.fleet_report import (
     shares,
 )
 from effuse.cli.figures import percentile
+from effuse.router.planner import AnswerPace, Planner, PromptTime, Times, Workload
+from effuse.router.planner import Objectives as Bounds
+from effuse.router.policy import PrefillMode
 
 Content = dict[str, Any]
 
@@ -39,12 +41,14 @@ def capacity(
     limits: of one GPU, for this shape of request. Without prefill workers decode workers prefill;
     gaps are not considered then, because any prefill lengthens them.
     """
-    fitting = [one for one in limits["decode"] if (one["gap_p99_s"] or math.inf) <= gap_s]
-    fastest = max((one["tokens_per_s"] / answer for one in fitting), default=0.0)
-    if not prefill:
-        alone = max(one["tokens_per_s"] / answer for one in limits["decode"])
-        return float(decode / (limits["prefill_s"] + 1 / alone))
-    return float(min(prefill / limits["prefill_s"], decode * fastest))
+    paces = tuple(
+        AnswerPace(one["batch"], one["tokens_per_s"], one["gap_p99_s"] or math.inf)
+        for one in limits["decode"]
+    )
+    times = Times((PromptTime(1, limits["prefill_s"]),), paces)
+    bound = Bounds(gap_s=gap_s if prefill else None)
+    mode: PrefillMode = "remote" if prefill else "local"
+    return Planner(times, Workload(0, 1, answer), bound, mode).split(prefill, decode).rate
 
 
 def report(content: Content) -> str:

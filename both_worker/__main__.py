@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from effuse.config.extras import explaining
-from effuse.telemetry import output
+from effuse.telemetry import logs
 from effuse.worker.config import BothConfig
 
 
@@ -14,7 +14,7 @@ def main() -> NoReturn:
         from effuse.worker import front
 
     about = "Prompts in, KV pages out; KV pages in, committed tokens out."
-    output.leave(front.main(BothConfig, make_role, "effuse-worker", about))
+    logs.leave(front.main(BothConfig, make_role, "effuse-worker", about))
 
 
 if __name__ == "__main__":

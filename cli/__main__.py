@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": ("generate", "send prompts to a fleet"),
     "status": ("status", "show a fleet's workers, their load and their links"),
     "role": ("role", "change the role of a worker"),
+    "plan": ("plan", "show how many workers should prefill and decode"),
     "top": ("top", "watch a fleet's workers and running requests"),
     "token": ("token", "make a token for a client of a fleet"),
     "logs": ("logs", "show what a fleet's processes have written"),

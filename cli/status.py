@@ -297,6 +297,7 @@ def view_as_json(look: Look) -> str:
     names = ("router", "num_running", "num_waiting", "num_tokens", "num_first_blocks")
     told: dict[str, object] = {"error": look.error, "workers": all_fields(look.workers)}
     told |= {name: getattr(running, name) for name in (*names, "first_block_seconds")}
+    told["plan"] = list(running.plan)
     told["requests"] = [_request(one) for one in running.requests]
     return json.dumps(told)
 

@@ -132,6 +132,10 @@ class Client:
                 return found
             request.page_token = response.next_page_token
 
+    def plans(self) -> list[monitor_pb2.ModelPlan]:
+        """How many workers should prefill and decode, for each model. Raises EffuseError."""
+        return list(self._ask(self._monitor.GetPlan, monitor_pb2.GetPlanRequest()).plans)
+
     def watch_requests(
         self, interval_s: float = 0.25
     ) -> Generator[monitor_pb2.WatchRequestsResponse, None, None]:

@@ -22,6 +22,8 @@ WorkerState = Literal["starting", "ready", "draining", "released"]
 # The range of the protobuf fields that carry these numbers to clients.
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
+Amount = Annotated[float, Meta(ge=0, le=1e15)]
+Above0 = Annotated[float, Meta(gt=0, le=1e15)]
 Positive = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 PlacementState = Literal["running", "finished", "failed", "cancelled"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -249,6 +251,8 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     waiting: U32 = 0  # requests without a place on a worker
     waiting_by_model: dict[str, U32] | None = None  # the same for each model that has requests
     loads: tuple[RoutedLoad, ...] = ()
+    # Requests a second that begin, by model, and the mean tokens of their prompts and answers.
+    workloads: dict[str, tuple[Amount, Above0, Above0]] = msgspec.field(default_factory=dict)
 
 
 Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord)

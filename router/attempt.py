@@ -56,6 +56,8 @@ class Attempt:
         self._prefill: PrefillCall | None = None
         self._decode: DecodeCall | None = None
         self._reason: FinishReason | None = None  # once the last event that counts has come
+        self._reserved_at = 0.0
+        self._moved_on_at = 0.0  # when the prompt's KV was complete, or the last commit came
         self._is_broken_off = False  # by us, since prefill failed
         self._breaking_off: asyncio.TimerHandle | None = None
 
@@ -192,6 +194,7 @@ class Attempt:
             case "verified":
                 request.add_verified(event.verified, now)
                 self._share.end_prompt()
+                self._measure_prompt(event.verified, now)
                 if (writer := self._placement.prefill) is not None:
                     pair = (writer.life, self._placement.decode.life)
                     self._router.fleet.standing.note_handoff(pair)
@@ -199,6 +202,7 @@ class Attempt:
                 request.answer.fingerprint = self._placement.decode.fingerprint
                 before = len(request.answer.token_ids)
                 news = request.add_commit(event.commit, now)
+                self._measure_commit(before, now)
                 self._router.monitor.note_commit(request, before)
                 self._router.poison.note_survival(request)
                 return commit_of(request, news)
@@ -213,12 +217,38 @@ class Attempt:
     def _take_reservation(self, reservation: worker_pb2.Reservation, now: float) -> None:
         decode = self._placement.decode
         self._request.answer.apply_event(Event.RESERVED, now)
+        self._reserved_at = now
         if reservation.incarnation != decode.incarnation or reservation.attempt != self._id:
             raise Refused(f"{decode.worker_id} answered for another life or attempt")
         if self._placement.prefill is not None:
             self._request.costs.connector = reservation.connector
         if not self._request.index:
             self._told.note_reserved(self._placement)
+
+    def _measure_prompt(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
+        request, placement = self._request, self._placement
+        self._moved_on_at = now
+        measured = self._router.steering.of(request.asked.model.name).measured
+        costs, tokens = request.costs, len(request.prompt.token_ids)
+        if placement.prefill is None:
+            if not (placement.shares_prompt or request.answer.token_ids):
+                life, seconds = placement.decode.life, now - self._reserved_at
+                measured.note_prompt(life, tokens, 0, seconds, now)
+        elif costs.compute_s:
+            life, end = placement.prefill.life, costs.prefilled
+            measured.note_prompt(life, tokens, costs.cached_tokens, costs.compute_s, end)
+            measured.note_handoff(tokens, verified.bytes)
+
+    def _measure_commit(self, before: int, now: float) -> None:
+        """before: tokens of the answer before the commit that came now."""
+        request, seconds = self._request, now - self._moved_on_at
+        self._moved_on_at = now
+        if tokens := len(request.answer.token_ids) - before:
+            router, decode = self._router, self._placement.decode
+            own = router.fleet.in_flight(decode.life)
+            batch = 0 if own.to_prefill else own.answers + router.seats.others.taken(decode.life)
+            context = len(request.prompt.token_ids) + before
+            router.steering.note_commit(decode, batch, context, tokens, seconds, is_gap=before > 0)
 
     def _finish_reason(self, *, is_stopped: bool) -> FinishReason:
         """is_stopped: whether a stop id ended the answer; a stop string may have."""

@@ -256,6 +256,7 @@ class PrefillCall:
                 break
             if response.HasField("computed"):
                 self._request.costs.prefilled = self._now()
+                self._request.costs.compute_s = response.computed.compute_s
                 self._request.costs.cached_tokens = response.computed.cached_tokens
             self.is_pushed = self.is_pushed or response.HasField("pushed")
         if not self.is_pushed:

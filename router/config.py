@@ -11,6 +11,7 @@ from typing import Annotated, Final
 from effuse.config import checks, flags
 from effuse.config.access import Access
 from effuse.placement.records import check_name
+from effuse.router.planner import Objectives
 from effuse.router.policy import PrefillMode
 from effuse.telemetry.logs import LogFormat, LogLevel
 
@@ -94,6 +95,17 @@ class RouterConfig(ClientPorts):
         "retries that each request adds to a shared budget; an empty budget delays retries",
     ] = 0.2
 
+    # Objectives, for plans and for goodput.
+    first_block_objective_s: Annotated[
+        float | None, "time from arrival to the first block that requests should keep, in seconds"
+    ] = None
+    gap_objective_s: Annotated[
+        float | None, "time between two blocks of an answer that requests should keep, in seconds"
+    ] = None
+    gap_objective_ratio: Annotated[
+        float | None, "the same, as a multiple of the shortest gap that was measured"
+    ] = None
+
     # Time, in seconds.
     max_request_s: Annotated[float, "most time for one request"] = 3600.0
     recovery_s: Annotated[
@@ -129,6 +141,13 @@ class RouterConfig(ClientPorts):
             checks.whole(name, getattr(self, name), low, high)
         for name in ("max_request_s", "recovery_s", "connection_age_s", "drain_s"):
             checks.seconds(name, getattr(self, name))
+        for name in ("first_block_objective_s", "gap_objective_s"):
+            if (value := getattr(self, name)) is not None:
+                checks.seconds(name, value)
+        if self.gap_objective_ratio is not None and not 1 <= self.gap_objective_ratio <= 1000:
+            raise ValueError(
+                f"--gap-objective-ratio: expected 1 to 1000, got {self.gap_objective_ratio}"
+            )
         if not 0 <= self.keep_answers_s <= 86400:
             raise ValueError(f"--keep-answers-s: expected 0 to 86400, got {self.keep_answers_s}")
         if not 0 <= self.retry_share <= 1:
@@ -136,6 +155,15 @@ class RouterConfig(ClientPorts):
         checks.redis_url("redis_url", self.redis_url)
         checks.directory("model", self.model)
         check_name("fleet", self.fleet)
+
+    @property
+    def objectives(self) -> Objectives:
+        """The times that requests should keep."""
+        return Objectives(
+            first_block_s=self.first_block_objective_s,
+            gap_s=self.gap_objective_s,
+            gap_ratio=self.gap_objective_ratio,
+        )
 
     @property
     def longest_end_s(self) -> float:

@@ -179,12 +179,18 @@ class RoutedFleet:
         try:
             yield share
         finally:
-            answer = InFlight(1, prompt_len + max_tokens, to_prefill=share.own_prompt)
+            answer = InFlight(
+                1, prompt_len + max_tokens, to_prefill=share.own_prompt, answers=share.answers
+            )
             self.count_in_flight(decode, answer, -1)
             if prefill is not None:
                 prompt = InFlight(prompts=1, to_prefill=share.to_prefill)
                 self.count_in_flight(prefill, prompt, -1)
             self.announce_change()
+
+    def in_flight(self, life: WorkerLife) -> InFlight:
+        """Our requests on a worker now."""
+        return self._in_flight.get(life, IDLE)
 
     def loads(self) -> tuple[RoutedLoad, ...]:
         """What we have on workers now, for other routers."""
@@ -261,6 +267,7 @@ class RoutedFleet:
             tokens=before.tokens + times * more.tokens,
             prompts=before.prompts + times * more.prompts,
             to_prefill=before.to_prefill + times * more.to_prefill,
+            answers=before.answers + times * more.answers,
             placed=before.placed + max(0, times * (more.requests + more.prompts)),
         )
 
@@ -274,16 +281,18 @@ class AttemptShare:
         remote = placement.prefill is not None
         self.to_prefill = prompt_len if remote else 0  # tokens that the prefill worker has to do
         self.own_prompt = 0 if remote else prompt_len  # those that decode has to do for itself
+        self.answers = 0  # 1 once the prompt's KV is complete
 
     def end_prompt(self) -> None:
         """The prompt's KV is complete."""
         fleet, placement = self._fleet, self._placement
         if placement.prefill is not None:
             fleet.count_in_flight(placement.prefill, InFlight(to_prefill=self.to_prefill), -1)
-        elif self.own_prompt:
-            fleet.count_in_flight(placement.decode, InFlight(to_prefill=self.own_prompt), -1)
+        own = InFlight(to_prefill=self.own_prompt, answers=self.answers - 1)
+        fleet.count_in_flight(placement.decode, own, -1)
+        if self.own_prompt:
             fleet.announce_change()
-        self.to_prefill = self.own_prompt = 0
+        self.to_prefill, self.own_prompt, self.answers = 0, 0, 1
 
 
 def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:

@@ -305,6 +305,7 @@ class _Handler:
         is_reusable = asked.model.prompt_attention == "causal_blocks"
         prefix_keys = keys_of(token_ids, request.tenant.name) if is_reusable else ()
         request.prompt = EncodedPrompt(token_ids, fit(len(token_ids), asked), prefix_keys)
+        router.steering.of(asked.model.name).load.note_prompt(len(token_ids), router.now())
         if asked.wants_echo:
             text = await router.tokenizer.text_of(token_ids)
             await self._shared.send(echo_of(request, text))
@@ -377,6 +378,9 @@ class _Handler:
         """Counts a request that ended, and logs one line about it."""
         request, cost = self._request, Stats.of(stats)
         self._router.metrics.count_end(request, status, cost)
+        if status == "OK" and request.kept_prompt_tokens is None:
+            load = self._router.steering.of(request.asked.model.name).load
+            load.note_answer(request.num_written, self._router.now())
         figures = {
             "request_id": request.id,
             "status": status,

@@ -5,7 +5,7 @@ workers are asked for drafts of new requests. Not here: the metrics of workers."
 import asyncio
 from collections import Counter as Counts
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, product
 from typing import Final, get_args
@@ -18,6 +18,7 @@ from effuse.protos.errors import Overloaded
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.policy import Candidate, Condition
 from effuse.router.request import Request
+from effuse.router.steering import ModelPlan
 from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics
 from effuse.v1 import worker_pb2
 from effuse.v1.monitor_pb2 import RunningBlock
@@ -62,6 +63,15 @@ class RouterMetrics(ProcessMetrics):
         # Of both, those that were counted last behind the others.
         self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()
         self.workers = self.gauge("workers", "Workers by role and state", "worker_role", "state")
+        self.planned = self.gauge(
+            "planned_workers", "Best roles of the present workers", MODEL, "worker_role"
+        )
+        self.desired = self.gauge(
+            "desired_workers", "Workers that the load needs, for a scaler", MODEL, "worker_role"
+        )
+        self.planned_share = self.gauge(
+            "planned_prompt_share", "Share of prompts that decode workers should compute", MODEL
+        )
         self.stalled = self.gauge(
             "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
         )
@@ -135,6 +145,15 @@ class RouterMetrics(ProcessMetrics):
         counts = Counts((c.record.role, c.condition) for c in candidates)
         for role, condition in product(get_args(Role), Condition):
             self.workers.labels(role, condition.value).set(counts[role, condition])
+
+    def show_plans(self, plans: Mapping[str, ModelPlan]) -> None:
+        """The plans as they are now."""
+        for model, one in plans.items():
+            for gauge, held in ((self.planned, one.roles.plan), (self.desired, one.desired.plan)):
+                for role, number in zip(get_args(Role), held.roles if held else (), strict=False):
+                    gauge.labels(model, role).set(number)
+            if one.roles.plan is not None:
+                self.planned_share.labels(model).set(one.roles.plan.share)
 
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:

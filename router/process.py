@@ -259,7 +259,9 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
             ) as error:  # a full disk, or no JSON any more
                 LOG.warning("%s could not be written: %s", path, error)
         told = facts
-        router.metrics.show_workers(router.fleet.candidates())
+        router.metrics.show_workers(candidates := router.fleet.candidates())
+        if router.steering.look(candidates, router.admission.waiting_by_model()):
+            router.metrics.show_plans(router.steering.models)
         _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)

@@ -172,6 +172,7 @@ class Costs:
     queue_s: float = 0.0
     begun: float = 0.0  # its first attempt, which is when it had a seat
     prefilled: float = 0.0
+    compute_s: float = 0.0  # of the prompt, as its worker measured it
     commit_times: list[float] = field(default_factory=list)  # of commits that brought tokens
     handoff_s: float = 0.0
     kv_bytes: int = 0
@@ -309,7 +310,7 @@ class Request:
         note = f"{prefill_worker or 'local'} -> {decode_worker}"
         self.answer.apply_event(Event.PLACED, now, note)
         self.costs.begun = self.costs.begun or now
-        self.costs.connector = ""
+        self.costs.connector, self.costs.compute_s = "", 0.0
         attempts = self.attempts
         attempts.count += 1
         attempts.number = next(attempts.numbers)

@@ -26,6 +26,7 @@ from effuse.router.metrics import MODEL, Monitor, RouterMetrics
 from effuse.router.poison import PoisonGuard, Verdicts
 from effuse.router.seats import Catalogue, OtherRouters, Seats
 from effuse.router.shared_request import KnownRequests, Sharing
+from effuse.router.steering import Steering
 from effuse.router.tenants import KeyRing, Quotas
 from effuse.router.tokenizer import Tokenizer
 from effuse.telemetry.traces import Traces
@@ -79,8 +80,15 @@ class Router:
         self.catalogue = Catalogue(self.fleet)
         lacking = partial(self.metrics.waiting, "worker")
         self.admission = Admission(config.max_concurrent_requests, config.max_queue, now, lacking)
+        self.steering = Steering(config.objectives, config.prefill, now, others.workloads)
         self.seats = Seats(
-            self.fleet, self.catalogue, self.admission, others, now, config.recovery_s
+            self.fleet,
+            self.catalogue,
+            self.admission,
+            others,
+            self.steering,
+            now,
+            config.recovery_s,
         )
         sharing = Sharing(
             router_id=self.id,

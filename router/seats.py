@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
+from msgspec.structs import astuple
+
 from effuse.placement.records import (
     MalformedRecord,
     ModelInfo,
@@ -25,8 +27,10 @@ from effuse.router.admission import Admission
 from effuse.router.client import RETRY_AFTER_S
 from effuse.router.findings import check_model_name, shown
 from effuse.router.fleet import RoutedFleet
+from effuse.router.planner import Workload
 from effuse.router.policy import Condition, Prospect
 from effuse.router.request import Request
+from effuse.router.steering import Steering
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -113,6 +117,15 @@ class OtherRouters:
         """Seconds until the next exchange."""
         return EXCHANGE_S if self._others else ALONE_S
 
+    def taken(self, life: tuple[str, str]) -> int:
+        """Requests of other routers on a worker."""
+        return self._taken[life]
+
+    def workloads(self, model: str) -> list[Workload]:
+        """The load of a model at other routers."""
+        told = (one.workloads.get(model) for one in self._others.values())
+        return [Workload(*one) for one in told if one is not None]
+
     def address_of(self, router_id: str) -> str:
         """The address of another router for clients; empty if it is not known."""
         record = self._others.get(router_id)
@@ -196,6 +209,7 @@ class Seats:
         catalogue: Catalogue,
         admission: Admission,
         others: OtherRouters,
+        steering: Steering,
         now: Callable[[], float],
         recovery_s: float,
     ) -> None:
@@ -204,6 +218,7 @@ class Seats:
         self._fleet = fleet
         self._catalogue = catalogue
         self._admission = admission
+        self._steering = steering
         self._now = now
         self._recovery_s = recovery_s
         self._lacking_since: dict[str, float] = {}  # by model that requests in the queue ask for
@@ -226,6 +241,7 @@ class Seats:
             router_id=router_id, address=address, waiting=sum(waiting.values()),
             waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
             loads=self._fleet.loads(),
+            workloads={name: astuple(one) for name, one in self._steering.workloads().items()},
         )  # fmt: skip
         await self.others.exchange(own)
         if self.count():

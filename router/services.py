@@ -22,6 +22,7 @@ from effuse.router.handler import Serving
 from effuse.router.policy import Candidate, Condition, live_workers
 from effuse.router.request import Request
 from effuse.router.router import Router
+from effuse.router.steering import ModelPlan
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import (
     generation_pb2_grpc,
@@ -233,6 +234,25 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
     )
 
 
+def describe_plan(name: str, plan: ModelPlan) -> monitor_pb2.ModelPlan:
+    """The plans for a model, as clients read them."""
+    found = monitor_pb2.ModelPlan(model=name, lines=plan.lines())
+    if (planner := plan.planner) is not None:
+        times, kinds = planner.times, monitor_pb2
+        parts = {
+            "prompts": [filled(kinds.PromptTime, one) for one in times.prompts],
+            "answers": [filled(kinds.AnswerPace, one) for one in times.answers],
+        }
+        found.times.CopyFrom(filled(kinds.PlanTimes, times, **parts))
+        found.workload.CopyFrom(filled(kinds.PlanWorkload, planner.workload))
+        found.objectives.CopyFrom(filled(kinds.PlanObjectives, planner.objectives))
+        found.mode = planner.mode
+    for told, held in ((found.roles, plan.roles), (found.desired, plan.desired)):
+        if held.plan is not None:
+            told.CopyFrom(filled(monitor_pb2.PlanSplit, held.plan))
+    return found
+
+
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     """MonitorService."""
 
@@ -257,6 +277,13 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
                     async with asyncio.timeout(interval_s):
                         await over.wait()
 
+    async def GetPlan(
+        self, request: monitor_pb2.GetPlanRequest, context: Context
+    ) -> monitor_pb2.GetPlanResponse:
+        """The plans, in the order of the models' names."""
+        models = sorted(self._router.steering.models.items())
+        return monitor_pb2.GetPlanResponse(plans=[describe_plan(*one) for one in models])
+
     def _snapshot(self) -> monitor_pb2.WatchRequestsResponse:
         router = self._router
         requests = [one for request in router.requests.running_now() for one in request.parts]
@@ -269,6 +296,11 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             num_tokens=router.monitor.num_tokens,
             num_first_blocks=router.monitor.num_first_blocks,
             first_block_seconds=router.monitor.first_block_s,
+            plan=[
+                f"{name}: {line}"
+                for name, one in sorted(router.steering.models.items())
+                for line in one.lines()
+            ],
         )
 
     def _describe(self, request: Request) -> monitor_pb2.RunningRequest:

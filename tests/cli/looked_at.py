@@ -61,8 +61,34 @@ class Requests(monitor_pb2_grpc.MonitorServiceServicer):
             one = monitor_pb2.RunningRequest()
             one.CopyFrom(REQUEST)
             one.blocks[0].masks = masks
-            yield monitor_pb2.WatchRequestsResponse(router="r", num_running=1, requests=[one])
+            yield monitor_pb2.WatchRequestsResponse(
+                router="r", num_running=1, requests=[one], plan=PLAN.lines
+            )
         yield monitor_pb2.WatchRequestsResponse(router="r")
+
+    def GetPlan(
+        self, request: monitor_pb2.GetPlanRequest, context: grpc.ServicerContext
+    ) -> monitor_pb2.GetPlanResponse:
+        return monitor_pb2.GetPlanResponse(plans=[PLAN, NO_PLAN])
+
+
+PLAN = monitor_pb2.ModelPlan(
+    model="large",
+    times=monitor_pb2.PlanTimes(
+        prompts=[monitor_pb2.PromptTime(tokens=1000, seconds=0.05)],
+        answers=[
+            monitor_pb2.AnswerPace(batch=1, tokens_per_second=640, gap_s=0.04),
+            monitor_pb2.AnswerPace(batch=8, tokens_per_second=2560, gap_s=0.07),
+        ],
+    ),
+    workload=monitor_pb2.PlanWorkload(rate=30, prompt=1000, answer=128),
+    objectives=monitor_pb2.PlanObjectives(gap_s=0.08),
+    mode="auto",
+    roles=monitor_pb2.PlanSplit(prefill=3, decode=3, rate=60),
+    desired=monitor_pb2.PlanSplit(prefill=0, decode=4, rate=40),
+    lines=["as the router has it"],
+)
+NO_PLAN = monitor_pb2.ModelPlan(model="new", lines=["no plan yet: too few requests"])
 
 
 @contextmanager

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65\x66\x66use/v1/monitor.proto\x12\teffuse.v1\x1a\x1egoogle/protobuf/duration.proto\"C\n\x14WatchRequestsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc9\x01\n\x15WatchRequestsResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12+\n\x08requests\x18\x04 \x03(\x0b\x32\x19.effuse.v1.RunningRequest\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x18\n\x10num_first_blocks\x18\x06 \x01(\x04\x12\x1b\n\x13\x66irst_block_seconds\x18\x07 \x01(\x01\"\xbe\x02\n\x0eRunningRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x12\n\nnum_tokens\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\'\n\x06\x62locks\x18\x0c \x03(\x0b\x32\x17.effuse.v1.RunningBlock\x12\x0e\n\x06prompt\x18\r \x01(\t\x12\x0c\n\x04text\x18\x0e \x01(\t\"G\n\x0cRunningBlock\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\x11\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05masks\x18\x03 \x01(\x0c\x32\x66\n\x0eMonitorService\x12T\n\rWatchRequests\x12\x1f.effuse.v1.WatchRequestsRequest\x1a .effuse.v1.WatchRequestsResponse0\x01\x42v\n\rcom.effuse.v1B\x0cMonitorProtoP\x01Z\x12\x65\x66\x66use/v1;effusev1\xa2\x02\x03\x45XX\xaa\x02\tEffuse.V1\xca\x02\tEffuse\\V1\xe2\x02\x15\x45\x66\x66use\\V1\\GPBMetadata\xea\x02\nEffuse::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65\x66\x66use/v1/monitor.proto\x12\teffuse.v1\x1a\x1egoogle/protobuf/duration.proto\"C\n\x14WatchRequestsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd7\x01\n\x15WatchRequestsResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12+\n\x08requests\x18\x04 \x03(\x0b\x32\x19.effuse.v1.RunningRequest\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x18\n\x10num_first_blocks\x18\x06 \x01(\x04\x12\x1b\n\x13\x66irst_block_seconds\x18\x07 \x01(\x01\x12\x0c\n\x04plan\x18\x08 \x03(\t\"\xbe\x02\n\x0eRunningRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x12\n\nnum_tokens\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\'\n\x06\x62locks\x18\x0c \x03(\x0b\x32\x17.effuse.v1.RunningBlock\x12\x0e\n\x06prompt\x18\r \x01(\t\x12\x0c\n\x04text\x18\x0e \x01(\t\"G\n\x0cRunningBlock\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\x11\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05masks\x18\x03 \x01(\x0c\"\x10\n\x0eGetPlanRequest\"6\n\x0fGetPlanResponse\x12#\n\x05plans\x18\x01 \x03(\x0b\x32\x14.effuse.v1.ModelPlan\"\x82\x02\n\tModelPlan\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x05times\x18\x02 \x01(\x0b\x32\x14.effuse.v1.PlanTimes\x12)\n\x08workload\x18\x03 \x01(\x0b\x32\x17.effuse.v1.PlanWorkload\x12-\n\nobjectives\x18\x04 \x01(\x0b\x32\x19.effuse.v1.PlanObjectives\x12\x0c\n\x04mode\x18\x05 \x01(\t\x12#\n\x05roles\x18\x06 \x01(\x0b\x32\x14.effuse.v1.PlanSplit\x12%\n\x07\x64\x65sired\x18\x07 \x01(\x0b\x32\x14.effuse.v1.PlanSplit\x12\r\n\x05lines\x18\x08 \x03(\t\"\xac\x01\n\tPlanTimes\x12&\n\x07prompts\x18\x01 \x03(\x0b\x32\x15.effuse.v1.PromptTime\x12&\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x15.effuse.v1.AnswerPace\x12\x14\n\x0cpiece_tokens\x18\x03 \x01(\x01\x12\x1a\n\x12kv_bytes_per_token\x18\x04 \x01(\x01\x12\x1d\n\x15link_bytes_per_second\x18\x05 \x01(\x01\"-\n\nPromptTime\x12\x0e\n\x06tokens\x18\x01 \x01(\x01\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"V\n\nAnswerPace\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x02 \x01(\x01\x12\r\n\x05gap_s\x18\x03 \x01(\x01\x12\x0f\n\x07\x63ontext\x18\x04 \x01(\x01\"<\n\x0cPlanWorkload\x12\x0c\n\x04rate\x18\x01 \x01(\x01\x12\x0e\n\x06prompt\x18\x02 \x01(\x01\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\x01\"\x82\x01\n\x0ePlanObjectives\x12\x1a\n\rfirst_block_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05gap_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tgap_ratio\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x10\n\x0e_first_block_sB\x08\n\x06_gap_sB\x0c\n\n_gap_ratio\"X\n\tPlanSplit\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\r\n\x05share\x18\x03 \x01(\x01\x12\x0c\n\x04rate\x18\x04 \x01(\x01\x12\r\n\x05\x62\x61tch\x18\x05 \x01(\x01\x32\xa8\x01\n\x0eMonitorService\x12T\n\rWatchRequests\x12\x1f.effuse.v1.WatchRequestsRequest\x1a .effuse.v1.WatchRequestsResponse0\x01\x12@\n\x07GetPlan\x12\x19.effuse.v1.GetPlanRequest\x1a\x1a.effuse.v1.GetPlanResponseBv\n\rcom.effuse.v1B\x0cMonitorProtoP\x01Z\x12\x65\x66\x66use/v1;effusev1\xa2\x02\x03\x45XX\xaa\x02\tEffuse.V1\xca\x02\tEffuse\\V1\xe2\x02\x15\x45\x66\x66use\\V1\\GPBMetadata\xea\x02\nEffuse::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREQUESTSREQUEST']._serialized_start=70
   _globals['_WATCHREQUESTSREQUEST']._serialized_end=137
   _globals['_WATCHREQUESTSRESPONSE']._serialized_start=140
-  _globals['_WATCHREQUESTSRESPONSE']._serialized_end=341
-  _globals['_RUNNINGREQUEST']._serialized_start=344
-  _globals['_RUNNINGREQUEST']._serialized_end=662
-  _globals['_RUNNINGBLOCK']._serialized_start=664
-  _globals['_RUNNINGBLOCK']._serialized_end=735
-  _globals['_MONITORSERVICE']._serialized_start=737
-  _globals['_MONITORSERVICE']._serialized_end=839
+  _globals['_WATCHREQUESTSRESPONSE']._serialized_end=355
+  _globals['_RUNNINGREQUEST']._serialized_start=358
+  _globals['_RUNNINGREQUEST']._serialized_end=676
+  _globals['_RUNNINGBLOCK']._serialized_start=678
+  _globals['_RUNNINGBLOCK']._serialized_end=749
+  _globals['_GETPLANREQUEST']._serialized_start=751
+  _globals['_GETPLANREQUEST']._serialized_end=767
+  _globals['_GETPLANRESPONSE']._serialized_start=769
+  _globals['_GETPLANRESPONSE']._serialized_end=823
+  _globals['_MODELPLAN']._serialized_start=826
+  _globals['_MODELPLAN']._serialized_end=1084
+  _globals['_PLANTIMES']._serialized_start=1087
+  _globals['_PLANTIMES']._serialized_end=1259
+  _globals['_PROMPTTIME']._serialized_start=1261
+  _globals['_PROMPTTIME']._serialized_end=1306
+  _globals['_ANSWERPACE']._serialized_start=1308
+  _globals['_ANSWERPACE']._serialized_end=1394
+  _globals['_PLANWORKLOAD']._serialized_start=1396
+  _globals['_PLANWORKLOAD']._serialized_end=1456
+  _globals['_PLANOBJECTIVES']._serialized_start=1459
+  _globals['_PLANOBJECTIVES']._serialized_end=1589
+  _globals['_PLANSPLIT']._serialized_start=1591
+  _globals['_PLANSPLIT']._serialized_end=1679
+  _globals['_MONITORSERVICE']._serialized_start=1682
+  _globals['_MONITORSERVICE']._serialized_end=1850
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,11 @@ class MonitorServiceStub:
                 request_serializer=effuse_dot_v1_dot_monitor__pb2.WatchRequestsRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_monitor__pb2.WatchRequestsResponse.FromString,
                 _registered_method=True)
+        self.GetPlan = channel.unary_unary(
+                '/effuse.v1.MonitorService/GetPlan',
+                request_serializer=effuse_dot_v1_dot_monitor__pb2.GetPlanRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_monitor__pb2.GetPlanResponse.FromString,
+                _registered_method=True)
 
 
 class MonitorServiceServicer:
@@ -55,6 +60,13 @@ class MonitorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPlan(self, request, context):
+        """Returns how many workers should prefill and decode at the present load, with the measured times and the reasons.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MonitorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +74,11 @@ def add_MonitorServiceServicer_to_server(servicer, server):
                     servicer.WatchRequests,
                     request_deserializer=effuse_dot_v1_dot_monitor__pb2.WatchRequestsRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_monitor__pb2.WatchRequestsResponse.SerializeToString,
+            ),
+            'GetPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlan,
+                    request_deserializer=effuse_dot_v1_dot_monitor__pb2.GetPlanRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_monitor__pb2.GetPlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +109,33 @@ class MonitorService:
             '/effuse.v1.MonitorService/WatchRequests',
             effuse_dot_v1_dot_monitor__pb2.WatchRequestsRequest.SerializeToString,
             effuse_dot_v1_dot_monitor__pb2.WatchRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/effuse.v1.MonitorService/GetPlan',
+            effuse_dot_v1_dot_monitor__pb2.GetPlanRequest.SerializeToString,
+            effuse_dot_v1_dot_monitor__pb2.GetPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,6 +30,12 @@ class MonitorServiceStub:
     at each commit.
     """
 
+    GetPlan: grpc.UnaryUnaryMultiCallable[
+        effuse.v1.monitor_pb2.GetPlanRequest,
+        effuse.v1.monitor_pb2.GetPlanResponse,
+    ]
+    """Returns how many workers should prefill and decode at the present load, with the measured times and the reasons."""
+
 class MonitorServiceAsyncStub:
     """Shows running requests. It shows neither prompts nor texts nor ids unless the router was started with --show-requests."""
 
@@ -41,6 +47,12 @@ class MonitorServiceAsyncStub:
     drains. While at least one call is open, the blocks of new requests are updated after each forward instead of
     at each commit.
     """
+
+    GetPlan: grpc.aio.UnaryUnaryMultiCallable[
+        effuse.v1.monitor_pb2.GetPlanRequest,
+        effuse.v1.monitor_pb2.GetPlanResponse,
+    ]
+    """Returns how many workers should prefill and decode at the present load, with the measured times and the reasons."""
 
 class MonitorServiceServicer(metaclass=abc.ABCMeta):
     """Shows running requests. It shows neither prompts nor texts nor ids unless the router was started with --show-requests."""
@@ -55,5 +67,13 @@ class MonitorServiceServicer(metaclass=abc.ABCMeta):
         drains. While at least one call is open, the blocks of new requests are updated after each forward instead of
         at each commit.
         """
+
+    @abc.abstractmethod
+    def GetPlan(
+        self,
+        request: effuse.v1.monitor_pb2.GetPlanRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[effuse.v1.monitor_pb2.GetPlanResponse, collections.abc.Awaitable[effuse.v1.monitor_pb2.GetPlanResponse]]:
+        """Returns how many workers should prefill and decode at the present load, with the measured times and the reasons."""
 
 def add_MonitorServiceServicer_to_server(servicer: MonitorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

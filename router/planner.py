@@ -1,0 +1,350 @@
+"""How many workers should prefill and decode, in closed form, from measured times and the load.
+
+Pure: no I/O and no clock. `steering.py` measures the inputs and follows the result.
+
+Let a prompt take s seconds to compute, a decode worker answer a requests a second in batches whose
+gaps take g seconds, and X prefill and Y decode workers serve w requests a second.
+
+- *Split.* Prefill workers compute X / s prompts a second, decode workers answer Y a. So w is the
+  lesser of the two. A handoff of h seconds overlaps the next prompt, so s is max(s, h) there.
+- *Help.* Decode workers can spend a share u of their time on prompts. Then w is the lesser of
+  X / s + u Y / s and (1 - u) Y a. The first grows with u and the second falls, so the best u is
+  where both are equal: u = (a - X / (Y s)) / (1 / s + a). They then compute u Y / (s w) of all
+  prompts. X = 0 is a fleet in which each worker does both: w = Y / (s + 1 / a).
+- *Gaps.* A piece of a prompt that takes c seconds lengthens the gap in which it is computed. A gap
+  within G seconds has room for k = floor((G - g) / c) pieces, so u is at most k c / G. A small
+  batch has short gaps and a low rate; the plan takes the batch with the largest w.
+- *First block.* With m workers that compute prompts and a utilisation p, a prompt waits about
+  s ln(1 / (1 - q)) / (2 m (1 - p)) seconds in the share q of all cases (M/D/m in heavy traffic).
+  That, s, h and g have to fit into F seconds, which bounds p.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from effuse.placement.records import Above0, Amount
+from effuse.router.policy import PrefillMode
+
+MET_SHARE: Final = 0.9
+"""Share of requests whose first block should come in time."""
+HEADROOM: Final = 0.8
+"""Share of a fleet's rate for which it is planned, because arrivals are uneven."""
+MOST_WORKERS: Final = 1 << 20
+CLOSE: Final = 0.99
+"""Rates of which one is this share of the other count as equal."""
+
+
+class PromptTime(Struct, frozen=True, forbid_unknown_fields=True):
+    """The time of one prompt without company."""
+
+    tokens: Above0
+    seconds: Above0
+
+
+class AnswerPace(Struct, frozen=True, forbid_unknown_fields=True):
+    """The pace of one decode worker that computes no prompts."""
+
+    batch: Above0  # answers at once
+    tokens_per_second: Above0  # of all of them
+    gap_s: Amount  # between two blocks of an answer, at the 99th percentile
+    context: Amount = 0.0  # tokens of prompt and answer, on average
+
+
+class Times(Struct, frozen=True, forbid_unknown_fields=True):
+    """The measured times of a model's workers."""
+
+    prompts: tuple[PromptTime, ...] = ()
+    answers: tuple[AnswerPace, ...] = ()
+    piece_tokens: Amount = 0.0  # most prompt tokens in one forward; 0 if prompts cannot be cut
+    kv_bytes_per_token: Amount = 0.0
+    link_bytes_per_second: Amount = 0.0  # 0 if it was not measured
+
+    @property
+    def are_known(self) -> bool:
+        """Whether both roles were measured."""
+        return bool(self.prompts and self.answers)
+
+    def prompt_s(self, tokens: float) -> float:
+        """Seconds of a prompt: linear between the measured lengths and beyond them."""
+        points = [(0.0, 0.0), *sorted((one.tokens, one.seconds) for one in self.prompts)]
+        parts = list(pairwise(points))
+        (low, low_s), (high, high_s) = next(
+            (part for part in parts if tokens <= part[1][0]), parts[-1]
+        )
+        slope = max(0.0, high_s - low_s) / max(1.0, high - low)
+        return max(1e-6, low_s + (tokens - low) * slope)
+
+    def handoff_s(self, tokens: float) -> float:
+        """Seconds in which a prompt's pages move; 0 if that was not measured."""
+        rate = self.link_bytes_per_second
+        return tokens * self.kv_bytes_per_token / rate if rate else 0.0
+
+    def paces(self, context: float) -> list[AnswerPace]:
+        """A pace for each measured batch, linear between the contexts that were measured."""
+        batches: dict[float, list[AnswerPace]] = {}
+        for one in self.answers:
+            batches.setdefault(one.batch, []).append(one)
+        return [_at_context(batches[batch], context) for batch in sorted(batches)]
+
+    def piece_s(self, tokens: float) -> float:
+        """Seconds of the longest piece of a prompt in one forward."""
+        seconds = self.prompt_s(tokens)
+        return seconds * min(1.0, self.piece_tokens / tokens) if self.piece_tokens else seconds
+
+
+def _at_context(found: Sequence[AnswerPace], context: float) -> AnswerPace:
+    found = sorted(found, key=lambda one: one.context)
+    below = max((one for one in found if one.context <= context),
+                key=lambda one: one.context, default=found[0])  # fmt: skip
+    above = next((one for one in found if one.context >= context), found[-1])
+    width = above.context - below.context
+    part = (context - below.context) / width if width > 0 else 0.0
+    return replace(
+        below,
+        tokens_per_second=below.tokens_per_second
+        + part * (above.tokens_per_second - below.tokens_per_second),
+        gap_s=below.gap_s + part * (above.gap_s - below.gap_s),
+        context=context,
+    )
+
+
+class Workload(Struct, frozen=True, forbid_unknown_fields=True):
+    """The load of a model."""
+
+    rate: Amount  # requests a second
+    prompt: Above0  # tokens of a prompt that have to be computed, on average
+    answer: Above0  # tokens of an answer, on average
+
+    @property
+    def context(self) -> float:
+        """Tokens that an answer attends to on average."""
+        return self.prompt + self.answer / 2
+
+
+class Objectives(Struct, frozen=True, forbid_unknown_fields=True):
+    """The times that a request should keep; None sets no bound."""
+
+    first_block_s: Above0 | None = None  # from arrival to the first block
+    gap_s: Above0 | None = None  # between two blocks of an answer
+    gap_ratio: Above0 | None = None  # the same as a multiple of a gap without load
+
+    def gap_limit_s(self, paces: Sequence[AnswerPace]) -> float:
+        """Seconds that a gap may take: the tighter of both bounds."""
+        limit_s = math.inf if self.gap_s is None else self.gap_s
+        if self.gap_ratio is None or not paces:
+            return limit_s
+        return min(limit_s, self.gap_ratio * min(one.gap_s for one in paces))
+
+
+class Split(Struct, frozen=True):
+    """Workers by role, and the load that they bear."""
+
+    prefill: int
+    decode: int
+    share: float = 0.0  # of all prompts, that decode workers compute
+    rate: float = 0.0  # requests a second within the objectives
+    batch: float = 0.0  # answers at once on a decode worker at that rate
+
+    @property
+    def workers(self) -> int:
+        """Workers of both roles."""
+        return self.prefill + self.decode
+
+    @property
+    def roles(self) -> tuple[int, int]:
+        """Prefill and decode workers."""
+        return self.prefill, self.decode
+
+
+class Planner(Struct, frozen=True, dict=True):
+    """The plans for one model. `mode` is the router's `--prefill`."""
+
+    times: Times
+    workload: Workload
+    objectives: Objectives = Objectives()
+    mode: PrefillMode = "auto"
+
+    @cached_property
+    def paces(self) -> list[AnswerPace]:
+        """A pace for each batch, at the context of this load."""
+        return self.times.paces(self.workload.context)
+
+    @cached_property
+    def gap_limit_s(self) -> float:
+        """Seconds that a gap may take."""
+        return self.objectives.gap_limit_s(self.paces)
+
+    @cached_property
+    def fitting(self) -> list[AnswerPace]:
+        """The paces whose gaps keep the objective."""
+        return [one for one in self.paces if one.gap_s <= self.gap_limit_s]
+
+    @cached_property
+    def prompt_s(self) -> float:
+        """Seconds of a prompt."""
+        return self.times.prompt_s(self.workload.prompt)
+
+    @cached_property
+    def handoff_s(self) -> float:
+        """Seconds in which its pages move."""
+        return self.times.handoff_s(self.workload.prompt)
+
+    @cached_property
+    def piece_s(self) -> float:
+        """Seconds of its longest piece in one forward."""
+        return self.times.piece_s(self.workload.prompt)
+
+    def within_reach(self) -> "Planner":
+        """The same without the objectives that no number of workers keeps."""
+        whole = self.objectives
+        endless = replace(whole, gap_s=None, gap_ratio=None)
+        ways = (whole, endless, replace(whole, first_block_s=None), Objectives())
+        kept = (replace(self, objectives=one) for one in ways)
+        return next(one for one in kept if one.best(MOST_WORKERS).rate > 0)
+
+    def split(self, prefill: int, decode: int) -> Split:
+        """The most that these workers bear, with the batch and the share that allow it."""
+        paces = self.fitting if decode else []
+        found = [self._at_pace(prefill, decode, pace) for pace in paces]
+        return max(found, key=lambda one: one.rate, default=Split(prefill, decode))
+
+    def best(self, workers: int, rate: float = 0.0) -> Split:
+        """The best roles of so many workers. Of equal rates it takes that with the smallest share,
+        because its gaps are even; without a bound on gaps that without handoffs. It bears `rate`
+        if any does."""
+        found = [self.split(prefill, workers - prefill) for prefill in self._splits(workers)]
+        most = max(one.rate for one in found)
+        equal = [one for one in found if one.rate >= max(CLOSE * most, min(rate, most))]
+        sign = 1 if math.isinf(self.gap_limit_s) else -1
+        return min(equal, key=lambda one: sign * one.prefill)
+
+    def least(self, rate: float) -> Split:
+        """The fewest workers that bear this rate; raises ValueError if no number does."""
+        high = 1
+        while self.best(high, rate).rate < rate:
+            high *= 2
+            if high > MOST_WORKERS:
+                raise ValueError("no number of workers keeps the objectives")
+        low = high // 2 + 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.best(middle, rate).rate >= rate:
+                high = middle
+            else:
+                low = middle + 1
+        return self.best(low, rate)
+
+    def most_utilisation(self, pace: AnswerPace, servers: float) -> float:
+        """The share of their time for which so many workers may compute prompts, so that first
+        blocks are in time; 0 or less if none suffices."""
+        if self.objectives.first_block_s is None:
+            return 1.0
+        left_s = self.objectives.first_block_s - self.prompt_s - self.handoff_s - pace.gap_s
+        if left_s <= 0:
+            return 0.0
+        wait_s = self.prompt_s * math.log(1 / (1 - MET_SHARE)) / (2 * servers)
+        return max(0.0, 1 - wait_s / left_s)
+
+    def _at_pace(self, prefill: int, decode: int, pace: AnswerPace) -> Split:
+        sent_s = max(self.prompt_s, self.handoff_s)
+        answers = pace.tokens_per_second / self.workload.answer
+        prompts = prefill * self.most_utilisation(pace, prefill) / sent_s if prefill else 0.0
+        own = self.most_utilisation(pace, decode) / self.prompt_s
+        even = (answers - prompts / decode) / (own + answers)
+        part = min(self._most_help(pace), max(0.0, even))
+        rate = min(prompts + part * decode * own, (1 - part) * decode * answers)
+        share = min(1.0, part * decode * own / rate) if rate > 0 else 0.0
+        return Split(prefill, decode, share, rate, pace.batch)
+
+    def _most_help(self, pace: AnswerPace) -> float:
+        """Most of its time that a decode worker can spend on prompts in this batch."""
+        if self.mode == "remote":
+            return 0.0
+        limit_s = self.gap_limit_s
+        if math.isinf(limit_s):
+            return 1.0
+        pieces = math.floor((limit_s - pace.gap_s) / self.piece_s + 1e-9)
+        return min(1.0, pieces * self.piece_s / limit_s)
+
+    def _splits(self, workers: int) -> Iterator[int]:
+        """Numbers of prefill workers among which the best is: none, and those at which both roles
+        are busy without help. Between them a rate only rises or falls."""
+        if self.mode != "remote" or workers < 2:
+            yield 0
+        if self.mode == "local":
+            return
+        near, sent_s = set[int](), max(self.prompt_s, self.handoff_s)
+        for pace in self.fitting:
+            ratio = even = pace.tokens_per_second / self.workload.answer * sent_s
+            for _ in range(3):  # how busy prefill workers may be depends on their number
+                even = workers * ratio / (1 + ratio)
+                useful = self.most_utilisation(pace, max(1.0, even))
+                ratio = pace.tokens_per_second / self.workload.answer * sent_s / max(0.01, useful)
+            near |= {math.floor(even) + step for step in (-1, 0, 1, 2)}
+        yield from sorted(one for one in near if 0 < one < workers)
+
+
+def reasons(planner: Planner, chosen: Split) -> list[str]:
+    """Why a split was chosen, as lines for an operator."""
+    kept = planner.within_reach()
+    workload, objectives = planner.workload, planner.objectives
+    lines = [
+        f"load: {workload.rate:.3g} requests a second with prompts of {workload.prompt:.0f} tokens "
+        f"and answers of {workload.answer:.0f}"
+    ]
+    if kept.objectives != objectives:
+        lines.append(f"left out, because no fleet keeps it: {_lost(objectives, kept.objectives)}")
+    pace = next((one for one in kept.fitting if one.batch == chosen.batch), None)
+    each_s = planner.prompt_s
+    lines.append(f"a worker computes a prompt in {1e3 * each_s:.3g} ms: {1 / each_s:.3g} a second")
+    if pace is not None:
+        limit_s = kept.gap_limit_s
+        bound = "" if math.isinf(limit_s) else f", within {1e3 * limit_s:.3g} ms"
+        lines.append(
+            f"a decode worker answers {pace.tokens_per_second / workload.answer:.3g} requests a "
+            f"second in batches of {pace.batch:.3g}, with gaps of {1e3 * pace.gap_s:.3g} ms{bound}"
+        )
+    if chosen.prefill and kept.handoff_s > each_s:
+        lines.append(f"links are slower: its pages take {1e3 * kept.handoff_s:.3g} ms to move")
+    return [
+        *lines,
+        _help(kept, chosen),
+        f"{named(chosen)} bear {chosen.rate:.3g} requests a second",
+    ]
+
+
+def named(chosen: Split) -> str:
+    """The workers of a split, in words."""
+    if not chosen.prefill:
+        return f"{chosen.decode} workers that do both"
+    return f"{chosen.prefill} prefill and {chosen.decode} decode workers"
+
+
+def _lost(wanted: Objectives, kept: Objectives) -> str:
+    lost = [
+        f"{name.replace('_', '-')} {getattr(wanted, name):g}"
+        for name in wanted.__struct_fields__
+        if getattr(wanted, name) != getattr(kept, name)
+    ]
+    return ", ".join(lost)
+
+
+def _help(kept: Planner, chosen: Split) -> str:
+    if not chosen.prefill:
+        return "no other roles bear more" if chosen.rate else "no roles keep the objectives"
+    if chosen.share >= 0.005:
+        return f"decode workers compute {chosen.share:.0%} of the prompts"
+    if any(one.batch == chosen.batch and kept._most_help(one) > 0 for one in kept.fitting):
+        return "decode workers compute no prompts, because they have no time left"
+    if kept.mode == "remote":
+        return "decode workers compute no prompts, because of --prefill remote"
+    return (
+        f"decode workers compute no prompts, because {1e3 * kept.piece_s:.3g} ms in one forward "
+        "would lengthen gaps too much"
+    )

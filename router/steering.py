@@ -1,0 +1,221 @@
+"""The plans of a router: they follow the load, and do not oscillate.
+
+Two plans for each model. *Roles* is the best split of the workers that are there. *Desired* is the
+fewest workers that bear the load with room, for a scaler. A plan changes only if the other one is
+better by `GAIN` for a while; so noise in a steady load changes nothing. Pure: no I/O; `now` is a
+monotonic clock in seconds.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec.structs import replace
+
+from effuse.placement.records import WorkerRecord
+from effuse.router.measures import LoadLog, Measured
+from effuse.router.planner import (
+    HEADROOM,
+    Objectives,
+    Planner,
+    Split,
+    Workload,
+    named,
+    reasons,
+)
+from effuse.router.policy import Candidate, Condition, PrefillMode, WorkerLife
+
+LOOK_S: Final = 1.0
+"""How often plans are made."""
+GAIN: Final = 0.1
+"""Share by which a plan has to be better."""
+AFTER_S: Final = 10.0
+"""How long it has to be better: for other roles, and for more workers."""
+SHRINK_S: Final = 60.0
+"""The same for fewer workers."""
+BUSY: Final = 0.6
+"""Share of the load that present roles bear, below which they stay: other ones would gain nothing.
+"""
+LEAST_RATE: Final = 1e-6
+"""Requests a second for which a fleet without load is planned."""
+
+
+@dataclass(slots=True)
+class HeldPlan:
+    """A plan that waits before it changes."""
+
+    plan: Split | None = None
+    better_since: float | None = None
+
+    def follow(self, wanted: Split, now: float, after_s: float | None) -> None:
+        """Takes `wanted` once it has been better for `after_s` seconds; None: it is not better."""
+        if after_s is None:
+            self.better_since = None
+            return
+        if self.better_since is None:
+            self.better_since = now
+        if now - self.better_since >= after_s:
+            self.plan, self.better_since = wanted, None
+
+
+@dataclass(slots=True)
+class ModelPlan:
+    """One model: its measurements, and its plans once there are enough of them."""
+
+    load: LoadLog = field(default_factory=LoadLog)
+    measured: Measured = field(default_factory=Measured)
+    workload: Workload | None = None  # of this router
+    planner: Planner | None = None
+    roles: HeldPlan = field(default_factory=HeldPlan)
+    desired: HeldPlan = field(default_factory=HeldPlan)
+
+    def follow(self, present: tuple[int, int], now: float) -> None:
+        """Moves both plans on. `present`: the prefill and decode workers that there are."""
+        if self.planner is None:
+            return
+        planner = self.planner.within_reach()
+        self._follow_roles(planner, present, now)
+        self._follow_desired(planner, now)
+
+    def _follow_roles(self, planner: Planner, present: tuple[int, int], now: float) -> None:
+        held = self.roles
+        if held.plan is None or held.plan.workers != sum(present):
+            held.plan, held.better_since = Split(*present), None
+        if not sum(present):
+            return
+        held.plan = planner.split(*held.plan.roles)
+        wanted = planner.best(sum(present))
+        is_busy = planner.workload.rate > BUSY * held.plan.rate
+        is_better = wanted.rate > (1 + GAIN) * held.plan.rate
+        held.follow(wanted, now, AFTER_S if is_busy and is_better else None)
+
+    def _follow_desired(self, planner: Planner, now: float) -> None:
+        held, rate = self.desired, max(LEAST_RATE, planner.workload.rate) / HEADROOM
+        wanted = planner.least(rate)
+        if held.plan is None:
+            held.plan = wanted
+        held.plan = planner.split(*held.plan.roles)
+        after_s = None
+        if rate > (1 + GAIN) * held.plan.rate:
+            after_s = AFTER_S
+        elif planner.least((1 + GAIN) * rate).workers < held.plan.workers:
+            after_s = SHRINK_S
+        held.follow(wanted, now, after_s)
+
+    def lines(self) -> list[str]:
+        """Both plans and their reasons, for operators."""
+        if self.planner is None or self.roles.plan is None or self.desired.plan is None:
+            return ["no plan yet: too few requests have been measured"]
+        wanted = self.desired.plan
+        return [
+            *reasons(self.planner, self.roles.plan),
+            f"the load needs {named(wanted)}, which bear {wanted.rate:.3g} requests a second",
+        ]
+
+
+class Steering:
+    """One per router. `others` returns the workload of a model at other routers."""
+
+    def __init__(
+        self,
+        objectives: Objectives,
+        mode: PrefillMode,
+        now: Callable[[], float],
+        others: Callable[[str], Iterable[Workload]] = lambda model: (),
+    ) -> None:
+        self.models: dict[str, ModelPlan] = {}
+        self._objectives = objectives
+        self._mode: PrefillMode = mode
+        self._now = now
+        self._others = others
+        self._looked_at = float("-inf")
+        self._mixed: set[WorkerLife] = set()  # decode workers that compute prompts, too
+
+    def of(self, model: str) -> ModelPlan:
+        """The plans of a model."""
+        return self.models.setdefault(model, ModelPlan())
+
+    def workloads(self) -> dict[str, Workload]:
+        """The load at this router, by model."""
+        return {name: one.workload for name, one in self.models.items() if one.workload is not None}
+
+    def note_commit(
+        self,
+        worker: WorkerRecord,
+        batch: int,
+        context: int,
+        tokens: int,
+        seconds: float,
+        *,
+        is_gap: bool,
+    ) -> None:
+        """An answer with so many tokens of `context` got `tokens` more after so many seconds.
+        `batch`: the worker's answers, 0 if it also computes prompts; `is_gap`: the answer had some
+        tokens before."""
+        if batch and seconds > 0 and worker.life not in self._mixed:
+            measured = self.of(worker.model.name).measured
+            measured.note_commit(batch, context, tokens, seconds, is_gap=is_gap)
+
+    def look(self, candidates: Sequence[Candidate], waiting: Mapping[str, int]) -> bool:
+        """Reads the loads of workers, and makes plans if it is time. Returns whether it was."""
+        self._mixed = {
+            c.record.life
+            for c in candidates
+            if c.record.role == "decode" and c.record.load.queued_tokens
+        }
+        now = self._now()
+        if now - self._looked_at < LOOK_S:
+            return False
+        self._looked_at = now
+        ready = [c.record for c in candidates if c.condition is Condition.READY]
+        for name, one in self.models.items():
+            records = [record for record in ready if record.model.name == name]
+            one.measured.keep_lives([record.life for record in records])
+            one.workload = one.load.workload(
+                now, hits=one.measured.hits, waiting=waiting.get(name, 0)
+            )
+            one.planner = self._planner(name, one, records)
+            num_prefill = sum(record.role == "prefill" for record in records)
+            one.follow((num_prefill, len(records) - num_prefill), now)
+        return True
+
+    def _planner(
+        self, name: str, one: ModelPlan, records: Sequence[WorkerRecord]
+    ) -> Planner | None:
+        workload = _sum_of([*([one.workload] if one.workload else ()), *self._others(name)])
+        times = one.measured.times(_piece(records), _link_rate(records))
+        if workload is None or not times.are_known:
+            return None
+        return Planner(times, workload, self._objectives, self._mode)
+
+
+def _sum_of(workloads: Sequence[Workload]) -> Workload | None:
+    """The load of several routers together."""
+    if not workloads:
+        return None
+    weights = [max(LEAST_RATE, one.rate) for one in workloads]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(w * one for w, one in zip(weights, values, strict=True)) / sum(weights)
+
+    return replace(
+        workloads[0],
+        rate=sum(one.rate for one in workloads),
+        prompt=mean(one.prompt for one in workloads),
+        answer=mean(one.answer for one in workloads),
+    )
+
+
+def _piece(records: Sequence[WorkerRecord]) -> float:
+    """Most prompt tokens in a forward of a decode worker; 0 if prompts cannot be cut."""
+    decoders = [one for one in records if one.role == "decode"]
+    if any(one.model.prompt_attention == "bidirectional" for one in decoders):
+        return 0.0
+    return float(max((one.capacity.max_num_batched_tokens for one in decoders), default=0))
+
+
+def _link_rate(records: Sequence[WorkerRecord]) -> float:
+    """The mean rate of measured links, in bytes a second; 0 if there is none."""
+    rates = [link.bytes_per_second for one in records for link in one.links]
+    rates = [rate for rate in rates if rate > 0]
+    return sum(rates) / len(rates) if rates else 0.0

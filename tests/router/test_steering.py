@@ -1,0 +1,184 @@
+"""Plans that follow a load, and stay as they are in a steady one."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from router.asking import ask
+from router.fake_model import worker_record
+from router.fakes import FakeFleet, run
+from router.test_planner import EVEN, LOAD
+
+from effuse.placement.records import Load as WorkerLoad
+from effuse.placement.records import RouterRecord, decode_router, encode
+from effuse.protos.channels import monitor_stub
+from effuse.router.planner import Objectives, Planner, Split, Workload
+from effuse.router.policy import IDLE, Candidate
+from effuse.router.steering import AFTER_S, SHRINK_S, ModelPlan, Steering
+from effuse.v1 import monitor_pb2
+
+GAP = Objectives(gap_s=0.08)  # so that a prefill worker bears 20 and a decode worker 20 a second
+
+
+class Day:
+    """One model's plans, second by second."""
+
+    def __init__(self, present: tuple[int, int] = (2, 2)) -> None:
+        self.plan, self.now, self.present, self.changes = ModelPlan(), 0.0, present, 0
+
+    def spend(self, seconds: float, workload: Workload) -> None:
+        for _ in range(round(seconds)):
+            before = self.roles, self.desired
+            self.plan.planner = Planner(EVEN, workload, GAP)
+            self.plan.follow(self.present, self.now)
+            self.changes += before != (self.roles, self.desired)
+            self.now += 1.0
+
+    @property
+    def roles(self) -> tuple[int, int]:
+        return self.plan.roles.plan.roles if self.plan.roles.plan else (0, 0)
+
+    @property
+    def desired(self) -> tuple[int, int]:
+        return self.plan.desired.plan.roles if self.plan.desired.plan else (0, 0)
+
+
+def load(rate: float, prompt: float = 1000.0, answer: float = 128.0) -> Workload:
+    return Workload(rate, prompt, answer)
+
+
+def test_roles_follow_a_load_that_lasts() -> None:
+    day = Day((2, 2))
+    day.spend(5, load(30))
+    assert day.roles == (2, 2)
+    day.spend(AFTER_S - 1, load(30, prompt=3000.0))
+    assert day.roles == (2, 2)  # not yet
+    day.spend(3, load(30, prompt=3000.0))
+    assert day.roles == (3, 1)
+    day.spend(AFTER_S + 2, load(30))
+    assert day.roles == (2, 2)
+
+
+def test_roles_stay_where_others_would_gain_nothing() -> None:
+    day = Day((2, 2))
+    day.spend(300, load(2.0, prompt=3000.0))  # 3P1D bears 20, and 2P2D with 13 as well enough
+    assert day.roles == (2, 2)
+    for number in range(30):  # a load that lasts for less than the time
+        day.spend(AFTER_S - 2, load(30, prompt=1000.0 if number % 2 else 3000.0))
+    assert day.roles == (2, 2)
+
+
+def test_other_workers_are_the_roles_that_there_are() -> None:
+    day = Day((2, 2))
+    day.spend(5, load(30))
+    day.present = (1, 2)
+    day.spend(1, load(30))
+    assert day.roles == (1, 2)
+    day.present = (0, 0)
+    day.spend(20, load(30))
+    assert day.roles == (0, 0)
+
+
+def test_desired_workers_grow_soon_and_shrink_late() -> None:
+    day = Day()
+    day.spend(1, load(16.0))
+    assert day.desired == (1, 1)  # 16 is 0.8 of 20
+    day.spend(AFTER_S + 1, load(64.0))
+    assert day.desired == (4, 4)
+    day.spend(SHRINK_S - 2, load(16.0))
+    assert day.desired == (4, 4)
+    day.spend(4, load(16.0))
+    assert day.desired == (1, 1)
+    day.spend(SHRINK_S + 2, load(0.0))
+    assert sum(day.desired) <= 2
+
+
+@pytest.mark.parametrize("rate", [16.0, 31.9, 47.9, 160.0])
+def test_noise_in_a_steady_load_changes_nothing(rate: float) -> None:
+    """An hour of a load that lies at a step of the plan and varies by as much as a Poisson process
+    over a minute."""
+    day, rng = Day((4, 4)), random.Random(7)
+    day.spend(120, load(rate))
+    day.changes, level = 0, rate
+    for _ in range(360):
+        level += 0.3 * (rate - level) + rng.gauss(0, 0.3 * (rate / 60) ** 0.5)
+        day.spend(10, load(level, prompt=1000 * rng.uniform(0.97, 1.03)))
+    assert day.changes <= 1
+
+
+def test_other_routers_are_part_of_the_load() -> None:
+    record = RouterRecord(router_id="r", address="", workloads={"fake": (5.0, 100.0, 50.0)})
+    assert decode_router(encode(record)) == record
+    others = {"fake": [Workload(*one) for one in record.workloads.values()]}
+    now = 0.0
+    steering = Steering(GAP, "auto", lambda: now, lambda model: others.get(model, []))
+    one = steering.of("fake")
+    for now in (number / 5 for number in range(100)):
+        one.load.note_prompt(400, now)
+        one.load.note_answer(50, now)
+        one.measured.note_prompt("p", 400, 0, 0.01, now)
+        one.measured.note_commit(1, 400, 8, 0.04, is_gap=True)
+    now += 1.0
+    assert steering.look([], {})
+    assert steering.workloads()["fake"].rate == pytest.approx(5.0, rel=0.1)
+    assert one.planner is not None
+    assert one.planner.workload.rate == pytest.approx(10.0, rel=0.1)
+    assert one.planner.workload.prompt == pytest.approx(250, rel=0.1)
+    assert not steering.look([], {})  # not again in the same second
+
+
+def test_gaps_count_only_at_workers_that_compute_no_prompts() -> None:
+    steering = Steering(Objectives(), "auto", lambda: 0.0)
+
+    def note(batch: int, queued_tokens: int) -> int:
+        record = msgspec.structs.replace(
+            worker_record("d0", "decode"), load=WorkerLoad(queued_tokens=queued_tokens)
+        )
+        steering.look([Candidate(record, IDLE)], {})
+        for _ in range(20):
+            steering.note_commit(record, batch, 100, 8, 0.1, is_gap=True)
+        return len(steering.of("fake").measured.times(0, 0).answers)
+
+    assert [note(4, 10), note(0, 0)] == [0, 0]
+    assert note(4, 0) == 1
+
+
+def test_a_router_plans_from_its_requests_and_shows_it() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        stub = monitor_stub(fleet.channel)
+        assert not (await stub.GetPlan(monitor_pb2.GetPlanRequest())).plans
+        steering = fleet.router.steering
+        steering.look(fleet.router.fleet.candidates(), {})
+        for _ in range(20):
+            await ask(fleet)
+        await fleet.idle()
+        one = steering.of("fake")
+        for _ in range(20):  # the fakes answer at once, so gaps and times are too short to see
+            one.measured.note_commit(2, 100, 4, 0.02, is_gap=True)
+            one.measured.note_prompt("p0", 100, 0, 0.01, fleet.router.now())
+        steering._looked_at = float("-inf")
+        assert steering.look(fleet.router.fleet.candidates(), {})
+        fleet.router.metrics.show_plans(steering.models)
+        (plan,) = (await stub.GetPlan(monitor_pb2.GetPlanRequest())).plans
+        assert plan.model == "fake" and plan.mode == "auto"
+        assert (plan.roles.prefill, plan.roles.decode) == (1, 2)
+        assert plan.workload.rate > 0 and plan.workload.answer > 0
+        assert plan.times.prompts and plan.times.answers
+        assert plan.objectives.gap_ratio == 4 and not plan.objectives.HasField("gap_s")
+        assert plan.desired.prefill + plan.desired.decode >= 1
+        labels = {"model_name": "fake", "worker_role": "decode"}
+        assert fleet.metric("effuse_planned_workers", **labels) == 2
+        assert fleet.metric("effuse_desired_workers", **labels) == plan.desired.decode
+        async for look in stub.WatchRequests(monitor_pb2.WatchRequestsRequest()):
+            assert list(look.plan) == [f"fake: {line}" for line in plan.lines]
+            break
+
+    run(body, num_decode=2, gap_objective_ratio=4.0)
+
+
+def test_a_plan_needs_measurements() -> None:
+    assert ModelPlan().lines() == ["no plan yet: too few requests have been measured"]
+    assert Split(1, 2).workers == 3
+    assert LOAD.context == 1064
