@@ -36,6 +36,7 @@ class Way:
     times: int = 1  # each request is asked
     caches: bool = True
     is_split: bool = True  # into prefill and decode workers
+    does_both: bool = False  # two workers that compute prompts for each other
     connector: str = "nixl"
     eager: bool = False
     pages: int = 4096
@@ -48,21 +49,25 @@ class Way:
         dtype = "bfloat16" if device == "cuda" else "float32"
         flags = ("--device", device, "--dtype", dtype, "--num-pages", str(self.pages), *mode)
         return FleetConfig(
-            prefill=int(self.is_split),
-            decode=1,
+            prefill=int(self.is_split and not self.does_both),
+            decode=int(not self.does_both),
+            workers=2 * self.does_both,
+            router_flags=("--prefill", "remote") if self.does_both else (),
             connector=self.connector,
             worker_flags=(
                 *flags,
                 *(("--enforce-eager",) if self.eager else ()),
+                *((NO_CACHE,) if self.does_both and not self.caches else ()),
                 *(("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()),
             ),
-            prefill_flags=() if self.caches else ("--no-enable-prefix-caching",),
+            prefill_flags=() if self.caches or self.does_both else (NO_CACHE,),
             gpus=gpus,
             gpu_sharing=gpus is not None and len(gpus) < count,
             has_secret=False,
         )
 
 
+NO_CACHE = "--no-enable-prefix-caching"
 BASE = Way()
 WAYS = {
     "alone": replace(BASE, at_once=1),
@@ -71,6 +76,7 @@ WAYS = {
     "asked twice": replace(BASE, times=2),
     "no prefix cache": replace(BASE, caches=False),
     "one worker": replace(BASE, is_split=False),
+    "both roles": replace(BASE, does_both=True),
     "zmq": replace(BASE, connector="zmq"),
     "eager": replace(BASE, eager=True),
     "preempted": replace(BASE, pages=20, at_once=64),
@@ -127,7 +133,8 @@ def mixed(rng: random.Random) -> Way:
         at_once=rng.choice((1, 6, 24, 64)),
         times=rng.choice((1, 2)),
         caches=rng.random() < 0.5,
-        is_split=rng.random() < 0.5,
+        is_split=(is_split := rng.random() < 0.6),
+        does_both=is_split and rng.random() < 0.3,
         connector=rng.choice(("nixl", "zmq")),
         eager=rng.random() < 0.3,
         pages=rng.choice((160, 4096)),
