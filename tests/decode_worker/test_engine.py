@@ -232,13 +232,6 @@ def test_drafts_show_the_blocks_in_flight_where_asked_for(rig: Rig) -> None:
     assert quiet.token_ids == loud.token_ids
 
 
-def test_a_prefill_message_is_refused(rig: Rig) -> None:
-    attempt = GOOD.attempt
-    rig.engine.handle(messages.StartPrefill(attempt=attempt, prompt_token_ids=PROMPT))
-    rig.collect()
-    assert rig.answers["transfer-a"].failed.code == "INVALID_ARGUMENT"
-
-
 def test_load_tells_what_the_engine_has(model: Transformer) -> None:
     rig = Rig(model, max_num_seqs=1)
     for name in "ab":

@@ -121,6 +121,8 @@ def test_a_link_is_of_one_life_and_is_held_to_the_limit() -> None:
         (213.0, True, False),
         (214.0, False, False),
     ):
-        own = redis_server.worker(role="prefill", links=(LINK,), min_handoff_gbps=least)
+        own = redis_server.worker(
+            worker_id="prefill-0", role="prefill", links=(LINK,), min_handoff_gbps=least
+        )
         assert (own.link_to(peer), own.link_to(other)) == (LINK, None)
         assert (own.may_push_to(peer), own.may_push_to(other)) == (to_peer, to_other)
