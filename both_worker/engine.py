@@ -88,8 +88,8 @@ class BothEngine:
         self._decode.close()
 
     def _turn(self) -> PromptTurn:
-        """The room that answers leave to prompts now. A prompt gets no pages before an older answer, and
-        leaves each answer a block's."""
+        """The room that answers leave to prompts now. A prompt gets no pages before an older
+        answer, and leaves each answer a block's."""
         decode = self._decode
         is_next = decode.counters.steps > self._steps_before and not self._prefill.is_working()
         return PromptTurn(
