@@ -27,11 +27,12 @@ from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.fleet import cold_lives, live_workers
 from effuse.router.handler import Serving
 from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.openai_api import OpenAiApi
-from effuse.router.policy import Candidate, WorkerLife, cold_lives, live_workers
+from effuse.router.policy import Candidate, WorkerLife
 from effuse.router.router import Router
 from effuse.router.services import GenerationServicer, ModelServicer, MonitorServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
