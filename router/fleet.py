@@ -66,7 +66,7 @@ class RoutedFleet:
     ) -> None:
         self._seats = seats
         self.peers = Peers(now) if peers is None else peers
-        self._view = view
+        self.view = view
         self.mode: Final[PrefillMode] = mode  # the role that prefills
         self.standing = Standing(now)
         self.prompts = SentPrefixes()
@@ -79,7 +79,7 @@ class RoutedFleet:
 
     def records(self) -> Sequence[WorkerRecord]:
         """Every worker that lives or may come back."""
-        alive, absent = self._view.workers(), self.standing.absent
+        alive, absent = self.view.workers(), self.standing.absent
         if absent:
             names = {record.worker_id for record in alive}
             alive = [*alive, *(record for record in absent if record.worker_id not in names)]
@@ -228,7 +228,7 @@ class RoutedFleet:
 
     async def forget_gone(self) -> None:
         """Drops what is kept of workers that are neither alive, nor in use, nor may come back."""
-        alive = self._view.workers()
+        alive = self.view.workers()
         self.standing.forget_gone(alive)
         lives = {r.life for r in alive}
         addresses = {r.address for r in (*alive, *self.standing.absent)}
