@@ -30,16 +30,30 @@ _MORE_MIB = 2048  # in addition to a worker's share: CUDA's context, captured gr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """The fleet to start. Flags are passed on unchanged, so that each process checks its own.
-
-    Raises ValueError if the fleet is impossible, for example without workers or GPUs.
-    """
+class Members:
+    """The number of processes of each kind. Raises ValueError if it is too small."""
 
     prefill: int = 1  # prefill workers; with 0, decode workers prefill
     decode: int = 1  # decode workers
     workers: int = 0  # workers that do both and may change their role
     routers: int = 1  # they share one port, and each gets a part of the connections
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            *(("prefill", 0), ("workers", 0)),
+            *(("decode", 0 if self.workers else 1), ("routers", 1)),
+        ):
+            if (count := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be {least} or more, got {count}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig(Members):
+    """The fleet to start. Flags are passed on unchanged, so that each process checks its own.
+
+    Raises ValueError if the fleet is impossible, for example without workers or GPUs.
+    """
+
     connector: str = "auto"  # how KV pages move: auto, zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
     host: str = LOOPBACK  # address of the routers; other servers stay on loopback
@@ -60,12 +74,7 @@ class FleetConfig:
     log_dir: Path | None = None  # None logs to a directory that `stop` removes
 
     def __post_init__(self) -> None:
-        for name, least in (
-            *(("prefill", 0), ("workers", 0)),
-            *(("decode", 0 if self.workers else 1), ("routers", 1)),
-        ):
-            if (count := getattr(self, name)) < least:
-                raise ValueError(f"{name} must be {least} or more, got {count}")
+        Members.__post_init__(self)
         if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
             raise ValueError("--metrics-port: expected 0 with several routers on one machine")
         if self.redis_url is None and value_of(self.router_flags, "--redis-credentials"):

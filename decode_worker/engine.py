@@ -68,7 +68,10 @@ class DecodeEngine:
 
         It waits for no step: while the executor is full, it only handles arrivals and ends.
         """
-        has_changed = self._take_handoffs() | self._end_late() | self._admit() | self.apply()
+        reports = self._handoffs.poll(self._now())
+        for report in reports:
+            self._take_report(report)
+        has_changed = bool(reports) | self._end_late() | self._admit() | self.apply()
         if self._executor.is_full:
             return has_changed
         shares = self._roster.schedule(lambda: self.apply(waits=True))
@@ -114,8 +117,8 @@ class DecodeEngine:
                 self._abort(attempt)
             case messages.WriterGone(transfer_id=transfer_id, has_drained=has_drained):
                 failed = self._handoffs.writer_gone(transfer_id, has_drained=has_drained)
-                if failed is not None and not self._rehearsal.take_report(failed):
-                    self._fail_handoff(failed)
+                if failed is not None:
+                    self._take_report(failed)
             case _:
                 pass  # of the process, or of the other kind of work, which fronts refuse
 
@@ -189,17 +192,16 @@ class DecodeEngine:
         was_running = self._rehearsal.abort(attempt.transfer_id) or request is not None
         self._outbox.abort_done(attempt, was_running=was_running)
 
-    def _take_handoffs(self) -> bool:
-        """Handles results of handoffs; True if there were any."""
-        reports = self._handoffs.poll(self._now())
-        for report in reports:
-            if self._rehearsal.take_report(report):
-                continue
-            if isinstance(report, Arrived):
-                self._begin_remote(report)
-            else:
-                self._fail_handoff(report)
-        return bool(reports)
+    def _take_report(self, report: Arrived | HandoffFailed) -> None:
+        """Handles the result of a handoff or of a rehearsal."""
+        if self._rehearsal.take_report(report):
+            return
+        if isinstance(report, Arrived):
+            self._begin_remote(report)
+            return
+        request = self._roster.by_transfer[report.transfer_id]
+        self._end(request)
+        self._outbox.say(handoff_failed(request.asked.attempt, report))
 
     def _begin_remote(self, arrived: Arrived) -> None:
         request, manifest = self._roster.by_transfer[arrived.transfer_id], arrived.manifest
@@ -285,11 +287,6 @@ class DecodeEngine:
         )
 
     # Ends.
-
-    def _fail_handoff(self, failed: HandoffFailed) -> None:
-        request = self._roster.by_transfer[failed.transfer_id]
-        self._end(request)
-        self._outbox.say(handoff_failed(request.asked.attempt, failed))
 
     def _end(self, request: DecodeRequest) -> None:
         """Removes the request completely; pages that a writer may reach are quarantined."""

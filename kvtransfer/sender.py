@@ -59,7 +59,7 @@ class HandoffSender:
     def __init__(
         self, connector: Connector, *, reservation_s: float, now: Callable[[], float]
     ) -> None:
-        self._connector = connector
+        self._connector, self.close = connector, connector.close
         self._reservation_s = reservation_s
         self._now = now
         self._handoffs: dict[str, _Outgoing] = {}
@@ -116,10 +116,6 @@ class HandoffSender:
     def forget_life(self, incarnation: str) -> None:
         """A decode worker's engine has ended."""
         self._connector.send(ForgetLife(incarnation))
-
-    def close(self) -> None:
-        """Stops the connector."""
-        self._connector.close()
 
     def poll(self) -> list[SendReport]:
         """Events since the last call, in order."""

@@ -31,7 +31,14 @@ from effuse.router.client import RETRY_AFTER_S, Listener, failed, finished_of, t
 from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import EMPTY_S, AttemptShare
-from effuse.router.policy import AttemptNeeds, Placement, Prospect, WorkerLife, is_alone
+from effuse.router.policy import (
+    AttemptNeeds,
+    Placement,
+    Prospect,
+    WorkerLife,
+    is_alone,
+    what_is_missing,
+)
 from effuse.router.request import Request
 from effuse.router.request_states import Event, State
 from effuse.router.router import Router
@@ -108,7 +115,7 @@ class AnswerRun:
                 return placement
             prospect = fleet.prospect(need)
             if prospect is Prospect.NONE:
-                raise self._unavailable(fleet.what_is_missing(need))
+                raise self._unavailable(what_is_missing(fleet.candidates(), need))
             if prospect is Prospect.WORKER:
                 setbacks = request.attempts.setbacks
                 if setbacks.stalled_at is None:
@@ -116,7 +123,7 @@ class AnswerRun:
                 stalled_s = router.now() - setbacks.stalled_at
                 if stalled_s > router.config.recovery_s:
                     why = f"no worker could continue it within {stalled_s:.3g} s: "
-                    raise self._unavailable(why + fleet.what_is_missing(need))
+                    raise self._unavailable(why + what_is_missing(fleet.candidates(), need))
             reason = "alone" if need.alone else prospect.value
             # Other routers leave it a seat, if it waits for one.
             seat = router.admission.without_seat(request.asked.model.name)

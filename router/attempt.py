@@ -118,7 +118,7 @@ class Attempt:
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._router.fleet.peers.at(worker.address).prefill
         self._prefill = PrefillCall(
-            stub.Prefill(timeout=self._time_left(), metadata=self._router.traces.carrier()),
+            stub.Prefill(timeout=_time_left(self._request), metadata=self._router.traces.carrier()),
             worker,
             self._request,
             ask=self._router.fleet.peers.condition_of,
@@ -151,10 +151,7 @@ class Attempt:
             message.remote.CopyFrom(filled(worker_pb2.WorkerRef, placement.prefill))
         stub = self._router.fleet.peers.at(placement.decode.address).decode
         metadata = self._router.traces.carrier()
-        return stub.Decode(message, timeout=self._time_left(), metadata=metadata)
-
-    def _time_left(self) -> float:
-        return max(0.001, self._request.deadline - asyncio.get_running_loop().time())
+        return stub.Decode(message, timeout=_time_left(self._request), metadata=metadata)
 
     # Relaying.
 
@@ -166,7 +163,7 @@ class Attempt:
             if (news := self._take_event(event)) is not None:
                 yield news
             if event.HasField("finished") or self._request.answer.text.is_stopped:
-                self._reason = self._finish_reason(is_stopped=event.finished.stopped)
+                self._reason = _finish_reason(self._request, is_stopped=event.finished.stopped)
                 return
 
     def _end_without_word(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
@@ -180,7 +177,7 @@ class Attempt:
         self._router.metrics.count_failure(failure)
         answer = self._request.answer
         last = commit_of(self._request, answer.flush())  # in which a stop string may be found yet
-        self._reason = self._finish_reason(is_stopped=answer.end_token_id is not None)
+        self._reason = _finish_reason(self._request, is_stopped=answer.end_token_id is not None)
         return last
 
     def _take_event(
@@ -250,11 +247,6 @@ class Attempt:
             context = len(request.prompt.token_ids) + before
             router.steering.note_commit(decode, batch, context, tokens, seconds, is_gap=before > 0)
 
-    def _finish_reason(self, *, is_stopped: bool) -> FinishReason:
-        """is_stopped: whether a stop id ended the answer; a stop string may have."""
-        is_stopped = is_stopped or self._request.answer.text.is_stopped
-        return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
-
     # Ending.
 
     def _break_off(self) -> None:
@@ -316,3 +308,13 @@ class Attempt:
             prefill.stream.cancel()
             if not prefill.is_pushed:
                 cleanup.send_abort(prefill.worker, self._id, reason)
+
+
+def _finish_reason(request: Request, *, is_stopped: bool) -> FinishReason:
+    """is_stopped: whether a stop id ended the answer; a stop string may have."""
+    is_stopped = is_stopped or request.answer.text.is_stopped
+    return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
+
+
+def _time_left(request: Request) -> float:
+    return max(0.001, request.deadline - asyncio.get_running_loop().time())

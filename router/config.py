@@ -21,8 +21,8 @@ aborts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientPorts(Access):
-    """A router's ports for clients, and the clients that may call."""
+class Connections(Access):
+    """A router's ports for clients, the clients that may call, and its fleet."""
 
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 50051
     http_port: Annotated[
@@ -44,6 +44,15 @@ class ClientPorts(Access):
     ] = None
     max_message_bytes: Annotated[int, "most bytes in a message from a client"] = 4 << 20
 
+    # The fleet.
+    redis_url: Annotated[str, "the fleet's Redis, redis://host:port/db"] = "redis://127.0.0.1:6379"
+    fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
+    prefill: Annotated[
+        PrefillMode,
+        "which workers prefill: prefill workers (remote), the decode worker itself (local), or "
+        "prefill workers while any are alive (auto)",
+    ] = "auto"
+
     def __post_init__(self) -> None:
         Access.__post_init__(self)
         if self.tls_cert is None:
@@ -59,17 +68,8 @@ class ClientPorts(Access):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig(ClientPorts):
+class RouterConfig(Connections):
     """Settings of a router. Raises ValueError naming the accepted form."""
-
-    # The fleet.
-    redis_url: Annotated[str, "the fleet's Redis, redis://host:port/db"] = "redis://127.0.0.1:6379"
-    fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
-    prefill: Annotated[
-        PrefillMode,
-        "which workers prefill: prefill workers (remote), the decode worker itself (local), or "
-        "prefill workers while any are alive (auto)",
-    ] = "auto"
 
     show_requests: Annotated[
         bool, "show ids, prompts and texts of running requests to every viewer"
@@ -130,7 +130,7 @@ class RouterConfig(ClientPorts):
     log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
 
     def __post_init__(self) -> None:
-        ClientPorts.__post_init__(self)
+        Connections.__post_init__(self)
         for name, low, high in (
             ("tokenizer_threads", 1, 64),
             ("max_concurrent_requests", 1, 1 << 20),

@@ -1,5 +1,5 @@
 """The router's own account of the fleet: its attempts on each worker, the prompts that it sent to
-each, and the workers that are out.
+each, and the workers that take part or are out.
 
 The view of live workers is in `placement/fleet.py`, the choice in `policy.py`, channels in
 `calls.py`, and the lessons of failed calls in `failures.py`."""
@@ -34,7 +34,6 @@ from effuse.router.policy import (
     has_own,
     place,
     prospect,
-    what_is_missing,
 )
 
 LOG: Final = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class RoutedFleet:
     ) -> None:
         self._seats = seats
         self.peers = Peers(now) if peers is None else peers
-        self._view = view
+        self.view = view
         self.mode: Final[PrefillMode] = mode  # the role that prefills
         self.standing = Standing(now)
         self.prompts = SentPrefixes()
@@ -80,7 +79,7 @@ class RoutedFleet:
 
     def records(self) -> Sequence[WorkerRecord]:
         """Every worker that lives or may come back."""
-        alive, absent = self._view.workers(), self.standing.absent
+        alive, absent = self.view.workers(), self.standing.absent
         if absent:
             names = {record.worker_id for record in alive}
             alive = [*alive, *(record for record in absent if record.worker_id not in names)]
@@ -120,10 +119,6 @@ class RoutedFleet:
                 asyncio.get_running_loop().call_soon(self._waiting_for.clear)
             self._waiting_for[key] = found
         return found
-
-    def what_is_missing(self, need: AttemptNeeds) -> str:
-        """Returns which workers a request lacks that waits for one."""
-        return what_is_missing(self.candidates(), need)
 
     # Workers of their own, for requests that run alone.
 
@@ -233,7 +228,7 @@ class RoutedFleet:
 
     async def forget_gone(self) -> None:
         """Drops what is kept of workers that are neither alive, nor in use, nor may come back."""
-        alive = self._view.workers()
+        alive = self.view.workers()
         self.standing.forget_gone(alive)
         lives = {r.life for r in alive}
         addresses = {r.address for r in (*alive, *self.standing.absent)}
@@ -293,6 +288,31 @@ class AttemptShare:
         if self.own_prompt:
             fleet.announce_change()
         self.to_prefill, self.own_prompt, self.answers = 0, 0, 1
+
+
+def live_workers(
+    candidates: Sequence[Candidate], model: str | None = None
+) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
+    """Workers that compute prompts, and those that write answers, of one model or of all."""
+    ready = [
+        c.record
+        for c in candidates
+        if c.condition is Condition.READY and model in (None, c.record.model.name)
+    ]
+    return [r for r in ready if r.does("prefill")], [r for r in ready if r.does("decode")]
+
+
+def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) -> set[WorkerLife]:
+    """Of these workers, those that could have a warm link among each other and have none."""
+    cold: set[WorkerLife] = set()
+    warm: set[WorkerLife] = set()
+    for writer in prefill:
+        for reader in decode:
+            if writer.is_cold_to(reader):
+                cold |= {writer.life, reader.life}
+            elif writer.link_to(reader) is not None:
+                warm |= {writer.life, reader.life}
+    return cold - warm
 
 
 def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:

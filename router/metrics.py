@@ -63,14 +63,16 @@ class RouterMetrics(ProcessMetrics):
         # Of both, those that were counted last behind the others.
         self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()
         self.workers = self.gauge("workers", "Workers by role and state", "worker_role", "state")
-        self.planned = self.gauge(
-            "planned_workers", "Best roles of the present workers", MODEL, "worker_role"
-        )
-        self.desired = self.gauge(
-            "desired_workers", "Workers that the load needs, for a scaler", MODEL, "worker_role"
-        )
-        self.planned_share = self.gauge(
-            "planned_prompt_share", "Share of prompts that decode workers should compute", MODEL
+        self._plans = (
+            self.gauge(
+                "planned_workers", "Best roles of the present workers", MODEL, "worker_role"
+            ),
+            self.gauge(
+                "desired_workers", "Workers that the load needs, for a scaler", MODEL, "worker_role"
+            ),
+            self.gauge(
+                "planned_prompt_share", "Share of prompts that decode workers should compute", MODEL
+            ),
         )
         self.stalled = self.gauge(
             "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
@@ -148,12 +150,13 @@ class RouterMetrics(ProcessMetrics):
 
     def show_plans(self, plans: Mapping[str, ModelPlan]) -> None:
         """The plans as they are now."""
+        planned, desired, planned_share = self._plans
         for model, one in plans.items():
-            for gauge, held in ((self.planned, one.roles.plan), (self.desired, one.desired.plan)):
+            for gauge, held in ((planned, one.roles.plan), (desired, one.desired.plan)):
                 for role, number in zip(get_args(Role), held.roles if held else (), strict=False):
                     gauge.labels(model, role).set(number)
             if one.roles.plan is not None:
-                self.planned_share.labels(model).set(one.roles.plan.share)
+                planned_share.labels(model).set(one.roles.plan.share)
 
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:

@@ -273,31 +273,6 @@ def _state(candidate: Candidate, need: AttemptNeeds) -> str:
     return "failing" if candidate.record.life in need.excluded else "reserved for another request"
 
 
-def live_workers(
-    candidates: Sequence[Candidate], model: str | None = None
-) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Workers that compute prompts, and those that write answers, of one model or of all."""
-    ready = [
-        c.record
-        for c in candidates
-        if c.condition is Condition.READY and model in (None, c.record.model.name)
-    ]
-    return [r for r in ready if r.does("prefill")], [r for r in ready if r.does("decode")]
-
-
-def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) -> set[WorkerLife]:
-    """Of these workers, those that could have a warm link among each other and have none."""
-    cold: set[WorkerLife] = set()
-    warm: set[WorkerLife] = set()
-    for writer in prefill:
-        for reader in decode:
-            if writer.is_cold_to(reader):
-                cold |= {writer.life, reader.life}
-            elif writer.link_to(reader) is not None:
-                warm |= {writer.life, reader.life}
-    return cold - warm
-
-
 def _links(
     candidates: Iterable[Candidate], need: AttemptNeeds
 ) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:

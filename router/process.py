@@ -27,11 +27,12 @@ from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.fleet import cold_lives, live_workers
 from effuse.router.handler import Serving
 from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.openai_api import OpenAiApi
-from effuse.router.policy import Candidate, WorkerLife, cold_lives, live_workers
+from effuse.router.policy import Candidate, WorkerLife
 from effuse.router.router import Router
 from effuse.router.services import GenerationServicer, ModelServicer, MonitorServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
@@ -97,19 +98,19 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
 
     async with asyncio.TaskGroup() as beside:
         loops = [
-            beside.create_task(router.view.run()),
+            beside.create_task(router.fleet.view.run()),
             beside.create_task(router.placements.run()),
             beside.create_task(_repeat(router.poison.share, lambda: SHARE_S)),
         ]
-        await router.view.polled.wait()
+        await router.fleet.view.polled.wait()
         if config.share_port:  # another router may end as soon as this one listens
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KNOW_S):
-                    while not router.view.is_current:  # noqa: ASYNC110  # it is polled anyway
+                    while not router.fleet.view.is_current:  # noqa: ASYNC110  # it is polled anyway
                         await asyncio.sleep(FOLLOW_S)
 
         async def exchange_seats() -> None:
-            await router.seats.exchange(router.id, router.address)
+            await router.seats.exchange(router.id, router.ports.address)
 
         await exchange_seats()  # before the first claim
         others = router.seats.others
@@ -153,7 +154,7 @@ async def _start(router: Router) -> RpcServer:
     server = RpcServer(limits, shares_port=config.share_port, tls=tls, doorkeeper=router.keys)
     _add_services(router, server.server)
     router.ports.grpc = await server.start(host_and_port(config.host, config.port), SERVICES)
-    router.address = host_and_port(config.host, router.ports.grpc)
+    router.ports.address = host_and_port(config.host, router.ports.grpc)
     server.health.set(MONITOR, serving=True)
     for role in ROLES:
         server.health.set(role, serving=False)
@@ -164,11 +165,11 @@ async def _start(router: Router) -> RpcServer:
                 "gRPC health checks are on %s:%d", config.host, await server.start_health(health_at)
             )
         if config.ready_file is not None:
-            rpc.write_ready_file(config.ready_file, router.address, **_ready_facts(router))
+            rpc.write_ready_file(config.ready_file, router.ports.address, **_ready_facts(router))
     except OSError:
         await server.stop(0.0)
         raise
-    LOG.info("listening on %s", router.address)
+    LOG.info("listening on %s", router.ports.address)
     router.ports.ready.set()
     return server
 
@@ -252,7 +253,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         facts, path = _ready_facts(router, ready.counts), router.config.ready_file
         if path is not None and facts != told:
             try:
-                rpc.update_ready_file(path, router.address, **facts)
+                rpc.update_ready_file(path, router.ports.address, **facts)
             except (
                 OSError,
                 ValueError,

@@ -38,6 +38,7 @@ LOG: Final = logging.getLogger(__name__)
 class Ports:
     """The ports that a router listens on, known once `ready` is set; 0 for none."""
 
+    address: str  # for clients; empty until the port is known
     grpc: int = 0
     metrics: int = 0
     http: int = 0
@@ -60,22 +61,21 @@ class Router:
     ) -> None:
         self.config, self.tokenizer, self.now = config, tokenizer, now
         self.id = f"router-{secrets.token_hex(6)}"
-        self.ports = Ports()
-        # For clients; empty until the port is known.
-        self.address = host_and_port(config.host, config.port) if config.port else ""
+        self.ports = Ports(host_and_port(config.host, config.port) if config.port else "")
         self.keys = None if config.keys is None else KeyRing(config.keys)
         self.quotas = Quotas(now)
         self.metrics = RouterMetrics()
         self.monitor = Monitor()
         self.traces = traces or Traces()
-        self.view = FleetView(store)
         self.placements = PlacementWriter(store)
         access = FleetAccess.read(
             config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
         )
         peers = Peers(now, access, config.max_request_s)
         others = OtherRouters(store, self.id)
-        self.fleet = RoutedFleet(self.view, config.prefill, now, seats=others.seats, peers=peers)
+        self.fleet = RoutedFleet(
+            FleetView(store), config.prefill, now, seats=others.seats, peers=peers
+        )
         self.cleanup = Cleanup(peers)
         self.catalogue = Catalogue(self.fleet)
         lacking = partial(self.metrics.waiting, "worker")

@@ -28,7 +28,7 @@ from effuse.router.client import RETRY_AFTER_S
 from effuse.router.findings import check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.planner import Workload
-from effuse.router.policy import Condition, Prospect
+from effuse.router.policy import Condition, Prospect, what_is_missing
 from effuse.router.request import Request
 from effuse.router.steering import Steering
 
@@ -262,7 +262,8 @@ class Seats:
         self._lacking_since = {name: self._lacking_since.get(name, now) for name in lacking}
         for name, since in self._lacking_since.items():
             if now - since > self._recovery_s:
-                missing = self._fleet.what_is_missing(self._fleet.need(name))
+                need = self._fleet.need(name)
+                missing = what_is_missing(self._fleet.candidates(), need)
                 text = f"no worker could begin within {self._recovery_s:.3g} s: {missing}"
                 error = partial(Unavailable, text, retry_after_s=RETRY_AFTER_S)
                 self._admission.give_up(name, now - self._recovery_s, error)

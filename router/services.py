@@ -18,8 +18,9 @@ from effuse.protos.channels import filled
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.protos.rpc import Context
 from effuse.router.findings import Findings, check_request_id
+from effuse.router.fleet import live_workers
 from effuse.router.handler import Serving
-from effuse.router.policy import Candidate, Condition, live_workers
+from effuse.router.policy import Candidate, Condition
 from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.router.steering import ModelPlan

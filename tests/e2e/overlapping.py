@@ -198,7 +198,7 @@ async def carry_out(
             fleet.append(await stack.enter_async_context(one))
         address = f"127.0.0.1:{router.ports.grpc}"
         channel = await stack.enter_async_context(rpc.connect(address, keepalive=None))
-        await eventually(lambda: len(router.view.workers()) == workers)
+        await eventually(lambda: len(router.fleet.view.workers()) == workers)
         is_over = asyncio.Event()
         sampling = asyncio.create_task(_sample(router, outcome))
         async with asyncio.TaskGroup() as group:

@@ -136,7 +136,7 @@ async def carry_out(redis_url: str, home: Path, num_others: int, poison: int) ->
         workers(redis_url, home, 3.0 if poison == HANG else 60.0) as fleet,
         rpc.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None) as channel,
     ):
-        await eventually(lambda: len(router.view.workers()) == NUM_DECODE)
+        await eventually(lambda: len(router.fleet.view.workers()) == NUM_DECODE)
         stub = generation_stub(channel)
         others = Others(stub)
         async with asyncio.TaskGroup() as group:

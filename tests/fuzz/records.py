@@ -117,7 +117,7 @@ class Readers:
 
         store.workers = workers  # type: ignore[method-assign]
         try:
-            await fleet.router.view.poll()
+            await fleet.router.fleet.view.poll()
             models = fleet.models
             await _ask(models.ListWorkers(model_pb2.ListWorkersRequest(), timeout=30), stored)
             await _ask(models.ListModels(model_pb2.ListModelsRequest(), timeout=30), stored)
@@ -130,7 +130,7 @@ class Readers:
 
     async def _forget(self) -> None:
         """The believed record is gone, as after its lease."""
-        view = self.fleet.router.view
+        view = self.fleet.router.fleet.view
         view._snapshot = Snapshot({}, True)
         await view.poll()
 
@@ -197,7 +197,10 @@ class Readers:
 
     def held(self) -> Mapping[str, int]:
         router = self.fleet.router
-        return {"requests": router.requests.num_running, "workers": len(router.view.workers())}
+        return {
+            "requests": router.requests.num_running,
+            "workers": len(router.fleet.view.workers()),
+        }
 
 
 async def _ask(made: grpc.aio.UnaryUnaryCall[Any, Any], stored: bytes) -> None:

@@ -156,7 +156,7 @@ class FakeFleet:
     async def announce(self) -> None:
         """Lets the router see the workers as they are now."""
         self.store.records = {worker.worker_id: worker.record for worker in self.workers}
-        await self.router.view.poll()
+        await self.router.fleet.view.poll()
 
 
 @asynccontextmanager

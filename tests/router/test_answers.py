@@ -321,7 +321,7 @@ def test_answers_that_wait_for_seats_are_told_to_other_routers() -> None:
         router, go = fleet.router, asyncio.Event()
 
         async def told() -> tuple[int, dict[str, int] | None]:
-            await router.seats.exchange(router.id, router.address)
+            await router.seats.exchange(router.id, router.ports.address)
             record = fleet.store.routers[router.id]
             return record.waiting, record.waiting_by_model
 

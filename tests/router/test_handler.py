@@ -215,7 +215,7 @@ def test_64_requests_are_shared_by_two_of_each() -> None:
 def test_redis_gone_changes_nothing_for_requests() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.store.is_down = True
-        await fleet.router.view.poll()
+        await fleet.router.fleet.view.poll()
         assert (await ask(fleet)).text == TEXT
 
     run(body)

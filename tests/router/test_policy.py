@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from router.fake_model import worker_record
 
 from effuse.placement.records import Link, Load, WorkerRecord
+from effuse.router.fleet import live_workers
 from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
@@ -20,7 +21,6 @@ from effuse.router.policy import (
     Placement,
     Prospect,
     WorkerLife,
-    live_workers,
     place,
     prospect,
     why_refused,

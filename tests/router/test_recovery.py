@@ -113,7 +113,7 @@ def test_a_front_that_answers_is_waited_for_although_its_lease_has_run_out() -> 
         await until(lambda: fleet.condition(worker) is Condition.STARTING)
         worker.record = msgspec.structs.replace(worker.record, state="released")
         await fleet.announce()
-        assert not fleet.router.view.workers()
+        assert not fleet.router.fleet.view.workers()
         await fleet.router.fleet.forget_gone()
         assert fleet.condition(worker) is Condition.STARTING
         worker.record = msgspec.structs.replace(worker.record, state="ready")

@@ -108,7 +108,7 @@ def test_what_a_live_router_runs_is_not_run_twice() -> None:
         store = fleet.store
         other = RouterRecord(router_id="router-x", address="10.0.0.7:50051")
         await store.announce_router(other, 3.0)
-        await fleet.router.seats.exchange(fleet.router.id, fleet.router.address)
+        await fleet.router.seats.exchange(fleet.router.id, fleet.router.ports.address)
         store.placements["mine"], store.leases["router-x"] = THEIRS, 2.0
         asking = asyncio.create_task(ask(fleet, request_id="mine"))
         await fleet.decode[0].idle.wait()

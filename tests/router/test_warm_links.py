@@ -6,13 +6,13 @@ import msgspec
 import redis_server
 
 from effuse.placement.records import Link, WorkerRecord
+from effuse.router.fleet import cold_lives
 from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
     InFlight,
     PrefillMode,
     Prospect,
-    cold_lives,
     place,
     prospect,
     why_refused,
