@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import accumulate, product
 from typing import Final, get_args
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from effuse.client.answer import Stats
 from effuse.placement.records import Role
@@ -63,17 +63,7 @@ class RouterMetrics(ProcessMetrics):
         # Of both, those that were counted last behind the others.
         self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()
         self.workers = self.gauge("workers", "Workers by role and state", "worker_role", "state")
-        self._plans = (
-            self.gauge(
-                "planned_workers", "Best roles of the present workers", MODEL, "worker_role"
-            ),
-            self.gauge(
-                "desired_workers", "Workers that the load needs, for a scaler", MODEL, "worker_role"
-            ),
-            self.gauge(
-                "planned_prompt_share", "Share of prompts that decode workers should compute", MODEL
-            ),
-        )
+        self._plans = self._plan_gauges()
         self.stalled = self.gauge(
             "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
         )
@@ -93,6 +83,16 @@ class RouterMetrics(ProcessMetrics):
             "tokens_per_forward", "Tokens of an answer divided by its forwards", MODEL,
             bounds=TOKENS_PER_FORWARD,
         )  # fmt: skip
+
+    def _plan_gauges(self) -> tuple[Gauge, Gauge, Gauge]:
+        role = "worker_role"
+        return (
+            self.gauge("planned_workers", "Best roles of the present workers", MODEL, role),
+            self.gauge("desired_workers", "Workers that the load needs, for a scaler", MODEL, role),
+            self.gauge(
+                "planned_prompt_share", "Share of prompts that decode workers should compute", MODEL
+            ),
+        )
 
     def count_end(self, request: Request, status: str, stats: Stats) -> None:
         """A request that ended, whichever way."""
