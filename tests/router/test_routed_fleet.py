@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import grpc.aio
+import pytest
 from router.fake_model import worker_record
 
 from effuse.placement.fleet import FleetView
@@ -123,6 +124,18 @@ def test_counts_come_back_to_nothing() -> None:
     with fleet.counted(placement, 7, 9):
         assert [c.in_flight.tokens + c.in_flight.to_prefill for c in fleet.candidates()] == [16, 7]
     assert [c.in_flight for c in fleet.candidates()] == [InFlight(placed=1)] * 2
+
+
+@pytest.mark.parametrize("prefill", [None, worker("p0")], ids=["own prompt", "remote"])
+def test_an_answer_counts_once_its_prompt_is_complete(prefill: WorkerRecord | None) -> None:
+    fleet = RoutedFleet(View(worker("d0"), worker("p0")), "auto", lambda: 0.0)
+    placement = Placement(worker("d0"), prefill)
+    with fleet.counted(placement, 7, 9) as share:
+        for _ in range(2):
+            share.end_prompt()
+            decode, other = (c.in_flight for c in fleet.candidates())
+            assert (decode.answers, decode.to_prefill, other.to_prefill) == (1, 0, 0)
+    assert {c.in_flight.answers for c in fleet.candidates()} == {0}
 
 
 def test_a_prompt_that_is_shared_counts_once() -> None:
