@@ -55,10 +55,16 @@ def test_two_that_compute_prompts_for_each_other_give_the_oracles_answers(
     ) as fleet:  # fmt: skip
         wait_until(lambda: all(one.links for one in workers_of(fleet).values()), "links are cold")
         pairs = solid_jobs("sdar", "block_diffusion", seed=2)
-        answers = ask(fleet, [job for job, _ in pairs])
-        compare(pairs, answers)
-        ways = {(one.stats.prefill_worker, one.stats.decode_worker) for one in answers}
-        assert ways == {("worker-0", "worker-1"), ("worker-1", "worker-0")}
+        ways = set[tuple[str, str]]()
+
+        def both_ways_were_taken() -> bool:
+            answers = ask(fleet, [job for job, _ in pairs])
+            compare(pairs, answers)
+            ways.update((one.stats.prefill_worker, one.stats.decode_worker) for one in answers)
+            return ways == {("worker-0", "worker-1"), ("worker-1", "worker-0")}
+
+        # If one link is slower at first, all of a first turn may take the other.
+        wait_until(both_ways_were_taken, "prompts went one way")
         for name in fleet.names("worker"):
             wait_until(partial(has_all_pages, fleet.address_of(name)), "pages are left")
 
