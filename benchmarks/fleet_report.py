@@ -1,8 +1,8 @@
 """`python -m effuse.benchmarks.fleet_report FILE`: the output of `gpu_fleet` as tables and a plot.
 
 Pure arithmetic over its JSON. A request meets a pair of objectives if its first block arrived in
-time and 99 % of the gaps between its blocks are within a multiple of one unloaded gap, the shorter
-of the two fleets' medians. Goodput has two forms: the requests a second that met them, at the rate
+time and every gap between its blocks is within a multiple of one unloaded gap, the shorter of the
+two fleets' medians. Goodput has two forms: the requests a second that met them, at the rate
 with the most, and the highest rate at which nine requests in ten did.
 """
 
@@ -20,28 +20,24 @@ from typing import Any
 
 from effuse.benchmarks.gpu_handoff import Result, table
 from effuse.cli.figures import percentile
+from effuse.config.objectives import Goals
 
 Content = dict[str, Any]
 
 FIRST_S = 1.0
 GAPS = (2, 4)  # multiples of one unloaded gap
-GAP_SHARE = 0.99
 MET_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
+class Objectives(Goals):
     """A user's objectives for a request, in seconds."""
-
-    first_s: float
-    gap_s: float
 
     def met_by(self, request: Content) -> bool:
         """Whether this request met them."""
-        if request["failure"] or request["first_s"] is None or request["first_s"] > self.first_s:
+        if request["failure"] or request["first_s"] is None:
             return False
-        gaps = request["gaps"]
-        return bool(sum(gap <= self.gap_s for gap in gaps) >= GAP_SHARE * len(gaps))
+        return self.kept(request["first_s"], request["gaps"]).all is not False
 
 
 def report(content: Content) -> str:

@@ -208,7 +208,7 @@ def _kind_of(name: str, metavar: str) -> dict[str, Any]:
         return {"type": within(NUMBERS[name]), "metavar": metavar}
     if name in _REPEATED:
         return {"action": "append", "default": [], "type": _REPEATED[name], "metavar": metavar}
-    if name == "model":
+    if name in ("model", "request_class"):
         return {"type": text, "metavar": metavar}
     return {"action": "store_true", "default": None}
 

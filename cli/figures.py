@@ -1,8 +1,8 @@
 """The figures of benchmark runs, as tables, as JSON and as a plot.
 
 Times are those that a client sees: until its first block, from block to block, and until its end.
-Tokens are the server's count of generated tokens. Goodput counts requests that met every objective,
-as in DistServe (arXiv 2401.09670). All is pure arithmetic and text, apart from `plot`.
+Tokens are the server's count of generated tokens. Goodput counts requests that met every objective
+(`config/objectives.py`). All is pure arithmetic and text, apart from `plot`.
 """
 
 import math
@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
+
+from effuse.config.objectives import Goals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,11 +47,9 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceGoals:
-    """A client's objectives for each request, in seconds; infinity means none."""
+class ServiceGoals(Goals):
+    """The same with a bound on the time to the end, which only clients judge."""
 
-    first_block_s: float = math.inf
-    gap_s: float = math.inf  # every gap between two blocks
     total_s: float = math.inf
 
     @property
@@ -58,11 +58,8 @@ class ServiceGoals:
         return math.isinf(min(self.first_block_s, self.gap_s, self.total_s))
 
     def met_by(self, sample: Sample) -> bool:
-        return (
-            sample.first_block_s <= self.first_block_s
-            and max(sample.gaps_s, default=0.0) <= self.gap_s
-            and sample.total_s <= self.total_s
-        )
+        kept = self.kept(sample.first_block_s, sample.gaps_s)
+        return kept.all is not False and sample.total_s <= self.total_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.config.extras import lacking
 from effuse.config.flags import add_switch
+from effuse.config.objectives import OBJECTIVES
 from effuse.protos.channels import generation_stub
 from effuse.protos.rpc import FLEET_LIMITS, channel_options
 from effuse.router.tokenizer import bundled_directory
@@ -189,7 +190,7 @@ class BenchError(Exception):
     """The benchmark cannot begin, or one of its rows cannot be measured."""
 
 
-_BASELINE: Final = {"model", "max_tokens", "window", "confidence_threshold"}
+_BASELINE: Final = {"model", "max_tokens", "window", "confidence_threshold", *OBJECTIVES}
 _BASELINE_FLAGS: Final = "--model, --max-tokens, --window and --confidence-threshold"
 
 
@@ -261,12 +262,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--arrival-seed", type=whole(0), default=1, metavar="N", help="seed of these times")
     add_switch(parser, "--sweep", "raise the rate from --rate to the highest at which 9 requests "
                "in 10 meet the objectives")  # fmt: skip
-    for flag, what in (
-        ("--first-block-within", "objective: time to the first block"),
-        ("--gap-within", "objective: time from each block to the next"),
-        ("--total-within", "objective: time to the end"),
-    ):
-        add(flag, type=seconds, default=math.inf, metavar="S", help=f"{what} (default: none)")
+    add("--total-within", type=seconds, default=math.inf, metavar="S",
+        help="objective: seconds until the end (default: none)")  # fmt: skip
 
 
 def parse(argv: Sequence[str]) -> BenchJob:
@@ -274,8 +271,9 @@ def parse(argv: Sequence[str]) -> BenchJob:
     parser = make_parser()
     job: BenchJob = parser.parse_args(argv, BenchJob())
     params = params_from(parser, job)
-    objectives = (job.first_block_within, job.gap_within, job.total_within)
-    job.goals = ServiceGoals(*objectives)
+    # Requests have the first two as well.
+    own = params.first_block_within or math.inf, params.gap_within or math.inf
+    job.goals = ServiceGoals(*own, job.total_within)
     _check(parser, job, params)
     if job.baseline:  # all rows have these settings instead of the model's own
         params = replace(params, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0)

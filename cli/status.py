@@ -1,4 +1,5 @@
-"""`effuse status`: the workers of a running fleet, their load and links, and its addresses.
+"""`effuse status`: the workers of a running fleet, their load and links, the share of requests that
+kept their objectives, and its addresses.
 
 The addresses of the page and of metrics are known if this user started the fleet on this machine.
 `effuse top` and the page show repeated views (`looks`), which go on after the router was
@@ -62,12 +63,13 @@ def main(argv: Sequence[str]) -> int:
     shown = credentials_of(parser, asked)
     try:
         with client_of(asked.target, shown, asked.timeout) as client:
-            workers, models = client.workers(), client.models()
+            workers, models, plans = client.workers(), client.models(), client.plans()
     except EffuseError as error:
         print(f"effuse status: {explain(error, asked.target)}", file=sys.stderr)
         return 1
-    told = as_json(workers) if asked.json else as_text(workers, models, addresses(asked.target))
-    print(told, end="")
+    kept = [f"{one.model}: {line}" for one in plans for line in one.kept]
+    places = [*kept, *addresses(asked.target)]
+    print(as_json(workers) if asked.json else as_text(workers, models, places), end="")
     return 0 if any(_can_answer(worker) for worker in workers) else 1
 
 
@@ -103,8 +105,8 @@ def as_text(
     models: Sequence[model_pb2.Model] = (),
     places: Sequence[str] = (),
 ) -> str:
-    """A table, then a line for each link, quarantine, source of defaults and address in `places`,
-    and the number of workers of each kind.
+    """A table, then a line for each link, quarantine and source of defaults, those of `places`, and
+    the number of workers of each kind.
     """
     width = max(Console().width, 160)
     console = Console(width=width, markup=False, emoji=False, highlight=False)

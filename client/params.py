@@ -6,14 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, fields
 from operator import index
-from typing import (
-    Any,
-    Final,
-    Literal,
-    SupportsFloat,
-    SupportsIndex,
-    get_args,
-)
+from typing import Any, Final, SupportsFloat, SupportsIndex
 
 from google.protobuf.message import Message
 
@@ -39,11 +32,10 @@ from effuse.config.decoding import (
     Score,
     SettingError,
 )
+from effuse.config.objectives import OBJECTIVES, PRIORITIES, Priority
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
-Priority = Literal["low", "normal", "high"]
-"""Which requests go first in a router's queue."""
 Prompt = str | Chat | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, a conversation or its messages, or token ids that are used as they are."""
 Text = str | Chat | Sequence[Mapping[str, Any]]
@@ -53,11 +45,11 @@ NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
     setting: {
         name: getattr(pb, setting.title()).Value(f"{setting}_{name}".upper()) for name in names
     }
-    for setting, names in {**CHOICES, "priority": get_args(Priority)}.items()
+    for setting, names in {**CHOICES, "priority": PRIORITIES}.items()
 }
 """Settings that are names, and the numbers of these on the wire."""
 NUMBERS: Final[Mapping[str, Bounds]] = {
-    **SAMPLING, **STOPPING, **SETTINGS, "n": ANSWERS, "logprobs": LOGPROBS
+    **SAMPLING, **STOPPING, **SETTINGS, **OBJECTIVES, "n": ANSWERS, "logprobs": LOGPROBS
 }  # fmt: skip
 """Settings that are numbers."""
 
@@ -83,7 +75,16 @@ class AnswerSettings:
     )
     echo: bool | None = _setting("", "print the prompt before the answer (default: off)")
     priority: Priority | None = _setting(
-        "", "which requests go first if some must wait (default: normal)"
+        "", "which requests go first if some must wait (default: the class's, or normal)"
+    )
+    request_class: str | None = _setting(
+        "NAME", "class of the request, whose objectives the router has (default: none)"
+    )
+    first_block_within: float | None = _setting(
+        "S", "objective: seconds until the first block (default: the class's or the router's)"
+    )
+    gap_within: float | None = _setting(
+        "S", "objective: seconds between two blocks (default: the class's or the router's)"
     )
     parse_special_tokens: bool | None = _setting(
         "", "read special tokens in a prompt as tokens, not as text (default: off)"
@@ -303,7 +304,7 @@ def _check_setting(name: str, value: Any) -> None:
         for token, added in value.items():
             _check_number(name, token, TOKEN_ID)
             _check_number(name, added, BIAS)
-    elif name == "model":
+    elif name in ("model", "request_class"):
         _check_text(name, value)
     elif not isinstance(value, bool):
         raise SettingError(name, "True or False", repr(value))
@@ -348,9 +349,8 @@ def _check_text(name: str, value: object) -> None:
 def _settings(params: Params) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         n=params.n,
-        model=params.model,
-        parse_special_tokens=params.parse_special_tokens,
-        **_set_fields(("priority",), params),
+        **_set_fields(("model", "parse_special_tokens", "priority", "request_class"), params),
+        objectives=pb.Objectives(**_set_fields(_fields_of(pb.Objectives), params)),
         sampling=pb.SamplingParams(**_set_fields(_fields_of(pb.SamplingParams), params)),
         stopping=pb.StoppingParams(**_set_fields(_fields_of(pb.StoppingParams), params)),
         decoding=pb.DecodingParams(**_set_fields(_fields_of(pb.DecodingParams), params)),

@@ -1,8 +1,9 @@
 """Command-line parsers for all commands and processes, and flags from the fields of a frozen
 dataclass.
 
-A field `page_size: Annotated[int, "tokens in a page"] = 16` makes the flag `--page-size N`. The
-dataclass checks its own values in `__post_init__` and raises ValueError.
+A field `page_size: Annotated[int, "tokens in a page"] = 16` makes the flag `--page-size N`. One of
+type `tuple[str, ...]` makes a flag that may be repeated. The dataclass checks its own values in
+`__post_init__` and raises ValueError.
 
 A TOML file may hold flags (`--config FILE`), with one key for each flag, without dashes. It becomes
 words of a command line before the typed ones, which take precedence. A file serves one command;
@@ -138,7 +139,7 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, about: str) -
     found = vars(parser.parse_args(with_file(parser, argv)))
     del found["config"]
     try:
-        return config(**found)
+        return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
     except ValueError as error:
         parser.error(str(error))
 
@@ -265,6 +266,8 @@ def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) 
         add_switch(parser, flag, text, default=bool(default))
     elif get_origin(kind) is Literal:
         parser.add_argument(flag, choices=get_args(kind), default=default, help=text)
+    elif get_origin(kind) is tuple:
+        parser.add_argument(flag, action="append", default=[], metavar="NAME", help=text)
     else:
         name = {int: "N", float: "X", Path: "PATH"}.get(cast(type, kind), "NAME")
         parse_value = cast("type[int] | type[float] | type[str] | type[Path]", kind)

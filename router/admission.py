@@ -2,11 +2,11 @@
 
 For each model as many answers run at once as its live decode workers have seats, within a limit for
 all models. A request for several answers counts as often as it has answers. Other requests wait
-here and hold nothing, so that any worker can take their turn. The first to come goes first,
-corrected by the class of each request, and tenants take turns (`tenants.py`). Requests wait only
-for workers of their own model. A request waits until its own deadline at most, and is refused if it
-cannot meet it (`HoldTimes`). A model without a live decode worker has no slots: its requests wait
-until one is live, or until the router gives up (`give_up`). Not here: the choice of a worker
+here and hold nothing, so that any worker can take their turn. The one whose first block is due
+first goes first, corrected by its priority, and tenants take turns (`tenants.py`). Requests wait
+only for workers of their own model. A request waits until its own deadline at most, and is refused
+if it cannot meet it (`HoldTimes`). A model without a live decode worker has no slots: its requests
+wait until one is live, or until the router gives up (`give_up`). Not here: the choice of a worker
 (`policy.py`)."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-from effuse.client.params import Priority
+from effuse.config.objectives import Priority
 from effuse.protos.errors import EffuseError, Overloaded
 from effuse.router.tenants import FairQueue, Turn
 from effuse.router.validation import Asked
@@ -38,8 +38,11 @@ MARGIN: Final = 2.0
 """Mean deviations that a request is given beyond the mean hold, as half of them take longer: few
 are refused for it, and nearly all that are let in are answered."""
 AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
-"""By how much earlier a class counts as having come. So waiting makes up for any class: a request
-that has waited for the difference goes before all later ones of its tenant."""
+"""By how much earlier the first block of a priority counts as due. So waiting makes up for any
+priority: a request that has waited for the difference goes before all later ones of its tenant."""
+LATEST_S: Final = 30.0
+"""Seconds after arrival at which a first block is due at the latest, as far as the queue goes. So a
+request with a lax objective, or with none, waits behind others for no longer than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class SlotNeed:
     """The slots that a request needs."""
 
     model: str = ""  # the model of the workers
-    place: float = 0.0  # the time of coming, or what counts as such; smaller ones go first
+    place: float = 0.0  # when the first block is due, by priority; smaller ones go first
     tenant: str = ""
     size: int = 1  # tokens of an answer at most
     num_answers: int = 1  # seats; it waits only for the first one
@@ -55,8 +58,8 @@ class SlotNeed:
 
     @classmethod
     def of(cls, asked: Asked, tenant: str, arrived: float, left_s: float) -> SlotNeed:
-        """That of a client's request, which counts as having come earlier or later by its class."""
-        place = arrived - AHEAD_S[asked.priority]
+        """That of a client's request; within a priority the earliest first block goes first."""
+        place = arrived + min(LATEST_S, asked.goals.first_block_s) - AHEAD_S[asked.priority]
         return cls(
             model=asked.model.name,
             place=place,

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 from effuse.config import checks, flags
 from effuse.config.access import Access
+from effuse.config.objectives import parse_classes
 from effuse.placement.records import check_name
 from effuse.router.planner import Objectives
 from effuse.router.policy import PrefillMode
@@ -95,7 +96,7 @@ class RouterConfig(Connections):
         "retries that each request adds to a shared budget; an empty budget delays retries",
     ] = 0.2
 
-    # Objectives, for plans and for goodput.
+    # Objectives, for plans, for goodput and for help with prompts.
     first_block_objective_s: Annotated[
         float | None, "time from arrival to the first block that requests should keep, in seconds"
     ] = None
@@ -105,6 +106,10 @@ class RouterConfig(Connections):
     gap_objective_ratio: Annotated[
         float | None, "the same, as a multiple of the shortest gap that was measured"
     ] = None
+    request_class: Annotated[
+        tuple[str, ...],
+        "class of requests, such as chat:first-block=0.5,gap=0.1,priority=high; may be repeated",
+    ] = ()
 
     # Time, in seconds.
     max_request_s: Annotated[float, "most time for one request"] = 3600.0
@@ -148,6 +153,7 @@ class RouterConfig(Connections):
             raise ValueError(
                 f"--gap-objective-ratio: expected 1 to 1000, got {self.gap_objective_ratio}"
             )
+        parse_classes("--request-class", self.request_class)
         if not 0 <= self.keep_answers_s <= 86400:
             raise ValueError(f"--keep-answers-s: expected 0 to 86400, got {self.keep_answers_s}")
         if not 0 <= self.retry_share <= 1:

@@ -68,8 +68,6 @@ _COSTS: Final = (
 )  # fmt: skip
 
 Read = Callable[[], pb.GenerateRequest]
-
-
 REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
 """Metadata of a call that gRPC's own retries send again. Clients that do so themselves can set it,
 too."""
@@ -94,9 +92,10 @@ class Serving:
         """The request of a client's message, every setting resolved, with `seed` if it sets none;
         raises `EffuseError` with all that speaks against it."""
         router, tokenizer = self.router, self.router.tokenizer
+        model = router.catalogue.find(message.model if message.HasField("model") else None)
         return validate(
             message,
-            router.catalogue.find(message.model if message.HasField("model") else None),
+            model,
             tokenizer.reserved_ids,
             is_stream=is_stream,
             decode_prefills=router.fleet.mode != "remote",
@@ -104,6 +103,8 @@ class Serving:
             chat_end_ids=tokenizer.chat_end_ids,
             answers=self._answers,
             seed=seed,
+            classes=router.classes,
+            goals=router.steering.goals(model.name),
         )
 
     @contextmanager

@@ -227,6 +227,28 @@ class Measured:
         )
 
 
+class KeptShares:
+    """The share of the latest requests that kept all their objectives, by model and class."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], tuple[float, float]] = {}  # kept, missed
+
+    def note(self, model: str, request_class: str, *, is_kept: bool) -> None:
+        """A request that had an objective has ended."""
+        kept, missed = self._counts.get((model, request_class), (0.0, 0.0))
+        counts = kept + is_kept, missed + (not is_kept)
+        self._counts[model, request_class] = _decayed(*counts, 2 * MOST_WEIGHT)
+
+    def lines(self, model: str) -> list[str]:
+        """A line for each class, for operators."""
+        return [
+            f"{kept / (kept + missed):.1%} of the latest requests"
+            f"{f' of class {name}' if name else ''} kept their objectives"
+            for (of, name), (kept, missed) in sorted(self._counts.items())
+            if of == model
+        ]
+
+
 def _decayed(one: float, other: float, most: float) -> tuple[float, float]:
     """Both halved once their sum is larger than `most`."""
     return (one / 2, other / 2) if one + other > most else (one, other)

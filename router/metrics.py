@@ -16,6 +16,7 @@ from effuse.client.answer import Stats
 from effuse.placement.records import Role
 from effuse.protos.errors import Overloaded
 from effuse.router.failures import REFUSALS, Failure, FailureKind
+from effuse.router.measures import KeptShares
 from effuse.router.policy import Candidate, Condition
 from effuse.router.request import Request
 from effuse.router.steering import ModelPlan
@@ -24,6 +25,8 @@ from effuse.v1 import worker_pb2
 from effuse.v1.monitor_pb2 import RunningBlock
 
 MODEL = "model_name"
+_BY_CLIENTS: Final = ("CANCELLED", "ABORTED", "INVALID_ARGUMENT", "ALREADY_EXISTS")
+"""Statuses of requests that ended before anything could be kept, and by no fault of the fleet."""
 MOST_WATCHERS: Final = 16
 MOST_SERIES: Final = 4096
 """Series of workers and the reasons of their failures."""
@@ -56,6 +59,12 @@ class RouterMetrics(ProcessMetrics):
             "prompt_tokens", "Prompt tokens of answered requests", MODEL
         )
         self.generation_tokens = self.counter("generation_tokens", "Tokens generated", MODEL)
+        self.within = self.counter(
+            "requests_within_objectives",
+            "Requests that had an objective, and whether they kept it",
+            *(MODEL, "class", "objective", "met"),
+        )
+        self.kept_shares = KeptShares()
         self.losses = self.counter("worker_losses", "Attempts lost, by worker", "worker", "reason")
         self.refusals = self.counter(
             "worker_refusals", "Attempts that were not begun, by worker", "worker", "reason"
@@ -103,10 +112,30 @@ class RouterMetrics(ProcessMetrics):
             self.tenants.labels(tenant, status).inc()
             num_tokens = len(request.prompt.token_ids) + request.num_written
             self.tenant_tokens.labels(tenant).inc(num_tokens)
-        if status == "OK" and request.kept_prompt_tokens is not None:
-            self.repeated.inc()
-        elif status == "OK":
+        if request.kept_prompt_tokens is not None:
+            self.repeated.inc(status == "OK")
+            return
+        if status == "OK":
             self._count_answer(request, stats)
+        if status not in _BY_CLIENTS:
+            self._count_kept(request, status, stats)
+
+    def _count_kept(self, request: Request, status: str, stats: Stats) -> None:
+        """Counts each objective of a request; one that failed has kept none."""
+        asked, kept = request.asked, request.asked.goals.missed()
+        if status == "OK":
+            gaps = (gap for one in request.parts for gap in one.costs.block_gaps())
+            kept = asked.goals.kept(stats.first_block_s, gaps)
+        labels = asked.model.name, asked.request_class
+        for name, is_kept in (
+            ("first_block", kept.first_block),
+            ("gap", kept.gap),
+            ("all", kept.all),
+        ):
+            if is_kept is not None:
+                self.within.labels(*labels, name, str(is_kept).lower()).inc()
+        if kept.all is not None:
+            self.kept_shares.note(*labels, is_kept=kept.all)
 
     def count_refusal(self, tenant: str, status: str) -> None:
         """A request was refused before anything was held; `tenant` is empty without keys."""

@@ -4,7 +4,7 @@ Not here: the life of a request (`handler.py`), which models there are (`seats.p
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -235,9 +235,9 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
     )
 
 
-def describe_plan(name: str, plan: ModelPlan) -> monitor_pb2.ModelPlan:
-    """The plans for a model, as clients read them."""
-    found = monitor_pb2.ModelPlan(model=name, lines=plan.lines())
+def describe_plan(name: str, plan: ModelPlan, kept: Sequence[str]) -> monitor_pb2.ModelPlan:
+    """The plans for a model, as clients read them. `kept`: lines about objectives kept so far."""
+    found = monitor_pb2.ModelPlan(model=name, lines=[*plan.lines(), *kept], kept=kept)
     if (planner := plan.planner) is not None:
         times, kinds = planner.times, monitor_pb2
         parts = {
@@ -282,8 +282,13 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         self, request: monitor_pb2.GetPlanRequest, context: Context
     ) -> monitor_pb2.GetPlanResponse:
         """The plans, in the order of the models' names."""
-        models = sorted(self._router.steering.models.items())
-        return monitor_pb2.GetPlanResponse(plans=[describe_plan(*one) for one in models])
+        models, kept = (
+            sorted(self._router.steering.models.items()),
+            self._router.metrics.kept_shares,
+        )
+        return monitor_pb2.GetPlanResponse(
+            plans=[describe_plan(name, one, kept.lines(name)) for name, one in models]
+        )
 
     def _snapshot(self) -> monitor_pb2.WatchRequestsResponse:
         router = self._router
@@ -300,7 +305,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             plan=[
                 f"{name}: {line}"
                 for name, one in sorted(router.steering.models.items())
-                for line in one.lines()
+                for line in (*one.lines(), *router.metrics.kept_shares.lines(name))
             ],
         )
 

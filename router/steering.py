@@ -6,12 +6,14 @@ better by `GAIN` for a while; so noise in a steady load changes nothing. Pure: n
 monotonic clock in seconds.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec.structs import replace
 
+from effuse.config.objectives import Goals
 from effuse.placement.records import WorkerRecord
 from effuse.router.measures import LoadLog, Measured
 from effuse.router.planner import (
@@ -134,6 +136,12 @@ class Steering:
     def of(self, model: str) -> ModelPlan:
         """The plans of a model."""
         return self.models.setdefault(model, ModelPlan())
+
+    def goals(self, model: str) -> Goals:
+        """The router's objectives for one request: a relative gap is of those measured so far."""
+        own, planner = self._objectives, self.of(model).planner
+        limit_s = own.gap_limit_s(()) if planner is None else planner.gap_limit_s
+        return Goals(own.first_block_s or math.inf, limit_s)
 
     def workloads(self) -> dict[str, Workload]:
         """The load at this router, by model."""

@@ -6,6 +6,7 @@ before the prompt is tokenised. Not here: its input (`findings.py`), whether the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -13,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from effuse.client.chat import Chat
-from effuse.client.params import NAMES, Priority
+from effuse.client.params import NAMES
 from effuse.config.decoding import (
     ALGORITHMS,
     ANSWERS,
@@ -32,8 +33,9 @@ from effuse.config.decoding import (
     DecodeSettings,
     Sampling,
 )
+from effuse.config.objectives import NO_GOALS, OBJECTIVES, Goals, Priority, RequestClass
 from effuse.placement.records import ModelInfo
-from effuse.router.findings import Findings, check_input, check_request_id
+from effuse.router.findings import Findings, check_input, check_request_id, shown
 from effuse.v1 import generation_pb2 as pb
 
 _BY_NUMBER: Final[Mapping[str, Mapping[int, Any]]] = {
@@ -64,6 +66,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     num_answers: int
     settings: DecodeSettings
     priority: Priority
+    request_class: str  # empty for none
+    goals: Goals  # its own objectives, else those of its class, else the router's
     wants_token_ids: bool
     wants_drafts: bool
     num_logprobs: int | None  # likeliest ids beside each token's; None sends none
@@ -93,6 +97,8 @@ def validate(
     chat_end_ids: Collection[int] = (),
     answers: Bounds = ANSWERS,
     seed: int = 0,
+    classes: Mapping[str, RequestClass] = {},
+    goals: Goals = NO_GOALS,
 ) -> Asked:
     """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
 
@@ -100,7 +106,7 @@ def validate(
     `takes_chats`: whether there is a chat template for the model. `chat_end_ids`: ids that end an
     answer in it, beside the model's end-of-sequence ids. `decode_prefills`: whether decode workers
     may compute prompts themselves. `answers`: how many a request may ask for. `seed`: a uint64, for
-    a request that sets none."""
+    a request that sets none. `classes`: the router's classes by name. `goals`: its objectives."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
@@ -113,10 +119,8 @@ def validate(
     _check_algorithm(request.sampling, algorithm, model, decode_prefills, findings)
     num_answers = request.n if request.HasField("n") else 1
     findings.number("n", num_answers, answers)
-    findings.number("output.logprobs", request.output.logprobs, LOGPROBS)
-    findings.choice("priority", request.priority, _WIRE_NAMES["priority"])
-    if request.output.drafts and not is_stream:
-        findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
+    own_class, own_goals = _check_objectives(request, classes, findings)
+    _check_output(request.output, is_stream, findings)
     findings.raise_any()
     end_ids = {*model.eos_token_ids, *(() if chat is None else chat_end_ids)}
     return Asked(
@@ -134,12 +138,32 @@ def validate(
         has_seed=request.sampling.HasField("seed"),
         num_answers=num_answers,
         settings=_resolve_settings(request.decoding, algorithm, model),
-        priority=_BY_NUMBER["priority"].get(request.priority, "normal"),
+        priority=_BY_NUMBER["priority"].get(request.priority, own_class.priority),
+        request_class=request.request_class,
+        goals=own_goals.or_else(own_class.goals).or_else(goals),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
         num_logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
         wants_echo=request.output.echo,
     )
+
+
+def _check_objectives(
+    request: pb.GenerateRequest, classes: Mapping[str, RequestClass], findings: Findings
+) -> tuple[RequestClass, Goals]:
+    """The class that a request names, and the objectives that it sets itself."""
+    findings.choice("priority", request.priority, _WIRE_NAMES["priority"])
+    given = _given(request.objectives)
+    for name, value in given.items():
+        findings.number(f"objectives.{name}", value, OBJECTIVES[name])
+    own = Goals(*(given.get(name, math.inf) for name in OBJECTIVES))
+    if not request.HasField("request_class"):
+        return RequestClass(), own
+    name, form = request.request_class, f"one of {', '.join(classes)}"
+    if name not in classes:
+        none = "it unset, because this router has no classes (--request-class)"
+        findings.add("request_class", form if classes else none, shown(name))
+    return classes.get(name, RequestClass()), own
 
 
 def fit(prompt_len: int, asked: Asked) -> int:
@@ -168,6 +192,12 @@ def fit(prompt_len: int, asked: Asked) -> int:
         findings.add("stopping.min_tokens", limit, asked.min_tokens)
     findings.raise_any()
     return found
+
+
+def _check_output(output: pb.OutputOptions, is_stream: bool, findings: Findings) -> None:
+    findings.number("output.logprobs", output.logprobs, LOGPROBS)
+    if output.drafts and not is_stream:
+        findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
 
 
 def _check_sampling(
@@ -318,6 +348,6 @@ def _resolve_settings(
     return msgspec.structs.replace(defaults, **given) if given else defaults
 
 
-def _given(params: pb.SamplingParams | pb.DecodingParams) -> dict[str, Any]:
+def _given(params: pb.SamplingParams | pb.DecodingParams | pb.Objectives) -> dict[str, Any]:
     """The fields that are set; the rest take the model's defaults."""
     return {field.name: value for field, value in params.ListFields()}

@@ -44,6 +44,10 @@ def decoding(**fields: object) -> Change:
     return lambda r: r.decoding.MergeFrom(pb.DecodingParams(**fields))  # type: ignore[arg-type]
 
 
+def objectives(**fields: float) -> Change:
+    return lambda r: r.objectives.MergeFrom(pb.Objectives(**fields))
+
+
 def prompt(text: str) -> Change:
     return lambda r: setattr(r, "prompt", text)
 
@@ -211,6 +215,23 @@ def wrong_requests(at: Facts) -> dict[str, Wrong]:
         "n 0": (lambda r: setattr(r, "n", 0), "n", "got 0"),
         "n 65": (lambda r: setattr(r, "n", 65), "n", "got 65"),
         "priority unknown": (lambda r: setattr(r, "priority", 4), "priority", "unknown value 4"),
+        "a gap of 0": (
+            objectives(gap_within=0.0),
+            "objectives.gap_within",
+            "above 0, at most 3600",
+        ),
+        "no time for a block": (
+            objectives(first_block_within=-1.0),
+            "objectives.first_block_within",
+            "above 0, at most 3600, got -1",
+        ),
+        "an endless gap": (objectives(gap_within=math.inf), "objectives.gap_within", "got inf"),
+        "a gap that is no number": (
+            objectives(gap_within=math.nan),
+            "objectives.gap_within",
+            "nan",
+        ),
+        "class": (lambda r: setattr(r, "request_class", "none"), "request_class", "no classes"),
         "steps with d2f": (
             decoding(denoising_steps=2),
             "decoding.denoising_steps",

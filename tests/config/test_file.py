@@ -24,6 +24,7 @@ class Kinds:
     is_loud: Annotated[bool, "say more"] = False
     mode: Annotated[Literal["fast", "safe"], "how"] = "safe"
     where: Annotated[Path | None, "a place"] = None
+    also: Annotated[tuple[str, ...], "further ones"] = ()
 
 
 def _parse(tmp_path: Path, text: str, *argv: str) -> Kinds:
@@ -35,9 +36,11 @@ def _parse(tmp_path: Path, text: str, *argv: str) -> Kinds:
 
 def test_every_kind_of_value(tmp_path: Path) -> None:
     text = "max-count = -7\nshare = 0.25\nis-loud = true\nmode = 'fast'\nwhere = '/x y'"
-    assert _parse(tmp_path, text) == Kinds(
-        max_count=-7, share=0.25, is_loud=True, mode="fast", where=Path("/x y")
-    )
+    text += "\nalso = ['a:b=1,c=2', 'd']"
+    found = Kinds(max_count=-7, share=0.25, is_loud=True, mode="fast", where=Path("/x y"),
+                  also=("a:b=1,c=2", "d"))  # fmt: skip
+    assert _parse(tmp_path, text) == found and _parse(tmp_path, "").also == ()
+    assert _parse(tmp_path, "also = ['a']", "--also", "b").also == ("a", "b")
 
 
 def test_a_mark_at_the_beginning_is_no_part_of_the_file(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ REQUEST_STATE_FAILED: RequestState
 REQUEST_STATE_CANCELLED: RequestState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "chat", "sampling", "stopping", "decoding", "output", "parse_special_tokens", "priority", "n")
+    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "chat", "sampling", "stopping", "decoding", "output", "parse_special_tokens", "priority", "n", "objectives", "request_class")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,8 @@ class GenerateRequest(_message.Message):
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_CLASS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -141,7 +143,17 @@ class GenerateRequest(_message.Message):
     parse_special_tokens: bool
     priority: Priority
     n: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., parse_special_tokens: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., n: _Optional[int] = ...) -> None: ...
+    objectives: Objectives
+    request_class: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., parse_special_tokens: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., n: _Optional[int] = ..., objectives: _Optional[_Union[Objectives, _Mapping]] = ..., request_class: _Optional[str] = ...) -> None: ...
+
+class Objectives(_message.Message):
+    __slots__ = ("first_block_within", "gap_within")
+    FIRST_BLOCK_WITHIN_FIELD_NUMBER: _ClassVar[int]
+    GAP_WITHIN_FIELD_NUMBER: _ClassVar[int]
+    first_block_within: float
+    gap_within: float
+    def __init__(self, first_block_within: _Optional[float] = ..., gap_within: _Optional[float] = ...) -> None: ...
 
 class GenerateStreamRequest(_message.Message):
     __slots__ = ("request",)

@@ -88,7 +88,7 @@ class GetPlanResponse(_message.Message):
     def __init__(self, plans: _Optional[_Iterable[_Union[ModelPlan, _Mapping]]] = ...) -> None: ...
 
 class ModelPlan(_message.Message):
-    __slots__ = ("model", "times", "workload", "objectives", "mode", "roles", "desired", "lines")
+    __slots__ = ("model", "times", "workload", "objectives", "mode", "roles", "desired", "lines", "kept")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class ModelPlan(_message.Message):
     ROLES_FIELD_NUMBER: _ClassVar[int]
     DESIRED_FIELD_NUMBER: _ClassVar[int]
     LINES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     model: str
     times: PlanTimes
     workload: PlanWorkload
@@ -105,7 +106,8 @@ class ModelPlan(_message.Message):
     roles: PlanSplit
     desired: PlanSplit
     lines: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., times: _Optional[_Union[PlanTimes, _Mapping]] = ..., workload: _Optional[_Union[PlanWorkload, _Mapping]] = ..., objectives: _Optional[_Union[PlanObjectives, _Mapping]] = ..., mode: _Optional[str] = ..., roles: _Optional[_Union[PlanSplit, _Mapping]] = ..., desired: _Optional[_Union[PlanSplit, _Mapping]] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+    kept: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., times: _Optional[_Union[PlanTimes, _Mapping]] = ..., workload: _Optional[_Union[PlanWorkload, _Mapping]] = ..., objectives: _Optional[_Union[PlanObjectives, _Mapping]] = ..., mode: _Optional[str] = ..., roles: _Optional[_Union[PlanSplit, _Mapping]] = ..., desired: _Optional[_Union[PlanSplit, _Mapping]] = ..., lines: _Optional[_Iterable[str]] = ..., kept: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PlanTimes(_message.Message):
     __slots__ = ("prompts", "answers", "piece_tokens", "kv_bytes_per_token", "link_bytes_per_second")
