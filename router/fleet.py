@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import random
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, get_args
 
 from effuse.placement.fleet import FleetView
-from effuse.placement.records import Role, RoutedLoad, WorkerRecord
+from effuse.placement.records import Kind, Role, RoutedLoad, WorkerRecord
 from effuse.router.calls import Peers
 from effuse.router.failures import Standing
 from effuse.router.policy import (
@@ -50,6 +52,31 @@ MOST_KNOWN: Final = 1 << 15
 MOST_LIVES: Final = 64
 """Workers of each, the latest; lives that are over would add up otherwise."""
 
+FEW: Final = 64
+"""Workers of which each choice looks at all."""
+CHOICES: Final = 8
+"""Workers of each kind that a choice among more looks at first. With the best of several random
+ones loads stay almost as even as with the best of all (Mitzenmacher, The Power of Two Choices)."""
+
+
+@dataclass(frozen=True)
+class FleetIndex:
+    """The records of a large fleet at one moment."""
+
+    by_life: dict[WorkerLife, WorkerRecord] = field(default_factory=dict)
+    by_kind: dict[tuple[str, Kind], list[WorkerRecord]] = field(default_factory=dict)
+    """Those that were ready, by model and kind of work."""
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> FleetIndex:
+        """The index of these workers."""
+        found = cls({c.record.life: c.record for c in candidates})
+        for record in (c.record for c in candidates if c.condition is Condition.READY):
+            for kind in get_args(Kind):
+                if record.does(kind):
+                    found.by_kind.setdefault((record.model.name, kind), []).append(record)
+        return found
+
 
 class RoutedFleet:
     """One per router, used from its event loop. `now` is a monotonic clock in seconds; `seats`:
@@ -76,6 +103,8 @@ class RoutedFleet:
         self._seen: set[tuple[WorkerLife, Role, Condition]] = set()
         self._changed = asyncio.Event()
         self._waiting_for: dict[Hashable, Prospect] = {}  # of needs that were looked for just now
+        self.index: FleetIndex | None = None  # of a large fleet, at the last look
+        self._freed: deque[WorkerLife] = deque(maxlen=CHOICES)  # that a request has just left
 
     def records(self) -> Sequence[WorkerRecord]:
         """Every worker that lives or may come back."""
@@ -103,7 +132,29 @@ class RoutedFleet:
         """Picks workers for an attempt; nothing is counted yet."""
         if self._waiting_for and need.key in self._waiting_for:
             return None
+        if (few := self._draw(need)) and (found := place(few, need)) is not None:
+            return found
         return place(self.candidates(), need)
+
+    def _draw(self, need: AttemptNeeds) -> list[Candidate]:
+        """A few workers of a large fleet for one choice, or none: `CHOICES` random ones of each
+        kind, those that have most of the prompt, and those that a request has just left."""
+        if self.index is None:
+            return []
+        known = need.cached
+        lives = {*self._freed, *sorted(known, key=known.__getitem__)[-CHOICES:]}
+        lives |= {need.beside} if need.beside is not None else set()
+        lives |= {life for life, holder in self._kept.items() if holder == need.holder}
+        for kind in get_args(Kind):
+            ready = self.index.by_kind.get((need.model, kind), [])
+            drawn = random.sample(ready, CHOICES) if len(ready) > CHOICES else ready  # noqa: S311
+            lives.update(record.life for record in drawn)
+        suspects, found = self.standing.suspects(), map(self.index.by_life.get, lives)
+        return [
+            self._candidate(self.standing.with_role(record), suspects)
+            for record in found
+            if record is not None
+        ]
 
     def prospect(self, need: AttemptNeeds) -> Prospect:
         """The prospect of an attempt.
@@ -113,6 +164,8 @@ class RoutedFleet:
         key = need.key
         if (known := self._waiting_for.get(key)) is not None:
             return known
+        if (few := self._draw(need)) and place(few, need) is not None:
+            return Prospect.NOW
         found = prospect(self.candidates(), need)
         if found is not Prospect.NOW:
             if not self._waiting_for:
@@ -181,6 +234,8 @@ class RoutedFleet:
             if prefill is not None:
                 prompt = InFlight(prompts=1, to_prefill=share.to_prefill)
                 self.count_in_flight(prefill, prompt, -1)
+                self._freed.append(prefill.life)
+            self._freed.append(decode.life)
             self.announce_change()
 
     def in_flight(self, life: WorkerLife) -> InFlight:
@@ -210,12 +265,15 @@ class RoutedFleet:
             async with asyncio.timeout(most_s):
                 await changed.wait()
 
-    def look(self) -> None:
-        """Announces what has changed in the view."""
-        seen = {(c.record.life, c.record.role, c.condition) for c in self.candidates()}
+    def look(self) -> list[Candidate]:
+        """Announces what has changed in the view, and returns all workers."""
+        candidates = self.candidates()
+        self.index = FleetIndex.of(candidates) if len(candidates) > FEW else None
+        seen = {(c.record.life, c.record.role, c.condition) for c in candidates}
         if seen != self._seen:
             self._seen = seen
             self.announce_change()
+        return candidates
 
     async def ask_absent(self) -> None:
         """Asks each worker that is out how it is. One that is ready takes part again."""
@@ -304,15 +362,16 @@ def live_workers(
 
 def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) -> set[WorkerLife]:
     """Of these workers, those that could have a warm link among each other and have none."""
-    cold: set[WorkerLife] = set()
+    ready = {record.life for record in (*prefill, *decode)}
     warm: set[WorkerLife] = set()
     for writer in prefill:
-        for reader in decode:
-            if writer.is_cold_to(reader):
-                cold |= {writer.life, reader.life}
-            elif writer.link_to(reader) is not None:
-                warm |= {writer.life, reader.life}
-    return cold - warm
+        peers = ready.intersection((link.peer, link.peer_incarnation) for link in writer.links)
+        warm |= {writer.life, *peers} if peers else set()
+    writers = [one for one in prefill if one.warms_links]
+    return {
+        *(r.life for r in decode if r.life not in warm and any(w.is_cold_to(r) for w in writers)),
+        *(w.life for w in writers if w.life not in warm and any(map(w.is_cold_to, decode))),
+    }
 
 
 def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:

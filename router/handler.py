@@ -138,7 +138,7 @@ class Serving:
         if router.catalogue.is_empty:
             await self._wait_for_models(EarlyRequest(id=request_id, tenant=tenant, limit_s=limit_s))
         if not admission.knows_seats:
-            router.seats.count()
+            router.seats.count(router.fleet.candidates())
         admission.check(SlotNeed(model=message.model or admission.only_model, tenant=tenant.name))
         is_again = any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ())
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""

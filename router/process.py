@@ -165,7 +165,8 @@ async def _start(router: Router) -> RpcServer:
                 "gRPC health checks are on %s:%d", config.host, await server.start_health(health_at)
             )
         if config.ready_file is not None:
-            rpc.write_ready_file(config.ready_file, router.ports.address, **_ready_facts(router))
+            facts = _ready_facts(router, router.fleet.candidates())
+            rpc.write_ready_file(config.ready_file, router.ports.address, **facts)
     except OSError:
         await server.stop(0.0)
         raise
@@ -195,10 +196,12 @@ def _tls_files(config: RouterConfig) -> TlsFiles | None:
     return TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca)
 
 
-def _ready_facts(router: Router, counts: tuple[int, int] = (0, 0)) -> dict[str, str]:
+def _ready_facts(
+    router: Router, candidates: Sequence[Candidate], counts: tuple[int, int] = (0, 0)
+) -> dict[str, str]:
     """The ready file's content beside the address: other addresses, how many prefill and decode
     workers are ready, and which workers take part."""
-    prefill, decode = live_workers(router.fleet.candidates())
+    prefill, decode = live_workers(candidates)
     workers = ",".join(one.worker_id for one in (*prefill, *decode))
     ready = {"prefill": str(counts[0]), "decode": str(counts[1]), "workers": workers}
     return ready | router.ports.facts
@@ -246,11 +249,11 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
     told = dict[str, str]()
     ready = ReadyWorkers(time.monotonic)
     while True:
-        router.seats.count()
-        router.fleet.look()
-        ready.look(router.fleet.candidates())
+        candidates = router.fleet.look()
+        router.seats.count(candidates)
+        ready.look(candidates)
         router.seats.give_up_waiting()
-        facts, path = _ready_facts(router, ready.counts), router.config.ready_file
+        facts, path = _ready_facts(router, candidates, ready.counts), router.config.ready_file
         if path is not None and facts != told:
             try:
                 rpc.update_ready_file(path, router.ports.address, **facts)
@@ -260,10 +263,10 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
             ) as error:  # a full disk, or no JSON any more
                 LOG.warning("%s could not be written: %s", path, error)
         told = facts
-        router.metrics.show_workers(candidates := router.fleet.candidates())
+        router.metrics.show_workers(candidates)
         if router.steering.look(candidates, router.admission.waiting_by_model()):
             router.metrics.show_plans(router.steering.models)
-        _tell_health(router, server)
+        _tell_health(router, server, candidates)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
 
@@ -297,10 +300,10 @@ async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], fl
         await asyncio.sleep(pause_s())
 
 
-def _tell_health(router: Router, server: RpcServer) -> None:
+def _tell_health(router: Router, server: RpcServer, candidates: Sequence[Candidate]) -> None:
     """Sets gRPC health, by service and by role, to whether the router can do its work now. Liveness
     is the empty name, and always serving."""
-    prefill, decode = live_workers(router.fleet.candidates())
+    prefill, decode = live_workers(candidates)
     can_serve = router.seats.can_serve()
     for name in (GENERATION, VLLM_ENGINE, KSERVE, "router"):
         server.health.set(name, serving=can_serve)

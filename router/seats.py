@@ -8,7 +8,7 @@ owners of request ids (`shared_request.py`), the queue (`admission.py`)."""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final
 
@@ -26,9 +26,9 @@ from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.admission import Admission
 from effuse.router.client import RETRY_AFTER_S
 from effuse.router.findings import check_model_name, shown
-from effuse.router.fleet import RoutedFleet
+from effuse.router.fleet import FleetIndex, RoutedFleet
 from effuse.router.planner import Workload
-from effuse.router.policy import Condition, Prospect, what_is_missing
+from effuse.router.policy import Candidate, Condition, Prospect, what_is_missing
 from effuse.router.request import Request
 from effuse.router.steering import Steering
 
@@ -50,6 +50,8 @@ class Catalogue:
     def __init__(self, fleet: RoutedFleet) -> None:
         self._fleet = fleet
         self._known: dict[str, ModelInfo] = {}
+        self._live: dict[str, ModelInfo] = {}
+        self._index: FleetIndex | None = None  # of a large fleet, that `_live` is of
 
     @property
     def is_empty(self) -> bool:
@@ -59,12 +61,15 @@ class Catalogue:
     def live(self) -> dict[str, ModelInfo]:
         """Models that a worker serves or will again, by name. Decode workers describe them first,
         and of several always the same one, so that equal requests take equal defaults."""
+        if self._index is not None and self._index is self._fleet.index:
+            return self._live
         condition = self._fleet.standing.condition
         known = self._fleet.records()
         records = [one for one in known if condition(one) is not Condition.DRAINING]
         records.sort(key=lambda record: (record.does("decode"), record.worker_id))
         models = {record.model.name: record.model for record in records}
         self._known |= models
+        self._live, self._index = models, self._fleet.index
         return models
 
     def find(self, name: str | None, field: str = "model") -> ModelInfo:
@@ -223,11 +228,11 @@ class Seats:
         self._recovery_s = recovery_s
         self._lacking_since: dict[str, float] = {}  # by model that requests in the queue ask for
 
-    def count(self) -> bool:
-        """Brings the queue in step with the decode workers that are live now. Returns whether there
-        are other seats than before."""
+    def count(self, candidates: Sequence[Candidate]) -> bool:
+        """Brings the queue in step with the decode workers among these. Returns whether there are
+        other seats than before."""
         seats: dict[str, list[int]] = {}
-        for one in self._fleet.candidates():
+        for one in candidates:
             if one.condition is Condition.READY and one.record.does("decode"):
                 seats.setdefault(one.record.model.name, []).append(one.num_seats)
         return self._admission.fit_seats(seats)
@@ -244,7 +249,7 @@ class Seats:
             workloads={name: astuple(one) for name, one in self._steering.workloads().items()},
         )  # fmt: skip
         await self.others.exchange(own)
-        if self.count():
+        if self.count(self._fleet.candidates()):
             self._fleet.announce_change()
 
     def can_serve(self, model: str | None = None) -> bool:
