@@ -1,4 +1,5 @@
-"""`effuse role WORKER ROLE`: changes the kinds of requests that a worker accepts.
+"""`effuse role WORKER ROLE`: changes the kinds of requests that a worker accepts, or leaves that to
+the plans of routers (`auto`).
 
 The router has the worker's address, and the worker itself takes the order. It only accepts a
 process that proves that it belongs to the fleet, as for all calls among the fleet's processes.
@@ -25,7 +26,7 @@ from effuse.cli.arguments import (
 from effuse.protos.channels import FleetAccess, worker_stub
 from effuse.protos.errors import EffuseError, NotFound
 from effuse.v1 import worker_pb2
-from effuse.worker.roles import ROLES
+from effuse.worker.roles import AUTO, ROLES
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"effuse role: {text}", file=sys.stderr)
         return 1
     rest = f", and finishes {told.leaving} requests of its former role" if told.leaving else ""
-    print(f"{asked.worker} is now {told.role}{rest}")
+    by = ", and routers may change that" if asked.role == AUTO else ""
+    print(f"{asked.worker} is now {told.role}{by}{rest}")
     return 0
 
 
@@ -56,7 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("role", "Change the role of a worker that was started as effuse-worker.")
     add = parser.add_argument
     add("worker", metavar="WORKER", help="its name, as `effuse status` shows it")
-    add("role", choices=ROLES, metavar="ROLE", help="prefill, decode or both")
+    add("role", choices=(*ROLES, AUTO), metavar="ROLE",
+        help="prefill, decode or both, which it keeps; auto: routers may change it")  # fmt: skip
     add("--hand-over-s", type=number(0), metavar="S",
         help="hand requests of its former role over to other workers after this many seconds "
         "(default: let them end)")  # fmt: skip

@@ -215,7 +215,9 @@ def _cells(worker: model_pb2.Worker) -> tuple[str, ...]:
 
 
 def _role(worker: model_pb2.Worker) -> str:
-    name = _ROLES.get(worker.role, "unknown")
+    name = _ROLES.get(worker.role, "unknown") + (
+        ", set by an operator" if worker.role_is_pinned else ""
+    )
     if worker.num_leaving:
         name = f"{name}, finishes {worker.num_leaving} of its former role"
     return f"{name} on {worker.ranks} devices" if worker.ranks > 1 else name

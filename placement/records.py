@@ -132,6 +132,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     worker_id: str
     role: Role
     may_change_role: bool = False
+    role_is_pinned: bool = False  # an operator has set it, and plans leave it
+    role_age_s: Amount | None = None  # since it became another one; None if it never did
     num_leaving: U32 = 0  # attempts of a kind that it has ceased to accept, and still finishes
     address: str  # host:port of its front
     incarnation: str
@@ -253,6 +255,7 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[RoutedLoad, ...] = ()
     # Requests a second that begin, by model, and the mean tokens of their prompts and answers.
     workloads: dict[str, tuple[Amount, Above0, Above0]] = msgspec.field(default_factory=dict)
+    steers: tuple[str, ...] = ()  # models for which it has a plan of roles that it may carry out
 
 
 Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord)

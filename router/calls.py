@@ -23,7 +23,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from effuse.placement.records import WorkerRecord
+from effuse.placement.records import Role, WorkerRecord
 from effuse.protos.channels import (
     OPEN,
     FleetAccess,
@@ -121,6 +121,23 @@ class Peers:
             if is_task_cancelled():
                 raise
             return None
+
+    async def set_role(self, record: WorkerRecord, role: Role) -> None:
+        """Gives a worker the role that a plan has for it; raises `EffuseError`."""
+        peer, name = self.at(record.address), f"worker {record.worker_id}"
+        request = worker_pb2.SetRoleRequest(role=role, planned=True)
+        try:
+            async with asyncio.timeout(ASK_S):
+                await peer.channel.prove()
+                await peer.worker.SetRole(request, timeout=ASK_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, name) from error
+        except (TimeoutError, grpc.aio.UsageError) as error:
+            raise PeerLost(f"{name} does not answer") from error
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            raise PeerLost(f"{name} closed the call") from None
 
     async def keep(self, addresses: Collection[str]) -> None:
         """Closes channels to other addresses, and those with old certificates once they may go."""

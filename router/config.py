@@ -53,6 +53,9 @@ class Connections(Access):
         "which workers prefill: prefill workers (remote), the decode worker itself (local), or "
         "prefill workers while any are alive (auto)",
     ] = "auto"
+    steering: Annotated[
+        bool, "change the roles of workers that were started as effuse-worker when the load asks"
+    ] = True
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import accumulate, product
 from typing import Final, get_args
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
 from effuse.client.answer import Stats
 from effuse.placement.records import Role
@@ -72,7 +72,7 @@ class RouterMetrics(ProcessMetrics):
         # Of both, those that were counted last behind the others.
         self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()
         self.workers = self.gauge("workers", "Workers by role and state", "worker_role", "state")
-        self._plans = self._plan_gauges()
+        self.plans = PlanMetrics(self)
         self.stalled = self.gauge(
             "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
         )
@@ -92,16 +92,6 @@ class RouterMetrics(ProcessMetrics):
             "tokens_per_forward", "Tokens of an answer divided by its forwards", MODEL,
             bounds=TOKENS_PER_FORWARD,
         )  # fmt: skip
-
-    def _plan_gauges(self) -> tuple[Gauge, Gauge, Gauge]:
-        role = "worker_role"
-        return (
-            self.gauge("planned_workers", "Best roles of the present workers", MODEL, role),
-            self.gauge("desired_workers", "Workers that the load needs, for a scaler", MODEL, role),
-            self.gauge(
-                "planned_prompt_share", "Share of prompts that decode workers should compute", MODEL
-            ),
-        )
 
     def count_end(self, request: Request, status: str, stats: Stats) -> None:
         """A request that ended, whichever way."""
@@ -177,22 +167,40 @@ class RouterMetrics(ProcessMetrics):
         for role, condition in product(get_args(Role), Condition):
             self.workers.labels(role, condition.value).set(counts[role, condition])
 
-    def show_plans(self, plans: Mapping[str, ModelPlan]) -> None:
-        """The plans as they are now."""
-        planned, desired, planned_share = self._plans
-        for model, one in plans.items():
-            for gauge, held in ((planned, one.roles.plan), (desired, one.desired.plan)):
-                for role, number in zip(get_args(Role), held.roles if held else (), strict=False):
-                    gauge.labels(model, role).set(number)
-            if one.roles.plan is not None:
-                planned_share.labels(model).set(one.roles.plan.share)
-
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
         """A request waits: for a worker to come back, a seat, the retry budget, or a worker without
         other requests."""
         with self.stalled.labels(reason).track_inprogress():
             yield
+
+
+class PlanMetrics:
+    """The plans, and the changes of roles that carry them out."""
+
+    def __init__(self, metrics: ProcessMetrics) -> None:
+        role = "worker_role"
+        self._planned = metrics.gauge(
+            "planned_workers", "Best roles of the present workers", MODEL, role
+        )
+        self._desired = metrics.gauge(
+            "desired_workers", "Workers that the load needs, for a scaler", MODEL, role
+        )
+        self._share = metrics.gauge(
+            "planned_prompt_share", "Share of prompts that decode workers should compute", MODEL
+        )
+        self.changes = metrics.counter(
+            "role_changes", "Changes of roles that this router asked for", MODEL, "to", "result"
+        )
+
+    def show(self, plans: Mapping[str, ModelPlan]) -> None:
+        """The plans as they are now."""
+        for model, one in plans.items():
+            for gauge, held in ((self._planned, one.roles.plan), (self._desired, one.desired.plan)):
+                for role, number in zip(get_args(Role), held.roles if held else (), strict=False):
+                    gauge.labels(model, role).set(number)
+            if one.roles.plan is not None:
+                self._share.labels(model).set(one.roles.plan.share)
 
 
 class Monitor:

@@ -214,11 +214,14 @@ class Planner(Struct, frozen=True, dict=True):
         found = [self._at_pace(prefill, decode, pace) for pace in paces]
         return max(found, key=lambda one: one.rate, default=Split(prefill, decode))
 
-    def best(self, workers: int, rate: float = 0.0) -> Split:
-        """The best roles of so many workers. Of equal rates it takes that with the smallest share,
+    def best(self, workers: int, rate: float = 0.0, fixed: tuple[int, int] = (0, 0)) -> Split:
+        """The best roles of so many workers, among which so many `fixed` ones always prefill, and
+        so many never prefill for others. Of equal rates it takes that with the smallest share,
         because its gaps are even; without a bound on gaps that without handoffs. It bears `rate`
         if any does."""
-        found = [self.split(prefill, workers - prefill) for prefill in self._splits(workers)]
+        low, high = fixed[0], max(fixed[0], workers - fixed[1])
+        among = {min(max(prefill, low), high) for prefill in self._splits(workers)}
+        found = [self.split(prefill, workers - prefill) for prefill in sorted(among)]
         most = max(one.rate for one in found)
         equal = [one for one in found if one.rate >= max(CLOSE * most, min(rate, most))]
         sign = 1 if math.isinf(self.gap_limit_s) else -1

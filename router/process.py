@@ -33,8 +33,10 @@ from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.openai_api import OpenAiApi
 from effuse.router.policy import Candidate, WorkerLife
+from effuse.router.role_driver import RoleDriver
 from effuse.router.router import Router
 from effuse.router.services import GenerationServicer, ModelServicer, MonitorServicer
+from effuse.router.steering import LOOK_S
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
@@ -127,7 +129,8 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
                 loops.append(beside.create_task(_follow_fleet(router, server)))
                 # Beside the rest, because workers that are out may be slow to answer.
                 asks = _repeat(router.fleet.ask_absent, lambda: FOLLOW_S)
-                loops.append(beside.create_task(asks))
+                steers = _repeat(RoleDriver(router).step, lambda: LOOK_S)
+                loops += [beside.create_task(asks), beside.create_task(steers)]
                 await rpc.serve(
                     server, stop, drain_s=drain_s, on_drain=router.drain, closes_first=True
                 )
@@ -265,7 +268,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         told = facts
         router.metrics.show_workers(candidates)
         if router.steering.look(candidates, router.admission.waiting_by_model()):
-            router.metrics.show_plans(router.steering.models)
+            router.metrics.plans.show(router.steering.models)
         _tell_health(router, server, candidates)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)

@@ -82,7 +82,9 @@ class Router:
         self.catalogue = Catalogue(self.fleet)
         lacking = partial(self.metrics.waiting, "worker")
         self.admission = Admission(config.max_concurrent_requests, config.max_queue, now, lacking)
-        self.steering = Steering(config.objectives, config.prefill, now, others.workloads)
+        self.steering = Steering(
+            config.objectives, config.prefill, now, others.workloads, carries_out=config.steering
+        )
         self.seats = Seats(
             self.fleet,
             self.catalogue,

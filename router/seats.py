@@ -131,6 +131,13 @@ class OtherRouters:
         told = (one.workloads.get(model) for one in self._others.values())
         return [Workload(*one) for one in told if one is not None]
 
+    def driver_of(self, model: str) -> str:
+        """The one router that changes the roles of a model's workers, of this one and of all others
+        that have a plan of them: the first by id. Empty while their records cannot be read."""
+        if self._others and not self._is_current:
+            return ""
+        return min([self._id, *(name for name, one in self._others.items() if model in one.steers)])
+
     def address_of(self, router_id: str) -> str:
         """The address of another router for clients; empty if it is not known."""
         record = self._others.get(router_id)
@@ -247,6 +254,7 @@ class Seats:
             waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
             loads=self._fleet.loads(),
             workloads={name: astuple(one) for name, one in self._steering.workloads().items()},
+            steers=self._steering.steered(),
         )  # fmt: skip
         await self.others.exchange(own)
         if self.count(self._fleet.candidates()):

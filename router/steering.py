@@ -9,6 +9,7 @@ monotonic clock in seconds.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 from typing import Final
 
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from effuse.router.planner import (
     reasons,
 )
 from effuse.router.policy import Candidate, Condition, PrefillMode, WorkerLife
+from effuse.router.role_changes import fixed
 
 LOOK_S: Final = 1.0
 """How often plans are made."""
@@ -70,23 +72,30 @@ class ModelPlan:
     planner: Planner | None = None
     roles: HeldPlan = field(default_factory=HeldPlan)
     desired: HeldPlan = field(default_factory=HeldPlan)
+    records: Sequence[WorkerRecord] = ()  # of its ready workers
+    notes: Sequence[str] = ()  # how its roles are carried out, for operators
 
-    def follow(self, present: tuple[int, int], now: float) -> None:
-        """Moves both plans on. `present`: the prefill and decode workers that there are."""
+    def follow(self, present: tuple[int, int], now: float, fixed: tuple[int, int] = (0, 0)) -> None:
+        """Moves both plans on. `present`: the prefill and decode workers that there are; `fixed`:
+        how many of each keep their roles."""
         if self.planner is None:
             return
         planner = self.planner.within_reach()
-        self._follow_roles(planner, present, now)
+        self._follow_roles(planner, present, now, fixed)
         self._follow_desired(planner, now)
 
-    def _follow_roles(self, planner: Planner, present: tuple[int, int], now: float) -> None:
-        held = self.roles
-        if held.plan is None or held.plan.workers != sum(present):
+    def _follow_roles(
+        self, planner: Planner, present: tuple[int, int], now: float, fixed: tuple[int, int]
+    ) -> None:
+        held, total = self.roles, sum(present)
+        plan = held.plan
+        is_of_these = plan is not None and plan.workers == total
+        if plan is None or not is_of_these or any(map(gt, fixed, plan.roles)):
             held.plan, held.better_since = Split(*present), None
-        if not sum(present):
+        if not total or held.plan is None:
             return
         held.plan = planner.split(*held.plan.roles)
-        wanted = planner.best(sum(present))
+        wanted = planner.best(total, fixed=fixed)
         is_busy = planner.workload.rate > BUSY * held.plan.rate
         is_better = wanted.rate > (1 + GAIN) * held.plan.rate
         held.follow(wanted, now, AFTER_S if is_busy and is_better else None)
@@ -112,6 +121,7 @@ class ModelPlan:
         return [
             *reasons(self.planner, self.roles.plan),
             f"the load needs {named(wanted)}, which bear {wanted.rate:.3g} requests a second",
+            *self.notes,
         ]
 
 
@@ -124,8 +134,12 @@ class Steering:
         mode: PrefillMode,
         now: Callable[[], float],
         others: Callable[[str], Iterable[Workload]] = lambda model: (),
+        *,
+        carries_out: bool = True,
     ) -> None:
+        """carries_out: whether this router may change the roles of workers."""
         self.models: dict[str, ModelPlan] = {}
+        self.carries_out = carries_out
         self._objectives = objectives
         self._mode: PrefillMode = mode
         self._now = now
@@ -146,6 +160,11 @@ class Steering:
     def workloads(self) -> dict[str, Workload]:
         """The load at this router, by model."""
         return {name: one.workload for name, one in self.models.items() if one.workload is not None}
+
+    def steered(self) -> tuple[str, ...]:
+        """The models for which this router has a plan of roles that it may carry out."""
+        named = self.models.items() if self.carries_out else ()
+        return tuple(name for name, one in named if one.planner is not None)
 
     def note_commit(
         self,
@@ -183,8 +202,9 @@ class Steering:
                 now, hits=one.measured.hits, waiting=waiting.get(name, 0)
             )
             one.planner = self._planner(name, one, records)
+            one.records = records
             num_prefill = sum(record.role == "prefill" for record in records)
-            one.follow((num_prefill, len(records) - num_prefill), now)
+            one.follow((num_prefill, len(records) - num_prefill), now, fixed(records))
         return True
 
     def _planner(
@@ -216,7 +236,7 @@ def _sum_of(workloads: Sequence[Workload]) -> Workload | None:
 
 def _piece(records: Sequence[WorkerRecord]) -> float:
     """Most prompt tokens in a forward of a decode worker; 0 if prompts cannot be cut."""
-    decoders = [one for one in records if one.role == "decode"]
+    decoders = [one for one in records if one.may_ever_decode]
     if any(one.model.prompt_attention == "bidirectional" for one in decoders):
         return 0.0
     return float(max((one.capacity.max_num_batched_tokens for one in decoders), default=0))

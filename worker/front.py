@@ -172,12 +172,12 @@ class Front:
             self._draining.cancel()
             self._draining = None
 
-    def set_role(self, role: str, hand_over_s: float | None) -> None:
+    def set_role(self, role: str, hand_over_s: float | None, *, is_planned: bool = False) -> None:
         """Accepts only work of this role from now on; other attempts go on for `hand_over_s`
         seconds, or to their end. Raises `InvalidRequest` and `Refused`.
         """
-        shell = self.shell
-        before, shell.duty = shell.duty, shell.duty.changed(role, time.monotonic(), hand_over_s)
+        shell, before, now = self.shell, self.shell.duty, time.monotonic()
+        shell.duty = before.changed(role, now, hand_over_s, is_planned=is_planned)
         if before.role != shell.duty.role:
             LOG.info("%s is now %s, and was %s", shell.worker_id, shell.duty.role, before.role)
         self._changed.set()
@@ -381,6 +381,6 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def SetRole(self, request: pb.SetRoleRequest, context: _Context) -> pb.SetRoleResponse:
         """Changes the role; attempts of the former role go on, or are handed over."""
         hand_over_s = request.hand_over_s if request.HasField("hand_over_s") else None
-        self._front.set_role(request.role, hand_over_s)
+        self._front.set_role(request.role, hand_over_s, is_planned=request.planned)
         leaving = self._shell.attempts.leaving(self._shell.duty)
         return pb.SetRoleResponse(role=self._shell.duty.role, leaving=len(leaving))

@@ -7,6 +7,7 @@ Routers use the worker's load instead of its metrics.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -285,6 +286,8 @@ class Shell:
             worker_id=self.worker_id,
             role=self.duty.role,
             may_change_role=self.duty.may_change,
+            role_is_pinned=self.duty.is_pinned,
+            role_age_s=self.duty.age_s(time.monotonic()),
             num_leaving=len(self.attempts.leaving(self.duty)),
             address=self.address,
             incarnation=life.incarnation,

@@ -75,13 +75,13 @@ class Ledger:
 
 
 class Clients:
-    """Threads that each send one request after another, until so many have been sent."""
+    """Threads that each send one of the `jobs` after another, until so many have been sent."""
 
     def __init__(
         self, address: str, expected: dict[Job, list[int]], ledger: Ledger, most: int, seed: int
     ) -> None:
         self._address = address
-        self._expected = expected
+        self.jobs = expected
         self._ledger = ledger
         self._left = most
         self._seed = seed
@@ -98,10 +98,9 @@ class Clients:
 
     def _send(self, number: int) -> None:
         draw = random.Random(f"{self._seed}/{number}")
-        jobs = list(self._expected)
         with connect(self._address, alone=True) as client:
             while self._take():
-                job = draw.choice(jobs)
+                job, tokens = draw.choice(list(self.jobs.items()))
                 try:
                     answer = client.generate(job.message())
                 except grpc.RpcError as error:
@@ -109,10 +108,15 @@ class Clients:
                         self._ledger.failures.append(f"{error.code().name}: {error.details()}")
                     continue
                 with self._lock:
-                    if list(answer.token_ids) == self._expected[job]:
+                    if list(answer.token_ids) == tokens:
                         self._ledger.num_equal += 1
                     else:
                         self._ledger.different.append(job)
+
+    def stop(self) -> None:
+        """Nothing more is sent."""
+        with self._lock:
+            self._left = 0
 
     def _take(self) -> bool:
         with self._lock:

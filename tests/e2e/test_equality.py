@@ -126,7 +126,7 @@ def solid_jobs(
     """Jobs with the oracle's answers; every second one ends at a token that it would write, unless
     they are to be long. The connector does not affect the oracle, which runs once.
     """
-    raw = _raw(architecture)
+    raw = raw_of(architecture)
     pairs: list[Pair] = []
     for number, job in enumerate(
         draw_jobs(
@@ -150,7 +150,7 @@ def solid_jobs(
 
 
 @cache
-def _raw(architecture: Architecture) -> RawModel:
+def raw_of(architecture: Architecture) -> RawModel:
     """The model of every fleet of the architecture here."""
     with tempfile.TemporaryDirectory(prefix="effuse-oracle-") as home:
         return load_raw(tiny_checkpoint(Path(home) / architecture, architecture))

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from checkpoints import Architecture
 from e2e.client import connect, load_of, wait_until
-from e2e.comparison import compare
+from e2e.comparison import MARGIN, compare, margin, settings_of
 from e2e.role_storm import Clients, Ledger, expected_of, set_role, storm
-from e2e.test_equality import ask, solid_jobs
-from e2e.tiny import tiny_fleet
+from e2e.test_equality import ask, raw_of, solid_jobs
+from e2e.tiny import TINY, tiny_fleet
+from e2e.workload import Job, draw_jobs
+from oracle.decode import decode_with
 
-from effuse.cli import role, status
+from effuse.cli import plan, role, status
 from effuse.cli.fleet import Fleet
+from effuse.placement.store import Store
+from effuse.router import process, role_changes, steering
+from effuse.router.config import parse
+from effuse.router.measures import Measured
+from effuse.router.planner import AnswerPace, PromptTime, Times
+from effuse.router.router import Router
+from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import model_pb2, model_pb2_grpc
 
 ARCHITECTURES: list[Architecture] = ["sdar", "dream"]
@@ -129,6 +143,103 @@ def test_the_command_changes_a_role_and_the_table_shows_it(
         assert "always a decode worker" in capsys.readouterr().err
         assert role.main(["worker-9", "both", *target]) == 1
         assert "no worker is named 'worker-9': decode-0, worker-0" in capsys.readouterr().err
+
+
+def jobs_of(prompt: int, answer: int) -> dict[Job, list[int]]:
+    """Jobs with prompts and answers of about these lengths, and the oracle's tokens."""
+    found = dict[Job, list[int]]()
+    drawn = draw_jobs(7, 60, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
+    for number, one in enumerate(drawn):
+        ids = tuple((3 * number + 7 * at) % 250 for at in range(prompt + number))
+        job = replace(one, prompt=ids, max_tokens=answer, ignore_eos=True)
+        result = decode_with(raw_of("sdar"), job.prompt, settings_of(job))
+        if margin(job, result) > MARGIN:
+            found[job] = list(result.token_ids)
+        if len(found) == 8:
+            return found
+    raise AssertionError("too few jobs are far from every edge")
+
+
+@contextmanager
+def router_in_this_process(fleet: Fleet, *flags: str) -> Iterator[Router]:
+    """A router of the fleet whose parts a test may replace."""
+    assert (model := fleet.config.model) is not None
+    where = ("--redis-url", fleet.redis_url, "--fleet", fleet.name, "--model")
+    config = parse(["--port", "0", *where, str(model), *flags])
+    started, stop, loop = Future[Router](), asyncio.Event(), asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with Store(config.redis_url, config.fleet) as store:
+            router = Router(config, Tokenizer.load(model), store)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(process.serve(router, stop))
+                await router.ports.ready.wait()
+                started.set_result(router)
+
+    def note_end(done: Future[None]) -> None:
+        if not started.done():
+            started.set_exception(done.exception() or AssertionError("the router has ended"))
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(loop.run_until_complete, serve())
+        running.add_done_callback(note_end)
+        try:
+            yield started.result(60)
+        finally:
+            loop.call_soon_threadsafe(stop.set)
+            running.result(60)
+            loop.close()
+
+
+TIMES = Times(  # slow ones, so that any load is worth other roles
+    prompts=(PromptTime(100, 0.5),),
+    answers=(AnswerPace(4, 40.0, 0.05),),
+)
+
+
+def test_roles_follow_a_load_and_no_request_notices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the measured times are given: these cores are shared, and their times mean little."""
+    monkeypatch.setattr(Measured, "times", lambda self, piece, link: TIMES)
+    monkeypatch.setattr(Measured, "hits", 0.0)
+    monkeypatch.setattr(steering, "AFTER_S", 2.0)
+    monkeypatch.setattr(role_changes, "COOL_S", 5.0)
+    long_prompts, long_answers = jobs_of(180, 8), jobs_of(10, 56)
+    with (
+        tiny_fleet(
+            "sdar", connector="zmq", prefill=0, decode=0, workers=3, router_flags=("--no-steering",)
+        ) as fleet,
+        router_in_this_process(fleet, "--gap-objective-s", "0.05") as router,
+    ):
+        ledger = Ledger()
+        clients = Clients(router.ports.address, long_prompts, ledger, 1 << 30, seed=3)
+
+        def has_roles(*wanted: str) -> bool:
+            found = [load_of(fleet.address_of(name)).role for name in fleet.names("worker")]
+            return sorted(found) == sorted(wanted)
+
+        with clients.sending():
+            try:
+                wait_until(partial(has_roles, "decode", "prefill", "prefill"), "roles stay")
+                clients.jobs = long_answers
+                wait_until(partial(has_roles, "decode", "decode", "prefill"), "roles stay", 90.0)
+                until = ledger.num_ended + 20
+                wait_until(partial(ledger.has_ended, until), "no answers")
+            finally:
+                clients.stop()
+        assert not ledger.failures and not ledger.different, ledger
+        (model,) = router.steering.models
+        labels = {"model_name": model, "to": "prefill", "result": "ok"}
+        assert router.metrics.value("effuse_role_changes_total", labels) == 2
+        assert plan.main(["--target", router.ports.address]) == 0
+        assert "this router changes the roles" in capsys.readouterr().out
+        assert role.main(["worker-0", "both", "--target", router.ports.address]) == 0
+        assert role.main(["worker-0", "auto", "--target", router.ports.address]) == 0
+        told = "worker-0 is now both, and routers may change that"
+        assert told in capsys.readouterr().out
+        for name in fleet.names("worker"):
+            wait_until(partial(has_all_pages, fleet.address_of(name)), "pages are left")
 
 
 def test_changes_and_kills_together_lose_nothing() -> None:

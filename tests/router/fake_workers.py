@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from typing import get_args
 
 import grpc.aio
+import msgspec
 from router.fake_model import BLOCK_SIZE, EOS, MASK, ids_of, worker_record
 
 from effuse.placement.records import Role
@@ -41,6 +43,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.past_lives: set[str] = set()  # of engines that others have followed
         self.num_others = 0  # attempts that this router knows nothing of
         self.num_asked = 0  # for its load
+        self.roles: list[str] = []  # for which routers asked
         self.server = RpcServer(rpc.FLEET_LIMITS)
         self.record = worker_record(worker_id, self.role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server.server)
@@ -115,7 +118,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def SetRole(
         self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> pb.SetRoleResponse:
-        raise NotImplementedError
+        assert request.planned
+        self.roles.append(request.role)
+        await self.point("role")
+        role = next(one for one in get_args(Role) if one == request.role)
+        self.record = msgspec.structs.replace(self.record, role=role, role_age_s=0.0)
+        return pb.SetRoleResponse(role=role)
 
 
 class Handoffs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,12 @@ def test_no_other_split_bears_more_and_no_fewer_workers_suffice(seed: int) -> No
         most = workers if plans.mode != "local" else 1
         every = [plans.split(prefill, workers - prefill) for prefill in range(least, most)]
         assert plans.best(workers).rate >= 0.99 * max(one.rate for one in every)
+        fixed = rng.randint(0, workers - 1), rng.randint(0, 1)
+        some = [one for one in every if all(map(ge, one.roles, fixed))]
+        if some and plans.mode != "local":
+            found = plans.best(workers, fixed=fixed)
+            assert all(map(ge, found.roles, fixed))
+            assert found.rate >= 0.99 * max(one.rate for one in some)
     needed = plans.least(rate := plans.workload.rate)
     assert needed.rate >= rate
     assert plans.best(needed.workers - 1).rate < rate if needed.workers > 1 else True

@@ -16,7 +16,7 @@ from effuse.placement.records import RouterRecord, decode_router, encode
 from effuse.protos.channels import monitor_stub
 from effuse.router.planner import Objectives, Planner, Split, Workload
 from effuse.router.policy import IDLE, Candidate
-from effuse.router.steering import AFTER_S, SHRINK_S, ModelPlan, Steering
+from effuse.router.steering import AFTER_S, SHRINK_S, ModelPlan, Steering, _piece
 from effuse.v1 import monitor_pb2
 
 GAP = Objectives(gap_s=0.08)  # so that a prefill worker bears 20 and a decode worker 20 a second
@@ -27,12 +27,13 @@ class Day:
 
     def __init__(self, present: tuple[int, int] = (2, 2)) -> None:
         self.plan, self.now, self.present, self.changes = ModelPlan(), 0.0, present, 0
+        self.fixed = 0, 0
 
     def spend(self, seconds: float, workload: Workload) -> None:
         for _ in range(round(seconds)):
             before = self.roles, self.desired
             self.plan.planner = Planner(EVEN, workload, GAP)
-            self.plan.follow(self.present, self.now)
+            self.plan.follow(self.present, self.now, self.fixed)
             self.changes += before != (self.roles, self.desired)
             self.now += 1.0
 
@@ -79,6 +80,20 @@ def test_other_workers_are_the_roles_that_there_are() -> None:
     day.present = (0, 0)
     day.spend(20, load(30))
     assert day.roles == (0, 0)
+
+
+def test_roles_that_stay_bound_the_plan() -> None:
+    day = Day((2, 2))
+    day.fixed = (0, 2)
+    day.spend(5, load(30))
+    day.spend(AFTER_S + 2, load(30, prompt=3000.0))
+    assert day.roles == (2, 2), "two workers always decode"
+    day.fixed = (0, 1)
+    day.spend(AFTER_S + 2, load(30, prompt=3000.0))
+    assert day.roles == (3, 1)
+    day.fixed = (0, 2)
+    day.spend(1, load(30, prompt=3000.0))
+    assert day.roles == (2, 2), "an operator has set a role since"
 
 
 def test_desired_workers_grow_soon_and_shrink_late() -> None:
@@ -160,7 +175,7 @@ def test_a_router_plans_from_its_requests_and_shows_it() -> None:
             one.measured.note_prompt("p0", 100, 0, 0.01, fleet.router.now())
         steering._looked_at = float("-inf")
         assert steering.look(fleet.router.fleet.candidates(), {})
-        fleet.router.metrics.show_plans(steering.models)
+        fleet.router.metrics.plans.show(steering.models)
         (plan,) = (await stub.GetPlan(monitor_pb2.GetPlanRequest())).plans
         assert plan.model == "fake" and plan.mode == "auto"
         assert (plan.roles.prefill, plan.roles.decode) == (1, 2)
@@ -176,6 +191,16 @@ def test_a_router_plans_from_its_requests_and_shows_it() -> None:
             break
 
     run(body, num_decode=2, gap_objective_ratio=4.0)
+
+
+def test_prompts_can_be_cut_whatever_roles_workers_have_now() -> None:
+    """Otherwise plans would depend on the roles of the moment, and never settle."""
+    both, decode = worker_record("w0", "both"), worker_record("w1", "decode")
+    causal = msgspec.structs.replace(both.model, prompt_attention="causal_blocks")
+    for records in ([both], [decode], [both, decode], [worker_record("w2", "prefill"), both]):
+        cut = [msgspec.structs.replace(one, model=causal) for one in records]
+        assert _piece(cut) == 512
+        assert _piece(records) == 0, "bidirectional prompts cannot"
 
 
 def test_a_plan_needs_measurements() -> None:

@@ -441,12 +441,14 @@ class UndrainResponse(_message.Message):
     def __init__(self, running: _Optional[int] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
-    __slots__ = ("role", "hand_over_s")
+    __slots__ = ("role", "hand_over_s", "planned")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_S_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_FIELD_NUMBER: _ClassVar[int]
     role: str
     hand_over_s: float
-    def __init__(self, role: _Optional[str] = ..., hand_over_s: _Optional[float] = ...) -> None: ...
+    planned: bool
+    def __init__(self, role: _Optional[str] = ..., hand_over_s: _Optional[float] = ..., planned: _Optional[bool] = ...) -> None: ...
 
 class SetRoleResponse(_message.Message):
     __slots__ = ("role", "leaving")
