@@ -14,7 +14,6 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from effuse.placement.fleet import FleetView
@@ -59,23 +58,16 @@ CHOICES: Final = 8
 ones loads stay almost as even as with the best of all (Mitzenmacher, The Power of Two Choices)."""
 
 
-@dataclass(frozen=True)
 class FleetIndex:
-    """The records of a large fleet at one moment."""
+    """The workers of a large fleet at one moment, and those that were ready by model and kind."""
 
-    by_life: dict[WorkerLife, WorkerRecord] = field(default_factory=dict)
-    by_kind: dict[tuple[str, Kind], list[WorkerRecord]] = field(default_factory=dict)
-    """Those that were ready, by model and kind of work."""
-
-    @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> FleetIndex:
-        """The index of these workers."""
-        found = cls({c.record.life: c.record for c in candidates})
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.by_life = {c.record.life: c.record for c in candidates}
+        self.by_kind: dict[tuple[str, Kind], list[WorkerRecord]] = {}
         for record in (c.record for c in candidates if c.condition is Condition.READY):
             for kind in get_args(Kind):
                 if record.does(kind):
-                    found.by_kind.setdefault((record.model.name, kind), []).append(record)
-        return found
+                    self.by_kind.setdefault((record.model.name, kind), []).append(record)
 
 
 class RoutedFleet:
@@ -143,11 +135,12 @@ class RoutedFleet:
             return []
         known = need.cached
         lives = {*self._freed, *sorted(known, key=known.__getitem__)[-CHOICES:]}
-        lives |= {need.beside} if need.beside is not None else set()
-        lives |= {life for life, holder in self._kept.items() if holder == need.holder}
+        lives.update(life for life, holder in self._kept.items() if holder == need.holder)
+        if need.beside is not None:
+            lives.add(need.beside)
         for kind in get_args(Kind):
             ready = self.index.by_kind.get((need.model, kind), [])
-            drawn = random.sample(ready, CHOICES) if len(ready) > CHOICES else ready  # noqa: S311
+            drawn = random.sample(ready, CHOICES) if len(ready) > CHOICES else ready
             lives.update(record.life for record in drawn)
         suspects, found = self.standing.suspects(), map(self.index.by_life.get, lives)
         return [
@@ -268,7 +261,7 @@ class RoutedFleet:
     def look(self) -> list[Candidate]:
         """Announces what has changed in the view, and returns all workers."""
         candidates = self.candidates()
-        self.index = FleetIndex.of(candidates) if len(candidates) > FEW else None
+        self.index = FleetIndex(candidates) if len(candidates) > FEW else None
         seen = {(c.record.life, c.record.role, c.condition) for c in candidates}
         if seen != self._seen:
             self._seen = seen
@@ -358,20 +351,6 @@ def live_workers(
         if c.condition is Condition.READY and model in (None, c.record.model.name)
     ]
     return [r for r in ready if r.does("prefill")], [r for r in ready if r.does("decode")]
-
-
-def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) -> set[WorkerLife]:
-    """Of these workers, those that could have a warm link among each other and have none."""
-    ready = {record.life for record in (*prefill, *decode)}
-    warm: set[WorkerLife] = set()
-    for writer in prefill:
-        peers = ready.intersection((link.peer, link.peer_incarnation) for link in writer.links)
-        warm |= {writer.life, *peers} if peers else set()
-    writers = [one for one in prefill if one.warms_links]
-    return {
-        *(r.life for r in decode if r.life not in warm and any(w.is_cold_to(r) for w in writers)),
-        *(w.life for w in writers if w.life not in warm and any(map(w.is_cold_to, decode))),
-    }
 
 
 def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:

@@ -22,12 +22,13 @@ from effuse.compat import (
 )
 from effuse.config.access import host_and_port
 from effuse.placement.access import RedisAccess
+from effuse.placement.records import WorkerRecord
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.config import END_S, RouterConfig, parse
-from effuse.router.fleet import cold_lives, live_workers
+from effuse.router.fleet import live_workers
 from effuse.router.handler import Serving
 from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
@@ -295,6 +296,20 @@ class ReadyWorkers:
             sum(worker.life not in unready for worker in prefill),
             sum(worker.life not in unready for worker in decode),
         )
+
+
+def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) -> set[WorkerLife]:
+    """Of these workers, those that could have a warm link among each other and have none."""
+    ready = {record.life for record in (*prefill, *decode)}
+    warm: set[WorkerLife] = set()
+    for writer in prefill:
+        peers = ready.intersection((link.peer, link.peer_incarnation) for link in writer.links)
+        warm |= {writer.life, *peers} if peers else set()
+    writers = [one for one in prefill if one.warms_links]
+    return {
+        *(r.life for r in decode if r.life not in warm and any(w.is_cold_to(r) for w in writers)),
+        *(w.life for w in writers if w.life not in warm and any(map(w.is_cold_to, decode))),
+    }
 
 
 async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], float]) -> None:

@@ -244,7 +244,8 @@ class Clients:
         """One stream; releases `began` with its first block. Returns its number of tokens."""
         tokens = 0
         stub = self._stubs[number % len(self._stubs)]
-        async for event in stub.GenerateStream(request(), timeout=10 * MOST_LATE_S):
+        asked = generation_pb2.GenerateStreamRequest(request=request())
+        async for event in stub.GenerateStream(asked, timeout=10 * MOST_LATE_S):
             if event.HasField("commit"):
                 if not tokens:
                     began.release()
@@ -278,7 +279,7 @@ async def load(fleet: Scaled, rate: float, seconds: float) -> float:
 
 
 async def hold_streams(fleet: Scaled, number: int) -> tuple[float, float]:
-    """Opens so many streams; returns the router's memory before and once all have a block, in MB."""
+    """Opens so many streams; returns the router's memory in MB before, and with a block of each."""
     clients = Clients(fleet.address, CONNECTIONS)
     before = fleet.resident_mb()
     began = asyncio.Semaphore(0)
@@ -322,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cost, still = (statistics.median(one[fleet.workers]) for one in (costs, idle))
             found = {
                 "workers": fleet.workers, "cpu_ms_per_request": round(1e3 * cost, 3),
-                "idle_cpu_share": round(still, 4),
+                "idle_cpu_share": round(still, 4), "idle_by_turn": idle[fleet.workers],
                 "cpu_ms_less_idle": round(1e3 * (cost - still / args.rate), 3),
                 "resident_mb": round(fleet.resident_mb(), 1),
             }  # fmt: skip

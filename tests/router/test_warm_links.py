@@ -6,7 +6,6 @@ import msgspec
 import redis_server
 
 from effuse.placement.records import Link, WorkerRecord
-from effuse.router.fleet import cold_lives
 from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
@@ -17,7 +16,7 @@ from effuse.router.policy import (
     prospect,
     why_refused,
 )
-from effuse.router.process import WARM_S, ReadyWorkers
+from effuse.router.process import WARM_S, ReadyWorkers, cold_lives
 
 MODEL = redis_server.worker().model.name
 
