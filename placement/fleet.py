@@ -23,8 +23,17 @@ DEAF_S: Final = 2.0
 """A reader without an answer for this long has missed polls, and judges no lease."""
 GRACE_S: Final = LeaseTimes().ttl_s
 """Time for a worker to appear again after the reader missed polls."""
+MOST_SHARE: Final = 0.02
+MOST_PAUSE_S: Final = 1.0
+"""Share of a process's time that following the fleet should take, and the longest pause for it."""
 MOST_PARDONS: Final = 3
 """How often in a row it gets this time: Redis may be lost again before the worker appears."""
+
+
+def pause_s(usual_s: float, used_s: float) -> float:
+    """Seconds until the next look at the fleet, if the last one used `used_s` seconds of CPU. A
+    large fleet is looked at less often."""
+    return max(usual_s, min(MOST_PAUSE_S, used_s / MOST_SHARE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +128,12 @@ class FleetView:
     async def run(self) -> None:
         """Polls until cancelled."""
         while True:
-            await self.poll()
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(pause_s(self._poll_s, await self.poll()))
 
-    async def poll(self) -> None:
-        """Refreshes the view once; keeps it if Redis does not answer."""
-        asked_at = self._now()
+    async def poll(self) -> float:
+        """Refreshes the view once; keeps it if Redis does not answer. Returns the seconds of CPU
+        that reading the records used."""
+        used_s, asked_at = 0.0, self._now()
         try:
             answer = await self._store.workers()
         except StoreUnavailable as error:
@@ -136,5 +145,8 @@ class FleetView:
         else:
             if not self._snapshot.is_current:
                 LOG.info("the view of the fleet is current again")
+            began = time.thread_time()
             self._snapshot = merge(self._snapshot, answer, asked_at, self._now())
+            used_s = time.thread_time() - began
         self.polled.set()
+        return used_s

@@ -135,7 +135,9 @@ def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Opti
         ("grpc.enable_retries", 0),
         *reconnect_options(),
     ]
-    return options if keepalive is None else [*options, *keepalive_options(keepalive)]
+    if keepalive is None:
+        return options
+    return [*options, *keepalive_options(keepalive, without_calls=False)]
 
 
 def reconnect_options() -> Options:
@@ -152,14 +154,17 @@ def reconnect_options() -> Options:
     ]
 
 
-def keepalive_options(keepalive: Keepalive) -> Options:
-    """Channel arguments, at either end, that detect a silent peer."""
+def keepalive_options(keepalive: Keepalive, *, without_calls: bool = True) -> Options:
+    """Channel arguments, at either end, that detect a silent peer. A server also watches peers
+    without calls, because a lost one would keep its connection. A caller does not: it may have a
+    thousand connections, and a new call detects the loss as fast.
+    """
     return [
         ("grpc.keepalive_time_ms", _ms(keepalive.time_s)),
         ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),
         ("grpc.http2.ping_timeout_ms", _ms(keepalive.ping_timeout_s)),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_permit_without_calls", int(without_calls)),
     ]
 
 

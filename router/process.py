@@ -22,6 +22,7 @@ from effuse.compat import (
 )
 from effuse.config.access import host_and_port
 from effuse.placement.access import RedisAccess
+from effuse.placement.fleet import pause_s
 from effuse.placement.records import WorkerRecord
 from effuse.placement.store import Store
 from effuse.protos import rpc
@@ -253,6 +254,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
     told = dict[str, str]()
     ready = ReadyWorkers(time.monotonic)
     while True:
+        began = time.thread_time()
         candidates = router.fleet.look()
         router.seats.count(candidates)
         ready.look(candidates)
@@ -272,7 +274,8 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
             router.metrics.plans.show(router.steering.models)
         _tell_health(router, server, candidates)
         await router.fleet.forget_gone()
-        await asyncio.sleep(FOLLOW_S)
+        used_s = time.thread_time() - began
+        await asyncio.sleep(pause_s(FOLLOW_S, used_s))
 
 
 class ReadyWorkers:

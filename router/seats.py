@@ -256,8 +256,9 @@ class Seats:
             workloads={name: astuple(one) for name, one in self._steering.workloads().items()},
             steers=self._steering.steered(),
         )  # fmt: skip
+        had_others = self.others.num_alive
         await self.others.exchange(own)
-        if self.count(self._fleet.candidates()):
+        if (had_others or self.others.num_alive) and self.count(self._fleet.candidates()):
             self._fleet.announce_change()
 
     def can_serve(self, model: str | None = None) -> bool:
