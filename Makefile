@@ -250,7 +250,7 @@ overlays:
 
 chart: $(VENV)/.dev
 	@for tool in helm kubectl kubernetes-validate; do .ci/tool $$tool; done
-	$(BIN)/python -m pytest tests/k8s/test_chart*.py $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/k8s $(PYTEST_FLAGS)
 
 # Flags of protoc: messages, their types, services, their types.
 define generate

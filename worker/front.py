@@ -213,7 +213,6 @@ class Front:
         self.shell.address = host_and_port(host, port)
         self.shell.worker_id = config.worker_id or f"{role.name}-{socket.gethostname()}-{port}"
         self.server.health.set("", serving=True)
-        self.server.health.set(_WORKER_SERVICE, serving=True)
         LOG.info("%s listens on %s:%d", self.shell.worker_id, config.host, port)
         if config.health_port is not None:
             port = await self.server.start_health(host_and_port(config.host, config.health_port))
@@ -251,6 +250,7 @@ class Front:
             await self._changed.wait()
             self._changed.clear()
             is_ready = self.shell.supervisor.life is not None and not self.shell.is_draining
+            self.server.health.set(_WORKER_SERVICE, serving=is_ready)
             for kind, service in self._role.services.items():
                 serves = is_ready and self.shell.duty.does(kind)
                 self.server.health.set(service, serving=serves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from k8s.composed import K8S, Document, config_of, role_of
 CHART = K8S / "chart"
 OLDEST = "1.30"  # Kubernetes that the chart is for
 INSTANCE, NAME, PART = (f"app.kubernetes.io/{one}" for one in ("instance", "name", "part-of"))
+HASH = re.compile(r"-[a-z0-9]{10}$")
 Values = Mapping[str, Any]
 SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
 ALL: Values = {
@@ -24,7 +26,10 @@ ALL: Values = {
     "fleet": "night",
     "fleetSecret": "night-secret",
     "connector": "zmq",
-    "model": {"claim": "weights", "create": True, "storageClass": "fast", "servedName": "Org/M-1"},
+    "model": {"claim": "weights", "create": True, "storageClass": "fast", "name": "Org/M-1",
+              "download": {"enabled": True, "revision": "v2", "tokenSecret": "hub"}},
+    "roles": ["prefill", "decode", "worker"],
+    "worker": {"autoscaling": {"enabled": True, "maxReplicas": 99}},
     "workers": {
         "gpus": 1,
         "startupTimeoutS": 1000,
@@ -51,7 +56,8 @@ ALL: Values = {
     },
     "redis": {"url": "rediss://cache.example:6379/0", "caSecret": "ca", "credentialsSecret": "db"},
     "tls": {"enabled": True, "clientCertificates": True},
-    "metrics": {"enabled": True, "port": 9999},
+    "metrics": {"enabled": True, "port": 9999, "operator": True},
+    "networkPolicy": {"egress": True},
 }  # fmt: skip
 """Nearly every value, each other than by default."""
 
@@ -69,15 +75,6 @@ def charted(values: Values | None = None, *words: str, release: str = "effuse") 
     done = helm("template", release, str(CHART), *words, values=values)
     assert not done.returncode, done.stderr
     return [one for one in yaml.safe_load_all(done.stdout) if one]
-
-
-def kustomized(directory: Path) -> list[Document]:
-    """What kustomize makes of a folder."""
-    done = subprocess.run(
-        [installed("kubectl"), "kustomize", directory],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    return list(yaml.safe_load_all(done.stdout))
 
 
 def pods(documents: Sequence[Document]) -> dict[str, tuple[Document, Document]]:
@@ -110,30 +107,46 @@ def selectors(value: Any) -> Iterator[Document]:
 def canonical(documents: Sequence[Document], files: Path) -> dict[tuple[str, str], Any]:
     """The objects by kind and name, such that only differences that mean something are left.
 
-    Left out are labels of objects, the prefix of the release, the label of the instance, the order
-    of entries with names, and the order and the defaults of flags: configurations are compared.
-    `files` holds what pods mount.
+    Left out are labels of objects, the order of entries with names, and the order and the defaults
+    of flags: configurations are compared. `files` holds what pods mount.
     """
     found = {}
-    for one in documents:
+    values = {
+        one["metadata"]["name"]: one["data"] for one in documents if one["kind"] == "ConfigMap"
+    }
+    for one in json.loads(json.dumps(documents)):
         metadata = {key: value for key, value in one["metadata"].items() if key != "labels"}
-        name = metadata["name"] = metadata["name"].removeprefix("effuse-")
-        if one["kind"] == "Deployment":
-            (container,) = one["spec"]["template"]["spec"]["containers"]
-            if role_of(container) != "redis":
-                config = asdict(config_of(container, files))
-                config["redis_url"] = config["redis_url"].replace("//effuse-", "//")
-                one = _with_arguments(one, config)
+        name = metadata["name"] = HASH.sub("", metadata["name"])
+        if one["kind"] in ("Deployment", "Job"):
+            _settle(one["spec"]["template"], values, files)
         if one["kind"] == "Service":
             one = one | {"spec": {"type": "ClusterIP"} | one["spec"]}
         found[one["kind"], name] = _plain(one | {"metadata": metadata})
+    found.pop(("ConfigMap", "effuse-model"), None)
     return found
 
 
-def _with_arguments(deployment: Document, arguments: Document) -> Document:
-    copy: Document = json.loads(json.dumps(deployment))
-    copy["spec"]["template"]["spec"]["containers"][0]["args"] = arguments
-    return copy
+def _settle(template: Document, values: Mapping[str, Any], files: Path) -> None:
+    """Gives a container its configuration in place of flags, and values in place of references."""
+    annotations = template["metadata"].pop("annotations", {})
+    template["metadata"]["annotations"] = {
+        key: value for key, value in annotations.items() if key != "checksum/config"
+    }
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    if "args" in container and role_of(container) != "redis":
+        container["args"] = asdict(config_of(container, files))
+    kept = []
+    for one in container.get("env", ()):
+        if (source := one.get("valueFrom", {}).get("configMapKeyRef")) is not None:
+            one = {"name": one["name"], "value": values[source["name"]][source["key"]]}
+        if "args" not in container or one["name"] not in ("FLEET", "MODEL"):
+            kept.append(one)
+    container.pop("env", None)
+    container.update({"env": kept} if kept else {})
+    for volume in pod["volumes"]:
+        if "configMap" in volume:
+            volume["configMap"]["name"] = HASH.sub("", volume["configMap"]["name"])
 
 
 def _plain(value: Any) -> Any:

@@ -1,25 +1,28 @@
-"""The result of an overlay, with the few features of kustomize that the manifests here use.
-
-Resources, components, patches (operations from a file, a deletion, or a test that always fails) and
-replicas; no labels.
-"""
+"""The objects of an overlay, as `kubectl kustomize` makes them, and what its processes are told."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from installed import installed
 
 from effuse.config.access import Access
 from effuse.config.flags import parse
 from effuse.router.config import RouterConfig
-from effuse.worker.config import DecodeConfig, PrefillConfig
+from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig
 
 K8S = Path(__file__).parent.parent.parent / "k8s"
+MODEL = "GSAI-ML/LLaDA-8B-Instruct"  # of the component `model`
+WORKERS = ("prefill", "decode", "worker")
 Document = dict[str, Any]
-Documents = dict[tuple[str, str], Document]  # by kind and name
+Documents = dict[tuple[str, str], Document]  # by kind and name, less the fleet's prefix
 
 
 def overlays() -> list[str]:
@@ -27,13 +30,38 @@ def overlays() -> list[str]:
     return sorted(path.name for path in (K8S / "overlays").iterdir())
 
 
+@cache
+def _rendered(directory: Path) -> str:
+    return subprocess.run(
+        [installed("kubectl"), "kustomize", directory],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+
+
+def kustomized(directory: Path) -> list[Document]:
+    """What kustomize makes of a folder. Raises CalledProcessError if it refuses."""
+    return list(yaml.safe_load_all(_rendered(directory)))
+
+
+def made(kustomization: Document) -> list[Document]:
+    """What kustomize makes of this; its paths are those of the folder of manifests."""
+    with tempfile.TemporaryDirectory() as folder:
+        for field in ("resources", "components"):
+            paths = (K8S / one for one in kustomization.get(field, ()))
+            kustomization[field] = [os.path.relpath(path, folder) for path in paths]
+        Path(folder, "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return kustomized(Path(folder))
+
+
 def overlay(name: str, *components: str) -> Documents:
     """Every document of an overlay, which takes these components, too."""
-    found: Documents = {}
-    _build(K8S / "overlays" / name, found)
-    for component in components:
-        _build(K8S / "components" / component, found)
-    return found
+    documents = kustomized(K8S / "overlays" / name)
+    if components:
+        paths = [f"components/{one}" for one in components]
+        documents = made({"resources": [f"overlays/{name}"], "components": paths})
+    return {
+        (one["kind"], one["metadata"]["name"].removeprefix("effuse-")): one for one in documents
+    }
 
 
 def deployments(name: str, *components: str) -> dict[str, Document]:
@@ -43,78 +71,29 @@ def deployments(name: str, *components: str) -> dict[str, Document]:
 
 
 def role_of(container: Document) -> str:
-    """The role of a container, by its image."""
+    """The role of a container, by its image and its command."""
     name = re.fullmatch(r"localhost/effuse-(\w+):[\d.]+", container["image"])
     assert name is not None
-    return name[1]
+    command = container.get("command", [f"effuse-{name[1]}"])[0]
+    return str(command.removeprefix("effuse-"))
 
 
 def config_of(container: Document, files: Path) -> Access:
     """The configuration that a container's flags give; mounted files are found below `files`."""
     kinds: dict[str, type[Access]] = {
-        "router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig
+        "router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig,
+        "worker": BothConfig,
     }  # fmt: skip
-    words = [re.sub(r"\$\(\w+\)", "pod-7", one) for one in container["args"]]
+    words = [expanded(one, container) for one in container["args"]]
     for mount in container["volumeMounts"]:
         words = [one.replace(f"={mount['mountPath']}", f"={files}") for one in words]
     return parse(kinds[role_of(container)], words, prog="container", about="")
 
 
-def _build(directory: Path, found: Documents) -> None:
-    """Adds a folder's documents and applies its patches."""
-    asked = yaml.safe_load((directory / "kustomization.yaml").read_text())
-    for resource in asked.get("resources", ()):
-        path = directory / resource
-        if path.is_dir():
-            _build(path, found)
-            continue
-        for document in yaml.safe_load_all(path.read_text()):
-            found[document["kind"], document["metadata"]["name"]] = document
-    for component in asked.get("components", ()):
-        _build(directory / component, found)
-    for patch in asked.get("patches", ()):
-        _patch(directory, patch, found)
-    for replicas in asked.get("replicas", ()):
-        found["Deployment", replicas["name"]]["spec"]["replicas"] = replicas["count"]
-
-
-def _patch(directory: Path, patch: Document, found: Documents) -> None:
-    target = patch["target"]
-    wanted = [
-        (kind, name)
-        for kind, name in found
-        if re.fullmatch(target["kind"], kind) and re.fullmatch(target.get("name", ".*"), name)
-    ]
-    inline = yaml.safe_load(patch.get("patch", ""))
-    if isinstance(inline, list):
-        (refusal,) = inline
-        assert refusal["op"] == "test"
-        assert not wanted, refusal["path"]
-        return
-    assert wanted, f"{directory}: nothing is meant by {target}"
-    if inline is not None:
-        assert inline["$patch"] == "delete"
-        for key in wanted:
-            del found[key]
-        return
-    for key in wanted:
-        for operation in yaml.safe_load((directory / patch["path"]).read_text()):
-            _operate(found[key], operation)
-
-
-def _operate(document: Document, operation: Document) -> None:
-    """One operation of a JSON patch; its target must exist, as kustomize also requires."""
-    steps = operation["path"].removeprefix("/").split("/")
-    *way, last = (step.replace("~1", "/") for step in steps)
-    place: Any = document
-    for step in way:
-        place = place[int(step) if isinstance(place, list) else step]
-    at = int(last) if isinstance(place, list) and last != "-" else last
-    if operation["op"] == "test":
-        assert place[at] == operation["value"], operation
-    elif operation["op"] == "add" and at == "-":
-        place.append(operation["value"])
-    elif operation["op"] == "add" or at in place or isinstance(at, int):
-        place[at] = operation["value"]
-    else:
-        raise AssertionError(f"there is no {operation['path']} to replace")
+def expanded(word: str, container: Document) -> str:
+    """An argument with the values of the container's variables, as far as they are known."""
+    known = {"FLEET": "effuse", "MODEL": MODEL, "POD_NAME": "pod-7", "POD_IP": "192.0.2.7"}
+    names = {one["name"] for one in container.get("env", ())}
+    used = set(re.findall(r"\$\((\w+)\)", word))
+    assert used <= names & known.keys(), word
+    return re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], word)

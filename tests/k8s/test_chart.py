@@ -22,28 +22,46 @@ from k8s.charted import (
     canonical,
     charted,
     helm,
-    kustomized,
 )
-from k8s.composed import K8S, Document, overlays
+from k8s.composed import K8S, Document, kustomized, overlays
 
 pytestmark = pytest.mark.chart
 
 GPU_VALUES = ("--values", str(CHART / "gpu.yaml"))
+CONFIG = {
+    role: {"config": (K8S / "components" / "config" / f"{role}.toml").read_text()}
+    for role in ("router", "workers")
+}
+SCALED: Values = {
+    "metrics": {"enabled": True},
+    **{name: {**one, "autoscaling": {"enabled": True}} for name, one in CONFIG.items()},
+}
 SAME: dict[str, tuple[Values, tuple[str, ...]]] = {
     "1p1d": ({}, ()),
     "2p3d": ({"prefill": {"replicas": 2}, "decode": {"replicas": 3}}, ()),
     "gpu-1p1d": ({"model": {"create": True}}, GPU_VALUES),
     "gpu-tp2-1p1d": ({"model": {"create": True}, "decode": {"gpus": 2}}, GPU_VALUES),
+    "gpu-tp2-pool": (
+        {**SCALED, "roles": ["worker"], "worker": {"gpus": 2},
+         "model": {"create": True, "download": {"enabled": True}}},
+        GPU_VALUES,
+    ),
+    "ha": (
+        {"router": {**CONFIG["router"], "replicas": 2}, "decode": {"replicas": 2},
+         "workers": CONFIG["workers"], "networkPolicy": {"egress": True}},
+        (),
+    ),
+    "keys-1p1d": ({"router": {"keysSecret": "effuse-keys"}}, ()),
     "monitored-1p1d": ({"metrics": {"enabled": True}}, ()),
+    "operator-1p1d": ({"metrics": {"enabled": True, "operator": True}}, ()),
     "password-1p1d": ({"redis": {"credentialsSecret": "effuse-redis"}}, ()),
+    "pool": ({"roles": ["worker"], "worker": {"replicas": 2}}, ()),
+    "scaled-1p1d": (SCALED, ()),
+    "scaled-pool": ({**SCALED, "roles": ["worker"]}, ()),
     "tls-1p1d": ({"tls": {"enabled": True}}, ()),
-}
+}  # fmt: skip
 """Values that give what an overlay gives."""
 Change = Callable[[Document], object]
-
-
-def test_without_values_it_is_the_base(files: Path) -> None:
-    assert canonical(charted(), files) == canonical(kustomized(K8S / "base"), files)
 
 
 @pytest.mark.parametrize("overlay", SAME)
@@ -86,10 +104,12 @@ def _policy(document: Document) -> Document:
     ],
 )
 def test_a_difference_is_seen(kind: str, name: str, change: Change, files: Path) -> None:
-    documents = kustomized(K8S / "base")
+    documents = kustomized(K8S / "overlays" / "1p1d")
     before = canonical(copy.deepcopy(documents), files)
     (changed,) = [
-        one for one in documents if (one["kind"], one["metadata"]["name"]) == (kind, name)
+        one
+        for one in documents
+        if (one["kind"], one["metadata"]["name"]) == (kind, f"effuse-{name}")
     ]
     change(changed)
     assert canonical(documents, files) != before
@@ -97,7 +117,7 @@ def test_a_difference_is_seen(kind: str, name: str, change: Change, files: Path)
 
 @pytest.mark.parametrize("values", [*(values for values, _ in SAME.values()), ALL])
 def test_helm_and_kubernetes_accept_it(values: Values, tmp_path: Path) -> None:
-    words = GPU_VALUES if "create" in values.get("model", {}) else ()
+    words = GPU_VALUES if "create" in values.get("model", {}) and values is not ALL else ()
     linted = helm("lint", "--strict", str(CHART), *words, values=values)
     assert not linted.returncode, linted.stdout + linted.stderr
     made = tmp_path / "made.yaml"
@@ -153,7 +173,13 @@ def test_an_older_kubernetes_is_refused() -> None:
         ({"tls": {"clientCertificates": True}}, "tls.clientCertificates"),
         ({"tls": {"fleetSecret": ""}}, "/tls/fleetSecret"),
         ({"model": {"create": True}}, "model.claim"),
-        ({"model": {"servedName": "two words"}}, "/model/servedName"),
+        ({"model": {"name": "two words"}}, "/model/name"),
+        ({"model": {"claim": "weights"}}, "model.name"),
+        ({"model": {"download": {"enabled": True}}}, "model.claim"),
+        ({"workers": {"autoscaling": {"enabled": True}}}, "metrics.enabled"),
+        ({"router": {"autoscaling": {"scaler": True}}}, "/router/autoscaling"),
+        ({"roles": ["prefill"]}, "/roles"),
+        ({"worker": {"parallel": "data"}}, "/worker/parallel"),
         ({"model": {"size": "large"}}, "/model/size"),
         ({"metrics": {"port": 80}}, "/metrics/port"),
         ({"router": {"service": {"type": "Ingress"}}}, "/router/service/type"),

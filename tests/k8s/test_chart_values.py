@@ -36,14 +36,14 @@ def _all_pods(values: Values = ALL) -> dict[str, tuple[Document, Document]]:
 
 def test_every_process_takes_its_flags_and_files(files: Path) -> None:
     found = _all_pods()
-    assert set(found) == {"router", "prefill", "decode"}
+    assert set(found) == {"router", "prefill", "decode", "worker"}
     configs: dict[str, Any] = {}
+    (flags,) = [one for one in charted(ALL) if one["metadata"]["name"] == "effuse-flags"]
+    assert set(flags["data"]) == {"workers.toml", "decode.toml"}
+    for name, text in flags["data"].items():
+        (files / name).write_text(text)
     for role, (_, pod) in found.items():
         (container,) = pod["containers"]
-        own = [one for one in charted(ALL) if one["kind"] == "ConfigMap"]
-        for one in own:
-            if one["metadata"]["name"] == f"effuse-{role}":
-                (files / "effuse.toml").write_text(one["data"]["effuse.toml"])
         configs[role] = config_of(container, files)
         volumes = {one["name"] for one in pod["volumes"]}
         assert volumes == {one["name"] for one in container["volumeMounts"]}
@@ -55,17 +55,17 @@ def test_every_process_takes_its_flags_and_files(files: Path) -> None:
     for config in configs.values():
         assert (config.fleet, config.redis_url) == ("night", "rediss://cache.example:6379/0")
         assert config.fleet_secret and config.fleet_cert and config.redis_credentials
-        assert (config.metrics_port, config.model) == (9999, files)
+        assert (config.metrics_port, config.model) == (9999, files / "Org/M-1")
     router = configs["router"]
     assert (router.max_queue, router.http_port) == (4, 8000)
     assert router.keys and router.tls_client_ca and router.redis_ca
-    for worker in (configs["prefill"], decode):
+    for worker in (configs["prefill"], decode, configs["worker"]):
         assert (worker.connector, worker.device) == ("zmq", "cuda")
         assert worker.served_model_name == "Org/M-1"
 
 
 def test_a_pod_outlives_its_drain_and_waits_for_its_model(files: Path) -> None:
-    (files / "effuse.toml").touch()
+    (files / "decode.toml").touch()
     for role, (deployment, pod) in _all_pods().items():
         (container,) = pod["containers"]
         config: Any = config_of(container, files)
@@ -101,7 +101,8 @@ def test_an_image_is_of_its_registry() -> None:
     for one in charted(ALL):
         if one["kind"] == "Deployment":
             pod, role = one["spec"]["template"]["spec"], one["metadata"]["labels"][NAME]
-            assert pod["containers"][0]["image"] == f"registry.example/effuse-{role}:7"
+            image = "router" if role == "router" else "worker"
+            assert pod["containers"][0]["image"] == f"registry.example/effuse-{image}:7"
             assert pod["imagePullSecrets"] == [{"name": "registry"}]
 
 
@@ -128,8 +129,21 @@ def test_a_scaler_owns_the_number_that_it_scales() -> None:
         ("workers", {"redis", "router"}),
         ("router", {"redis", "prefill", "decode"}),
     ):
-        found = _all_pods({scaled: {"autoscaling": {"enabled": True}}})
+        values: Values = {
+            scaled: {"autoscaling": {"enabled": True}}, "metrics": {"enabled": True}
+        }  # fmt: skip
+        found = _all_pods(values)
         assert {role for role, (one, _) in found.items() if "replicas" in one["spec"]} == expected
+        scalers = [one for one in charted(values) if one["kind"] == "HorizontalPodAutoscaler"]
+        targets = {one["spec"]["scaleTargetRef"]["name"] for one in scalers}
+        assert targets == {f"effuse-{one}" for one in {*found} - expected - {"router"}}
+
+
+def test_a_scaler_of_ones_own_has_none_beside_it() -> None:
+    own = {"autoscaling": {"enabled": True, "scaler": False}}
+    made = charted({"workers": own})
+    assert not [one for one in made if one["kind"] == "HorizontalPodAutoscaler"]
+    assert "replicas" not in pods(made)["decode"][0]["spec"]
 
 
 def test_a_changed_file_restarts_its_pods() -> None:

@@ -5,6 +5,7 @@ the README makes the Secrets that it mounts. The request of `make k8s-try` moves
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -12,17 +13,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from k8s.composed import K8S, deployments
+from k8s.composed import K8S, deployments, overlay
 
 from effuse.router.tokenizer import bundled_directory, read_backend
 
+pytestmark = pytest.mark.chart
 ATTEMPT = runpy.run_path(str(K8S / "attempt.py"))
 
 
-@pytest.mark.parametrize("component", ["monitoring", "redis-password", "tls"])
+@pytest.mark.parametrize("component", ["config", "monitoring", "redis-password", "tls"])
 def test_workers_in_one_pod_are_not_left_out_of_what_the_router_gets(component: str) -> None:
-    with pytest.raises(AssertionError, match="changes workers in pods of their own"):
+    with pytest.raises(subprocess.CalledProcessError) as refused:
         deployments("gpu-nvlink-1p1d", component)
+    assert "changes workers in pods of their own" in refused.value.stderr
 
 
 def _mounted_files(overlay: str) -> dict[str, set[str]]:
@@ -49,7 +52,7 @@ def _make_secrets(overlay: str, directory: Path) -> str:
     return told.read_text()
 
 
-@pytest.mark.parametrize("overlay", ["tls-1p1d", "password-1p1d"])
+@pytest.mark.parametrize("overlay", ["tls-1p1d", "password-1p1d", "keys-1p1d"])
 def test_the_readme_makes_the_secrets_that_an_overlay_mounts(overlay: str, tmp_path: Path) -> None:
     told = _make_secrets(overlay, tmp_path)
     made = re.findall(r"^--namespace night create secret generic (\S+) (.*)", told, re.MULTILINE)
@@ -79,3 +82,36 @@ def test_each_problem_that_is_tried_fills_a_page() -> None:
     tokenizer = read_backend(directory)
     for seed in range(50):
         assert len(tokenizer.encode(ATTEMPT["long_problem"](seed).prompt).ids) >= block
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_download_has_its_name_once_it_is_whole(tmp_path: Path, *, has_tokenizer: bool) -> None:
+    """With programs in the place of `hf` and `effuse`, the first of which fails once."""
+    job = overlay("gpu-tp2-pool")["Job", "download"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    *shell, script = container["command"]
+    made = "touch $last/tokenizer.json" if has_tokenizer else "true"
+    programs = {
+        "hf": 'for one; do [ "$one" = --local-dir ] && take=1 && continue; '
+        '[ -n "${take:-}" ] && last=$one && take=; done; '
+        f'echo "$@" >>{tmp_path}/told; mkdir -p $last; touch $last/a.safetensors; '
+        f'[ -e {tmp_path}/failed ] || {{ touch {tmp_path}/failed; exit 1; }}; {made}',
+        "effuse": 'echo effuse "$@" >>' + f"{tmp_path}/told; touch $2/tokenizer.json",
+    }  # fmt: skip
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\nset -eu\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    script = script.replace("/models/", f"{tmp_path}/models/")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "Org/M-1", "REVISION": "v2"}
+    ends = [subprocess.run([*shell, script], env=env, check=False).returncode for _ in range(3)]
+    assert ends == [1, 0, 0]
+    model = tmp_path / "models" / "Org" / "M-1"
+    assert {path.name for path in model.iterdir()} == {"a.safetensors", "tokenizer.json"}
+    told = (tmp_path / "told").read_text().splitlines()
+    assert [one.startswith("effuse") for one in told] == [
+        False,
+        False,
+        *[True] * (not has_tokenizer),
+    ]
+    assert "download Org/M-1 --revision v2" in told[0] and "*.safetensors" in told[0]
+    assert not re.search(r"\.(py|bin|pt)\b", told[0])

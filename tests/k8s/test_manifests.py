@@ -6,81 +6,36 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
-from k8s.composed import K8S, Document, config_of, deployments, overlay, overlays, role_of
+from k8s.composed import (
+    K8S,
+    WORKERS,
+    Document,
+    config_of,
+    deployments,
+    overlay,
+    overlays,
+    role_of,
+)
 
 from effuse.cli.commands import value_of
 from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 
-ROLES = ("redis", "router", "prefill", "decode")
-GPU_OVERLAYS = ("gpu-1p1d", "gpu-tp2-1p1d", "gpu-nvlink-1p1d")
+pytestmark = pytest.mark.chart
+GPU_OVERLAYS = ("gpu-1p1d", "gpu-tp2-1p1d", "gpu-nvlink-1p1d", "gpu-tp2-pool")
 MODEL_BYTES = 15 << 30  # of 7B parameters
 
 
-def _documents(role: str) -> list[Document]:
-    return list(yaml.safe_load_all((K8S / "base" / f"{role}.yaml").read_text()))
-
-
-def _deployment(role: str) -> Document:
-    (found,) = [one for one in _documents(role) if one["kind"] == "Deployment"]
-    return found
-
-
-def _pod(role: str) -> Document:
-    pod: Document = _deployment(role)["spec"]["template"]["spec"]
-    return pod
-
-
-def _container(role: str) -> Document:
-    (container,) = _pod(role)["containers"]
-    found: Document = container
-    return found
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_every_container_is_probed_and_limited(role: str) -> None:
-    container = _container(role)
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert {"grpc", "tcpSocket"} & set(container[probe]), probe
-    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
-    assert "memory" in container["resources"]["limits"]
-    assert _pod(role)["terminationGracePeriodSeconds"] > 0
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_the_root_is_read_only_so_tmp_is_a_volume(role: str) -> None:
-    mounts = {mount["name"]: mount["mountPath"] for mount in _container(role)["volumeMounts"]}
-    assert mounts["tmp"] == "/tmp"
-    assert {volume["name"] for volume in _pod(role)["volumes"]} == set(mounts)
-
-
-def test_every_deployment_gets_the_restricted_settings() -> None:
-    kustomization = yaml.safe_load((K8S / "base/kustomization.yaml").read_text())
-    assert {"path": "restricted.yaml", "target": {"kind": "Deployment"}} in kustomization["patches"]
-    patch = {
-        entry["path"].removeprefix("/spec/template/spec/"): entry["value"]
-        for entry in yaml.safe_load((K8S / "base/restricted.yaml").read_text())
+def test_every_image_has_a_dockerfile_that_runs_without_root() -> None:
+    images = {
+        container["image"].split("-")[1].split(":")[0]
+        for name in overlays()
+        for pod in _pods(name)
+        for container in pod["containers"]
     }
-    pod, container = patch["securityContext"], patch["containers/0/securityContext"]
-    assert pod["runAsNonRoot"]
-    assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["capabilities"] == {"drop": ["ALL"]}
-    assert container["allowPrivilegeEscalation"] is False
-    assert container["readOnlyRootFilesystem"] is True
-    assert patch["automountServiceAccountToken"] is False
-
-
-def test_the_base_takes_every_file() -> None:
-    listed = yaml.safe_load((K8S / "base/kustomization.yaml").read_text())["resources"]
-    kept = {"kustomization.yaml", "restricted.yaml"}
-    assert {path.name for path in (K8S / "base").glob("*.yaml")} - kept == set(listed)
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_every_image_has_a_dockerfile_that_runs_without_root(role: str) -> None:
-    text = (K8S / f"Dockerfile.{role_of(_container(role))}").read_text()
-    assert "USER 10001:10001" in text
+    assert images == {"redis", "router", "worker"}
+    for image in images:
+        assert "USER 10001:10001" in (K8S / f"Dockerfile.{image}").read_text()
 
 
 def test_the_routers_image_has_no_torch() -> None:
@@ -89,15 +44,30 @@ def test_the_routers_image_has_no_torch() -> None:
     assert "worker" not in text
 
 
-def test_both_workers_stand_on_the_same_layer() -> None:
-    bases = {
-        re.findall(r"^ARG WORKER_BASE=(\S+)", (K8S / f"Dockerfile.{role}").read_text(), re.M)[0]
-        for role in ("prefill", "decode")
-    }
-    assert bases == {"localhost/effuse-worker-base:0.2.0"}
+def test_a_number_of_pods_that_a_scaler_owns_is_in_no_manifest() -> None:
+    """`kubectl apply` would reset it."""
+    scaled = 0
+    for name in overlays():
+        for kind, scaler in overlay(name):
+            if kind == "HorizontalPodAutoscaler":
+                spec = overlay(name)[kind, scaler]["spec"]
+                assert spec["scaleTargetRef"]["name"] == f"effuse-{scaler}"
+                assert "replicas" not in deployments(name)[scaler]["spec"]
+                scaled += 1
+    assert scaled >= 4
 
 
-@pytest.mark.parametrize("name", overlays())
+def test_pods_of_a_role_are_spread() -> None:
+    for deployment in deployments("ha").values():
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        spread = _pod_of(deployment)["topologySpreadConstraints"]
+        assert [one["topologyKey"].rpartition("/")[2] for one in spread] == ["hostname", "zone"]
+        for one in spread:
+            assert one["labelSelector"]["matchLabels"].items() <= labels.items()
+            assert "app.kubernetes.io/name" in one["matchLabelKeys"]
+
+
+@pytest.mark.parametrize("name", [one for one in overlays() if one[-1] == "d"])
 def test_an_overlays_name_is_its_topology(name: str) -> None:
     wanted = re.fullmatch(r"(?:[a-z]+\d*-)*(\d+)p(\d+)d", name)
     assert wanted is not None
@@ -105,7 +75,7 @@ def test_an_overlays_name_is_its_topology(name: str) -> None:
     for deployment in deployments(name).values():
         for container in _pod_of(deployment)["containers"]:
             if (role := role_of(container)) in counts:
-                counts[role] += deployment["spec"]["replicas"]
+                counts[role] += deployment["spec"].get("replicas", 1)
     assert counts == {"prefill": int(wanted[1]), "decode": int(wanted[2])}
 
 
@@ -115,22 +85,21 @@ def test_pods_outlive_the_drain_of_what_is_in_them(name: str) -> None:
     checked = set()
     for pod in _pods(name):
         for container in pod["containers"]:
-            config = {"router": RouterConfig, "prefill": WorkerConfig, "decode": WorkerConfig}.get(
-                role := role_of(container)
-            )
-            if config is not None:
+            if (role := role_of(container)) != "redis":
+                config = RouterConfig if role == "router" else WorkerConfig
                 told = value_of(container["args"], "--drain-s")
                 ends = config(drain_s=float(told)) if told else config()
                 stop = container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
                 longest_s = stop["sleep"]["seconds"] + ends.longest_end_s
                 assert pod["terminationGracePeriodSeconds"] > longest_s, role
                 checked.add(role)
-    assert checked == {"router", "prefill", "decode"}
+    assert checked > {"router"}
 
 
 def test_a_router_goes_on_until_its_endpoint_is_forgotten() -> None:
     """Once it drains it listens no more: the kernel would refuse later clients."""
-    assert _container("router")["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
+    (container,) = _pod_of(deployments("1p1d")["router"])["containers"]
+    assert container["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
 
 
 def _pod_of(deployment: Document) -> Document:
@@ -148,7 +117,7 @@ def _workers(name: str) -> list[tuple[Document, Document, Document]]:
         (deployment, _pod_of(deployment), container)
         for deployment in deployments(name).values()
         for container in _pod_of(deployment)["containers"]
-        if role_of(container) in ("prefill", "decode")
+        if role_of(container) in WORKERS
     ]
 
 
@@ -173,7 +142,7 @@ def test_every_pod_is_restricted(name: str) -> None:
         assert pod["automountServiceAccountToken"] is False
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
         assert {kind for one in pod["volumes"] for kind in one} <= {
-            *("name", "emptyDir", "persistentVolumeClaim", "secret")
+            *("name", "emptyDir", "persistentVolumeClaim", "secret", "configMap")
         }
         for container in pod["containers"]:
             assert container["securityContext"] == {
@@ -208,8 +177,8 @@ def test_workers_are_reached_by_the_fleet_alone(name: str) -> None:
     }
     policy = overlay(name)["NetworkPolicy", "workers"]["spec"]
     (source,) = policy["ingress"][0]["from"]
-    assert _selected(policy["podSelector"]) == labels
-    assert _selected(source["podSelector"]) == {"router", *labels}
+    assert labels <= _selected(policy["podSelector"])
+    assert _selected(source["podSelector"]) == {"router", *_selected(policy["podSelector"])}
 
 
 def _selected(selector: Document) -> set[str]:
@@ -220,31 +189,29 @@ def _selected(selector: Document) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "components"),
-    [*((name, ()) for name in overlays()), ("1p1d", ("tls", "monitoring", "redis-password"))],
+    [
+        *((name, ()) for name in overlays()),
+        ("1p1d", ("tls", "monitoring", "redis-password", "keys", "config")),
+        ("pool", ("tls", "monitoring", "redis-password", "keys", "config", "model", "gpu")),
+    ],
 )
-def test_every_process_takes_its_flags(
-    name: str, components: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_every_process_takes_its_flags(name: str, components: tuple[str, ...], files: Path) -> None:
     """A config that is refused at the start, such as plain text without its flag, is never
     ready.
     """
-    for file in ("tls.crt", "tls.key", "ca.crt", "credentials"):
-        (tmp_path / file).touch()
     containers = [one for pod in _pods(name, *components) for one in pod["containers"]]
-    configs = [config_of(one, tmp_path) for one in containers if role_of(one) != "redis"]
-    assert len(configs) == 3
+    configs = [config_of(one, files) for one in containers if role_of(one) != "redis"]
+    assert len(configs) >= 2
     assert {one.host for one in configs} == {"0.0.0.0"}
 
 
-def test_with_tls_nothing_is_called_in_plain_text_but_health(tmp_path: Path) -> None:
-    for file in ("tls.crt", "tls.key", "ca.crt"):
-        (tmp_path / file).touch()
+def test_with_tls_nothing_is_called_in_plain_text_but_health(files: Path) -> None:
     allowed = {}
     for pod in _pods("tls-1p1d"):
         (container,) = pod["containers"]
         if (role := role_of(container)) == "redis":
             continue
-        config = config_of(container, tmp_path)
+        config = config_of(container, files)
         assert config.fleet_cert is not None
         assert config.metrics_host == "127.0.0.1"
         allowed[role] = config.allow_plaintext
@@ -259,10 +226,8 @@ def test_with_tls_nothing_is_called_in_plain_text_but_health(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", GPU_OVERLAYS)
-def test_both_roles_get_a_gpu_and_room_for_a_model(name: str) -> None:
-    workers = _workers(name)
-    assert {role_of(container) for _, _, container in workers} == {"prefill", "decode"}
-    for _, pod, container in workers:
+def test_every_worker_gets_a_gpu_and_room_for_a_model(name: str) -> None:
+    for _, pod, container in _workers(name):
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
         assert limits["nvidia.com/gpu"] >= 1
         assert _bytes(limits["memory"]) >= 2 * MODEL_BYTES
@@ -282,19 +247,19 @@ def test_both_roles_get_a_gpu_and_room_for_a_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", GPU_OVERLAYS)
 def test_the_model_is_read_only_for_all_who_need_it(name: str) -> None:
-    claim = overlay(name)["PersistentVolumeClaim", "model"]
+    claim = overlay(name)["PersistentVolumeClaim", "models"]
     assert _bytes(claim["spec"]["resources"]["requests"]["storage"]) > MODEL_BYTES
-    readers = set()
     for pod in _pods(name):
         for container in pod["containers"]:
-            if "model" in _mounts(container):
-                readers.add(role_of(container))
-                assert "--model=/model" in container["args"]
-                assert _mounts(container)["model"]["mountPath"] == "/model"
-                assert _mounts(container)["model"]["readOnly"] is True
-                source = _volumes(pod)["model"]["persistentVolumeClaim"]
-                assert source == {"claimName": "model", "readOnly": True}
-    assert readers == {"router", "prefill", "decode"}
+            if role_of(container) == "redis":
+                continue
+            assert "--model=/models/$(MODEL)" in container["args"]
+            served = "--served-model-name=$(MODEL)"
+            assert (served in container["args"]) == (role_of(container) in WORKERS)
+            assert _mounts(container)["models"]["mountPath"] == "/models"
+            assert _mounts(container)["models"]["readOnly"] is True
+            source = _volumes(pod)["models"]["persistentVolumeClaim"]
+            assert source == {"claimName": claim["metadata"]["name"], "readOnly": True}
 
 
 @pytest.mark.parametrize("name", GPU_OVERLAYS)
@@ -318,6 +283,7 @@ def test_loading_a_model_has_time(name: str) -> None:
         ("1p1d", {"tcp", "self"}),
         ("gpu-1p1d", {"rc", "tcp", "self", "cuda_copy"}),
         ("gpu-tp2-1p1d", {"rc", "tcp", "self", "cuda_copy"}),
+        ("gpu-tp2-pool", {"rc", "tcp", "self", "cuda_copy"}),
         ("gpu-nvlink-1p1d", {"tcp", "self", "cuda_copy", "cuda_ipc"}),
     ],
 )

@@ -12,6 +12,7 @@ from k8s.monitoring import MONITORING, alerts, dashboard, dashboard_queries, nam
 
 from effuse.cli.commands import value_of
 
+pytestmark = pytest.mark.chart
 QUERIES = [*dashboard_queries(), *(rule["expr"] for rule in alerts())]
 
 
@@ -59,12 +60,36 @@ def test_an_alert_says_how_bad_it_is_and_what_it_means() -> None:
         assert len(rule["annotations"]["summary"]) > 20
 
 
+def test_the_rules_for_the_operator_are_the_same() -> None:
+    (rule,) = [one for kind, one in overlay("operator-1p1d").items() if kind[0] == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+
+
+def test_the_operator_reads_the_port_and_the_name_that_scalers_ask_for() -> None:
+    found = overlay("operator-1p1d")
+    service, monitor = found["Service", "metrics"], found["ServiceMonitor", "fleet"]
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == service["spec"]["ports"][0]["name"]
+    (label,) = endpoint["relabelings"]
+    for (kind, _), one in overlay("scaled-1p1d").items():
+        if kind == "HorizontalPodAutoscaler":
+            (metric,) = [one["external"]["metric"] for one in one["spec"]["metrics"]]
+            assert metric["name"] in {*sample_names_of_router()}
+            assert set(metric["selector"]["matchLabels"]) == {label["targetLabel"], "worker_role"}
+
+
+def sample_names_of_router() -> list[str]:
+    return [name for family in router_metrics().families() for name in sample_names(family)]
+
+
 def test_the_component_takes_every_file_of_its_folder() -> None:
     text = (MONITORING / "kustomization.yaml").read_text()
     assert not [path.name for path in MONITORING.iterdir() if path.name not in text
                 and path.name != "kustomization.yaml"]  # fmt: skip
     generated = yaml.safe_load(text)["configMapGenerator"]
-    assert {one["name"] for one in generated} == {"effuse-dashboard", "effuse-alerts"}
+    assert {one["name"] for one in generated} == {"dashboard", "alerts"}
 
 
 def test_every_process_of_a_monitored_overlay_serves_metrics_where_prometheus_may_read_them() -> (
@@ -81,4 +106,5 @@ def test_every_process_of_a_monitored_overlay_serves_metrics_where_prometheus_ma
     policy = overlay("monitored-1p1d")["NetworkPolicy", "metrics"]["spec"]
     assert policy["ingress"][0]["ports"] == [{"port": "metrics"}]
     (peer,) = policy["ingress"][0]["from"]
-    assert peer["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}
+    (wanted,) = peer["podSelector"]["matchExpressions"]
+    assert wanted["values"] == ["prometheus"]

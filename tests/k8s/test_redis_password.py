@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from k8s.composed import K8S, deployments
 
 from effuse.placement.access import RIGHTS
+
+pytestmark = pytest.mark.chart
 
 
 def test_redis_and_the_fleet_find_the_files_that_the_readme_makes() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 from k8s.composed import deployments, overlays
 
+pytestmark = pytest.mark.chart
+
 
 @pytest.mark.parametrize("name", [one for one in overlays() if "gpu" not in one])
 def test_the_next_one_is_ready_before_the_only_one_that_can_answer_goes(name: str) -> None:
-    for role in ("router", "decode"):
-        strategy = deployments(name)[role]["spec"]["strategy"]["rollingUpdate"]
+    found = deployments(name)
+    for role in {"router", "decode", "worker"} & set(found):
+        strategy = found[role]["spec"]["strategy"]["rollingUpdate"]
         assert strategy == {"maxUnavailable": 0, "maxSurge": 1}
 
 
@@ -19,6 +22,7 @@ def test_the_next_one_is_ready_before_the_only_one_that_can_answer_goes(name: st
         ("gpu-1p1d", ["prefill", "decode"]),
         ("gpu-tp2-1p1d", ["prefill", "decode"]),
         ("gpu-nvlink-1p1d", ["workers"]),
+        ("gpu-tp2-pool", ["worker"]),
     ],
 )
 def test_an_update_waits_for_no_gpu_that_is_not_there(name: str, workers: list[str]) -> None:

@@ -160,14 +160,15 @@ def test_an_engine_that_is_busy_for_long_is_not_hung(tmp_path: Path, first_token
     asyncio.run(go())
 
 
-def test_readiness_is_lost_while_there_is_no_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("service", [DECODE, WORKER])
+def test_readiness_is_lost_while_there_is_no_engine(tmp_path: Path, service: str) -> None:
     async def go() -> None:
         async with running(make_role(), CONFIG, tmp_path) as one:
             seen: list[int] = []
 
             async def watch() -> None:
                 stub = health_pb2_grpc.HealthStub(one.channel)
-                request = health_pb2.HealthCheckRequest(service=DECODE)
+                request = health_pb2.HealthCheckRequest(service=service)
                 async for update in stub.Watch(request, timeout=30):
                     seen.append(update.status)
                     if seen[-2:] == [NOT_SERVING, SERVING]:
@@ -180,7 +181,7 @@ def test_readiness_is_lost_while_there_is_no_engine(tmp_path: Path) -> None:
             os.kill(life.client.pid, signal.SIGKILL)
             await watcher
             assert seen == [SERVING, NOT_SERVING, SERVING]
-            assert await health(one.channel, WORKER) == SERVING
+            assert await health(one.channel, "") == SERVING
 
     asyncio.run(go())
 

@@ -56,11 +56,11 @@ livenessProbe:
 - --metrics-port={{ $values.metrics.port }}
 {{- end }}
 {{- if $values.model.claim }}
-- --model=/model
+- --model=/models/{{ $values.model.name }}
 {{- end }}
 - --drain-s={{ .own.drainS }}
 {{- if .own.config }}
-- --config=/config/effuse.toml
+- --config=/config/{{ include "effuse.flagsFile" . }}
 {{- end }}
 {{- end }}
 
@@ -137,13 +137,16 @@ lifecycle:
 {{- $values := .root.Values -}}
 {{- $port := ternary 50059 50052 $values.tls.enabled -}}
 {{- $service := printf "effuse.v1.%sService" (title .role) -}}
+{{- if ne .role "worker" }}
+command: [effuse-{{ .role }}]
+{{- end }}
 args:
   {{- include "effuse.flags" . | nindent 2 }}
   - --port=50052
   - --advertise-host=$(POD_IP)
   - --worker-id=$(POD_NAME)
   - --connector={{ $values.connector }}
-  {{- with $values.model.servedName }}
+  {{- with $values.model.name }}
   - {{ printf "--served-model-name=%s" . | quote }}
   {{- end }}
   {{- if .own.gpus }}

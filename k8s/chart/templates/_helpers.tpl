@@ -14,6 +14,18 @@
 {{- if and $values.model.create (not $values.model.claim) -}}
 {{- fail "model.claim: expected a name for the claim, because model.create is set" -}}
 {{- end -}}
+{{- if ne (empty $values.model.claim) (empty $values.model.name) -}}
+{{- fail "model.name: expected it together with model.claim" -}}
+{{- end -}}
+{{- if and $values.model.download.enabled (not $values.model.claim) -}}
+{{- fail "model.claim: expected a name for the claim, because model.download.enabled is set" -}}
+{{- end -}}
+{{- range $role := $values.roles -}}
+{{- $own := include "effuse.own" (dict "root" $ "role" $role) | fromYaml -}}
+{{- if and $own.autoscaling.enabled $own.autoscaling.scaler (not $values.metrics.enabled) -}}
+{{- fail (printf "metrics.enabled: expected it, because %s.autoscaling follows a metric" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $values.tls.clientCertificates (not $values.tls.enabled) -}}
 {{- fail "tls.clientCertificates: expected tls.enabled with it" -}}
 {{- end -}}
@@ -44,14 +56,14 @@ app.kubernetes.io/name: {{ .role }}
 
 {{/* Roles of the release, as a JSON list. */}}
 {{- define "effuse.roles" -}}
-{{- $fleet := list "router" "prefill" "decode" -}}
+{{- $fleet := prepend .Values.roles "router" -}}
 {{- ternary $fleet (prepend $fleet "redis") (not (empty .Values.redis.url)) | toJson -}}
 {{- end }}
 
 {{/* Values of a role; those of a worker lie over those of `workers`. */}}
 {{- define "effuse.own" -}}
 {{- $own := index .root.Values .role -}}
-{{- if has .role (list "prefill" "decode") -}}
+{{- if has .role (list "prefill" "decode" "worker") -}}
 {{- $own = mergeOverwrite (deepCopy .root.Values.workers) (deepCopy $own) -}}
 {{- end -}}
 {{- toYaml $own -}}
@@ -116,8 +128,8 @@ app.kubernetes.io/name: {{ .role }}
 {{- end }}
 {{- end }}
 {{- if and (ne .role "redis") $values.model.claim }}
-- name: model
-  mountPath: /model
+- name: models
+  mountPath: /models
   readOnly: true
   volume:
     persistentVolumeClaim:
@@ -130,11 +142,42 @@ app.kubernetes.io/name: {{ .role }}
   readOnly: true
   volume:
     configMap:
-      name: {{ include "effuse.name" .root }}-{{ .role }}
+      name: {{ include "effuse.name" .root }}-flags
 {{- end }}
 {{- end }}
 
-{{/* A policy for the pods of some `roles`, up to its rules. */}}
+{{/* File of the role's flags: workers share one unless the role has flags of its own. */}}
+{{- define "effuse.flagsFile" -}}
+{{- $own := index .root.Values .role -}}
+{{- ternary .role "workers" (or (eq .role "router") (not (empty $own.config))) -}}.toml
+{{- end }}
+
+{{/* Requirements of the "restricted" pod-security level, of a pod and of a container. */}}
+{{- define "effuse.restrictedPod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  seccompProfile:
+    type: RuntimeDefault
+{{- end }}
+
+{{- define "effuse.restrictedContainer" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- end }}
+
+{{- define "effuse.image" -}}
+{{- printf "%s-%s:%s" .root.Values.image.repository .name (.root.Values.image.tag | default .root.Chart.AppVersion) | quote -}}
+{{- end }}
+
+{{/* A policy of a `type` for the pods of some `roles`, up to its rules. */}}
 {{- define "effuse.policy" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -143,13 +186,13 @@ metadata:
   labels:
     {{- include "effuse.labels" .root | nindent 4 }}
 spec:
-  policyTypes: [Ingress]
+  policyTypes: [{{ .type | default "Ingress" }}]
   podSelector:
     matchLabels:
       {{- include "effuse.fleet" .root | nindent 6 }}
     matchExpressions:
       - key: app.kubernetes.io/name
-        operator: In
-        values: {{ .roles | toJson }}
-  ingress:
+        operator: {{ ternary "NotIn" "In" (hasKey . "others") }}
+        values: {{ .others | default .roles | toJson }}
+  {{ lower (.type | default "Ingress") }}:
 {{- end }}
