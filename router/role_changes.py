@@ -27,7 +27,7 @@ class Change(NamedTuple):
     role: Role
 
 
-class Group(NamedTuple):
+class RoleGroup(NamedTuple):
     """Workers with equal fingerprints, and how many of them should prefill for others."""
 
     workers: list[WorkerRecord]
@@ -48,7 +48,7 @@ def changes(
     return sorted(found, key=_turn)[: max(1, int(AT_ONCE * len(records)))]
 
 
-def groups(plan: Split, records: Sequence[WorkerRecord]) -> Iterator[Group]:
+def groups(plan: Split, records: Sequence[WorkerRecord]) -> Iterator[RoleGroup]:
     """The workers by fingerprint, each group with its share of the plan's prefill workers."""
     by_text: dict[str, list[WorkerRecord]] = {}
     for record in records:
@@ -58,7 +58,7 @@ def groups(plan: Split, records: Sequence[WorkerRecord]) -> Iterator[Group]:
         seen += len(workers)
         share = round(plan.prefill * seen / len(records)) - given
         given += share
-        yield Group(workers, _within_reach(workers, share))
+        yield RoleGroup(workers, _within_reach(workers, share))
 
 
 def fixed(records: Sequence[WorkerRecord]) -> tuple[int, int]:
@@ -107,7 +107,7 @@ def _within_reach(workers: Sequence[WorkerRecord], prefill: int) -> int:
 
 
 def _wanted(
-    group: Group, resting: Collection[WorkerLife], *, waits: bool = False
+    group: RoleGroup, resting: Collection[WorkerLife], *, waits: bool = False
 ) -> Iterator[Change]:
     """All changes that a group lacks, the fewest; with `waits` also those of workers that cool."""
     free = [

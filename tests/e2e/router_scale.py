@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import cast
 
 import grpc.aio
+import msgspec
 import psutil
 import redis_server
 from e2e.client import wait_until
@@ -39,8 +40,10 @@ from effuse.v1 import worker_pb2 as pb
 FLEET = "scale"
 LEASE_S = 10.0
 RENEW_S = 0.5
+HANDOFF_S = 0.02
 TOKENS = 16
-SEATS = 32
+SEATS = 64
+PROCESSES = 4
 CONNECTIONS = 16
 PROMPT = tuple(range(40, 104))
 MOST_LATE_S = 60.0
@@ -51,20 +54,15 @@ class Fakes(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.DecodeServic
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._landed: dict[str, asyncio.Event] = {}
-
-    def _event(self, transfer_id: str) -> asyncio.Event:
-        return self._landed.setdefault(transfer_id, asyncio.Event())
 
     async def Prefill(
         self,
         request_iterator: AsyncIterator[pb.PrefillRequest],
         context: grpc.aio.ServicerContext[object, object],
     ) -> AsyncIterator[pb.PrefillResponse]:
-        start = (await anext(request_iterator)).start
+        await anext(request_iterator)
         yield pb.PrefillResponse(computed=pb.PrefillComputed(compute_s=0.01))
         await anext(request_iterator)
-        self._event(start.attempt.transfer_id).set()
         yield pb.PrefillResponse(pushed=pb.PrefillPushed(pages=1, bytes=64, push_s=0.001))
 
     async def Decode(
@@ -74,10 +72,7 @@ class Fakes(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.DecodeServic
             attempt=request.attempt, incarnation="1", connector="zmq", lease_s=30
         )
         yield pb.DecodeResponse(reservation=reservation)
-        if request.HasField("remote"):
-            transfer_id = request.attempt.transfer_id
-            await self._event(transfer_id).wait()
-            del self._landed[transfer_id]
+        await asyncio.sleep(HANDOFF_S)
         yield pb.DecodeResponse(verified=pb.PrefillVerified(bytes=64, pages=1, handoff_s=0.01))
         for offset in range(0, request.max_tokens, BLOCK_SIZE):
             if offset == BLOCK_SIZE and self._hold_s:
@@ -96,11 +91,12 @@ class Fakes(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.DecodeServic
         yield pb.RehearseResponse()
 
 
-def records_of(ports: Sequence[int], num_links: int) -> list[WorkerRecord]:
-    """Records of workers at these ports; each that prefills knows so many links."""
+def records_of(ports: Sequence[int], num_links: int, first: int = 0) -> list[WorkerRecord]:
+    """Records of workers at these ports, numbered from `first`. Each that prefills knows so many
+    links."""
     found = []
-    decoders = [f"decode-{number}" for number in range(len(ports) // 2)]
-    for number, port in enumerate(ports):
+    decoders = [f"decode-{number // 2}" for number in range(first, first + len(ports), 2)]
+    for number, port in enumerate(ports, first):
         role: Role = "decode" if number % 2 else "prefill"
         record = worker_record(
             f"{role}-{number // 2}",
@@ -120,17 +116,17 @@ def records_of(ports: Sequence[int], num_links: int) -> list[WorkerRecord]:
 
 
 def _with(record: WorkerRecord, **changes: object) -> object:
-    import msgspec
-
     return msgspec.structs.replace(record, **changes)
 
 
-def serve_fakes(redis_url: str, number: int, hold_s: float, num_links: int) -> None:
+def serve_fakes(redis_url: str, first: int, number: int, hold_s: float, num_links: int) -> None:
     """Serves so many workers and renews their leases until the process is killed."""
-    asyncio.run(_serve_fakes(redis_url, number, hold_s, num_links))
+    asyncio.run(_serve_fakes(redis_url, first, number, hold_s, num_links))
 
 
-async def _serve_fakes(redis_url: str, number: int, hold_s: float, num_links: int) -> None:
+async def _serve_fakes(
+    redis_url: str, first: int, number: int, hold_s: float, num_links: int
+) -> None:
     server = grpc.aio.server(
         options=[
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
@@ -143,7 +139,7 @@ async def _serve_fakes(redis_url: str, number: int, hold_s: float, num_links: in
     worker_pb2_grpc.add_DecodeServiceServicer_to_server(fakes, server)
     ports = [server.add_insecure_port("127.0.0.1:0") for _ in range(number)]
     await server.start()
-    records = records_of(ports, min(num_links, number // 2))
+    records = records_of(ports, min(num_links, number // 2), first)
     taken = set[str]()
     async with Store(redis_url, FLEET, timeout_s=5.0) as store:
         while True:
@@ -188,8 +184,13 @@ def scaled(workers: int, hold_s: float, num_links: int) -> Iterator[Scaled]:
     ):
         url = redis.connection_url
         ready = Path(home) / "ready.json"
-        fakes = spawn.Process(target=serve_fakes, args=(url, workers, hold_s, num_links))
-        fakes.start()
+        each = workers // PROCESSES
+        fakes = [
+            spawn.Process(target=serve_fakes, args=(url, at * each, each, hold_s, num_links))
+            for at in range(PROCESSES)
+        ]
+        for one in fakes:
+            one.start()
         router = subprocess.Popen(
             [
                 sys.executable, "-m", "effuse.router", "--redis-url", url, "--fleet", FLEET,
@@ -203,10 +204,11 @@ def scaled(workers: int, hold_s: float, num_links: int) -> Iterator[Scaled]:
             facts = json.loads(ready.read_text())
             yield Scaled(workers, facts["address"], psutil.Process(router.pid))
         finally:
-            router.terminate()
+            router.kill()
             router.wait(30.0)
-            fakes.kill()
-            fakes.join()
+            for one in fakes:
+                one.kill()
+                one.join()
 
 
 def _knows(ready: Path, workers: int) -> bool:
@@ -305,7 +307,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--links", type=int, default=0, help="links of each prefill worker")
-    parser.add_argument("--streams", type=int, default=0, help="open streams, at the most workers")
+    parser.add_argument(
+        "--streams", type=int, default=0, help="open streams, of a fleet with seats"
+    )
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
         fleets = [stack.enter_context(scaled(n, 0.0, args.links)) for n in args.workers]
@@ -329,7 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             }  # fmt: skip
             print(json.dumps(found), flush=True)
     if args.streams:
-        with scaled(max(args.workers), 600.0, args.links) as fleet:
+        workers = 8 * -(-args.streams // (4 * SEATS))
+        with scaled(workers, 600.0, args.links) as fleet:
             before_mb, held_mb = asyncio.run(hold_streams(fleet, args.streams))
             print(json.dumps({"streams": args.streams, "mb_before": before_mb, "mb": held_mb}))
     return 0
