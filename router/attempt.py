@@ -97,11 +97,7 @@ class Attempt:
                 for news in self._take(response):
                     await self._told.send(news)
                 if self._reason is None and prefill and response.HasField("reservation"):
-                    call = self._prefill
-                    if call is None:
-                        call = self._open_prefill(prefill)
-                        await call.send_prompt(self._id, self._break_off)
-                    await call.send_reservation(response.reservation)
+                    await self._send_reservation(prefill, response.reservation)
         except EffuseError as error:
             if (last := self._end_without_word(error)) is not None:
                 await self._told.send(last)
@@ -166,6 +162,16 @@ class Attempt:
                 self._reason = _finish_reason(self._request, is_stopped=event.finished.stopped)
                 return
 
+    async def _send_reservation(
+        self, prefill: WorkerRecord, reservation: worker_pb2.Reservation
+    ) -> None:
+        """Sends prefill where the pages go, after the prompt if that has waited for them."""
+        call = self._prefill
+        if call is None:
+            call = self._open_prefill(prefill)
+            await call.send_prompt(self._id, self._break_off)
+        await call.send_reservation(reservation)
+
     def _end_without_word(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
         """The end of an answer whose worker is lost between the last token and its last event:
         nothing is left to resume. Returns the rest of the text; raises the error for other answers.
@@ -196,6 +202,7 @@ class Attempt:
                     pair = (writer.life, self._placement.decode.life)
                     self._router.fleet.standing.note_handoff(pair)
             case "commit":
+                self._forget_prefill()
                 request.answer.fingerprint = self._placement.decode.fingerprint
                 before = len(request.answer.token_ids)
                 news = request.add_commit(event.commit, now)
@@ -278,6 +285,11 @@ class Attempt:
         if prefill is None or prefill.failure is None:
             return None
         return self._judge(prefill.failure, prefill.worker)
+
+    def _forget_prefill(self) -> None:
+        """Frees the call of a prompt that has been handed over: an answer may take long."""
+        if self._prefill is not None and self._prefill.has_ended_well:
+            self._prefill = None
 
     def _judge(self, error: EffuseError, worker: WorkerRecord) -> Failure:
         is_handoff = self._request.answer.state is State.PREFILLING

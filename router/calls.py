@@ -215,6 +215,11 @@ class PrefillCall:
         self._now = now
         self._peer = f"prefill worker {worker.worker_id}"
 
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether the pages were pushed and the call is over."""
+        return self.is_pushed and self.reader is not None and self.reader.done()
+
     async def send_prompt(
         self, attempt: worker_pb2.AttemptId, on_failure: Callable[[], None]
     ) -> None:
