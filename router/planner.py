@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Final
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from effuse.placement.records import Above0, Amount
 from effuse.router.policy import PrefillMode
@@ -105,13 +105,13 @@ def _at_context(found: Sequence[AnswerPace], context: float) -> AnswerPace:
     above = next((one for one in found if one.context >= context), found[-1])
     width = above.context - below.context
     part = (context - below.context) / width if width > 0 else 0.0
-    return replace(
-        below,
-        tokens_per_second=below.tokens_per_second
-        + part * (above.tokens_per_second - below.tokens_per_second),
-        gap_s=below.gap_s + part * (above.gap_s - below.gap_s),
-        context=context,
-    )
+    return replace(_between(below, above, part), context=context)
+
+
+def _between(low: AnswerPace, high: AnswerPace, part: float) -> AnswerPace:
+    """The pace at this part of the way from one to the other."""
+    pairs = zip(astuple(low), astuple(high), strict=True)
+    return AnswerPace(*(one + part * (other - one) for one, other in pairs))
 
 
 class Workload(Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,8 +182,14 @@ class Planner(Struct, frozen=True, dict=True):
 
     @cached_property
     def fitting(self) -> list[AnswerPace]:
-        """The paces whose gaps keep the objective."""
-        return [one for one in self.paces if one.gap_s <= self.gap_limit_s]
+        """The paces whose gaps keep the objective, and that between two measured batches whose gaps
+        just do. So a gap that was measured near the objective does not decide about a plan."""
+        limit_s = self.gap_limit_s
+        return [one for one in self.paces if one.gap_s <= limit_s] + [
+            _between(low, high, (limit_s - low.gap_s) / (high.gap_s - low.gap_s))
+            for low, high in pairwise(self.paces)
+            if low.gap_s < limit_s < high.gap_s
+        ]
 
     @cached_property
     def prompt_s(self) -> float:

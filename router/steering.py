@@ -37,6 +37,11 @@ AFTER_S: Final = 10.0
 """How long it has to be better: for other roles, and for more workers."""
 SHRINK_S: Final = 60.0
 """The same for fewer workers."""
+FULL: Final = 0.95
+FULL_GAIN: Final = 0.05
+FULL_AFTER_S: Final = 120.0
+"""The share of its rate at which a fleet is full, and by how much and how long a plan has to be
+better then. Requests that other roles would bear are late, so less is enough."""
 BUSY: Final = 0.6
 """Share of the load that present roles bear, below which they stay: other ones would gain nothing.
 """
@@ -88,30 +93,35 @@ class ModelPlan:
         self, planner: Planner, present: tuple[int, int], now: float, fixed: tuple[int, int]
     ) -> None:
         held, total = self.roles, sum(present)
-        plan = held.plan
-        is_of_these = plan is not None and plan.workers == total
-        if plan is None or not is_of_these or any(map(gt, fixed, plan.roles)):
-            held.plan, held.better_since = Split(*present), None
-        if not total or held.plan is None:
+        plan = held.plan or Split(*present)
+        if plan.workers != total or any(map(gt, fixed, plan.roles)):
+            plan, held.better_since = _carried_over(planner, plan, present, fixed), None
+        held.plan = planner.split(*plan.roles)
+        if not total:
             return
-        held.plan = planner.split(*held.plan.roles)
         wanted = planner.best(total, fixed=fixed)
-        is_busy = planner.workload.rate > BUSY * held.plan.rate
-        is_better = wanted.rate > (1 + GAIN) * held.plan.rate
-        held.follow(wanted, now, AFTER_S if is_busy and is_better else None)
+        rate = planner.workload.rate
+        is_busy = rate > BUSY * held.plan.rate
+        is_full = rate > FULL * held.plan.rate
+        gain = wanted.rate / max(LEAST_RATE, held.plan.rate) - 1
+        after_s = None
+        if is_busy and gain > GAIN:
+            after_s = AFTER_S
+        elif is_full and gain > FULL_GAIN:
+            after_s = FULL_AFTER_S
+        held.follow(wanted, now, after_s)
 
     def _follow_desired(self, planner: Planner, now: float) -> None:
         held, rate = self.desired, max(LEAST_RATE, planner.workload.rate) / HEADROOM
-        wanted = planner.least(rate)
         if held.plan is None:
-            held.plan = wanted
+            held.plan = planner.least(rate)
         held.plan = planner.split(*held.plan.roles)
-        after_s = None
+        after_s, roomy = None, (1 + GAIN) * rate
         if rate > (1 + GAIN) * held.plan.rate:
             after_s = AFTER_S
-        elif planner.least((1 + GAIN) * rate).workers < held.plan.workers:
+        elif held.plan.workers > 1 and planner.best(held.plan.workers - 1, roomy).rate >= roomy:
             after_s = SHRINK_S
-        held.follow(wanted, now, after_s)
+        held.follow(held.plan if after_s is None else planner.least(rate), now, after_s)
 
     def lines(self) -> list[str]:
         """Both plans and their reasons, for operators."""
@@ -123,6 +133,23 @@ class ModelPlan:
             f"the load needs {named(wanted)}, which bear {wanted.rate:.3g} requests a second",
             *self.notes,
         ]
+
+
+def _carried_over(
+    planner: Planner, plan: Split, present: tuple[int, int], fixed: tuple[int, int]
+) -> Split:
+    """The plan once workers have come or gone: the present roles, or those of the same ratio if
+    these bear clearly more. So a host that ends or is back takes no new decision."""
+    total = sum(present)
+    prefill = round(plan.prefill * total / max(1, plan.workers))
+    prefill = max(fixed[0], min(prefill, total - max(fixed[1], 1)))
+    if (
+        total < 2
+        or planner.split(prefill, total - prefill).rate
+        <= (1 + GAIN / 2) * planner.split(*present).rate
+    ):
+        return Split(*present)
+    return Split(prefill, total - prefill)
 
 
 class Steering:

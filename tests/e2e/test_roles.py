@@ -163,7 +163,8 @@ def jobs_of(prompt: int, answer: int) -> dict[Job, list[int]]:
 @contextmanager
 def router_in_this_process(fleet: Fleet, *flags: str) -> Iterator[Router]:
     """A router of the fleet whose parts a test may replace."""
-    assert (model := fleet.config.model) is not None
+    model = fleet.config.model
+    assert model is not None
     where = ("--redis-url", fleet.redis_url, "--fleet", fleet.name, "--model")
     config = parse(["--port", "0", *where, str(model), *flags])
     started, stop, loop = Future[Router](), asyncio.Event(), asyncio.new_event_loop()

@@ -16,7 +16,14 @@ from effuse.placement.records import RouterRecord, decode_router, encode
 from effuse.protos.channels import monitor_stub
 from effuse.router.planner import Objectives, Planner, Split, Workload
 from effuse.router.policy import IDLE, Candidate
-from effuse.router.steering import AFTER_S, SHRINK_S, ModelPlan, Steering, _piece
+from effuse.router.steering import (
+    AFTER_S,
+    FULL_AFTER_S,
+    SHRINK_S,
+    ModelPlan,
+    Steering,
+    _piece,
+)
 from effuse.v1 import monitor_pb2
 
 GAP = Objectives(gap_s=0.08)  # so that a prefill worker bears 20 and a decode worker 20 a second
@@ -94,6 +101,32 @@ def test_roles_that_stay_bound_the_plan() -> None:
     day.fixed = (0, 2)
     day.spend(1, load(30, prompt=3000.0))
     assert day.roles == (2, 2), "an operator has set a role since"
+
+
+def test_a_host_that_ends_and_returns_keeps_the_ratio_of_the_plan() -> None:
+    """Its workers were all prefill workers, and come back as workers that do both."""
+    day = Day((8, 8))
+    day.spend(5, load(120))
+    assert day.roles == (8, 8)
+    day.present = (4, 8)
+    day.spend(1, load(120))
+    assert day.roles == (6, 6), "at once, because the load is the same"
+    day.present = (6, 10)
+    day.spend(1, load(120))
+    assert day.roles == (8, 8)
+    day.present = (8, 7)
+    day.spend(1, load(120))
+    assert day.roles == (8, 7), "others would bear hardly more"
+
+
+def test_a_full_fleet_changes_for_less() -> None:
+    day = Day((10, 10))
+    day.spend(FULL_AFTER_S + 30, load(150, prompt=1150.0))
+    assert day.roles == (10, 10), "6 % more are not worth a change"
+    day.spend(FULL_AFTER_S - 5, load(180, prompt=1150.0))
+    assert day.roles == (10, 10), "not yet"
+    day.spend(10, load(180, prompt=1150.0))
+    assert day.roles == (11, 9)
 
 
 def test_desired_workers_grow_soon_and_shrink_late() -> None:
