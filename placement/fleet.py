@@ -128,7 +128,8 @@ class FleetView:
     async def run(self) -> None:
         """Polls until cancelled."""
         while True:
-            await asyncio.sleep(pause_s(self._poll_s, await self.poll()))
+            used_s = await self.poll()
+            await asyncio.sleep(pause_s(self._poll_s, used_s))
 
     async def poll(self) -> float:
         """Refreshes the view once; keeps it if Redis does not answer. Returns the seconds of CPU
