@@ -28,14 +28,14 @@ from attempt import (
     wait_until_available,
 )
 
-from effuse.client.client import AsyncClient
+from effuse.client.client import AsyncClient, Client
 from effuse.client.params import Params
 
 FOLLOW_S = 60.0
 """Longest time from a change of the load to that of the number of workers."""
 PHASE_S = 75.0
-TRIALS = 10  # requests of which one follows another, for the time of one
-SHARE = 0.5  # of the load that one worker bears: twice as much needs two
+TRIALS = 20  # requests from which the router learns how much one worker bears
+SHARE = 0.6  # of that; scalers plan for 0.8, so twice as much needs another worker
 LONG = Params(max_tokens=256, ignore_eos=True)
 
 
@@ -118,10 +118,9 @@ async def load(cluster: Cluster, address: str) -> tuple[list[Phase], list[str]]:
             except grpc.aio.AioRpcError as error:
                 failed.append(str(error))
 
-        began = time.monotonic()
         for _ in range(TRIALS):
             await send()
-        rate = SHARE * TRIALS / (time.monotonic() - began)
+        rate = SHARE * await asyncio.to_thread(borne_by_one, address)
         for turn in range(7):
             times = 1 + turn % 2
             watch = asyncio.create_task(watched(cluster, times * rate))
@@ -132,6 +131,15 @@ async def load(cluster: Cluster, address: str) -> tuple[list[Phase], list[str]]:
             print(phases[-1], flush=True)
     print(f"{len(failed)} requests failed", flush=True)
     return phases, failed
+
+
+def borne_by_one(address: str) -> float:
+    """Requests a second that one worker bears, as the router has measured it."""
+    with Client(address) as client:
+        (plan,) = client.plans()
+    if plan.roles.prefill + plan.roles.decode != 1:
+        raise AttemptError(f"expected the plan of one worker, got {plan.roles}")
+    return float(plan.roles.rate)
 
 
 async def watched(cluster: Cluster, rate: float) -> Phase:
