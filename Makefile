@@ -17,7 +17,7 @@ TOOLS := .tools
 GRPC_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==3.6.0
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
-OVERLAYS := $(wildcard k8s/overlays/*)
+OVERLAYS := $(wildcard k8s/overlays/*) k8s/prometheus k8s/prometheus/small-pool
 # The oldest Kubernetes that the manifests and the chart are for.
 KUBERNETES := 1.30
 
@@ -161,6 +161,11 @@ k8s-try: $(VENV)/.effuse ## Deploy OVERLAY (1p1d, or chart) on the cluster of KU
 	$(BIN)/python k8s/attempt.py --kubectl "$$kubectl" --overlay "$(OVERLAY)" \
 	  $(if $(filter chart,$(OVERLAY)),--helm "$$(.ci/tool helm)") \
 	  $(if $(BUILD),--build "$(BUILD)") $(if $(BASE),--base "$(BASE)")
+
+.PHONY: k8s-scale
+k8s-scale: $(VENV)/.effuse ## Double and halve the load of a scaled pool on the cluster of KUBECONFIG, whose images are there
+	kubectl="$$(.ci/tool kubectl)"
+	PYTHONPATH=k8s $(BIN)/python k8s/scaling.py "$$kubectl"
 
 .PHONY: wheel
 wheel: $(VENV)/.dev ## Build the wheel and the source distribution into dist/

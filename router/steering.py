@@ -35,7 +35,7 @@ GAIN: Final = 0.1
 """Share by which a plan has to be better."""
 AFTER_S: Final = 10.0
 """How long it has to be better: for other roles, and for more workers."""
-SHRINK_S: Final = 60.0
+SHRINK_S: Final = 20.0
 """The same for fewer workers."""
 FULL: Final = 0.95
 FULL_GAIN: Final = 0.05

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 from every_metric import router_metrics, sample_names, worker_metrics
-from k8s.composed import deployments, overlay
+from k8s.composed import K8S, deployments, kustomized, overlay
 from k8s.monitoring import MONITORING, alerts, dashboard, dashboard_queries, names_in
 
 from effuse.cli.commands import value_of
@@ -78,6 +78,24 @@ def test_the_operator_reads_the_port_and_the_name_that_scalers_ask_for() -> None
             (metric,) = [one["external"]["metric"] for one in one["spec"]["metrics"]]
             assert metric["name"] in {*sample_names_of_router()}
             assert set(metric["selector"]["matchLabels"]) == {label["targetLabel"], "worker_role"}
+
+
+def test_the_adapter_asks_prometheus_for_what_routers_serve_by_the_name_of_the_fleet() -> None:
+    (config,) = _data_of("prometheus")
+    (job,) = yaml.safe_load(config)["scrape_configs"]
+    assert "fleet" in [one.get("target_label") for one in job["relabel_configs"]]
+    (text,) = _data_of("adapter")
+    (rule,) = yaml.safe_load(text)["externalRules"]
+    assert rule["seriesQuery"] in sample_names_of_router()
+    assert (
+        "max by (model_name, worker_role)" in rule["metricsQuery"]
+    )  # and not once for each router
+
+
+def _data_of(name: str) -> list[str]:
+    found = [one for one in kustomized(K8S / "prometheus") if one["kind"] == "ConfigMap"]
+    (data,) = [one["data"] for one in found if one["metadata"]["name"].startswith(f"{name}-")]
+    return list(data.values())
 
 
 def sample_names_of_router() -> list[str]:
