@@ -5,12 +5,14 @@ forward over prompts, which waits until another step of answers has been launche
 for at most one of these forwards, and prompts go on while answers do. Single-threaded.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
 from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.room import FIRST_PIECE, PATIENCE_S
 from effuse.kvtransfer.connector import (
     Connector,
     ConnectorEvent,
@@ -46,15 +48,19 @@ class BothEngine:
         self._receiving = receiving
         self._now = now
         self._steps_before = 0  # of answers, before the last forward over prompts
+        self._moved_s = -math.inf  # the last time that no prompt waited for room
         self._short_since: float | None = None
 
     def step(self) -> bool:
         """One iteration of both."""
         has_changed = self._decode.step()
-        before = self._prefill.num_forwards
+        before, began_s = self._prefill.num_tokens, self._now()
         has_changed |= self._prefill.step(self._turn())
-        if self._prefill.num_forwards != before:
+        if tokens := self._prefill.num_tokens - before:
             self._steps_before = self._decode.counters.steps
+            self._decode.room.add_prompts(tokens, began_s)
+        if tokens or not self._prefill.is_computing:
+            self._moved_s = began_s
         return has_changed | self._make_room() | self._receiving.has_events
 
     def is_working(self) -> bool:
@@ -89,13 +95,16 @@ class BothEngine:
 
     def _turn(self) -> PromptTurn:
         """The room that answers leave to prompts now. A prompt gets no pages before an older
-        answer, and leaves each answer a block's."""
+        answer, and leaves each answer a block's. It takes no longer than their gaps allow."""
         decode = self._decode
         is_next = decode.counters.steps > self._steps_before and not self._prefill.is_working()
+        is_overdue = self._now() - self._moved_s > PATIENCE_S
+        least = max(FIRST_PIECE, self._prefill.least_tokens) if is_overdue else 0
         return PromptTurn(
             may_launch=is_next or not decode.can_step,
             begin_before=decode.oldest_waiting_s,
             pages_kept=decode.pages_kept,
+            most_tokens=max(decode.room.fits, least),
         )
 
     def _make_room(self) -> bool:

@@ -5,10 +5,11 @@ chooses among them, `denoise.py` has the rules of blocks, kvtransfer's receiver 
 executor runs forwards. Single-threaded.
 """
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled
+from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled, Share
 from effuse.decode_worker.intake import (
     Boundary,
     BoundaryError,
@@ -19,6 +20,7 @@ from effuse.decode_worker.intake import (
     step_events,
 )
 from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.room import Room
 from effuse.decode_worker.roster import Roster
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import Arrived
@@ -30,6 +32,8 @@ from effuse.placement.records import Load
 from effuse.worker import messages
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
 from effuse.worker.messages import Reserved, StartDecode, ToEngine, Verified
+
+LOG = logging.getLogger(__name__)
 
 
 class DecodeEngine:
@@ -56,6 +60,7 @@ class DecodeEngine:
         self._now = now
         self._max_request_s = max_request_s
         self._roster = Roster(executor, pool, intake.limits)
+        self.room = Room(intake.limits.max_num_batched_tokens)
         self._aborted = Tombstones(KEEP_ABORTED_S)
         self._outbox = Outbox()
         self.outbox, self.close = self._outbox.drain, handoffs.close
@@ -74,12 +79,24 @@ class DecodeEngine:
         has_changed = bool(reports) | self._end_late() | self._admit() | self.apply()
         if self._executor.is_full:
             return has_changed
-        shares = self._roster.schedule(lambda: self.apply(waits=True))
+        shares = self._roster.schedule(lambda: self.apply(waits=True), self.room, self._now)
         for share in shares:
             self._outbox.say(*begun_drafts(share.request))
-        has_launched = self._executor.launch(shares)
+        has_launched = self._launch(shares)
         self._is_stalled = not has_launched
         return self.apply() or has_changed or has_launched
+
+    def _launch(self, shares: Sequence[Share]) -> bool:
+        room, counters, fits = self.room, self.counters, self.room.fits
+        tokens = room.launch(shares, self._now())
+        if tokens:
+            counters.prompt_tokens += tokens
+            counters.prompts_overdue += room.is_overdue
+            LOG.debug("a step has %d prompt tokens, at most %g", tokens, fits)
+        has_launched = self._executor.launch(shares)
+        if not has_launched:
+            room.rest(self._executor.num_ended, is_idle=not self._executor.is_running)
+        return has_launched
 
     def is_working(self) -> bool:
         return self._executor.is_running
@@ -156,6 +173,10 @@ class DecodeEngine:
             step_tokens=self.counters.rows,
             preemptions=self.counters.preemptions,
             prompts_shared=self.counters.prompts_shared,
+            prompt_tokens=self.counters.prompt_tokens,
+            prompts_overdue=self.counters.prompts_overdue,
+            prompt_piece=self.room.offer[0],
+            prompt_rate=self.room.offer[1],
             kv_bytes=self.counters.kv_bytes,
         )
 
@@ -255,11 +276,15 @@ class DecodeEngine:
         has_applied = False
         while self._executor.has_results() or (waits and self._executor.is_running):
             has_applied = True
-            for result in self._executor.read():
+            results, now = self._executor.read(), self._now()
+            self.room.end(self._executor.num_ended, now)
+            for result in results:
                 match result:
                     case Prefilled(request):
                         self._verify(request)
                     case Denoised(request, outcome):
+                        if outcome.num_settled:
+                            self.room.note_block(request, now)
                         if outcome.finish is not None:
                             self._end(request)
                         self._outbox.say(*step_events(request, outcome))

@@ -44,6 +44,8 @@ class Counters:
     rows: int = 0  # sum of the tokens in each
     preemptions: int = 0
     prompts_shared: int = 0  # whose KV came from another request
+    prompt_tokens: int = 0  # of prompts that were computed here
+    prompts_overdue: int = 0  # forwards whose prompts had waited too long for room
     kv_bytes: int = 0  # received from prefill workers
 
 
@@ -53,6 +55,7 @@ class Share:
 
     request: DecodeRequest
     num_rows: int
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,8 @@ class Executor:
     sequences. Prompts, canvases and some requests are fed from the host: their results are there
     when the launch returns. With `slots` the other denoise steps run on the device, one behind.
 
-    On a device a prompt's forward may write pages long after its launch returns, and so may the
-    copy of a page. Later work in the same queue that uses these pages comes after them, but a
-    prefill worker's bytes do not.
+    On a device a prompt's forward, or a page's copy, may write pages long after its launch returns.
+    Later work in the same queue comes after them, but a prefill worker's bytes do not.
     """
 
     def __init__(
@@ -106,11 +108,11 @@ class Executor:
         replica: int = 0,
         ask: Callable[[Executor, Sequence[Share]], None] | None = None,
     ) -> None:
-        """`copy_page` copies within the pages' memory. On a device `place` returns the place after
-        all launched work. `queued` are the forward's layers, whose ends are signs of life. With
-        `ask` forwards of the host are asked for there, whose caller calls `parts_of` and `take`.
-        """
+        """`copy_page` copies pages. On a device `place` returns the place after all launched work.
+        `queued` are the forward's layers, whose ends are signs of life. With `ask` forwards of the
+        host are asked for there, whose caller calls `parts_of` and `take`."""
         self.counters = Counters()
+        self.num_ended = 0  # launches whose results are there
         self.runs_ahead = slots is not None  # a step is launched before the last one is read
         self._forward = forward
         self._copy_page = copy_page
@@ -132,16 +134,14 @@ class Executor:
     @property
     def is_running(self) -> bool:
         """Whether a step was launched whose results were not read."""
-        return bool(self._results) or (
-            self._slots is not None and self._slots.stepper.num_ahead > 0
-        )
+        return bool(self._results or (self._slots and self._slots.stepper.num_ahead))
 
     def launch(self, shares: Sequence[Share]) -> bool:
         """Launches a step; False if there was nothing to run. Each share has its pages. Requests
-        on the device take part until they end.
-        """
+        on the device take part until they end."""
         slots = self._slots
         if slots is None:
+            self.num_ended += bool(shares)
             return self._launch_from_host(shares)
         from_host = [share for share in shares if share.request.runs_from_host]
         for share in shares:
@@ -149,6 +149,7 @@ class Executor:
                 slots.bring_up(share.request)
         has_run = self._launch_from_host(from_host)
         if not slots.residents:
+            self.num_ended += has_run
             return has_run
         self._launch_slots(slots)
         return True
@@ -168,8 +169,7 @@ class Executor:
 
     def remove(self, request: DecodeRequest) -> bool:
         """Removes a request from steps that are launched from now on. True if steps with unread
-        results may still write its pages; it waits for other writers.
-        """
+        results may still write its pages; it waits for other writers."""
         if self._writing:
             keys: set[str | int] = {request.transfer_id, *request.page_ids}
             for key in keys & self._writing.keys():
@@ -208,9 +208,11 @@ class Executor:
                 # None of its work may still run when pages are released.
                 self._wait(slots.stepper.has_ended)
                 slots.stepper.read()
+                self.num_ended += 1
 
     def _read_slots(self, slots: DeviceSlots) -> list[StepResult]:
         self._wait(slots.stepper.has_ended)
+        self.num_ended += 1
         results: list[StepResult] = []
         for request, plan, outcome in slots.read():
             if outcome is None:

@@ -97,9 +97,8 @@ class ReplicatedEngine:
     def load(self) -> Load:
         """State and counters of all replicas together; a forward counts for each."""
         loads = [engine.load() for engine in self._engines]
-        return Load(
-            **{name: sum(getattr(load, name) for load in loads) for name in Load.__struct_fields__}
-        )
+        sums = {name: sum(getattr(one, name) for one in loads) for name in Load.__struct_fields__}
+        return Load(**{**sums, "prompt_piece": max(one.prompt_piece for one in loads)})
 
     def close(self) -> None:
         """Stops the connectors."""

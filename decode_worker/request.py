@@ -50,6 +50,8 @@ class DecodeRequest:
     plan: StepPlan | None = None  # of the opened step that is not applied yet
     is_verified: bool = False  # the prompt's KV was complete at some time
     forward_passes: int = 0
+    block_s: float | None = None  # when it last got final tokens here; None while that is unknown
+    block_steps: int = 0  # forward passes until then
     preemptions: int = 0
 
     @property
@@ -72,6 +74,11 @@ class DecodeRequest:
         lacks_cache = self.settings.cache != "none" and not self.has_cache
         is_begun = lacks_cache and canvas.is_begun(self.canvas_step())
         return self.sequence.mask_end if is_begun else 0
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether its next forward computes tokens of a prompt, or text that has lost its KV."""
+        return not self.settings.is_canvas and self.num_to_prefill > 0
 
     @property
     def has_cache(self) -> bool:
@@ -181,14 +188,20 @@ class DecodeRequest:
         if self.settings.is_canvas:  # all rows of its step, or none
             least, end = rows, canvas.num_cached(self.canvas_step())
         growth = max(0, limits.pages_for(end) - len(self.pages))
-        return Demand(rows=rows, least=least, growth=growth, holds_pages=bool(self.pages))
+        return Demand(
+            rows=rows,
+            least=least,
+            growth=growth,
+            holds_pages=bool(self.pages),
+            is_prompt=self.is_prompt,
+        )
 
     def preempt(self) -> None:
         """Forgets the stored KV; tokens, flags and counters stay."""
         self.pages.clear()
         if self.settings.is_canvas:
             self.cache_of = self.plan = None  # a plan that reads the cache
-        self.boundary = None
+        self.boundary = self.block_s = None
         self.sequence.committed_len = 0
         self.preemptions += 1
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from effuse.decode_worker import scheduler
 from effuse.decode_worker.executor import Executor, Share
 from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.room import Room
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
@@ -137,9 +138,11 @@ class Roster:
 
     # Steps.
 
-    def schedule(self, apply_all: Callable[[], object]) -> list[Share]:
+    def schedule(
+        self, apply_all: Callable[[], object], room: Room, now: Callable[[], float]
+    ) -> list[Share]:
         """Asks the scheduler which requests take part, preempts, and hands out pages. `apply_all`
-        waits for launched steps.
+        waits for launched steps; `room` bounds prompts.
         """
         running, executor = list(self.running), self._executor
         demands = [one.demand(self._limits, runs_ahead=executor.runs_ahead) for one in running]
@@ -148,18 +151,19 @@ class Roster:
             num_free=self._pool.num_free,
             limits=self._limits,
             count_freed=lambda gone: self._pool.count_freed(running[at].pages for at in gone),
+            prompt_rows=room.look(running, demands, now()),
         )
         if schedule.preempted and executor.is_running:
             # Launched steps must end before pages change hands; that may also free some.
             apply_all()
-            return self.schedule(apply_all)
+            return self.schedule(apply_all, room, now)
         for index in schedule.preempted:
             self.preempt(running[index])
         shares = []
         for request, demand, rows in zip(running, demands, schedule.rows, strict=True):
             if rows:
                 self._give_pages(request, demand.growth)
-                shares.append(Share(request, rows))
+                shares.append(Share(request, rows, demand.is_prompt))
         return shares
 
     def preempt(self, request: DecodeRequest) -> None:

@@ -2,9 +2,11 @@
 
 Pure policy on numbers: requests are indices into the engine's list, oldest first. It neither holds
 pages nor knows tokens. The oldest running request always advances, unless a remote writer still
-holds pages that it needs; those writers have a lease.
+holds pages that it needs, or it is a prompt that leaves room to answers. Those writers have a
+lease, and a prompt leaves room for a limited time (`room.py`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -58,6 +60,7 @@ class Demand:
     least: int  # smallest share: all blocks in flight of a denoise step, or a chunk of a prefill
     growth: int  # pages that it needs beside those it holds, for the KV that the step stores
     holds_pages: bool
+    is_prompt: bool = False  # of which a step computes no more than answers leave time for
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +124,13 @@ def schedule(
     num_free: int,
     limits: DecodeLimits,
     count_freed: Callable[[Sequence[int]], int],
+    prompt_rows: float = math.inf,
 ) -> Schedule:
     """Grants rows, oldest first, within one budget; if pages run out, preempts the youngest request
     that holds any.
 
     count_freed: how many pages are free once the requests of these indices release theirs, which
-    they may share with others.
+    they may share with others. prompt_rows: most rows of prompts.
     """
     rows = [0] * len(running)
     preempted: list[int] = []
@@ -136,7 +140,8 @@ def schedule(
     for index, demand in enumerate(running):
         if index in preempted:
             continue
-        granted = _grant(demand, budget, limits.block_size)
+        most = min(budget, prompt_rows) if demand.is_prompt else budget
+        granted = _grant(demand, int(most), limits.block_size)
         if not granted:
             continue
         growth = demand.growth
@@ -148,6 +153,7 @@ def schedule(
             continue  # it keeps its pages and waits for an older one to finish
         num_free -= growth
         budget -= granted
+        prompt_rows -= granted * demand.is_prompt
         rows[index] = granted
     return Schedule(tuple(rows), tuple(preempted))
 

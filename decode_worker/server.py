@@ -217,6 +217,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         num_logprobs=wire.num_logprobs(request),
         resume=wire.resume(request.resume, block_size) if request.HasField("resume") else None,
         group=wire.group(request),
+        gap_s=wire.gap_s(request),
     )
 
 

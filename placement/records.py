@@ -75,6 +75,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: U63 = 0  # KV bytes pushed or received
     prefix_queries: U63 = 0  # prompt tokens that were looked up in the prefix cache
     prefix_hits: U63 = 0  # those that were found
+    prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
+    prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
+    prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
+    prompt_rate: U63 = 0  # tokens a second of such pieces
 
     def pages_by_state(self) -> dict[str, int]:
         """Every page once, by its state (`kvtransfer/pool.py`)."""

@@ -42,6 +42,7 @@ class PromptTurn:
     may_launch: bool = True
     begin_before: float = math.inf  # prompts that arrived later do not begin
     pages_kept: int = 0  # free pages that beginning prompts leave free
+    most_tokens: float = math.inf  # of a forward
 
 
 ALONE = PromptTurn()
@@ -91,16 +92,27 @@ class PrefillEngine:
         has_changed = self._end_late() | self._take_reports() | self._admit(turn)
         if self._executor.is_full or not turn.may_launch:
             return has_changed
-        has_launched = self._launch()
+        has_launched = self._launch(turn)
         return self._apply_ended() or has_changed or has_launched
 
     def is_working(self) -> bool:
         return self._executor.is_running
 
     @property
-    def num_forwards(self) -> int:
-        """Forwards launched so far."""
-        return self._executor.num_forwards
+    def num_tokens(self) -> int:
+        """Tokens in launched forwards so far."""
+        return self._executor.num_tokens
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the oldest prompt in the next forward if it cannot be cut; else 0."""
+        first = self._table.computing[:1]
+        return sum(one.num_left for one in first if not one.can_split)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a prompt has its pages, and tokens that are not computed."""
+        return bool(self._table.computing)
 
     def knows(self, transfer_id: str) -> bool:
         """Whether the attempt or rehearsal is here, or was."""
@@ -304,11 +316,10 @@ class PrefillEngine:
                 self._table.conclude(prompt)
         return has_admitted
 
-    def _launch(self) -> bool:
+    def _launch(self, turn: PromptTurn) -> bool:
         """Launches a forward over as many prompts as fit; False if there is nothing to compute."""
-        chunks = self._table.next_chunks(
-            budget=self._config.max_num_batched_tokens, block_size=self._model.block_size
-        )
+        budget = int(min(self._config.max_num_batched_tokens, turn.most_tokens))
+        chunks = self._table.next_chunks(budget=budget, block_size=self._model.block_size)
         if not chunks:
             return False
         try:

@@ -31,6 +31,7 @@ from effuse.router.client import RETRY_AFTER_S, Listener, failed, finished_of, t
 from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import EMPTY_S, AttemptShare
+from effuse.router.own_prompts import PromptCost
 from effuse.router.policy import (
     AttemptNeeds,
     Placement,
@@ -46,7 +47,7 @@ from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
 OUR_FIELDS: Final = frozenset(
-    {"attempt", "incarnation", "prefill", "remote", "reservation", "resume"}
+    {"attempt", "gap_s", "incarnation", "prefill", "remote", "reservation", "resume"}
     | {"sampling", "settings", "start"}
 )
 """Fields of calls to workers that no client fills in, or that are checked before a worker is asked.
@@ -164,7 +165,16 @@ class AnswerRun:
             cached=fleet.prompts.cached(request.prompt.prefix_keys),
             beside=attempts.beside if is_first else None,
             num_answers=request.asked.num_answers if is_first and not request.index else 1,
+            prompt=self._prompt_cost(),
         )
+
+    def _prompt_cost(self) -> PromptCost | None:
+        """That of the prompt, once it is known, if gaps have an objective."""
+        asked, tokens = self._request.asked, len(self._request.prompt.token_ids)
+        if math.isinf(asked.goals.gap_s):
+            return None
+        seconds = self._router.steering.prompt_s(asked.model.name, tokens)
+        return None if seconds is None else PromptCost(tokens, seconds)
 
     def _look_again_s(self) -> float:
         """Seconds until the choice, or an error about it, may be another one although nothing

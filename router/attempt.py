@@ -7,6 +7,7 @@ that breaks the tables of `request_states.py` counts as lost. Every attempt ends
 leaves them to `calls.py`. Not here: the reaction to a failed attempt (`answer.py`)."""
 
 import asyncio
+import math
 import secrets
 from collections.abc import Iterator
 from typing import Final
@@ -140,6 +141,7 @@ class Attempt:
             num_logprobs=request.asked.num_logprobs,
             resume=request.answer.resumption(),
             group=request.attempts.group,
+            gap_s=None if math.isinf(request.asked.goals.gap_s) else request.asked.goals.gap_s,
         )
         if placement.prefill is None:
             message.local.SetInParent()
@@ -235,7 +237,9 @@ class Attempt:
         measured = self._router.steering.of(request.asked.model.name).measured
         costs, tokens = request.costs, len(request.prompt.token_ids)
         if placement.prefill is None:
-            if not (placement.shares_prompt or request.answer.token_ids):
+            # Beside answers with an objective a decode worker takes longer than it needs.
+            is_slow = placement.decode.role == "decode" and request.asked.goals.gap_s < math.inf
+            if not (placement.shares_prompt or request.answer.token_ids or is_slow):
                 life, seconds = placement.decode.life, now - self._reserved_at
                 measured.note_prompt(life, tokens, 0, seconds, now)
         elif costs.compute_s:

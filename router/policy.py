@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effuse.placement.records import Kind, WorkerRecord
+from effuse.router.own_prompts import PromptCost
 
 PrefillMode = Literal["auto", "remote", "local"]
 
@@ -103,6 +104,7 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
     num_answers: int = 1  # to the same prompt, of which this is the first one
     cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that prefill workers may have
+    prompt: PromptCost | None = None  # if decode workers may compute it to save time
 
     @property
     def key(self) -> Hashable:
@@ -353,11 +355,14 @@ def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterato
 
 
 def _prefers_itself(decode: Candidate, prefill: Candidate, need: AttemptNeeds) -> bool:
-    """Whether a worker that does both computes a prompt itself although `prefill` could: it has
-    fewer tokens to compute."""
-    if decode.record.role != "both" or need.mode != "auto" or not _may_prefill_more(decode):
+    """Whether a worker computes a prompt itself although `prefill` could: it does both and has
+    fewer tokens to compute, or it is done sooner within the gaps of its answers."""
+    if need.mode != "auto" or not _may_prefill_more(decode):
         return False
-    return _prefill_score(decode, need) < _prefill_score(prefill, need)
+    own, others = _prefill_score(decode, need), _prefill_score(prefill, need)
+    if need.prompt is not None and decode.record.load.prompt_rate:
+        return need.prompt.is_sooner(decode.record, own[1], others[1])
+    return decode.record.role == "both" and own < others
 
 
 def _decode_score(

@@ -184,6 +184,11 @@ class Steering:
         limit_s = own.gap_limit_s(()) if planner is None else planner.gap_limit_s
         return Goals(own.first_block_s or math.inf, limit_s)
 
+    def prompt_s(self, model: str, tokens: int) -> float | None:
+        """Seconds in which a worker without answers computes a prompt, once that is known."""
+        planner = self.of(model).planner
+        return None if planner is None else planner.times.prompt_s(tokens)
+
     def workloads(self) -> dict[str, Workload]:
         """The load at this router, by model."""
         return {name: one.workload for name, one in self.models.items() if one.workload is not None}

@@ -107,6 +107,7 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     )
     resume: Resume | None = None
     group: str = ""  # whose members share the KV of an equal prompt; empty: none
+    gap_s: float | None = None  # objective for the time between two commits; None: none
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -125,6 +125,16 @@ class WorkerMetrics(ProcessMetrics):
             ),
             ("prefix_cache_hits", "Prompt tokens whose KV the prefix cache had", load.prefix_hits),
             ("prompts_shared", "Prompts whose KV came from another attempt", load.prompts_shared),
+            (
+                "own_prompt_tokens",
+                "Prompt tokens that a decode worker computed",
+                load.prompt_tokens,
+            ),
+            (
+                "own_prompts_overdue",
+                "Forwards of such prompts that answers had left no room for",
+                load.prompts_overdue,
+            ),
             ("engine_steps", "Forwards", load.steps),
             ("engine_step_requests", "Sum of the requests in each forward", load.step_requests),
             ("engine_step_tokens", "Sum of the rows of each forward", load.step_tokens),

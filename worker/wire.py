@@ -16,6 +16,7 @@ from effuse.config.decoding import (
     SettingError,
     Stopping,
 )
+from effuse.config.objectives import WITHIN
 from effuse.kvtransfer.messages import (
     AttemptId,
     Field,
@@ -213,6 +214,15 @@ def group(message: pb.DecodeRequest) -> str:
     if len(message.group) > _MOST_ID_CHARS:
         raise _wrong("group", f"at most {_MOST_ID_CHARS} characters", len(message.group))
     return message.group
+
+
+def gap_s(message: pb.DecodeRequest) -> float | None:
+    """Reads the objective for gaps in seconds; None if there is none."""
+    if not message.HasField("gap_s"):
+        return None
+    if message.gap_s not in WITHIN:
+        raise _wrong("gap_s", WITHIN.form, message.gap_s)
+    return message.gap_s
 
 
 def logprobs_to_proto(told: TokenLogprobs | None) -> generation_pb2.TokenLogprobs:

@@ -154,6 +154,18 @@ def test_the_queue_of_a_router_follows_the_objectives() -> None:
     run(body, max_concurrent_requests=1, request_class=CHAT)
 
 
+def test_the_gap_travels_to_the_decode_worker() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await ask(fleet)
+        await ask(fleet, request_class="chat")
+        await ask(fleet, objectives=pb.Objectives(gap_within=0.25, first_block_within=1.0))
+        first, second, third = fleet.decode[0].requests
+        assert not first.HasField("gap_s")
+        assert (second.gap_s, third.gap_s) == (0.1, 0.25)
+
+    run(body, num_decode=1, request_class=CHAT)
+
+
 # Goodput.
 
 

@@ -92,6 +92,10 @@ def test_what_changes_logits_is_read_and_checked() -> None:
     assert wire.group(pb.DecodeRequest(group="g" * 128)) == "g" * 128
     with pytest.raises(InvalidRequest, match="group: expected at most 128 characters, got 129"):
         wire.group(pb.DecodeRequest(group="g" * 129))
+    assert wire.gap_s(pb.DecodeRequest()) is None and wire.gap_s(pb.DecodeRequest(gap_s=0.1)) == 0.1
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidRequest, match="gap_s: expected a number above 0, at most 3600"):
+            wire.gap_s(pb.DecodeRequest(gap_s=bad))
 
 
 def test_messages_to_the_engine_survive_its_socket() -> None:
@@ -104,6 +108,7 @@ def test_messages_to_the_engine_survive_its_socket() -> None:
         sampling=wire.sampling(pb.DecodeSampling(top_p=0.5, seed=(1 << 64) - 1)),
         settings=wire.settings(request.settings),
         writer=None,
+        gap_s=0.25,
     )
     push = PushTo(reservation=wire.reservation(fronts.reservation("a").reservation))
     for message in (start, push):

@@ -142,7 +142,7 @@ class FingerprintField(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs", "group")
+    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs", "group", "gap_s")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class DecodeRequest(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    GAP_S_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -171,7 +172,8 @@ class DecodeRequest(_message.Message):
     min_tokens: int
     num_logprobs: int
     group: str
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., group: _Optional[str] = ...) -> None: ...
+    gap_s: float
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., group: _Optional[str] = ..., gap_s: _Optional[float] = ...) -> None: ...
 
 class LocalPrefill(_message.Message):
     __slots__ = ()

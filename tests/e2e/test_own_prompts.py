@@ -1,0 +1,74 @@
+"""Decode workers that compute prompts beside answers, as far as gaps with an objective allow."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from checkpoints import Architecture
+from e2e.comparison import MARGIN, Pair, compare, margin, settings_of
+from e2e.test_equality import ask, raw_of, solid_jobs
+from e2e.test_metrics import scrape
+from e2e.tiny import TINY, tiny_fleet
+from oracle.decode import decode_with
+
+from effuse.cli.fleet import Fleet
+
+AUTO = ("--prefill", "auto")
+PIECE = re.compile(r"a step has (\d+) prompt tokens, at most (\S+)")
+
+
+@cache
+def long_jobs(architecture: Architecture) -> list[Pair]:
+    """Jobs with prompts of most of the context, with the oracle's answers."""
+    chance, pairs = random.Random(8), list[Pair]()
+    for job, _ in solid_jobs(architecture, "d2f", seed=2):
+        prompt = tuple(chance.choice(TINY.plain_ids) for _ in range(190))
+        job = replace(job, prompt=prompt, max_tokens=24, stop_token_ids=())
+        answer = decode_with(raw_of(architecture), job.prompt, settings_of(job))
+        if margin(job, answer) > MARGIN:
+            pairs.append((job, answer))
+    return pairs[:6]
+
+
+def counted(fleet: Fleet, name: str) -> float:
+    return sum(n for key, n in scrape(fleet).items() if key[0] == f"effuse_own_{name}_total")
+
+
+def pieces(fleet: Fleet) -> list[tuple[int, float]]:
+    """Prompt tokens of each step of the decode worker, and those that the rule allowed."""
+    log = (fleet.log_dir / "decode-0.log").read_text()
+    return [(int(tokens), float(fit)) for tokens, fit in PIECE.findall(log)]
+
+
+@pytest.mark.parametrize("architecture", ["sdar", "dream", "llada"])
+def test_prompts_that_help_out_give_the_oracles_answers(architecture: Architecture) -> None:
+    """Long prompts come while answers stream; the prefill worker has more to do."""
+    with tiny_fleet(
+        architecture, connector="zmq", worker_flags=("--log-level", "debug"),
+        router_flags=(*AUTO, "--gap-objective-s", "0.2"),
+    ) as fleet:  # fmt: skip
+        pairs = [*solid_jobs(architecture, "d2f", seed=2), *long_jobs(architecture)]
+        for _ in range(40):  # until times are known, and prompts wait at the prefill worker
+            compare(pairs, ask(fleet, [job for job, _ in pairs]))
+            is_bounded = any(most < math.inf for _, most in pieces(fleet))
+            if is_bounded and counted(fleet, "prompt_tokens") > 500:
+                break
+        found = pieces(fleet)
+        assert sum(tokens for tokens, _ in found) == counted(fleet, "prompt_tokens") > 500
+        assert all(tokens <= most for tokens, most in found)
+        assert is_bounded, "no gap bounded a piece"
+
+
+def test_without_an_objective_the_prefill_worker_computes_all_prompts() -> None:
+    with tiny_fleet("sdar", connector="zmq", router_flags=AUTO) as fleet:
+        pairs = [*solid_jobs("sdar", "d2f", seed=2), *long_jobs("sdar")]
+        for _ in range(4):
+            answers = ask(fleet, [job for job, _ in pairs])
+            compare(pairs, answers)
+            assert all(answer.stats.prefill_worker == "prefill-0" for answer in answers)
+        assert counted(fleet, "prompt_tokens") == 0

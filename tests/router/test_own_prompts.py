@@ -1,0 +1,84 @@
+"""Which prompts decode workers take themselves, so that they are computed sooner."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from router.fake_model import worker_record
+from router.test_policy import names
+
+from effuse.placement.records import Load, Role
+from effuse.router.own_prompts import PromptCost
+from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, place
+
+COST = PromptCost(tokens=200, seconds=0.2)  # 1000 tokens a second at a prefill worker
+
+
+def fleet(
+    *,
+    waits: int,
+    rate: int,
+    piece: int = 100,
+    own: int = 0,
+    role: Role = "decode",
+    whole: bool = False,
+) -> list[Candidate]:
+    """`waits`: tokens before the prompt at the prefill worker; `own`: those at the other one."""
+    load = Load(total_pages=256, free_pages=256, prompt_rate=rate, prompt_piece=piece)
+    found = [
+        Candidate(worker_record("p0", "prefill"), InFlight(prompts=1, to_prefill=waits)),
+        Candidate(worker_record("d0", role, load=load), InFlight(to_prefill=own)),
+    ]
+    attention = "bidirectional" if whole else "causal_blocks"
+    for at, one in enumerate(found):
+        model = replace(one.record.model, prompt_attention=attention)
+        found[at] = replace(one, record=replace(one.record, model=model))
+    return found
+
+
+def placed(candidates: list[Candidate], prompt: PromptCost | None = COST) -> Placement | None:
+    return place(candidates, AttemptNeeds(model="fake", mode="auto", prompt=prompt))
+
+
+@pytest.mark.parametrize(
+    ("waits", "rate", "own", "is_own"),
+    [
+        (0, 500, 0, False),  # the prefill worker is idle and faster
+        (199, 500, 0, False),
+        (201, 500, 0, True),  # 0.401 s there, 0.4 s here
+        (201, 500, 10, False),  # prompts wait here, too
+        (10_000, 500, 1000, True),
+        (10_000, 500, 4 * 512, False),  # as many tokens as it may have at most
+        (10_000, 0, 0, False),  # its rate is not known
+    ],
+)
+@pytest.mark.parametrize("role", ["decode", "both"])
+def test_a_prompt_goes_where_it_is_done_first(
+    waits: int, rate: int, own: int, is_own: bool, role: Role
+) -> None:
+    if role == "both" and not rate:
+        is_own = True  # it does both, and has fewer tokens
+    found = placed(fleet(waits=waits, rate=rate, own=own, role=role))
+    assert names(found) == (None if is_own else "p0", "d0")
+
+
+@pytest.mark.parametrize(("piece", "is_own"), [(199, False), (200, True)])
+def test_a_bidirectional_prompt_has_to_fit_into_a_gap(piece: int, is_own: bool) -> None:
+    found = placed(fleet(waits=10_000, rate=500, piece=piece, whole=True))
+    assert names(found) == (None if is_own else "p0", "d0")
+    cut = placed(fleet(waits=10_000, rate=500, piece=piece))
+    assert names(cut) == (None, "d0")
+
+
+@pytest.mark.parametrize("waits", [0, 10_000])
+def test_without_an_objective_all_stays_as_it_was(waits: int) -> None:
+    assert names(placed(fleet(waits=waits, rate=500), None)) == ("p0", "d0")
+    both = names(placed(fleet(waits=waits, rate=500, role="both"), None))
+    assert both == (None if waits else "p0", "d0")
+
+
+@pytest.mark.parametrize("mode", ["remote", "local"])
+def test_other_modes_do_not_ask(mode: str) -> None:
+    need = AttemptNeeds(model="fake", mode=mode, prompt=COST)  # type: ignore[arg-type]
+    found = place(fleet(waits=10_000, rate=500), need)
+    assert names(found) == ("p0" if mode == "remote" else None, "d0")
