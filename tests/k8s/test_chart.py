@@ -42,7 +42,8 @@ SAME: dict[str, tuple[Values, tuple[str, ...]]] = {
     "gpu-1p1d": ({"model": {"create": True}}, GPU_VALUES),
     "gpu-tp2-1p1d": ({"model": {"create": True}, "decode": {"gpus": 2}}, GPU_VALUES),
     "gpu-tp2-pool": (
-        {**SCALED, "roles": ["worker"], "worker": {"gpus": 2, "autoscaling": {"scaleDownAfterS": 600}},
+        {**SCALED, "roles": ["worker"],
+         "worker": {"gpus": 2, "autoscaling": {"scaleDownAfterS": 600}},
          "model": {"create": True, "download": {"enabled": True}}},
         GPU_VALUES,
     ),
