@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
 from router.fake_model import worker_record
 
-from effuse.router.policy import AttemptNeeds, Candidate, InFlight, place
+from effuse.placement.fleet import FleetView
+from effuse.router.fleet import RoutedFleet
 
 from .day_fleet import Staff, State
 from .day_load import Traffic
@@ -85,17 +89,20 @@ class Report:
         return "\n".join(lines)
 
 
-def cost_of_choice(workers: int, choices: int = 100) -> float:
-    """Seconds of a core for one choice of the real policy, each worker with some requests."""
-    candidates = [
-        Candidate(
-            worker_record(f"w{at:04}", "prefill" if at % 2 else "decode"),
-            InFlight(requests=at % 7, tokens=at % 7 * 100, to_prefill=at % 5 * 50),
-        )
-        for at in range(workers)
+def cost_of_choice(workers: int, choices: int = 500) -> float:
+    """Seconds of a core for a choice of the real router, with all its requests so far running."""
+    records = [
+        worker_record(f"w{at:04}", "prefill" if at % 2 else "decode") for at in range(workers)
     ]
-    need = AttemptNeeds(model="fake", mode="auto")
-    began = time.process_time()
-    for _ in range(choices):
-        assert place(candidates, need) is not None
-    return (time.process_time() - began) / choices
+    view = cast(FleetView, SimpleNamespace(workers=lambda: records))
+    fleet = RoutedFleet(view, "auto", lambda: 0.0)
+    fleet.look()
+    need, seconds = fleet.need("fake"), 0.0
+    with ExitStack() as running:
+        for number in range(choices):
+            began = time.process_time()
+            placement = fleet.place(need)
+            seconds += time.process_time() - began
+            if placement is not None:
+                running.enter_context(fleet.counted(placement, 100 + number, 100))
+    return seconds / choices
