@@ -33,9 +33,9 @@ from effuse.client.params import Params
 
 FOLLOW_S = 60.0
 """Longest time from a change of the load to that of the number of workers."""
-PHASE_S = 75.0
+PHASE_S = 60.0
 TRIALS = 20  # requests from which the router learns how much one worker bears
-SHARE = 0.6  # of that; scalers plan for 0.8, so twice as much needs another worker
+SHARE = 0.52  # of that; scalers plan for 0.8, so twice as much needs another worker
 LONG = Params(max_tokens=256, ignore_eos=True)
 
 
@@ -147,7 +147,7 @@ async def watched(cluster: Cluster, rate: float) -> Phase:
     began, seen = time.monotonic(), [await workers(cluster)]
     moved_s = ready_s = 0.0
     while (now_s := time.monotonic() - began) < PHASE_S:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.0)
         seen.append(await workers(cluster))
         if seen[-1][0] != seen[-2][0] and not moved_s:
             moved_s = now_s
