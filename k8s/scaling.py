@@ -34,9 +34,9 @@ from effuse.client.params import Params
 FOLLOW_S = 60.0
 """Longest time from a change of the load to that of the number of workers."""
 PHASE_S = 60.0
-TRIALS = 20  # requests from which the router learns how much one worker bears
+TRIALS = 60  # requests from which the router learns how much one worker bears
 SHARE = 0.52  # of that; scalers plan for 0.8, so twice as much needs another worker
-LONG = Params(max_tokens=256, ignore_eos=True)
+SHORT = Params(max_tokens=32, ignore_eos=True)  # many a second, so that a change is seen soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ async def load(cluster: Cluster, address: str) -> tuple[list[Phase], list[str]]:
 
         async def send() -> None:
             try:
-                await client.generate(long_problem(secrets.randbits(32)).prompt, LONG)
+                await client.generate(long_problem(secrets.randbits(32)).prompt, SHORT)
             except grpc.aio.AioRpcError as error:
                 failed.append(str(error))
 
