@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from grpc.aio._call import StreamStreamCall
 from router.asking import ask
-from router.fake_workers import once
-from router.fakes import FakeFleet, run
+from router.fake_workers import holds, once
+from router.fakes import FakeFleet, run, until
 
 from effuse.protos import errors
 from effuse.router.attempt import Attempt
+from effuse.router.calls import PrefillCall
 from effuse.router.failures import Failure, FailureKind
 from effuse.v1 import worker_pb2
 
@@ -62,6 +63,21 @@ def test_a_worker_whose_error_grpcio_has_lost_is_asked_how_it_is(
         assert is_engine_lost == (is_there and is_starting)
 
     run(body, num_prefill=2, prefill="remote")
+
+
+def test_a_prompts_call_is_gone_once_the_answer_goes_on_without_it() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        release, reached = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 0"] = fleet.prefill[0].idle.wait
+        fleet.decode[0].at["commit 2"] = holds(release, reached)
+        asked = asyncio.create_task(ask(fleet))
+        await reached.wait()
+        await until(lambda: not any(type(one) is PrefillCall for one in gc.get_objects()))
+        assert not asked.done()
+        release.set()
+        assert (await asked).text == TEXT
+
+    run(body, prefill="remote")
 
 
 def test_an_attempt_is_gone_once_its_calls_are_without_the_garbage_collector() -> None:
