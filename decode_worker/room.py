@@ -67,7 +67,10 @@ class StepTimes:
         self, batch: int, tokens: int, pieces: int, seconds: float, rows: int = 0
     ) -> None:
         """A step of `batch` answers took so long, with so many prompt tokens in `pieces`. `rows`:
-        tokens of answers in it."""
+        tokens of answers in it. Of two steps whose ends were seen together the second shows no
+        time, and does not count."""
+        if seconds <= 0:
+            return
         if not pieces:
             self._steps.setdefault(batch.bit_length(), Average()).add(seconds)
             if rows:

@@ -90,6 +90,15 @@ def test_prompts_without_answers_count_with_the_next_step_of_answers() -> None:
     assert room.times.step_s(1) == pytest.approx(0.2)
 
 
+def test_two_steps_that_end_at_once_count_as_one() -> None:
+    """A failed launch waits for all earlier ones (`Executor._launch_slots`)."""
+    room = Room(4096)
+    room._launched += [Launch(0.0, 4, 0, 16), Launch(0.1, 1, 0, 4)]
+    room.end(2, 0.5)
+    assert room.times.least_step_s == 0.5
+    assert room.times.tokens_within(0.5) == pytest.approx(16)
+
+
 # The rule.
 
 
