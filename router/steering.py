@@ -95,7 +95,7 @@ class ModelPlan:
         held, total = self.roles, sum(present)
         plan = held.plan or Split(*present)
         if plan.workers != total or any(map(gt, fixed, plan.roles)):
-            plan, held.better_since = _carried_over(planner, plan, present, fixed), None
+            plan = _carried_over(planner, plan, present, fixed)
         held.plan = planner.split(*plan.roles)
         if not total:
             return
