@@ -136,3 +136,9 @@ def test_workers_that_do_both_count_as_workers_that_decode() -> None:
     (roles,) = re.findall(r'worker_role=~?"([^"]*)"', rule["expr"])
     assert {role for role in get_args(Role) if re.fullmatch(roles, role)} == {"decode", "both"}
     assert "sum without (worker_role)" in rule["expr"]
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_workers_that_do_both_are_watched_like_others(query: str) -> None:
+    for roles in re.findall(r'[{ ,]role=~?"([^"]*)"', query):
+        assert roles == "router" or re.fullmatch(roles, "both"), roles
