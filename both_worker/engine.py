@@ -48,7 +48,8 @@ class BothEngine:
         self._receiving = receiving
         self._now = now
         self._steps_before = 0  # of answers, before the last forward over prompts
-        self._moved_s = -math.inf  # the last time that no prompt waited for room
+        self._oldest: tuple[str, int] | None = None  # prompt, and its tokens that are left
+        self._moved_s = -math.inf  # the last time that it was another one, or got a piece
         self._short_since: float | None = None
 
     def step(self) -> bool:
@@ -59,8 +60,7 @@ class BothEngine:
         if tokens := self._prefill.num_tokens - before:
             self._steps_before = self._decode.counters.steps
             self._decode.room.add_prompts(tokens, began_s)
-        if tokens or not self._prefill.is_computing:
-            self._moved_s = began_s
+        self._follow_oldest(began_s, is_over=tokens > 0 and self._is_overdue(began_s))
         return has_changed | self._make_room() | self._receiving.has_events
 
     def is_working(self) -> bool:
@@ -98,7 +98,7 @@ class BothEngine:
         answer, and leaves each answer a block's. It takes no longer than their gaps allow."""
         decode = self._decode
         is_next = decode.counters.steps > self._steps_before and not self._prefill.is_working()
-        is_overdue = self._now() - self._moved_s > PATIENCE_S
+        is_overdue = self._is_overdue(self._now())
         least = max(FIRST_PIECE, self._prefill.least_tokens) if is_overdue else 0
         return PromptTurn(
             may_launch=is_next or not decode.can_step,
@@ -106,6 +106,16 @@ class BothEngine:
             pages_kept=decode.pages_kept,
             most_tokens=max(decode.room.fits, least),
         )
+
+    def _is_overdue(self, now: float) -> bool:
+        return now - self._moved_s > PATIENCE_S
+
+    def _follow_oldest(self, now: float, *, is_over: bool) -> None:
+        """Notes which prompt is the oldest, which shorter ones do not pass for ever. `is_over`: one
+        that did not have to fit has begun."""
+        oldest = self._prefill.oldest
+        if is_over or oldest is None or oldest != self._oldest:
+            self._oldest, self._moved_s = oldest, now
 
     def _make_room(self) -> bool:
         """Takes pages from prompts if no answer can go on. Two workers could otherwise wait for

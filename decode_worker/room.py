@@ -4,8 +4,8 @@ A piece of a prompt in a step lengthens the present gap of each answer in the ba
 objective of an answer for its gaps, and e the seconds since its last block. If its next block needs
 n more steps of s seconds, it has room for `SAFE` G - e - n s seconds of prompts. A step may take
 the room of the answer that has least. Prompts that can be cut get a piece of that size. A
-bidirectional prompt waits until the whole of it fits. If prompts were given nothing for
-`PATIENCE_S` seconds, the oldest one gets a piece in spite of all, so that none waits for ever.
+bidirectional prompt waits until the whole of it fits. If the oldest prompt was given nothing for
+`PATIENCE_S` seconds, it gets a piece in spite of all, so that none waits for ever.
 
 The engine measures s by the size of the batch, n, and the seconds that pieces add by their size.
 Before any piece was measured, a token of it counts like one of an answer.
@@ -67,7 +67,10 @@ class StepTimes:
         self, batch: int, tokens: int, pieces: int, seconds: float, rows: int = 0
     ) -> None:
         """A step of `batch` answers took so long, with so many prompt tokens in `pieces`. `rows`:
-        tokens of answers in it."""
+        tokens of answers in it. Of two steps whose ends were seen together the second shows no
+        time, and does not count."""
+        if seconds <= 0:
+            return
         if not pieces:
             self._steps.setdefault(batch.bit_length(), Average()).add(seconds)
             if rows:
@@ -185,7 +188,8 @@ class Room:
         self.is_overdue = False
         """Whether prompts have waited for so long that one need not fit."""
         self._most_tokens = most_tokens
-        self._moved_s = -math.inf  # the last time that no prompt waited for room
+        self._oldest: DecodeRequest | None = None  # of the prompts at the last look
+        self._moved_s = -math.inf  # the last time that it was another one, or got a piece
         self._has_limits = False  # whether a request had an objective
         self._launched: deque[Launch] = deque()
         self._unseen: Launch | None = None  # prompts, before the next step of answers
@@ -210,7 +214,7 @@ class Room:
         self.fits = self._tokens(left_s)
         if left_s < math.inf:  # answers come first
             self.fits = min(self.fits, self._most_tokens - others)
-        self._moved_s = self._moved_s if prompts else now
+        self._follow_oldest(running, demands, now)
         self.is_overdue = self.fits < math.inf and now - self._moved_s > PATIENCE_S
         if self.is_overdue:
             self.fits = max(self.fits, FIRST_PIECE, prompts[0].least)
@@ -222,7 +226,8 @@ class Room:
         prompts = [share for share in shares if share.is_prompt]
         tokens = sum(share.num_rows for share in prompts)
         self.fits -= tokens
-        self._moved_s = now if tokens else self._moved_s
+        if any(one.request is self._oldest or self.is_overdue for one in prompts):
+            self._moved_s = now
         rows = sum(share.num_rows for share in shares) - tokens
         self._launched.append(Launch(now, len(shares) - len(prompts), tokens, rows))
         return tokens
@@ -256,6 +261,15 @@ class Room:
         if request.block_s is not None:
             self.times.note_gap(request.forward_passes - request.block_steps)
         request.block_s, request.block_steps = now, request.forward_passes
+
+    def _follow_oldest(
+        self, running: Sequence[DecodeRequest], demands: Sequence[Demand], now: float
+    ) -> None:
+        """Notes which prompt is the oldest. Shorter ones may go before it, but not for ever."""
+        pairs = zip(running, demands, strict=True)
+        oldest = next((request for request, demand in pairs if demand.is_prompt), None)
+        if oldest is None or oldest is not self._oldest:
+            self._oldest, self._moved_s = oldest, now
 
     def _joined(self, one: Launch) -> Launch:
         """The launch, with the prompts before it whose end was not seen."""

@@ -110,9 +110,10 @@ class PrefillEngine:
         return sum(one.num_left for one in first if not one.can_split)
 
     @property
-    def is_computing(self) -> bool:
-        """Whether a prompt has its pages, and tokens that are not computed."""
-        return bool(self._table.computing)
+    def oldest(self) -> tuple[str, int] | None:
+        """The oldest prompt that has its pages, by transfer, and its tokens that are left."""
+        first = self._table.computing[:1]
+        return next(((one.attempt.transfer_id, one.num_left) for one in first), None)
 
     def knows(self, transfer_id: str) -> bool:
         """Whether the attempt or rehearsal is here, or was."""

@@ -59,15 +59,21 @@ ones loads stay almost as even as with the best of all (Mitzenmacher, The Power 
 
 
 class FleetIndex:
-    """The workers of a large fleet at one moment, and those that were ready by model and kind."""
+    """The workers of a large fleet at one moment, and those that were ready by model, kind and text
+    of the fingerprint, or an empty one."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.by_life = {c.record.life: c.record for c in candidates}
-        self.by_kind: dict[tuple[str, Kind], list[WorkerRecord]] = {}
+        self.ready: dict[tuple[str, Kind, str], list[WorkerRecord]] = {}
         for record in (c.record for c in candidates if c.condition is Condition.READY):
             for kind in get_args(Kind):
-                if record.does(kind):
-                    self.by_kind.setdefault((record.model.name, kind), []).append(record)
+                for text in ("", record.fingerprint_text) if record.does(kind) else ():
+                    self.ready.setdefault((record.model.name, kind, text), []).append(record)
+
+    def draw(self, model: str, kind: Kind, text: str = "") -> list[WorkerRecord]:
+        """`CHOICES` random ones."""
+        ready = self.ready.get((model, kind, text), [])
+        return random.sample(ready, CHOICES) if len(ready) > CHOICES else ready
 
 
 class RoutedFleet:
@@ -129,25 +135,22 @@ class RoutedFleet:
         return place(self.candidates(), need)
 
     def _draw(self, need: AttemptNeeds) -> list[Candidate]:
-        """A few workers of a large fleet for one choice, or none: `CHOICES` random ones of each
-        kind, those that have most of the prompt, and those that a request has just left."""
-        if self.index is None:
+        """A few workers of a large fleet for one choice, or none: random ones that write answers,
+        those that have most of the prompt, those that a request has just left, and for each of
+        these some that can hand pages over to it."""
+        if (index := self.index) is None:
             return []
-        known = need.cached
-        lives = {*self._freed, *sorted(known, key=known.__getitem__)[-CHOICES:]}
-        lives.update(life for life, holder in self._kept.items() if holder == need.holder)
+        lives = [*self._freed, *sorted(need.cached, key=need.cached.__getitem__)[-CHOICES:]]
+        lives += [life for life, holder in self._kept.items() if holder == need.holder]
         if need.beside is not None:
-            lives.add(need.beside)
-        for kind in get_args(Kind):
-            ready = self.index.by_kind.get((need.model, kind), [])
-            drawn = random.sample(ready, CHOICES) if len(ready) > CHOICES else ready
-            lives.update(record.life for record in drawn)
-        suspects, found = self.standing.suspects(), map(self.index.by_life.get, lives)
-        return [
-            self._candidate(self.standing.with_role(record), suspects)
-            for record in found
-            if record is not None
-        ]
+            lives.append(need.beside)
+        weights = "" if need.fingerprint is None else repr(need.fingerprint)
+        drawn = {record.life: record for record in index.draw(need.model, "decode", weights)}
+        drawn |= {life: index.by_life[life] for life in lives if life in index.by_life}
+        for text in {record.fingerprint_text for record in drawn.values()}:
+            drawn |= {record.life: record for record in index.draw(need.model, "prefill", text)}
+        suspects, role = self.standing.suspects(), self.standing.with_role
+        return [self._candidate(role(record), suspects) for record in drawn.values()]
 
     def prospect(self, need: AttemptNeeds) -> Prospect:
         """The prospect of an attempt.

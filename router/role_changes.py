@@ -7,9 +7,9 @@ until then.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
-from effuse.placement.records import Role, WorkerRecord
+from effuse.placement.records import Kind, Role, WorkerRecord
 from effuse.router.planner import Split
 from effuse.router.policy import WorkerLife
 
@@ -109,7 +109,10 @@ def _within_reach(workers: Sequence[WorkerRecord], prefill: int) -> int:
 def _wanted(
     group: RoleGroup, resting: Collection[WorkerLife], *, waits: bool = False
 ) -> Iterator[Change]:
-    """All changes that a group lacks, the fewest; with `waits` also those of workers that cool."""
+    """All changes that a group lacks, the fewest; with `waits` also those of workers that cool.
+    These do not wait either while no worker of the group does some kind of work."""
+    kinds = {kind for kind in get_args(Kind) for one in group.workers if one.does(kind)}
+    waits = waits or len(kinds) < len(get_args(Kind))
     free = [
         one
         for one in group.workers

@@ -14,7 +14,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from effuse.config.objectives import Goals
+from effuse.config.objectives import WITHIN, Goals
 from effuse.placement.records import WorkerRecord
 from effuse.router.measures import LoadLog, Measured
 from effuse.router.planner import (
@@ -95,7 +95,7 @@ class ModelPlan:
         held, total = self.roles, sum(present)
         plan = held.plan or Split(*present)
         if plan.workers != total or any(map(gt, fixed, plan.roles)):
-            plan, held.better_since = _carried_over(planner, plan, present, fixed), None
+            plan = _carried_over(planner, plan, present, fixed)
         held.plan = planner.split(*plan.roles)
         if not total:
             return
@@ -179,10 +179,11 @@ class Steering:
         return self.models.setdefault(model, ModelPlan())
 
     def goals(self, model: str) -> Goals:
-        """The router's objectives for one request: a relative gap is of those measured so far."""
+        """The router's objectives for one request: a relative gap is of those measured so far. One
+        that no request may ask for counts as none."""
         own, planner = self._objectives, self.of(model).planner
         limit_s = own.gap_limit_s(()) if planner is None else planner.gap_limit_s
-        return Goals(own.first_block_s or math.inf, limit_s)
+        return Goals(own.first_block_s or math.inf, limit_s if limit_s in WITHIN else math.inf)
 
     def prompt_s(self, model: str, tokens: int) -> float | None:
         """Seconds in which a worker without answers computes a prompt, once that is known."""

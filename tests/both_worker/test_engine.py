@@ -28,6 +28,7 @@ from effuse.both_worker.engine import BothEngine, split
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
+from effuse.decode_worker.room import PATIENCE_S
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.memory import PageMemory
@@ -384,3 +385,37 @@ def test_prompts_for_others_leave_room_in_the_gaps_of_answers(
         assert max(slow.prompts[10:]) == 64
     else:
         assert max(gaps) <= gap_s * 1.001 and max(slow.prompts[10:]) < 64
+
+
+def test_a_long_prompt_for_another_worker_does_not_wait_for_shorter_ones(tmp_path: Path) -> None:
+    """It is bidirectional, and never fits into a gap; each of the others does."""
+    two = Two(write_tiny_checkpoint(tmp_path / "model", "llada", seed=3), 256)
+    one, _ = two.each
+    one.runner = slow = Slow(one)  # type: ignore[assignment]
+
+    def answer(name: str) -> None:
+        one.handle(msgspec.structs.replace(asked_of(name, max_tokens=160), gap_s=0.06))
+
+    def prompt(name: str, length: int) -> None:
+        attempt = AttemptId(name, 1, name)
+        one.handle(StartPrefill(attempt=attempt, prompt_token_ids=tuple(range(20, 20 + length))))
+
+    for at in range(4):
+        answer(f"a{at}")
+    for _ in range(40):
+        one.step()
+    prompt("long", 64)
+    began_s, number = one.clock.now, 0
+    while 64 not in slow.prompts[40:]:
+        assert one.clock.now - began_s < PATIENCE_S + 0.5
+        if one.clock.now - began_s > 0.1 * number:
+            number += 1
+            prompt(f"s{number}", 8)
+            gone = AttemptId(f"s{number - 4}", 1, f"s{number - 4}")
+            one.handle(Abort(attempt=gone, reason="done"))
+            if number % 2:
+                answer(f"b{number}")
+        one.step()
+    assert one.clock.now - began_s > PATIENCE_S, "answers went on"
+    for each in two.each:
+        each.engine.close()

@@ -90,6 +90,15 @@ def test_prompts_without_answers_count_with_the_next_step_of_answers() -> None:
     assert room.times.step_s(1) == pytest.approx(0.2)
 
 
+def test_two_steps_that_end_at_once_count_as_one() -> None:
+    """A failed launch waits for all earlier ones (`Executor._launch_slots`)."""
+    room = Room(4096)
+    room._launched += [Launch(0.0, 4, 0, 16), Launch(0.1, 1, 0, 4)]
+    room.end(2, 0.5)
+    assert room.times.least_step_s == 0.5
+    assert room.times.tokens_within(0.5) == pytest.approx(16)
+
+
 # The rule.
 
 
@@ -346,3 +355,17 @@ def test_counters_of_own_prompts(twin: Twin) -> None:
     stream.run()
     computed = 40 if not is_cut(twin) else 40 // 4 * 4
     assert stream.rig.engine.load().prompt_tokens == computed
+
+
+def test_a_long_prompt_does_not_wait_for_shorter_ones_that_keep_coming(twin: Twin) -> None:
+    """Each of them fits into a gap, and the oldest prompt never does."""
+    stream = warmed(twin, 0.1, max_tokens=480)
+    stream.start("p", 200, max_tokens=4)
+    began_s, number = stream.rig.clock.now, 0
+    while not stream.commits.get("transfer-p"):
+        assert stream.rig.clock.now - began_s < 2 * PATIENCE_S
+        if stream.rig.clock.now - began_s > 0.2 * number:
+            stream.start(f"s{number}", 16, max_tokens=4)
+            number += 1
+        stream.step()
+    assert len(stream.commits["transfer-a"]) < 120, "it has not ended"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from k8s.composed import K8S, deployments, kustomized, overlay
 from k8s.monitoring import MONITORING, alerts, dashboard, dashboard_queries, names_in
 
 from effuse.cli.commands import value_of
+from effuse.placement.records import Role
 
 pytestmark = pytest.mark.chart
 QUERIES = [*dashboard_queries(), *(rule["expr"] for rule in alerts())]
@@ -126,3 +128,17 @@ def test_every_process_of_a_monitored_overlay_serves_metrics_where_prometheus_ma
     (peer,) = policy["ingress"][0]["from"]
     (wanted,) = peer["podSelector"]["matchExpressions"]
     assert wanted["values"] == ["prometheus"]
+
+
+def test_workers_that_do_both_count_as_workers_that_decode() -> None:
+    """A fleet may have no others, and no critical alert then."""
+    (rule,) = [one for one in alerts() if one["alert"] == "EffuseNobodyDecodes"]
+    (roles,) = re.findall(r'worker_role=~?"([^"]*)"', rule["expr"])
+    assert {role for role in get_args(Role) if re.fullmatch(roles, role)} == {"decode", "both"}
+    assert "sum without (worker_role)" in rule["expr"]
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_workers_that_do_both_are_watched_like_others(query: str) -> None:
+    for roles in re.findall(r'[{ ,]role=~?"([^"]*)"', query):
+        assert roles == "router" or re.fullmatch(roles, "both"), roles

@@ -131,3 +131,33 @@ def test_the_only_workers_of_a_model_are_found_among_those_of_others() -> None:
     assert placement is not None and placement.prefill is not None
     assert (placement.prefill.worker_id, placement.decode.worker_id) == ("p-other", "d-other")
     assert not fleet.num_listed
+
+
+def test_no_prompt_stays_at_a_decode_worker_whose_prefill_workers_were_not_drawn() -> None:
+    """A rollout: the new workers are few, and empty."""
+    old = [worker(f"{kind}{number}") for number in range(NUM // 2) for kind in "dp"]
+    busy = [
+        msgspec.structs.replace(one, load=msgspec.structs.replace(one.load, free_pages=100))
+        for one in old
+    ]
+    new = [
+        worker_record(f"{role}-new{number}", role, fingerprint="new")
+        for number in range(NUM // 20)
+        for role in ("prefill", "decode")
+    ]
+    fleet = Counting(View(*busy, *new), "auto", lambda: 0.0)
+    fleet.look()
+    fleet.num_listed = 0
+    assert any("-new" in name for name in chosen(fleet, fleet.need("fake"), 200))
+    assert not fleet.num_listed
+
+
+def test_an_answer_goes_on_at_one_of_few_workers_with_its_weights() -> None:
+    others = [
+        worker_record("p-new", "prefill", fingerprint="new"),
+        worker_record("d-new", "decode", fingerprint="new"),
+    ]
+    fleet = fleet_of(*others)
+    need = msgspec.structs.replace(fleet.need("fake"), fingerprint=others[1].fingerprint)
+    assert chosen(fleet, need) == {"p-new"}
+    assert not fleet.num_listed

@@ -235,3 +235,8 @@ def test_a_relative_gap_is_of_the_gaps_that_were_measured() -> None:
     planner = Planner(measured.times(0.0, 0.0), Workload(1.0, 100.0, 8.0), steering._objectives)
     steering.of("m").planner = planner
     assert steering.goals("m").gap_s == pytest.approx(0.12)
+
+
+def test_an_objective_that_no_request_may_have_counts_as_none() -> None:
+    """Decode workers refuse it, and would refuse each request."""
+    assert Steering(Objectives(gap_s=7200.0), "auto", lambda: 0.0).goals("m") == NO_GOALS

@@ -213,3 +213,16 @@ def test_an_operator_reads_why_a_worker_stays() -> None:
         "an operator set the role of w001; `effuse role w001 auto` frees it",
     ]
     assert why_not(Split(0, 3), records[::2]) == []
+
+
+def test_a_group_without_a_kind_of_work_does_not_wait_until_roles_may_change() -> None:
+    """Its only prefill worker has ended just after the roles of the others changed."""
+    cooling = [replace(worker(number, "decode"), role_age_s=1.0) for number in range(3)]
+    assert [one.role for one in changes(Split(1, 2), cooling)] == ["prefill"]
+    cooling = [replace(worker(number, "prefill"), role_age_s=1.0) for number in range(3)]
+    assert [one.role for one in changes(Split(2, 1), cooling)] == ["decode"]
+    pair = [
+        replace(worker(3, "decode"), role_age_s=1.0),
+        replace(worker(4, "prefill"), role_age_s=1.0),
+    ]
+    assert not changes(Split(4, 1), [*pair, *cooling]), "it has both"

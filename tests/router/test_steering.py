@@ -119,6 +119,15 @@ def test_a_host_that_ends_and_returns_keeps_the_ratio_of_the_plan() -> None:
     assert day.roles == (8, 7), "others would bear hardly more"
 
 
+def test_a_worker_that_comes_and_goes_does_not_stop_plans() -> None:
+    day = Day((8, 8))
+    day.spend(5, load(120))
+    for number in range(10):
+        day.present = (8, 8 - number % 2)
+        day.spend(AFTER_S / 2, load(120, prompt=3000.0))
+    assert day.roles[0] > 8
+
+
 def test_a_full_fleet_changes_for_less() -> None:
     day = Day((10, 10))
     day.spend(FULL_AFTER_S + 30, load(150, prompt=1150.0))
