@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -131,7 +132,7 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
                 loops.append(beside.create_task(_follow_fleet(router, server)))
                 # Beside the rest, because workers that are out may be slow to answer.
                 asks = _repeat(router.fleet.ask_absent, lambda: FOLLOW_S)
-                steers = _repeat(RoleDriver(router).step, lambda: LOOK_S)
+                steers = _repeat(partial(_steer, RoleDriver(router)), lambda: LOOK_S)
                 loops += [beside.create_task(asks), beside.create_task(steers)]
                 await rpc.serve(
                     server, stop, drain_s=drain_s, on_drain=router.drain, closes_first=True
@@ -270,8 +271,9 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
                 LOG.warning("%s could not be written: %s", path, error)
         told = facts
         router.metrics.show_workers(candidates)
-        if router.steering.look(candidates, router.admission.waiting_by_model()):
-            router.metrics.plans.show(router.steering.models)
+        with _beside_requests("a plan of roles was not made"):
+            if router.steering.look(candidates, router.admission.waiting_by_model()):
+                router.metrics.plans.show(router.steering.models)
         _tell_health(router, server, candidates)
         await router.fleet.forget_gone()
         used_s = time.thread_time() - began
@@ -313,6 +315,20 @@ def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) 
         *(r.life for r in decode if r.life not in warm and any(w.is_cold_to(r) for w in writers)),
         *(w.life for w in writers if w.life not in warm and any(map(w.is_cold_to, decode))),
     }
+
+
+@contextlib.contextmanager
+def _beside_requests(failure: str) -> Iterator[None]:
+    """Logs a fault of work that requests do not need, and goes on."""
+    try:
+        yield
+    except Exception:
+        LOG.exception("%s", failure)
+
+
+async def _steer(driver: RoleDriver) -> None:
+    with _beside_requests("a plan of roles was not carried out"):
+        await driver.step()
 
 
 async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], float]) -> None:

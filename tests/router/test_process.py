@@ -24,6 +24,8 @@ from unread import full_pipe
 from effuse.placement.store import Store
 from effuse.router import seats
 from effuse.router.config import RouterConfig
+from effuse.router.role_driver import RoleDriver
+from effuse.router.steering import Steering
 
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
 
@@ -214,3 +216,25 @@ def test_a_router_that_has_ended_is_not_announced_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(FakeStore, "release_router", release_slowly)
     run(body)
     assert not stores[0].routers
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (Steering, "a plan of roles was not made"),
+        (RoleDriver, "a plan of roles was not carried out"),
+    ],
+    ids=["made", "carried out"],
+)
+def test_a_fault_in_a_plan_ends_no_request(
+    part: type, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    async def body(fleet: FakeFleet) -> None:
+        await until(lambda: text in caplog.text)
+        assert (await ask(fleet)).text == "the answer is three"
+
+    monkeypatch.setattr(part, "look" if part is Steering else "step", fault)
+    run(body)
