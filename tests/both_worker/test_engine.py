@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -28,7 +27,6 @@ from effuse.both_worker.engine import BothEngine, split
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
-from effuse.decode_worker.room import PATIENCE_S
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.memory import PageMemory
@@ -344,78 +342,3 @@ def test_an_abort_reaches_the_kind_of_work_that_it_is_for(two: Two) -> None:
         (done,) = one.answers[each.transfer_id].of(messages.AbortDone)
         assert isinstance(done, messages.AbortDone) and done.was_running is (each is not unknown)
     one.check_idle()
-
-
-class Slow:
-    """A runner that takes 10 ms, and 1 ms more for each token of a prompt, on a fake clock."""
-
-    def __init__(self, one: Both) -> None:
-        self._one, self._inner = one, one.runner
-        self.prompts: list[int] = []  # tokens of prompts in each forward
-
-    def run(self, parts: Sequence[Part]) -> list[PartResult]:
-        self.prompts.append(sum(len(part.token_ids) for part in parts if not part.candidates))
-        self._one.clock.now += 0.01 + 0.001 * self.prompts[-1]
-        return self._inner.run(parts)
-
-
-@pytest.mark.parametrize("gap_s", [0.1, None])
-def test_prompts_for_others_leave_room_in_the_gaps_of_answers(
-    two: Two, gap_s: float | None
-) -> None:
-    one, _ = two.each
-    one.runner = slow = Slow(one)  # type: ignore[assignment]
-    answer = msgspec.structs.replace(asked_of("a", max_tokens=120), gap_s=gap_s)
-    one.handle(answer)
-    commits: list[float] = []
-    for at in range(200):
-        if len(commits) > 4 and at % 8 == 0:
-            attempt = AttemptId(f"p{at}", 1, f"p{at}")
-            prompt = tuple(100 + at % 50 + place % 40 for place in range(64))
-            one.handle(StartPrefill(attempt=attempt, prompt_token_ids=prompt))
-            one.handle(Abort(attempt=AttemptId(f"p{at - 24}", 1, f"p{at - 24}"), reason="done"))
-        one.step()
-        told = len(one.all_of(answer.attempt.transfer_id, messages.Committed))
-        commits += [one.clock.now] * (told - len(commits))
-        if one.said(answer.attempt, messages.Finished):
-            break
-    gaps = [later - earlier for earlier, later in pairwise(commits)]
-    assert max(slow.prompts[10:]) > 0, "it computed prompts beside the answer"
-    if gap_s is None:
-        assert max(slow.prompts[10:]) == 64
-    else:
-        assert max(gaps) <= gap_s * 1.001 and max(slow.prompts[10:]) < 64
-
-
-def test_a_long_prompt_for_another_worker_does_not_wait_for_shorter_ones(tmp_path: Path) -> None:
-    """It is bidirectional, and never fits into a gap; each of the others does."""
-    two = Two(write_tiny_checkpoint(tmp_path / "model", "llada", seed=3), 256)
-    one, _ = two.each
-    one.runner = slow = Slow(one)  # type: ignore[assignment]
-
-    def answer(name: str) -> None:
-        one.handle(msgspec.structs.replace(asked_of(name, max_tokens=160), gap_s=0.06))
-
-    def prompt(name: str, length: int) -> None:
-        attempt = AttemptId(name, 1, name)
-        one.handle(StartPrefill(attempt=attempt, prompt_token_ids=tuple(range(20, 20 + length))))
-
-    for at in range(4):
-        answer(f"a{at}")
-    for _ in range(40):
-        one.step()
-    prompt("long", 64)
-    began_s, number = one.clock.now, 0
-    while 64 not in slow.prompts[40:]:
-        assert one.clock.now - began_s < PATIENCE_S + 0.5
-        if one.clock.now - began_s > 0.1 * number:
-            number += 1
-            prompt(f"s{number}", 8)
-            gone = AttemptId(f"s{number - 4}", 1, f"s{number - 4}")
-            one.handle(Abort(attempt=gone, reason="done"))
-            if number % 2:
-                answer(f"b{number}")
-        one.step()
-    assert one.clock.now - began_s > PATIENCE_S, "answers went on"
-    for each in two.each:
-        each.engine.close()

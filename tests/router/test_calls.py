@@ -68,7 +68,7 @@ def test_a_worker_whose_error_grpcio_has_lost_is_asked_how_it_is(
 def test_a_prompts_call_is_gone_once_the_answer_goes_on_without_it() -> None:
     async def body(fleet: FakeFleet) -> None:
         release, reached = asyncio.Event(), asyncio.Event()
-        fleet.decode[0].at["commit 0"] = fleet.prefill[0].idle.wait
+        fleet.decode[0].at["commit 0"] = holds(fleet.prefill[0].idle)
         fleet.decode[0].at["commit 2"] = holds(release, reached)
         asked = asyncio.create_task(ask(fleet))
         await reached.wait()
