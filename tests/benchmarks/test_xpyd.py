@@ -60,7 +60,7 @@ def fleet(prefill: int, decode: int, *arriving: dict[str, Any], **more: Any) -> 
     [
         (1, 3, math.inf, 20.0),  # prefill bounds
         (3, 1, math.inf, 30.0),  # decode bounds
-        (3, 1, 0.08, 20.0),  # only the batch of 8 keeps its gaps below
+        (3, 1, 0.08, 20.0 + 10.0 / 33),  # between the batches of 8 and 64, 1/33 of the way
         (3, 1, 0.01, 0.0),  # none does
         (2, 2, 0.08, 40.0),
         (0, 4, math.inf, 4 / (0.05 + 1 / 30)),
