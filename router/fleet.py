@@ -54,8 +54,9 @@ MOST_LIVES: Final = 64
 FEW: Final = 64
 """Workers of which each choice looks at all."""
 CHOICES: Final = 8
-"""Workers of each kind that a choice among more looks at first. With the best of several random
-ones loads stay almost as even as with the best of all (Mitzenmacher, The Power of Two Choices)."""
+"""Decode workers that a choice among more draws, and prefill workers for each of their weights. The
+best of several keeps loads almost as even as the best of all (Mitzenmacher, The Power of Two
+Choices)."""
 
 
 class FleetIndex:

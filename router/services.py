@@ -282,10 +282,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         self, request: monitor_pb2.GetPlanRequest, context: Context
     ) -> monitor_pb2.GetPlanResponse:
         """The plans, in the order of the models' names."""
-        models, kept = (
-            sorted(self._router.steering.models.items()),
-            self._router.metrics.kept_shares,
-        )
+        models = sorted(self._router.steering.models.items())
+        kept = self._router.metrics.kept_shares
         return monitor_pb2.GetPlanResponse(
             plans=[describe_plan(name, one, kept.lines(name)) for name, one in models]
         )

@@ -11,7 +11,7 @@ import pytest
 import redis
 import redis_server
 
-from effuse.placement.fleet import GRACE_S, MOST_PARDONS, FleetView, Snapshot, merge
+from effuse.placement.fleet import GRACE_S, MOST_PARDONS, FleetView, Snapshot, merge, pause_s
 from effuse.placement.records import WorkerRecord, encode
 from effuse.placement.store import Store
 
@@ -202,3 +202,9 @@ def test_run_polls_until_it_is_cancelled() -> None:
                     await task
 
     asyncio.run(go())
+
+
+def test_a_large_fleet_is_looked_at_less_often() -> None:
+    assert pause_s(0.5, 0.0) == pause_s(0.5, 0.01) == 0.5
+    assert pause_s(0.2, 0.01) == pytest.approx(0.5), "2 % of the time"
+    assert pause_s(0.2, 3.0) == 1.0, "leases still have to be seen in time"

@@ -160,3 +160,11 @@ def test_a_router_that_stands_still_fails_the_calls_of_its_clients(
                 await anext(pieces)
 
     asyncio.run(go())
+
+
+def test_a_caller_in_the_fleet_pings_only_while_calls_run() -> None:
+    """A router has a thousand connections; a server frees those of lost callers."""
+    name = "grpc.keepalive_permit_without_calls"
+    caller = dict(rpc.channel_options(rpc.FLEET_KEEPALIVE, 1 << 20))
+    server = dict(rpc.server_options(rpc.FLEET_LIMITS, rpc.CALLER_KEEPALIVE))
+    assert (caller[name], server[name]) == (0, 1)
