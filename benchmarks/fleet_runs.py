@@ -124,7 +124,7 @@ class Outcome:
             "name": self.variant.name,
             **asdict(self.variant),
             "ready_s": self.ready_s,
-            "alone": {shape: [_row(one) for one in took] for shape, took in self.alone.items()},
+            "alone": {shape: [row(one) for one in took] for shape, took in self.alone.items()},
             "closed": [
                 {"shape": shape, "at_once": at_once, "busy": self.busy.get(f"{shape} {at_once}")}
                 | asdict(figures(window))
@@ -135,7 +135,7 @@ class Outcome:
                 {"shape": shape, "rate": rate, "busy": self.busy.get(f"{shape} {rate}/s")}
                 | {"seconds": window.seconds}
                 | asdict(figures(window))
-                | {"each": [_row(one) for one in window.requests]}
+                | {"each": [row(one) for one in window.requests]}
                 for (shape, rate), window in self.arriving.items()
             ],
             "links": links(self.everyone()),
@@ -143,7 +143,8 @@ class Outcome:
         }
 
 
-def _row(one: Taken) -> dict[str, object]:
+def row(one: Taken) -> dict[str, object]:
+    """One request as plain values for JSON."""
     return {
         "first_s": one.first_s if one.blocks else None,
         "gaps": [round(gap, 5) for gap in one.gaps],
