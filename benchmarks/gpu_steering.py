@@ -46,6 +46,9 @@ FORMS: Final[Mapping[str, Mapping[str, int]]] = {
 SHARES: Final = {"prefill": 0.25, "decode": 0.31, "both": 0.27}
 
 
+FIRST_SETTLE: Final = 2.5  # times as long, because a new router has measured nothing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The loads and limits. Times in seconds."""
@@ -58,7 +61,8 @@ class Plan:
     prompt_rows: int
     warm_s: float
     seconds: float
-    settle_s: float  # of arrivals, for workers whose roles follow
+    arriving_s: float
+    settle_s: float  # of arrivals, for workers whose roles follow; more at the first rate
     turns: int
 
     @property
@@ -86,6 +90,7 @@ PLANS: Final = {
         prompt_rows=4096,
         warm_s=2.0,
         seconds=5.0,
+        arriving_s=8.0,
         settle_s=8.0,
         turns=3,
     ),
@@ -98,6 +103,7 @@ PLANS: Final = {
         prompt_rows=256,
         warm_s=0.5,
         seconds=1.5,
+        arriving_s=1.5,
         settle_s=2.0,
         turns=1,
     ),
@@ -141,9 +147,10 @@ class Bench:
     async def _arriving(
         self, name: str, rate: float, seed: int, wanted: Objectives, times: int
     ) -> None:
-        shape, seconds = self.plan.arriving, self.plan.seconds
+        shape, seconds = self.plan.arriving, self.plan.arriving_s
         async with self._client(name) as client:
             before_s = self.plan.settle_s if name == AUTO else self.plan.warm_s
+            before_s *= FIRST_SETTLE if name == AUTO and not seed else 1.0
             _, window = await asyncio.gather(
                 client.arriving(shape, rate, before_s, seed=100 + seed),
                 _later(before_s, client.arriving(shape, rate, seconds, seed=seed)),

@@ -283,11 +283,10 @@ class DecodeEngine:
                     case Prefilled(request):
                         self._verify(request)
                     case Denoised(request, outcome):
-                        if outcome.num_settled:
-                            self.room.note_block(request, now)
+                        cost = self.room.note_step(request, now, outcome.num_settled)
                         if outcome.finish is not None:
                             self._end(request)
-                        self._outbox.say(*step_events(request, outcome))
+                        self._outbox.say(*step_events(request, outcome, cost))
                     case Broken(request, message, is_retryable):
                         self._end(request)
                         self._outbox.failed(
@@ -308,6 +307,7 @@ class DecodeEngine:
                 bytes=0 if arrived is None else arrived.num_bytes,
                 pages=0 if arrived is None else len(request.pages),
                 handoff_s=0.0 if arrived is None else arrived.seconds,
+                compute_s=0.0 if arrived else self.room.prompt_s(request.sequence.prompt_len),
             )
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
-from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.request import BlockCost, DecodeRequest
 from effuse.decode_worker.scheduler import DecodeLimits, check_fits
 from effuse.decode_worker.sequence import Block, RequestError, Sequence
 from effuse.kvtransfer.connector import Arrived, Cause
@@ -61,11 +61,11 @@ def handoff_failed(attempt: AttemptId, handoff: HandoffFailed) -> Failed:
     )
 
 
-def step_events(request: DecodeRequest, outcome: StepOutcome) -> list[CoreEvent]:
+def step_events(request: DecodeRequest, outcome: StepOutcome, cost: BlockCost) -> list[CoreEvent]:
     """A denoise step's commit, its drafts if the request asks for them, and the end."""
     events: list[CoreEvent] = []
     if outcome.num_settled:
-        events.append(_committed(request, outcome))
+        events.append(_committed(request, outcome, cost))
     if outcome.finish is not None:
         events.append(_finished(request, outcome))
     elif request.asked.drafts:
@@ -85,7 +85,7 @@ def begun_drafts(request: DecodeRequest) -> list[CoreEvent]:
     return [_draft(request, one) for one in begun if one.end > request.sequence.final_len]
 
 
-def _committed(request: DecodeRequest, outcome: StepOutcome) -> Committed:
+def _committed(request: DecodeRequest, outcome: StepOutcome, cost: BlockCost) -> Committed:
     return Committed(
         attempt=request.asked.attempt,
         token_offset=outcome.token_offset,
@@ -94,6 +94,8 @@ def _committed(request: DecodeRequest, outcome: StepOutcome) -> Committed:
         frontier=() if outcome.finish else _frontier(request),
         logprobs=_take_logprobs(request, outcome.token_offset, len(outcome.tokens)),
         end_token_id=outcome.end_token_id,
+        prompts_s=cost.prompts_s,
+        batch=cost.batch,
     )
 
 

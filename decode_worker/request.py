@@ -10,6 +10,7 @@ commit, and a block in flight does not depend on the order in which its own mask
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +25,21 @@ from effuse.kvtransfer.messages import PageRef
 from effuse.models.config import ModelConfig
 from effuse.models.part import PartEdits, TokenEdits
 from effuse.worker.messages import StartDecode, TokenLogprobs
+
+
+class LastBlock(NamedTuple):
+    """When an answer last got final tokens, on the engine's clock."""
+
+    moment: float
+    steps: int  # its forward passes until then
+    prompts_s: float  # seconds that the engine had spent on prompts
+
+
+class BlockCost(NamedTuple):
+    """What an answer's new final tokens had beside them."""
+
+    batch: int = 1  # answers in the step that ended with them
+    prompts_s: float = 0.0  # seconds since the ones before that went to prompts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,8 +66,7 @@ class DecodeRequest:
     plan: StepPlan | None = None  # of the opened step that is not applied yet
     is_verified: bool = False  # the prompt's KV was complete at some time
     forward_passes: int = 0
-    block_s: float | None = None  # when it last got final tokens here; None while that is unknown
-    block_steps: int = 0  # forward passes until then
+    last_block: LastBlock | None = None  # None while that is unknown
     preemptions: int = 0
 
     @property
@@ -201,7 +216,7 @@ class DecodeRequest:
         self.pages.clear()
         if self.settings.is_canvas:
             self.cache_of = self.plan = None  # a plan that reads the cache
-        self.boundary = self.block_s = None
+        self.boundary = self.last_block = None
         self.sequence.committed_len = 0
         self.preemptions += 1
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from effuse.decode_worker.executor import Share
-from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.request import BlockCost, DecodeRequest, LastBlock
 from effuse.decode_worker.scheduler import Demand
 
 SAFE: Final = 0.9
@@ -62,6 +62,7 @@ class StepTimes:
         self._pieces: dict[int, tuple[Average, Average]] = {}  # tokens, seconds by doubling tokens
         self._per_gap = Average()
         self._row_s = math.inf  # least seconds of a token of an answer in a step
+        self.prompts_s = 0.0  # seconds that all pieces have added
 
     def note_step(
         self, batch: int, tokens: int, pieces: int, seconds: float, rows: int = 0
@@ -78,11 +79,18 @@ class StepTimes:
             return
         means = self._pieces.setdefault((tokens // pieces).bit_length(), (Average(), Average()))
         means[0].add(tokens / pieces)
-        means[1].add(max(0.0, seconds - self._step(batch).mean) / pieces)
+        added_s = max(0.0, seconds - self._step(batch).mean)
+        means[1].add(added_s / pieces)
+        self.prompts_s += added_s if self._steps else 0.0
 
     def note_gap(self, steps: int) -> None:
         """An answer needed so many steps from one block to the next."""
         self._per_gap.add(steps)
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether a piece was measured, and a step without any."""
+        return bool(self._pieces and self._steps)
 
     @property
     def gap_steps(self) -> float:
@@ -103,10 +111,11 @@ class StepTimes:
         """Seconds of a step of the fastest measured batch."""
         return min((one.high for one in self._steps.values()), default=0.0)
 
-    def piece_s(self, tokens: float) -> float:
-        """Seconds that a piece adds: linear between measured sizes, from 0, and beyond them."""
+    def piece_s(self, tokens: float, spread: float = 1.0) -> float:
+        """Seconds that a piece adds: linear between measured sizes, from 0, and beyond them.
+        `spread`: mean deviations beyond the mean."""
         low, low_s = 0.0, 0.0
-        for high, high_s in self._points():
+        for high, high_s in self._points(spread):
             if tokens <= high:
                 return low_s + (tokens - low) * (high_s - low_s) / (high - low)
             low, low_s = high, high_s
@@ -125,10 +134,13 @@ class StepTimes:
             return seconds / self._row_s if self._row_s < math.inf else FIRST_PIECE * (seconds > 0)
         return low * seconds / low_s if low_s else math.inf
 
-    def _points(self) -> list[tuple[float, float]]:
+    def _points(self, spread: float = 1.0) -> list[tuple[float, float]]:
         """Tokens and seconds of measured pieces; a larger piece never takes less time."""
         found: list[tuple[float, float]] = []
-        for tokens, seconds in sorted((one.mean, two.high) for one, two in self._pieces.values()):
+        pieces = (
+            (one.mean, two.mean + spread * two.deviation) for one, two in self._pieces.values()
+        )
+        for tokens, seconds in sorted(pieces):
             found.append((tokens, max(seconds, found[-1][1] if found else 0.0)))
         return found
 
@@ -183,8 +195,9 @@ class Room:
         self.times = StepTimes()
         self.fits = math.inf  # prompt tokens that may be launched now
         self.offer = (0, 0)
-        """Tokens of the largest piece that fits into a new gap, and tokens a second of such pieces;
-        0 before a request had an objective."""
+        """Tokens of the largest piece that fits into a new gap of the latest requests, and tokens a
+        second of such pieces; 0 before one had an objective. While there is none it stays, because
+        prompts that only an idle engine takes would wait for the answers that come next."""
         self.is_overdue = False
         """Whether prompts have waited for so long that one need not fit."""
         self._most_tokens = most_tokens
@@ -194,6 +207,7 @@ class Room:
         self._launched: deque[Launch] = deque()
         self._unseen: Launch | None = None  # prompts, before the next step of answers
         self._num_ended = 0
+        self._batch = 1  # answers in the step that ended last
         self._ended_s = -math.inf
 
     def look(
@@ -218,7 +232,9 @@ class Room:
         self.is_overdue = self.fits < math.inf and now - self._moved_s > PATIENCE_S
         if self.is_overdue:
             self.fits = max(self.fits, FIRST_PIECE, prompts[0].least)
-        self.offer = self._offer([gap.limit_s for gap in gaps], batch)
+        if running:
+            limits = [one.asked.gap_s for one in running if one.asked.gap_s is not None]
+            self.offer = self._offer(limits, max(1, batch))
         return self.fits
 
     def launch(self, shares: Sequence[Share], now: float) -> int:
@@ -241,6 +257,7 @@ class Room:
                 self._unseen = self._joined(one)
                 continue
             one, self._unseen = self._joined(one), None
+            self._batch = one.batch
             began_s, self._ended_s = max(one.began_s, self._ended_s), now
             self.times.note_step(one.batch, one.tokens, one.pieces, now - began_s, one.rows)
 
@@ -256,11 +273,24 @@ class Room:
         self.fits -= tokens
         self._unseen = self._joined(Launch(began_s, 0, tokens))
 
-    def note_block(self, request: DecodeRequest, now: float) -> None:
-        """A request has new final tokens."""
-        if request.block_s is not None:
-            self.times.note_gap(request.forward_passes - request.block_steps)
-        request.block_s, request.block_steps = now, request.forward_passes
+    def note_step(self, request: DecodeRequest, now: float, num_settled: int) -> BlockCost:
+        """A step of a request has ended, with so many new final tokens."""
+        if not num_settled:
+            return BlockCost()
+        before, prompts_s = request.last_block, self.times.prompts_s
+        request.last_block = LastBlock(now, request.forward_passes, prompts_s)
+        if before is None:
+            return BlockCost(self._batch)
+        self.times.note_gap(request.forward_passes - before.steps)
+        return BlockCost(self._batch, prompts_s - before.prompts_s)
+
+    def prompt_s(self, tokens: int) -> float:
+        """Seconds that a prompt adds to the steps that compute it; 0 before pieces and steps
+        without any were measured."""
+        if not self.times.has_pieces:
+            return 0.0
+        pieces = math.ceil(tokens / self._most_tokens)
+        return pieces * self.times.piece_s(tokens / max(1, pieces), spread=0.0)
 
     def _follow_oldest(
         self, running: Sequence[DecodeRequest], demands: Sequence[Demand], now: float
@@ -289,7 +319,7 @@ class Room:
 
 
 def _gap_of(request: DecodeRequest, now: float) -> Gap | None:
-    limit_s, block_s = request.asked.gap_s, request.block_s
-    if limit_s is None or block_s is None:
+    limit_s, last = request.asked.gap_s, request.last_block
+    if limit_s is None or last is None:
         return None
-    return Gap(limit_s, now - block_s, request.forward_passes - request.block_steps)
+    return Gap(limit_s, now - last.moment, request.forward_passes - last.steps)

@@ -252,6 +252,8 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
                     frontier=[wire.block_to_proto(block) for block in event.frontier],
                     end_token_id=event.end_token_id,
                     logprobs=[wire.logprobs_to_proto(one) for one in event.logprobs],
+                    prompts_s=event.prompts_s,
+                    batch=event.batch,
                 )
             )
         case Draft():

@@ -57,7 +57,6 @@ class Attempt:
         self._prefill: PrefillCall | None = None
         self._decode: DecodeCall | None = None
         self._reason: FinishReason | None = None  # once the last event that counts has come
-        self._reserved_at = 0.0
         self._moved_on_at = 0.0  # when the prompt's KV was complete, or the last commit came
         self._is_broken_off = False  # by us, since prefill failed
         self._breaking_off: asyncio.TimerHandle | None = None
@@ -208,7 +207,7 @@ class Attempt:
                 request.answer.fingerprint = self._placement.decode.fingerprint
                 before = len(request.answer.token_ids)
                 news = request.add_commit(event.commit, now)
-                self._measure_commit(before, now)
+                self._measure_commit(before, event.commit, now)
                 self._router.monitor.note_commit(request, before)
                 self._router.poison.note_survival(request)
                 return commit_of(request, news)
@@ -223,7 +222,6 @@ class Attempt:
     def _take_reservation(self, reservation: worker_pb2.Reservation, now: float) -> None:
         decode = self._placement.decode
         self._request.answer.apply_event(Event.RESERVED, now)
-        self._reserved_at = now
         if reservation.incarnation != decode.incarnation or reservation.attempt != self._id:
             raise Refused(f"{decode.worker_id} answered for another life or attempt")
         if self._placement.prefill is not None:
@@ -237,26 +235,23 @@ class Attempt:
         measured = self._router.steering.of(request.asked.model.name).measured
         costs, tokens = request.costs, len(request.prompt.token_ids)
         if placement.prefill is None:
-            # Beside answers with an objective a decode worker takes longer than it needs.
-            is_slow = placement.decode.role == "decode" and request.asked.goals.gap_s < math.inf
-            if not (placement.shares_prompt or request.answer.token_ids or is_slow):
-                life, seconds = placement.decode.life, now - self._reserved_at
-                measured.note_prompt(life, tokens, 0, seconds, now)
+            if verified.compute_s and not (placement.shares_prompt or request.answer.token_ids):
+                measured.note_prompt(None, tokens, 0, verified.compute_s, now)
         elif costs.compute_s:
             life, end = placement.prefill.life, costs.prefilled
             measured.note_prompt(life, tokens, costs.cached_tokens, costs.compute_s, end)
             measured.note_handoff(tokens, verified.bytes)
 
-    def _measure_commit(self, before: int, now: float) -> None:
-        """before: tokens of the answer before the commit that came now."""
-        request, seconds = self._request, now - self._moved_on_at
+    def _measure_commit(self, before: int, commit: worker_pb2.DecodeCommit, now: float) -> None:
+        """before: tokens of the answer before the commit that came now. Time for prompts does not
+        count, because a worker without them would not need it."""
+        request, seconds = self._request, now - self._moved_on_at - commit.prompts_s
         self._moved_on_at = now
-        if tokens := len(request.answer.token_ids) - before:
-            router, decode = self._router, self._placement.decode
-            own = router.fleet.in_flight(decode.life)
-            batch = 0 if own.to_prefill else own.answers + router.seats.others.taken(decode.life)
+        tokens = len(request.answer.token_ids) - before
+        if tokens and before and seconds > 0 and commit.batch:
+            measured = self._router.steering.of(request.asked.model.name).measured
             context = len(request.prompt.token_ids) + before
-            router.steering.note_commit(decode, batch, context, tokens, seconds, is_gap=before > 0)
+            measured.note_commit(commit.batch, context, tokens, seconds)
 
     # Ending.
 

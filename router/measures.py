@@ -134,7 +134,7 @@ class CommitTimes:
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_WEIGHT))
 
     def add(self, tokens: int, seconds: float, context: int) -> None:
-        """One more commit, and the seconds since the last one or since the prompt was there."""
+        """One more commit, and the seconds since the last one."""
         if self.number >= MOST_WEIGHT:
             self.number, self.tokens = self.number / 2, self.tokens / 2
             self.seconds, self.context = self.seconds / 2, self.context / 2
@@ -142,6 +142,7 @@ class CommitTimes:
         self.tokens += tokens
         self.seconds += seconds
         self.context += context
+        self.gaps.append(seconds)
 
     def pace(self, batch: float) -> AnswerPace:
         """The pace of a worker with so many answers at once."""
@@ -172,11 +173,12 @@ class Measured:
     ) -> None:
         """A worker has computed a prompt in the `seconds` before `end`, without its first `cached`
         tokens. Only the time since the last prompt's end counts, because a worker computes several
-        at once."""
+        at once. `life` is None if the seconds are those of this prompt only."""
         self._computed, self._cached = _decayed(self._computed, self._cached, 1e6)
         self._computed, self._cached = self._computed + tokens - cached, self._cached + cached
         before = self._busy_until.get(life, -math.inf)
-        self._busy_until[life] = max(before, end)
+        if life is not None:
+            self._busy_until[life] = max(before, end)
         if tokens <= cached:
             return
         busy_s = max(0.0, min(seconds, end - before))
@@ -191,16 +193,11 @@ class Measured:
         self._moved, self._bytes = _decayed(self._moved, self._bytes, 1e6)
         self._moved, self._bytes = self._moved + tokens, self._bytes + num_bytes
 
-    def note_commit(
-        self, batch: int, context: int, tokens: int, seconds: float, *, is_gap: bool
-    ) -> None:
-        """An answer got `tokens` after so many seconds, on a worker with so many answers and no
-        prompts. `is_gap`: it had tokens before."""
+    def note_commit(self, batch: int, context: int, tokens: int, seconds: float) -> None:
+        """An answer of `context` tokens got `tokens` more after so many seconds without prompts, on
+        a worker with so many answers."""
         key = round(2 * math.log2(batch)), round(math.log2(context))
-        pace = self._paces.setdefault(key, CommitTimes())
-        pace.add(tokens, seconds, context)
-        if is_gap:
-            pace.gaps.append(seconds)
+        self._paces.setdefault(key, CommitTimes()).add(tokens, seconds, context)
 
     def keep_lives(self, lives: Sequence[object]) -> None:
         """Forgets workers that are not among these."""

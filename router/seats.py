@@ -122,10 +122,6 @@ class OtherRouters:
         """Seconds until the next exchange."""
         return EXCHANGE_S if self._others else ALONE_S
 
-    def taken(self, life: tuple[str, str]) -> int:
-        """Requests of other routers on a worker."""
-        return self._taken[life]
-
     def workloads(self, model: str) -> list[Workload]:
         """The load of a model at other routers."""
         told = (one.workloads.get(model) for one in self._others.values())

@@ -26,7 +26,7 @@ from effuse.router.planner import (
     named,
     reasons,
 )
-from effuse.router.policy import Candidate, Condition, PrefillMode, WorkerLife
+from effuse.router.policy import Candidate, Condition, PrefillMode
 from effuse.router.role_changes import fixed
 
 LOOK_S: Final = 1.0
@@ -172,7 +172,6 @@ class Steering:
         self._now = now
         self._others = others
         self._looked_at = float("-inf")
-        self._mixed: set[WorkerLife] = set()  # decode workers that compute prompts, too
 
     def of(self, model: str) -> ModelPlan:
         """The plans of a model."""
@@ -199,30 +198,8 @@ class Steering:
         named = self.models.items() if self.carries_out else ()
         return tuple(name for name, one in named if one.planner is not None)
 
-    def note_commit(
-        self,
-        worker: WorkerRecord,
-        batch: int,
-        context: int,
-        tokens: int,
-        seconds: float,
-        *,
-        is_gap: bool,
-    ) -> None:
-        """An answer with so many tokens of `context` got `tokens` more after so many seconds.
-        `batch`: the worker's answers, 0 if it also computes prompts; `is_gap`: the answer had some
-        tokens before."""
-        if batch and seconds > 0 and worker.life not in self._mixed:
-            measured = self.of(worker.model.name).measured
-            measured.note_commit(batch, context, tokens, seconds, is_gap=is_gap)
-
     def look(self, candidates: Sequence[Candidate], waiting: Mapping[str, int]) -> bool:
         """Reads the loads of workers, and makes plans if it is time. Returns whether it was."""
-        self._mixed = {
-            c.record.life
-            for c in candidates
-            if c.record.role == "decode" and c.record.load.queued_tokens
-        }
         now = self._now()
         if now - self._looked_at < LOOK_S:
             return False

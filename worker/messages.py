@@ -197,6 +197,7 @@ class Verified(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     bytes: int
     pages: int
     handoff_s: float  # since the last page was final and the reservation known, checks included
+    compute_s: float = 0.0  # of this engine's forwards without company; 0 if it is not known
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -209,6 +210,8 @@ class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     frontier: tuple[BlockState, ...]  # blocks in flight after this commit
     end_token_id: int | None = None  # the stop id after them, if it ends the answer
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if the request asks for them
+    prompts_s: float = 0.0  # time since the last commit that went to prompts
+    batch: int = 1  # answers in the step that ended with it
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):

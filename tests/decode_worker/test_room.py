@@ -25,7 +25,7 @@ from effuse.decode_worker.room import (
     room_s,
 )
 from effuse.models.part import Part, PartResult
-from effuse.worker.messages import StartDecode
+from effuse.worker.messages import StartDecode, Verified
 
 
 def times(steps: int = 4, step_s: float = 0.01, token_s: float = 1e-4) -> StepTimes:
@@ -344,9 +344,42 @@ def test_an_engine_offers_the_room_of_a_new_gap(twin: Twin) -> None:
     assert load.prompt_rate == pytest.approx(load.prompt_piece / 0.1, rel=0.02)
     stream.run()
     stream.step()
+    idle = stream.rig.engine.load()
+    assert 0.5 * most <= idle.prompt_piece <= (SAFE * 0.1 - STEP_S) / TOKEN_S
+    stream.gap_s = None  # nobody's gap has an objective now
+    stream.start("c", 12)
+    stream.run()
     free = stream.rig.engine.load()
     assert free.prompt_piece == 400  # a whole step
     assert free.prompt_rate == pytest.approx(1 / TOKEN_S, rel=0.3)
+
+
+def test_an_answer_without_a_block_leaves_the_room_of_its_gaps_to_come(twin: Twin) -> None:
+    """An engine that offered more would get prompts that wait for ever behind these gaps."""
+    stream = warmed(twin, 0.1)
+    stream.run()
+    stream.start("c", 12)
+    while not stream.rig.answers["transfer-c"].of(Verified):
+        stream.step()
+        assert stream.rig.engine.load().prompt_piece <= (SAFE * 0.1 - STEP_S) / TOKEN_S
+
+
+def test_commits_report_the_time_for_prompts_and_the_batch(twin: Twin) -> None:
+    """Each gap without it is as long as the steps that the answer needs."""
+    stream = warmed(twin, None)
+    begun = len(stream.commits["transfer-a"])
+    stream.start("p", 40)
+    stream.run()
+    seen, told = stream.commits["transfer-a"], stream.rig.answers["transfer-a"].commits
+    gaps = [after - before for before, after in pairwise(seen)][begun - 1 :]
+    costs = told[begun:]
+    assert max(one.prompts_s for one in costs) == pytest.approx(40 * TOKEN_S, rel=0.2)
+    for gap, cost in zip(gaps, costs, strict=True):
+        assert gap - cost.prompts_s == pytest.approx(2 * STEP_S, abs=0.2 * STEP_S)
+    assert {one.batch for one in costs} <= {1, 2, 3} and costs[0].batch >= 2
+    (verified,) = stream.rig.answers["transfer-p"].of(Verified)
+    assert isinstance(verified, Verified)
+    assert verified.compute_s == pytest.approx(40 * TOKEN_S, rel=0.3)
 
 
 def test_counters_of_own_prompts(twin: Twin) -> None:

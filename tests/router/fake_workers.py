@@ -186,6 +186,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         super().__init__(worker_id, handoffs)
         self.answer: list[int] = ids_of("the answer is three")
         self.others: list[list[int]] = []
+        self.costs = pb.DecodeCommit(), pb.PrefillVerified()  # added to those of its answers
         self.requests: list[pb.DecodeRequest] = []
         self.twist: Callable[[pb.DecodeResponse], pb.DecodeResponse] = lambda response: response
         self.at_once = False  # all that follows the reservation goes in one message
@@ -232,7 +233,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             await self.handoffs.of(attempt.transfer_id).wait()
             yield pb.DecodeResponse(verified=pb.PrefillVerified(bytes=64, pages=1, handoff_s=0.01))
         else:
-            yield pb.DecodeResponse(verified=pb.PrefillVerified())
+            yield pb.DecodeResponse(verified=self.costs[1])
         await self.point("verified")
         index = request.sampling.answer_index
         whole = [self.answer, *self.others][index]
@@ -246,6 +247,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             if request.drafts:
                 yield pb.DecodeResponse(draft=_draft(offset, answer))
             commit = _commit(offset, answer)
+            commit.MergeFrom(self.costs[0])
             if is_stopped and offset + BLOCK_SIZE >= len(answer):
                 commit.end_token_id = EOS
             if request.HasField("num_logprobs"):

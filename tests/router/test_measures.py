@@ -103,16 +103,15 @@ def test_a_pace_is_that_of_the_whole_batch() -> None:
     """Each of 8 answers gets 32 tokens every 0.1 s; one gap in 64 is longer."""
     measured = Measured()
     for number in range(1024):
-        measured.note_commit(8, 1000, 32, 0.2 if number % 64 == 0 else 0.1, is_gap=True)
-        measured.note_commit(1, 1000, 32, 0.04, is_gap=True)
-        measured.note_commit(2, 1000, 32, 0.05, is_gap=True)
-        measured.note_commit(2, 1000, 32, 0.15, is_gap=False)  # the first block, which has no gap
+        measured.note_commit(8, 1000, 32, 0.2 if number % 64 == 0 else 0.1)
+        measured.note_commit(1, 1000, 32, 0.04)
+        measured.note_commit(2, 1000, 32, 0.05)
     for _ in range(3):
-        measured.note_commit(64, 1000, 32, 0.5, is_gap=True)  # too few to know it
+        measured.note_commit(64, 1000, 32, 0.5)  # too few to know it
     one, two, eight = measured.times(0, 0).answers
     assert (one.batch, one.gap_s) == (1.0, 0.04)
     assert one.tokens_per_second == pytest.approx(800)
-    assert (two.tokens_per_second, two.gap_s) == pytest.approx((640, 0.05))
+    assert (two.tokens_per_second, two.gap_s) == pytest.approx((1280, 0.05))
     assert (eight.batch, eight.gap_s, eight.context) == (8.0, 0.2, 1000.0)
     assert eight.tokens_per_second == pytest.approx(8 * 320, rel=0.02)
 

@@ -230,7 +230,7 @@ def test_a_relative_gap_is_of_the_gaps_that_were_measured() -> None:
     assert steering.goals("m") == Goals(2.0)
     measured = Measured()
     for _ in range(20):
-        measured.note_commit(1, 100, 4, 0.04, is_gap=True)
+        measured.note_commit(1, 100, 4, 0.04)
         measured.note_prompt("p0", 100, 0, 0.01, 1.0)
     planner = Planner(measured.times(0.0, 0.0), Workload(1.0, 100.0, 8.0), steering._objectives)
     steering.of("m").planner = planner

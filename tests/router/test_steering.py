@@ -11,11 +11,9 @@ from router.fake_model import worker_record
 from router.fakes import FakeFleet, run
 from router.test_planner import EVEN, LOAD
 
-from effuse.placement.records import Load as WorkerLoad
 from effuse.placement.records import RouterRecord, decode_router, encode
 from effuse.protos.channels import monitor_stub
 from effuse.router.planner import Objectives, Planner, Split, Workload
-from effuse.router.policy import IDLE, Candidate
 from effuse.router.steering import (
     AFTER_S,
     FULL_AFTER_S,
@@ -25,6 +23,7 @@ from effuse.router.steering import (
     _piece,
 )
 from effuse.v1 import monitor_pb2
+from effuse.v1 import worker_pb2 as pb
 
 GAP = Objectives(gap_s=0.08)  # so that a prefill worker bears 20 and a decode worker 20 a second
 
@@ -176,7 +175,7 @@ def test_other_routers_are_part_of_the_load() -> None:
         one.load.note_prompt(400, now)
         one.load.note_answer(50, now)
         one.measured.note_prompt("p", 400, 0, 0.01, now)
-        one.measured.note_commit(1, 400, 8, 0.04, is_gap=True)
+        one.measured.note_commit(1, 400, 8, 0.04)
     now += 1.0
     assert steering.look([], {})
     assert steering.workloads()["fake"].rate == pytest.approx(5.0, rel=0.1)
@@ -186,20 +185,24 @@ def test_other_routers_are_part_of_the_load() -> None:
     assert not steering.look([], {})  # not again in the same second
 
 
-def test_gaps_count_only_at_workers_that_compute_no_prompts() -> None:
-    steering = Steering(Objectives(), "auto", lambda: 0.0)
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_paces_and_own_prompts_are_as_workers_report_them(prefill: int) -> None:
+    """Gaps count without the time that went to prompts. Those of prompts alone do not count."""
 
-    def note(batch: int, queued_tokens: int) -> int:
-        record = msgspec.structs.replace(
-            worker_record("d0", "decode"), load=WorkerLoad(queued_tokens=queued_tokens)
-        )
-        steering.look([Candidate(record, IDLE)], {})
-        for _ in range(20):
-            steering.note_commit(record, batch, 100, 8, 0.1, is_gap=True)
-        return len(steering.of("fake").measured.times(0, 0).answers)
+    async def body(fleet: FakeFleet) -> None:
+        measured, found = fleet.router.steering.of("fake").measured, []
+        for prompts_s in (60.0, 0.0):
+            commit = pb.DecodeCommit(batch=8, prompts_s=prompts_s)
+            fleet.decode[0].costs = commit, pb.PrefillVerified(compute_s=0.25)
+            for _ in range(20):
+                await ask(fleet)
+            found.append({one.batch for one in measured.times(0, 0).answers})
+        assert found == [set(), {8.0}]
+        times = measured.times(0, 0)
+        own = [one.seconds for one in times.prompts if one.seconds == 0.25]
+        assert len(own) == (0 if prefill else 1)
 
-    assert [note(4, 10), note(0, 0)] == [0, 0]
-    assert note(4, 0) == 1
+    run(body, num_prefill=prefill, num_decode=1)
 
 
 def test_a_router_plans_from_its_requests_and_shows_it() -> None:
@@ -213,7 +216,7 @@ def test_a_router_plans_from_its_requests_and_shows_it() -> None:
         await fleet.idle()
         one = steering.of("fake")
         for _ in range(20):  # the fakes answer at once, so gaps and times are too short to see
-            one.measured.note_commit(2, 100, 4, 0.02, is_gap=True)
+            one.measured.note_commit(2, 100, 4, 0.02)
             one.measured.note_prompt("p0", 100, 0, 0.01, fleet.router.now())
         steering._looked_at = float("-inf")
         assert steering.look(fleet.router.fleet.candidates(), {})

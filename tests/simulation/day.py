@@ -232,7 +232,7 @@ class Day:
             size = max(1, round(batch * math.exp(draw.gauss(0, 0.15))))
             mean_s = size * BLOCK / paces.at(size)[0]
             seconds = mean_s * math.exp(draw.gauss(0, SPREAD))
-            measured.note_commit(size, round(paces.context), BLOCK, seconds, is_gap=True)
+            measured.note_commit(size, round(paces.context), BLOCK, seconds)
 
     def _router(self, name: str) -> SimRouter:
         goals: Goals = self.traffic.goals

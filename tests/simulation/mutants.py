@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from effuse.decode_worker import engine as decode_engine
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.intake import Boundary, step_events
-from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.request import BlockCost, DecodeRequest
 from effuse.kvtransfer import reception
 from effuse.kvtransfer.arrival import Expected
 from effuse.kvtransfer.handoff import (
@@ -139,7 +139,7 @@ def no_grace_after_deafness() -> Patch:
 
 def committed_twice() -> Patch:
     def events(request: DecodeRequest, outcome: object) -> list[CoreEvent]:
-        said = step_events(request, outcome)  # type: ignore[arg-type]
+        said = step_events(request, outcome, BlockCost())  # type: ignore[arg-type]
         return [*(one for one in said if isinstance(one, Committed)), *said]
 
     return patch.object(decode_engine, "step_events", events)
