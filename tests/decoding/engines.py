@@ -54,6 +54,18 @@ class Answer:
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
+    def said(self) -> list[CoreEvent]:
+        """The events after the reservation, without what this engine measured or ran beside."""
+        measured = {"compute_s", "prompts_s", "batch"}
+        return [
+            msgspec.structs.replace(
+                event, **dict.fromkeys(measured & {*event.__struct_fields__}, 0)
+            )
+            for event in self.events
+            if not isinstance(event, messages.Reserved)
+        ]
+
+    @property
     def commits(self) -> list[messages.Committed]:
         return [event for event in self.events if isinstance(event, messages.Committed)]
 
