@@ -10,6 +10,7 @@ fleets get the same ones. Prints a table, and writes JSON after each load.
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
@@ -18,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from effuse.benchmarks.gpu_models import MODELS
 from effuse.benchmarks.random_checkpoint import write_checkpoint
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
+from effuse.cli.role import main as set_role
 from effuse.client.client import Client as Blocking
 from effuse.models.config import ModelConfig
 from effuse.v1 import model_pb2 as pb
@@ -46,6 +48,8 @@ FORMS: Final[Mapping[str, Mapping[str, int]]] = {
 SHARES: Final = {"prefill": 0.25, "decode": 0.31, "both": 0.27}
 
 
+ROLES: Final = ("decode", "both", "prefill", "decode", "prefill", "both", "auto")
+CHANGE_S: Final = 3.0
 FIRST_SETTLE: Final = 2.5  # times as long, because a new router has measured nothing
 
 
@@ -118,6 +122,7 @@ class Bench:
     fleets: Mapping[str, Fleet]
     out: Path
     end_s: float  # on the monotonic clock; no load begins later
+    gaps: tuple[int, ...]  # objectives of arrivals, as multiples of a gap without load
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     async def closed(self) -> None:
@@ -136,12 +141,12 @@ class Bench:
     async def arriving(self) -> None:
         """Each rate with each multiple of a gap without load."""
         gap_s = await self._unloaded_gap_s()
-        for times in GAPS:
+        for times in self.gaps:
             wanted = Objectives(FIRST_S, times * gap_s)
             self._ask_for(wanted)
             for number, rate in enumerate(self.plan.rates):
                 for name in self.fleets:
-                    if time.monotonic() < self.end_s and (name == AUTO or times == GAPS[0]):
+                    if time.monotonic() < self.end_s and (name == AUTO or times == self.gaps[0]):
                         await self._arriving(name, rate, number, wanted, times)
 
     async def _arriving(
@@ -164,6 +169,40 @@ class Bench:
             for one in gaps
         }
         self._note(name, f"{rate:g}/s", window, kept)
+
+    async def changes(self) -> None:
+        """A closed load while one of the workers without a role gets each role in turn. Prints how
+        long after each change it first did work of its new role. The other one does both."""
+        shape, at_once = self.plan.closed[0]
+        began = time.monotonic()
+        whole_s = CHANGE_S * (len(ROLES) + 1)
+        times: list[tuple[str, float]] = []
+        await asyncio.to_thread(self._set_role, "worker-1", "both")
+
+        async def change() -> None:
+            for role in ROLES:
+                await asyncio.sleep(CHANGE_S)
+                times.append((role, time.monotonic()))
+                await asyncio.to_thread(self._set_role, "worker-0", role)
+
+        async with self._client(AUTO) as client:
+            changing = asyncio.create_task(change())
+            window = await client.closed(shape, at_once, 0.0, whole_s)
+            await changing
+        failed = sum(bool(one.failure) for one in window.requests)
+        for role, at in times:
+            work = [] if role == "decode" else _prompts(window)
+            work += [] if role == "prefill" else _blocks(window)
+            first = min((one - at for one in work if one > at), default=math.inf)
+            print(f"worker-0 is {role}: first work of it after {first:.3f} s", flush=True)
+        seconds = time.monotonic() - began
+        print(f"{len(window.requests)} requests in {seconds:.0f} s, failed {failed}", flush=True)
+
+    def _set_role(self, name: str, role: str) -> None:
+        fleet = self.fleets[AUTO]
+        secret = str(fleet.home.secret_file)
+        if set_role([name, role, "--target", fleet.address, "--fleet-secret", secret]):
+            raise RuntimeError(f"{name} did not become {role}")
 
     async def _unloaded_gap_s(self) -> float:
         """The shortest median gap of requests that are alone."""
@@ -220,6 +259,17 @@ class Bench:
             print("   " + "; ".join(plans), flush=True)
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "gpu_steering.json").write_text(json.dumps(self.rows) + "\n")
+
+
+def _blocks(window: Window) -> list[float]:
+    """Times of all blocks by the first worker."""
+    return [at for one in window.requests if one.decode_worker == "worker-0" for at in one.blocks]
+
+
+def _prompts(window: Window) -> list[float]:
+    """Times by which the first worker had computed a prompt for the other one."""
+    own = [one for one in window.requests if one.prefill_worker == "worker-0" and one.blocks]
+    return [one.blocks[0] for one in own if one.decode_worker != "worker-0"]
 
 
 async def _later(delay_s: float, load: Coroutine[Any, Any, Window]) -> Window:
@@ -300,12 +350,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_steering")
     parser.add_argument("--plan", choices=sorted(PLANS), default="full")
-    parser.add_argument("--part", choices=["closed", "arriving"], nargs="+", default=["closed"])
+    parser.add_argument(
+        "--part", choices=["closed", "changes", "arriving"], nargs="+", default=["closed"]
+    )
+    parser.add_argument("--rates", type=float, nargs="+", help="requests a second")
+    parser.add_argument("--gaps", type=int, nargs="+", default=GAPS, help="multiples of a gap")
     parser.add_argument("--seconds", type=float, default=1800.0, help="no load begins after them")
     parser.add_argument("--checkpoint", type=Path, help="directory for the weights")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     asked = parser.parse_args(argv)
     end_s, plan = time.monotonic() + asked.seconds, PLANS[asked.plan]
+    if asked.rates:
+        plan = replace(plan, rates=tuple(asked.rates))
     gpus = [one for one in os.environ.get("EFFUSE_GPUS", "").split(",") if one][:2]
     with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
         model = asked.checkpoint or Path(made)
@@ -319,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         with timed("fleets"), ThreadPoolExecutor(len(fleets)) as pool:
             list(pool.map(stack.enter_context, fleets.values()))
-        bench = Bench(plan, fleets, asked.out, end_s)
+        bench = Bench(plan, fleets, asked.out, end_s, tuple(asked.gaps))
         try:
             asyncio.run(_run(bench, asked.part))
         finally:
@@ -331,6 +387,8 @@ async def _run(bench: Bench, parts: Sequence[str]) -> None:
     await bench.warm()
     if "closed" in parts:
         await bench.closed()
+    if "changes" in parts:
+        await bench.changes()
     if "arriving" in parts:
         await bench.arriving()
 
