@@ -143,11 +143,13 @@ class Window:
 class Client:
     """Sends requests with prompts of random words to one router."""
 
-    def __init__(self, stub: GenerationServiceAsyncStub, num_words: int, block_size: int) -> None:
+    def __init__(
+        self, stub: GenerationServiceAsyncStub, num_words: int, block_size: int, seed: int = 1
+    ) -> None:
         self._stub = stub
         self._num_words = num_words
         self._block_size = block_size
-        self._draw = random.Random(1)
+        self._draw = random.Random(seed)
 
     async def ask(self, shape: Shape, into: list[Taken] | None = None) -> Taken:
         """One request. A failed one has `failure`."""
@@ -240,10 +242,14 @@ class Client:
 
 
 @asynccontextmanager
-async def client_of(address: str, num_words: int, block_size: int) -> AsyncIterator[Client]:
-    """A client of the router there; prompts take words 0 to `num_words`."""
+async def client_of(
+    address: str, num_words: int, block_size: int, seed: int = 1
+) -> AsyncIterator[Client]:
+    """A client of the router there; prompts take words 0 to `num_words`. Clients of one seed send
+    the same prompts, which caches know.
+    """
     async with connect(address, keepalive=None) as channel:
-        yield Client(generation_stub(channel), num_words, block_size)
+        yield Client(generation_stub(channel), num_words, block_size, seed)
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:

@@ -66,7 +66,7 @@ class Plan:
     warm_s: float
     seconds: float
     arriving_s: float
-    settle_s: float  # of arrivals, for workers whose roles follow; more at the first rate
+    settle_s: float  # of arrivals before those that count; more at the first rate
     turns: int
 
     @property
@@ -124,6 +124,7 @@ class Bench:
     end_s: float  # on the monotonic clock; no load begins later
     gaps: tuple[int, ...]  # objectives of arrivals, as multiples of a gap without load
     rows: list[dict[str, Any]] = field(default_factory=list)
+    num_clients: int = 0
 
     async def closed(self) -> None:
         """Each closed load, in turns of all fleets, each turn in another order."""
@@ -154,8 +155,8 @@ class Bench:
     ) -> None:
         shape, seconds = self.plan.arriving, self.plan.arriving_s
         async with self._client(name) as client:
-            before_s = self.plan.settle_s if name == AUTO else self.plan.warm_s
-            before_s *= FIRST_SETTLE if name == AUTO and not seed else 1.0
+            # An overloaded fleet falls behind by the second, so all of them begin as early.
+            before_s = self.plan.settle_s * (1.0 if seed else FIRST_SETTLE)
             _, window = await asyncio.gather(
                 client.arriving(shape, rate, before_s, seed=100 + seed),
                 _later(before_s, client.arriving(shape, rate, seconds, seed=seed)),
@@ -227,7 +228,9 @@ class Bench:
     async def _client(self, name: str) -> AsyncIterator[Client]:
         config = self.plan.config
         words = min(config.mask_token_id, *config.eos_token_ids)
-        async with client_of(self.fleets[name].address, words, config.block_size) as client:
+        self.num_clients += 1
+        seed = self.num_clients  # no fleet gets a prompt twice
+        async with client_of(self.fleets[name].address, words, config.block_size, seed) as client:
             yield client
 
     async def warm(self) -> None:
