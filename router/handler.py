@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Final
 
-from effuse.client.answer import Stats
+from effuse.client.answer import Stats, WholeAnswer
 from effuse.config.decoding import ANSWERS
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import (
@@ -38,7 +38,6 @@ from effuse.router.client import (
     ClientGone,
     Recipient,
     Translate,
-    WholeAnswer,
     echo_of,
     events_of,
     stats_of,

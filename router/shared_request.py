@@ -18,6 +18,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 from msgspec import structs
 
+from effuse.client.answer import WholeAnswer
 from effuse.placement.records import (
     MalformedRecord,
     PlacedOn,
@@ -29,7 +30,7 @@ from effuse.placement.records import (
 from effuse.placement.store import Claim, Store, StoreFull, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
-from effuse.router.client import Listener, Recipient, WholeAnswer, describe
+from effuse.router.client import Listener, Recipient, describe
 from effuse.router.policy import Placement
 from effuse.router.request import AnyRequest, Request
 from effuse.router.request_states import State
