@@ -26,7 +26,7 @@ from effuse.cli.arguments import (
 from effuse.protos.channels import FleetAccess, worker_stub
 from effuse.protos.errors import EffuseError, NotFound
 from effuse.v1 import worker_pb2
-from effuse.worker.roles import AUTO, ROLES
+from effuse.worker.attempts import AUTO, ROLES
 
 
 def main(argv: Sequence[str]) -> int:

@@ -218,18 +218,18 @@ class LLM:
         ).seeded(secrets.randbits(64))
         ids = tuple(_result_of(encode_prompt(asked, self._tokenizer)))
         self._num_asked += 1
-        name = f"offline-{self._num_asked}"
+        name, stopping = f"offline-{self._num_asked}", request.stopping
         starts = [_start_of(asked, ids, name, index) for index in range(asked.num_answers)]
         try:
             self._core.check(starts[0])
         except RequestError as error:
             raise InvalidRequest.of(error.field, str(error)) from error
-        prompt_text = _result_of(self._tokenizer.text_of(ids)) if asked.wants_echo else ""
+        prompt_text = _result_of(self._tokenizer.text_of(ids)) if asked.sent.output.echo else ""
         return [
             _Running(
                 asked,
                 start,
-                AnswerText(self._tokenizer, asked.stops, asked.min_tokens),
+                AnswerText(self._tokenizer, stopping.stop, stopping.min_tokens),
                 prompt_text,
             )
             for start in starts
@@ -316,7 +316,7 @@ class _Running:
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids[:tokens]),
             logprobs=tuple(self.logprobs[:tokens]),
-            prompt=self.prompt if self.asked.wants_echo and not index else None,
+            prompt=self.prompt if self.asked.sent.output.echo and not index else None,
             commits=tuple(self.commits),
             finish_reason="length" if is_length else "stop",
             usage=pb.Usage(
@@ -351,7 +351,7 @@ def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> Star
         stopping=Stopping(
             max_tokens=fit(len(ids), asked),
             stop_token_ids=frozenset(asked.stop_token_ids),
-            min_tokens=asked.min_tokens,
+            min_tokens=asked.sent.stopping.min_tokens,
         ),
         sampling=msgspec.structs.replace(asked.sampling, answer_index=index),
         settings=asked.settings,

@@ -54,8 +54,23 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False  # its answers do not depend on what else runs
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """State and counters of an engine at one moment. Counters start with the incarnation."""
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of an engine since its incarnation began."""
+
+    steps: U63 = 0  # forwards so far
+    step_requests: U63 = 0  # sum of the requests in each forward
+    step_tokens: U63 = 0  # sum of the rows of each forward
+    preemptions: U63 = 0
+    prompts_shared: U63 = 0  # whose KV came from another attempt
+    kv_bytes: U63 = 0  # KV bytes pushed or received
+    prefix_queries: U63 = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: U63 = 0  # those that were found
+    prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
+    prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
+
+
+class Load(Counters, frozen=True, kw_only=True):
+    """State and counters of an engine at one moment."""
 
     running: U32 = 0  # attempts that hold pages, including those that wait for a peer
     waiting: U32 = 0  # attempts that hold none yet
@@ -67,16 +82,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_pages: U32 = 0  # pages that a late writer may still reach
     queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
     blocks_left: U63 = 0  # blocks still to denoise
-    steps: U63 = 0  # forwards so far
-    step_requests: U63 = 0  # sum of the requests in each forward
-    step_tokens: U63 = 0  # sum of the rows of each forward
-    preemptions: U63 = 0
-    prompts_shared: U63 = 0  # whose KV came from another attempt
-    kv_bytes: U63 = 0  # KV bytes pushed or received
-    prefix_queries: U63 = 0  # prompt tokens that were looked up in the prefix cache
-    prefix_hits: U63 = 0  # those that were found
-    prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
-    prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
     prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
     prompt_rate: U63 = 0  # tokens a second of such pieces
 

@@ -97,7 +97,10 @@ class Attempt:
                 for news in self._take(response):
                     await self._told.send(news)
                 if self._reason is None and prefill and response.HasField("reservation"):
-                    await self._send_reservation(prefill, response.reservation)
+                    if (call := self._prefill) is None:  # the prompt has waited for pages
+                        call = self._open_prefill(prefill)
+                        await call.send_prompt(self._id, self._break_off)
+                    await call.send_reservation(response.reservation)
         except EffuseError as error:
             if (last := self._end_without_word(error)) is not None:
                 await self._told.send(last)
@@ -130,13 +133,13 @@ class Attempt:
             incarnation=placement.decode.incarnation,
             prompt_token_ids=request.prompt.token_ids,
             max_tokens=request.prompt.max_tokens,
-            min_tokens=request.asked.min_tokens,
+            min_tokens=request.asked.sent.stopping.min_tokens,
             stop_token_ids=request.asked.stop_token_ids,
             sampling=worker_pb2.DecodeSampling(
                 **asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
             ),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
-            drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
+            drafts=request.asked.sent.output.drafts or self._router.monitor.num_watchers > 0,
             num_logprobs=request.asked.num_logprobs,
             resume=request.answer.resumption(),
             group=request.attempts.group,
@@ -162,16 +165,6 @@ class Attempt:
             if event.HasField("finished") or self._request.answer.text.is_stopped:
                 self._reason = _finish_reason(self._request, is_stopped=event.finished.stopped)
                 return
-
-    async def _send_reservation(
-        self, prefill: WorkerRecord, reservation: worker_pb2.Reservation
-    ) -> None:
-        """Sends prefill where the pages go, after the prompt if that has waited for them."""
-        call = self._prefill
-        if call is None:
-            call = self._open_prefill(prefill)
-            await call.send_prompt(self._id, self._break_off)
-        await call.send_reservation(reservation)
 
     def _end_without_word(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
         """The end of an answer whose worker is lost between the last token and its last event:
@@ -203,7 +196,8 @@ class Attempt:
                     pair = (writer.life, self._placement.decode.life)
                     self._router.fleet.standing.note_handoff(pair)
             case "commit":
-                self._forget_prefill()
+                if self._prefill is not None and self._prefill.has_ended_well:
+                    self._prefill = None  # its call is freed, because an answer may take long
                 request.answer.fingerprint = self._placement.decode.fingerprint
                 before = len(request.answer.token_ids)
                 news = request.add_commit(event.commit, now)
@@ -213,7 +207,7 @@ class Attempt:
                 return commit_of(request, news)
             case "draft":
                 self._router.monitor.note_draft(request, event.draft)
-                if request.asked.wants_drafts:
+                if request.asked.sent.output.drafts:
                     return draft_of(request, event.draft, self._router.tokenizer)
             case "finished":
                 return commit_of(request, request.add_finished(event.finished))
@@ -284,11 +278,6 @@ class Attempt:
         if prefill is None or prefill.failure is None:
             return None
         return self._judge(prefill.failure, prefill.worker)
-
-    def _forget_prefill(self) -> None:
-        """Frees the call of a prompt that has been handed over: an answer may take long."""
-        if self._prefill is not None and self._prefill.has_ended_well:
-            self._prefill = None
 
     def _judge(self, error: EffuseError, worker: WorkerRecord) -> Failure:
         is_handoff = self._request.answer.state is State.PREFILLING

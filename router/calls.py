@@ -49,6 +49,11 @@ SETTLE_S: Final = 0.25
 ASK_S: Final = 1.0
 """Longest that a worker may take to answer how it is."""
 
+EMPTY_S: Final = 5.0
+EMPTY_LOOK_S: Final = 0.1
+"""How long a request waits until a worker of its own is empty, which is longer than a hang takes to
+be noticed, and how often it asks."""
+
 MOST_OLD: Final = 4
 """How often certificates may change before channels that still show older ones are closed, although
 a call may run over them."""
@@ -108,6 +113,17 @@ class Peers:
         """Whether nothing runs or waits in a worker, or it does not answer."""
         load = await self._load_of(record)
         return load is None or load.running + load.waiting == 0
+
+    async def until_empty(self, records: Sequence[WorkerRecord], most_s: float) -> None:
+        """Returns once these workers report that they are empty, or after `most_s` seconds, at most
+        `EMPTY_S`. Only they know the requests of other routers, and those that clients left
+        behind."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(EMPTY_S, most_s)):
+                while not all(  # noqa: ASYNC110  # no worker reports it by itself
+                    await asyncio.gather(*map(self.is_empty, records))
+                ):
+                    await asyncio.sleep(EMPTY_LOOK_S)
 
     async def _load_of(self, record: WorkerRecord) -> worker_pb2.GetLoadResponse | None:
         """The load by the worker's front; None if it does not answer."""

@@ -48,7 +48,7 @@ _PUBLIC_STATES: Final = {
 
 def echo_of(request: Request, text: str) -> pb.GenerateStreamResponse:
     """The prompt, with this text, for a client that wants it back."""
-    ids = request.prompt.token_ids if request.asked.wants_token_ids else ()
+    ids = request.prompt.token_ids if request.asked.sent.output.token_ids else ()
     echo = pb.PromptEcho(text=text, token_ids=ids)
     return pb.GenerateStreamResponse(request_id=request.id, echo=echo)
 
@@ -61,7 +61,7 @@ def commit_of(request: Request, piece: Piece) -> pb.GenerateStreamResponse | Non
         token_offset=piece.offset,
         num_tokens=len(piece.token_ids),
         text=piece.text,
-        token_ids=piece.token_ids if request.asked.wants_token_ids else (),
+        token_ids=piece.token_ids if request.asked.sent.output.token_ids else (),
         forward_passes=request.costs.all_forwards,
         logprobs=piece.logprobs,
     )

@@ -18,6 +18,7 @@ from typing import Final
 
 from effuse.client.answer import Stats, WholeAnswer
 from effuse.config.decoding import ANSWERS
+from effuse.config.objectives import parse_classes
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import (
     REQUEST_ID_KEY,
@@ -77,6 +78,7 @@ class Serving:
 
     def __init__(self, router: Router) -> None:
         self.router = router
+        self._classes = parse_classes("--request-class", router.config.request_class)
         most = router.config.max_answers
         self._answers = replace(ANSWERS, high=most, note=", this router's --max-answers")
 
@@ -102,7 +104,7 @@ class Serving:
             chat_end_ids=tokenizer.chat_end_ids,
             answers=self._answers,
             seed=seed,
-            classes=router.classes,
+            classes=self._classes,
             goals=router.steering.goals(model.name),
         )
 
@@ -147,13 +149,16 @@ class Serving:
         left_s = began + limit_s - loop.time()
         admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
         router.budget.add_requests(asked.num_answers, router.now())
+        stopping = message.stopping
         return Request(
             id=request_id,
             asked=asked,
             arrived=arrived,
             limit_s=limit_s,
             deadline=began + limit_s,
-            answer=AnswerState(text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens)),
+            answer=AnswerState(
+                text=AnswerText(router.tokenizer, stopping.stop, stopping.min_tokens)
+            ),
             tenant=tenant,
             asked_digest=asked_digest,
             is_repeated=bool(asked_digest) and is_again,
@@ -306,7 +311,7 @@ class _Handler:
         prefix_keys = keys_of(token_ids, request.tenant.name) if is_reusable else ()
         request.prompt = EncodedPrompt(token_ids, fit(len(token_ids), asked), prefix_keys)
         router.steering.of(asked.model.name).load.note_prompt(len(token_ids), router.now())
-        if asked.wants_echo:
+        if asked.sent.output.echo:
             text = await router.tokenizer.text_of(token_ids)
             await self._shared.send(echo_of(request, text))
 

@@ -326,7 +326,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         if self._router.config.show_requests:
             tokenizer = self._router.tokenizer
             found.name = request.name
-            found.prompt = (asked.prompt or "")[:MOST_CHARACTERS]
+            found.prompt = asked.sent.prompt[:MOST_CHARACTERS]
             tail = [one for one in answer.token_ids[-MOST_TOKENS:] if tokenizer.is_text(one)]
             found.text = tokenizer.decode(tail)[-MOST_CHARACTERS:]
         return found

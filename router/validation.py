@@ -49,38 +49,35 @@ _WIRE_NAMES: Final[Mapping[str, Sequence[str]]] = {
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """A request whose settings are resolved and right. Its prompt is text, a chat or ids."""
+    """A request whose settings are resolved and right."""
 
+    sent: pb.GenerateRequest  # the client's own message
     model: ModelInfo
-    prompt: str | None
-    chat: Chat | None
-    prompt_token_ids: tuple[int, ...]
-    parses_special: bool  # special tokens that text or chat spell
+    chat: Chat | None  # if its prompt is one
     refused_ids: Mapping[int, str]  # that no client may put into a prompt, and their kinds
-    max_tokens: int | None  # None takes the model's, cut to the room that the prompt leaves
-    min_tokens: int  # before which no stop id or stop string ends the answer
-    stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
-    sampling: Sampling
-    has_seed: bool  # the client's; else it is 0 until one is drawn
+    sampling: Sampling  # its seed is 0 until one is drawn
     num_answers: int
     settings: DecodeSettings
     priority: Priority
-    request_class: str  # empty for none
     goals: Goals  # its own objectives, else those of its class, else the router's
-    wants_token_ids: bool
-    wants_drafts: bool
-    num_logprobs: int | None  # likeliest ids beside each token's; None sends none
-    wants_echo: bool
 
     @property
     def most_tokens(self) -> int:
         """Tokens that the answer may have, in a context that has room for them."""
-        return self.model.defaults.max_tokens if self.max_tokens is None else self.max_tokens
+        stopping = self.sent.stopping
+        has_own = stopping.HasField("max_tokens")
+        return stopping.max_tokens if has_own else self.model.defaults.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likeliest ids beside each token's log-probability; None sends none."""
+        output = self.sent.output
+        return output.logprobs if output.HasField("logprobs") else None
 
     def seeded(self, fresh: int) -> Asked:
         """The same with the seed `fresh`, a uint64, where the client set none."""
-        if self.has_seed:
+        if self.sent.sampling.HasField("seed"):
             return self
         sampling = msgspec.structs.replace(self.sampling, seed=fresh)
         return msgspec.structs.replace(self, sampling=sampling)
@@ -124,27 +121,16 @@ def validate(
     findings.raise_any()
     end_ids = {*model.eos_token_ids, *(() if chat is None else chat_end_ids)}
     return Asked(
+        sent=request,
         model=model,
-        prompt=request.prompt if request.HasField("prompt") else None,
         chat=chat,
-        prompt_token_ids=tuple(request.prompt_token_ids.ids),
-        parses_special=request.parse_special_tokens,
         refused_ids=refused,
-        max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
-        min_tokens=request.stopping.min_tokens,
-        stops=tuple(request.stopping.stop),
         stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
         sampling=_resolve_sampling(request.sampling, model, seed),
-        has_seed=request.sampling.HasField("seed"),
         num_answers=num_answers,
         settings=_resolve_settings(request.decoding, algorithm, model),
         priority=_BY_NUMBER["priority"].get(request.priority, own_class.priority),
-        request_class=request.request_class,
         goals=own_goals.or_else(own_class.goals).or_else(goals),
-        wants_token_ids=request.output.token_ids,
-        wants_drafts=request.output.drafts,
-        num_logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
-        wants_echo=request.output.echo,
     )
 
 
@@ -169,7 +155,8 @@ def _check_objectives(
 def fit(prompt_len: int, asked: Asked) -> int:
     """Returns how many tokens to generate; raises `InvalidRequest` with the numbers where prompt
     and answer exceed the model's context."""
-    model, max_tokens = asked.model, asked.max_tokens
+    model, stopping, most = asked.model, asked.sent.stopping, asked.most_tokens
+    has_own = stopping.HasField("max_tokens")
     room = model.max_model_len - prompt_len
     findings = Findings()
     if prompt_len == 0:
@@ -177,19 +164,19 @@ def fit(prompt_len: int, asked: Asked) -> int:
     elif room < 1:
         limit = f"at most {model.max_model_len - 1} prompt tokens, so that one can be generated"
         findings.add("prompt", limit, f"{prompt_len} tokens")
-    elif max_tokens is not None and max_tokens > room:
+    elif has_own and most > room:
         limit = (
             f"at most {room}: the prompt has {prompt_len} tokens and the model accepts "
             f"{model.max_model_len} in all"
         )
-        findings.add("stopping.max_tokens", limit, max_tokens)
-    found = min(model.defaults.max_tokens, max(room, 0)) if max_tokens is None else max_tokens
-    if asked.min_tokens > found and not findings.violations:
+        findings.add("stopping.max_tokens", limit, most)
+    found = most if has_own else min(most, max(room, 0))
+    if stopping.min_tokens > found and not findings.violations:
         limit = (
             f"at most {found}, which is the model's max_tokens within the room that the prompt "
             "leaves"
         )
-        findings.add("stopping.min_tokens", limit, asked.min_tokens)
+        findings.add("stopping.min_tokens", limit, stopping.min_tokens)
     findings.raise_any()
     return found
 

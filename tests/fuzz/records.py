@@ -17,7 +17,7 @@ from fuzz.surface import Face
 from router.fake_model import worker_record
 from router.fakes import FakeFleet, fake_fleet
 
-from effuse.placement.fleet import Snapshot, merge
+from effuse.placement.leases import Snapshot, merge
 from effuse.placement.records import (
     Link,
     PlacedOn,
