@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from google.protobuf.json_format import MessageToDict
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -28,6 +27,7 @@ from effuse.cli.arguments import (
     whole,
 )
 from effuse.placement.records import U32
+from effuse.protos.channels import fields_of
 from effuse.protos.errors import EffuseError
 from effuse.router.planner import (
     HEADROOM,
@@ -177,9 +177,7 @@ def _chosen(sheets: Sequence[Sheet], model: str | None) -> list[Sheet]:
 
 def _sheet_of(plan: monitor_pb2.ModelPlan) -> Sheet:
     """The sheet of a router's plan."""
-    found = MessageToDict(
-        plan, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    found = fields_of(plan)
     found["workers"] = plan.roles.prefill + plan.roles.decode
     found["mode"] = plan.mode or "auto"
     return msgspec.convert({"times": {}} | found, Sheet)

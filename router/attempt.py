@@ -97,10 +97,7 @@ class Attempt:
                 for news in self._take(response):
                     await self._told.send(news)
                 if self._reason is None and prefill and response.HasField("reservation"):
-                    if (call := self._prefill) is None:  # the prompt has waited for pages
-                        call = self._open_prefill(prefill)
-                        await call.send_prompt(self._id, self._break_off)
-                    await call.send_reservation(response.reservation)
+                    await self._send_reservation(prefill, response.reservation)
         except EffuseError as error:
             if (last := self._end_without_word(error)) is not None:
                 await self._told.send(last)
@@ -166,6 +163,16 @@ class Attempt:
                 self._reason = _finish_reason(self._request, is_stopped=event.finished.stopped)
                 return
 
+    async def _send_reservation(
+        self, prefill: WorkerRecord, reservation: worker_pb2.Reservation
+    ) -> None:
+        """Sends prefill where the pages go, after the prompt if that has waited for them."""
+        call = self._prefill  # not held in the loop of `_relay`, which outlives it
+        if call is None:
+            call = self._open_prefill(prefill)
+            await call.send_prompt(self._id, self._break_off)
+        await call.send_reservation(reservation)
+
     def _end_without_word(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
         """The end of an answer whose worker is lost between the last token and its last event:
         nothing is left to resume. Returns the rest of the text; raises the error for other answers.
@@ -187,7 +194,15 @@ class Attempt:
         request, now = self._request, self._router.now()
         match event.WhichOneof("event"):
             case "reservation":
-                self._take_reservation(event.reservation, now)
+                decode = self._placement.decode
+                request.answer.apply_event(Event.RESERVED, now)
+                held = event.reservation
+                if held.incarnation != decode.incarnation or held.attempt != self._id:
+                    raise Refused(f"{decode.worker_id} answered for another life or attempt")
+                if self._placement.prefill is not None:
+                    request.costs.connector = held.connector
+                if not request.index:
+                    self._told.note_reserved(self._placement)
             case "verified":
                 request.add_verified(event.verified, now)
                 self._share.end_prompt()
@@ -212,16 +227,6 @@ class Attempt:
             case "finished":
                 return commit_of(request, request.add_finished(event.finished))
         return None
-
-    def _take_reservation(self, reservation: worker_pb2.Reservation, now: float) -> None:
-        decode = self._placement.decode
-        self._request.answer.apply_event(Event.RESERVED, now)
-        if reservation.incarnation != decode.incarnation or reservation.attempt != self._id:
-            raise Refused(f"{decode.worker_id} answered for another life or attempt")
-        if self._placement.prefill is not None:
-            self._request.costs.connector = reservation.connector
-        if not self._request.index:
-            self._told.note_reserved(self._placement)
 
     def _measure_prompt(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
         request, placement = self._request, self._placement

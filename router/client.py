@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from effuse.client.answer import copy_end
+from effuse.protos.channels import numbers_of
 from effuse.protos.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -38,12 +39,8 @@ show."""
 CANNOT_SERVE: Final = "no live worker can accept a request"
 Failed = TypeVar("Failed", bound=EffuseError)
 Translate = Callable[[pb.GenerateStreamResponse], Message | None]
-_PUBLIC_STATES: Final = {
-    State.QUEUED: pb.REQUEST_STATE_QUEUED,
-    State.FINISHED: pb.REQUEST_STATE_FINISHED,
-    State.FAILED: pb.REQUEST_STATE_FAILED,
-    State.CANCELLED: pb.REQUEST_STATE_CANCELLED,
-}
+STATES: Final[Mapping[str, Any]] = numbers_of("REQUEST_STATE_", pb.RequestState.items())
+"""States of requests for clients; the other states of a request count as running."""
 
 
 def echo_of(request: Request, text: str) -> pb.GenerateStreamResponse:
@@ -143,7 +140,7 @@ def describe(request: AnyRequest) -> pb.GetRequestResponse:
     """Where a request is, or how it ended."""
     if isinstance(request, EarlyRequest):
         return pb.GetRequestResponse(request_id=request.id, state=pb.REQUEST_STATE_QUEUED)
-    state = _PUBLIC_STATES.get(request.answer.state, pb.REQUEST_STATE_RUNNING)
+    state = STATES.get(request.answer.state.value, pb.REQUEST_STATE_RUNNING)
     if request.answers and not request.answer.is_ended:
         state = pb.REQUEST_STATE_RUNNING
     first = request.parts[0].attempts
