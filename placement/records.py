@@ -259,8 +259,8 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     router_id: str
     address: str  # host:port for clients; routers may share one
-    waiting: U32 = 0  # requests without a place on a worker
-    waiting_by_model: dict[str, U32] | None = None  # the same for each model that has requests
+    # Requests without a place on a worker, for each model that it has requests of.
+    waiting_by_model: dict[str, U32] = msgspec.field(default_factory=dict)
     loads: tuple[RoutedLoad, ...] = ()
     # Requests a second that begin, by model, and the mean tokens of their prompts and answers.
     workloads: dict[str, tuple[Amount, Above0, Above0]] = msgspec.field(default_factory=dict)

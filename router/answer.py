@@ -27,7 +27,14 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.router.attempt import Attempt
-from effuse.router.client import RETRY_AFTER_S, Listener, failed, finished_of, time_is_over
+from effuse.router.client import (
+    RETRY_AFTER_S,
+    Listener,
+    failed,
+    finished_of,
+    time_is_over,
+    together,
+)
 from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import AttemptShare
@@ -293,13 +300,8 @@ class SideBySide(Listener):
         """Sends the client all events except the last one, which is returned; raises `EffuseError`
         or `ClientGone`."""
         first, *others = self._answers
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._run(first))]
-                running += [group.create_task(self._follow(one)) for one in others]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed.exceptions[0].__cause__
-        return next(last for task in running if (last := task.result()) is not None)
+        ends = await together([self._run(first), *map(self._follow, others)])
+        return next(last for last in ends if last is not None)
 
     async def _follow(self, one: Request) -> pb.GenerateStreamResponse | None:
         if one.attempts.group:

@@ -2,7 +2,7 @@
 once at its end, or as it grows."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -38,6 +38,7 @@ RETRY_AFTER_S: Final = 1.0
 show."""
 CANNOT_SERVE: Final = "no live worker can accept a request"
 Failed = TypeVar("Failed", bound=EffuseError)
+T = TypeVar("T")
 Translate = Callable[[pb.GenerateStreamResponse], Message | None]
 STATES: Final[Mapping[str, Any]] = numbers_of("REQUEST_STATE_", pb.RequestState.items())
 """States of requests for clients; the other states of a request count as running."""
@@ -237,6 +238,17 @@ def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
         events.append(pb.GenerateStreamResponse(finished=finished))
         events[-1].MergeFrom(about)
     return events
+
+
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order. Once one of them fails the others are cancelled, and its error
+    is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in calls]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from several.exceptions[0].__cause__
+    return [task.result() for task in tasks]
 
 
 class ClientGone(Exception):

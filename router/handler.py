@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Final
 
 from effuse.client.answer import Stats, WholeAnswer
+from effuse.client.retries import REPEATED_KEY
 from effuse.config.decoding import ANSWERS
 from effuse.config.objectives import parse_classes
 from effuse.placement.records import ModelInfo
@@ -68,9 +69,6 @@ _COSTS: Final = (
 )  # fmt: skip
 
 Read = Callable[[], pb.GenerateRequest]
-REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
-"""Metadata of a call that gRPC's own retries send again. Clients that do so themselves can set it,
-too."""
 
 
 class Serving:
@@ -149,16 +147,14 @@ class Serving:
         left_s = began + limit_s - loop.time()
         admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
         router.budget.add_requests(asked.num_answers, router.now())
-        stopping = message.stopping
+        text = AnswerText(router.tokenizer, message.stopping.stop, message.stopping.min_tokens)
         return Request(
             id=request_id,
             asked=asked,
             arrived=arrived,
             limit_s=limit_s,
             deadline=began + limit_s,
-            answer=AnswerState(
-                text=AnswerText(router.tokenizer, stopping.stop, stopping.min_tokens)
-            ),
+            answer=AnswerState(text=text),
             tenant=tenant,
             asked_digest=asked_digest,
             is_repeated=bool(asked_digest) and is_again,

@@ -49,7 +49,6 @@ WORKERS: Final = [
 ROUTER: Final = RouterRecord(
     router_id="r2",
     address="127.0.0.1:2",
-    waiting=1,
     waiting_by_model={"fake": 1},
     loads=(RoutedLoad("d0", "1", 3),),
 )

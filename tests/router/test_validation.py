@@ -171,7 +171,10 @@ def test_what_is_set_is_kept_zeros_too() -> None:
 
 
 def of_length(max_tokens: int | None) -> Asked:
-    return msgspec.structs.replace(check(good()), max_tokens=max_tokens)
+    request = good()
+    if max_tokens is not None:
+        request.stopping.max_tokens = max_tokens
+    return check(request)
 
 
 @pytest.mark.parametrize(
