@@ -157,8 +157,13 @@ def add_router(
     parser: argparse.ArgumentParser,
     default: str | None = DEFAULT_TARGET,
     about: str = "the router",
+    *,
+    has_timeout: bool = False,
 ) -> None:
-    """Adds the flags of a command that calls a router."""
+    """Adds the flags of a command that calls a router. `has_timeout`: also a time limit."""
+    if has_timeout:
+        about_time = "longest time for each answer, in seconds"
+        parser.add_argument("--timeout", type=seconds, default=5.0, metavar="S", help=about_time)
     parser.add_argument("--target", type=target, default=default, metavar="HOST:PORT", help=about)
     group = parser.add_argument_group("TLS and token of the connection to the router")
     add = group.add_argument

@@ -289,7 +289,8 @@ def parse(argv: Sequence[str]) -> BenchJob:
 
 def _check(parser: argparse.ArgumentParser, job: BenchJob, params: Params) -> None:
     """Exits with status 2 if flags contradict each other."""
-    if job.baseline and (others := sorted(_unknown_to_baseline(params))):
+    given = {name for name, value in asdict(params).items() if value != getattr(Params(), name)}
+    if job.baseline and (others := sorted(given - _BASELINE)):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
         parser.error(f"--baseline: expected no settings except {_BASELINE_FLAGS}, got also {flags}")
     if job.d2f_repo is not None and not job.baseline:
@@ -307,9 +308,3 @@ def _check(parser: argparse.ArgumentParser, job: BenchJob, params: Params) -> No
         parser.error(f"--plot: expected {form}, got {job.plot.name}")
     if find_spec("matplotlib") is None:
         parser.error(f"--plot: {lacking('matplotlib')}")
-
-
-def _unknown_to_baseline(params: Params) -> set[str]:
-    """Given params that the greedy rows beside the fleet do not support."""
-    unset = asdict(Params())
-    return {name for name, value in asdict(params).items() if value != unset[name]} - _BASELINE

@@ -85,7 +85,9 @@ def main(argv: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps(msgspec.to_builtins(sheets), indent=1))
     else:
-        print("\n\n".join(_as_text(one) for one in sheets))
+        heads = [f"{one.model}:" if one.model else "the plan:" for one in sheets]
+        told = ("\n  ".join([head, *one.lines]) for head, one in zip(heads, sheets, strict=True))
+        print("\n\n".join(told))
     return 0
 
 
@@ -111,9 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="the same in shortest measured gaps (default: the router's objective)")  # fmt: skip
     add("--model", type=text, metavar="NAME", help="only this model (default: all)")
     add("--json", action="store_true", help="print times, load and plans as JSON")
-    add("--timeout", type=seconds, default=5.0, metavar="S",
-        help="longest time for the router's answer, in seconds (default: 5)")  # fmt: skip
-    add_router(parser)
+    add_router(parser, has_timeout=True)
     return parser
 
 
@@ -181,8 +181,3 @@ def _sheet_of(plan: monitor_pb2.ModelPlan) -> Sheet:
     found["workers"] = plan.roles.prefill + plan.roles.decode
     found["mode"] = plan.mode or "auto"
     return msgspec.convert({"times": {}} | found, Sheet)
-
-
-def _as_text(sheet: Sheet) -> str:
-    lines = [f"{sheet.model}:" if sheet.model else "the plan:", *sheet.lines]
-    return "\n  ".join(lines)

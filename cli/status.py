@@ -23,7 +23,6 @@ from effuse.cli.arguments import (
     command,
     credentials_of,
     explain,
-    seconds,
 )
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
@@ -74,9 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print everything about the workers, as a JSON list")
-    add("--timeout", type=seconds, default=5.0, metavar="S",
-        help="longest time for the router's answer, in seconds (default: 5)")  # fmt: skip
-    add_router(parser)
+    add_router(parser, has_timeout=True)
     return parser
 
 

@@ -247,16 +247,16 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=whole(0, 64), metavar="N",
         help="workers that prefill and decode, and may change their role (default: one for each "
         "of --gpus if no role is named, else 0)")  # fmt: skip
-    add("--routers", type=whole(1, 16), default=1, metavar="Z",
-        help="routers, which share the port (default: 1)")  # fmt: skip
+    add(
+        "--routers", type=whole(1, 16), default=1, metavar="Z", help="routers, which share the port"
+    )
     add("--connector", choices=("auto", "nixl", "zmq"), default="auto",
-        help="how KV pages move; auto is nixl if it works, else zmq (default: auto)")  # fmt: skip
+        help="how KV pages move; auto is nixl if it works, else zmq")  # fmt: skip
     add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
-    add("--host", default=LOOPBACK,
-        help="the routers' address; others stay on loopback (default: 127.0.0.1)")  # fmt: skip
+    add("--host", default=LOOPBACK, help="the routers' address; others stay on loopback")
     add("--port", type=whole(0, 65535), default=50051,
-        help="the routers' port; 0 takes a free one (default: 50051)")  # fmt: skip
+        help="the routers' port; 0 takes a free one")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
         help="use this running Redis (default: start an embedded one)")  # fmt: skip
     add("--fleet", type=fleet_name, metavar="NAME",

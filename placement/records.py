@@ -54,7 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False  # its answers do not depend on what else runs
 
 
-class Counters(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of an engine since its incarnation began."""
 
     steps: U63 = 0  # forwards so far
@@ -69,7 +69,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
 
 
-class Load(Counters, frozen=True, kw_only=True):
+class Load(EngineCounts, frozen=True, kw_only=True):
     """State and counters of an engine at one moment."""
 
     running: U32 = 0  # attempts that hold pages, including those that wait for a peer

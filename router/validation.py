@@ -120,12 +120,14 @@ def validate(
     _check_output(request.output, is_stream, findings)
     findings.raise_any()
     end_ids = {*model.eos_token_ids, *(() if chat is None else chat_end_ids)}
+    if request.stopping.ignore_eos:
+        end_ids = set()
     return Asked(
         sent=request,
         model=model,
         chat=chat,
         refused_ids=refused,
-        stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
+        stop_token_ids=tuple(sorted(end_ids.union(request.stopping.stop_token_ids))),
         sampling=_resolve_sampling(request.sampling, model, seed),
         num_answers=num_answers,
         settings=_resolve_settings(request.decoding, algorithm, model),
@@ -311,11 +313,6 @@ def _by_blocks(model: ModelInfo) -> str:
         for algorithm, traits in ALGORITHMS.items()
         if not traits.is_canvas and (algorithm != "fast_dllm_v2" or model.architecture == algorithm)
     )
-
-
-def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:
-    ends = () if stopping.ignore_eos else end_ids
-    return tuple(sorted({*ends, *stopping.stop_token_ids}))
 
 
 def _resolve_sampling(sampling: pb.SamplingParams, model: ModelInfo, seed: int) -> Sampling:
