@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+from google.protobuf.message import Message
 
 from effuse.client.chat import Chat
 from effuse.client.params import NAMES
@@ -20,14 +21,13 @@ from effuse.config.decoding import (
     ANSWERS,
     BIAS,
     LOGPROBS,
-    MAX_TOKENS,
-    MIN_TOKENS,
     MOST_BIASES,
     MOST_STOP_IDS,
     MOST_STOPS,
     SAMPLING,
     SETTINGS,
     STOP_BYTES,
+    STOPPING,
     Algorithm,
     Bounds,
     DecodeSettings,
@@ -46,6 +46,13 @@ _WIRE_NAMES: Final[Mapping[str, Sequence[str]]] = {
     setting: tuple(getattr(pb, setting.title()).keys()) for setting in NAMES
 }
 """Names of settings on the wire, by their numbers."""
+_NUMBERS: Final[Mapping[str, Mapping[str, Bounds]]] = {
+    "sampling": SAMPLING,
+    "stopping": STOPPING,
+    "objectives": OBJECTIVES,
+    "output": {"logprobs": LOGPROBS},
+}
+"""Bounds of a request's numbers, by the parts of its message."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,14 +117,17 @@ def validate(
     if request.HasField("request_id"):
         check_request_id(request.request_id, findings)
     chat = check_input(request, model, refused, takes_chats, findings)
-    _check_sampling(request.sampling, model, refused, findings)
+    _check_numbers(request, model, findings)
+    _check_bias(request.sampling.logit_bias, refused, model, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
     _check_algorithm(request.sampling, algorithm, model, decode_prefills, findings)
     num_answers = request.n if request.HasField("n") else 1
     findings.number("n", num_answers, answers)
     own_class, own_goals = _check_objectives(request, classes, findings)
-    _check_output(request.output, is_stream, findings)
+    if request.output.drafts and not is_stream:
+        form = "false for Generate (only GenerateStream sends them)"
+        findings.add("output.drafts", form, "true")
     findings.raise_any()
     end_ids = {*model.eos_token_ids, *(() if chat is None else chat_end_ids)}
     if request.stopping.ignore_eos:
@@ -142,8 +152,6 @@ def _check_objectives(
     """The class that a request names, and the objectives that it sets itself."""
     findings.choice("priority", request.priority, _WIRE_NAMES["priority"])
     given = _given(request.objectives)
-    for name, value in given.items():
-        findings.number(f"objectives.{name}", value, OBJECTIVES[name])
     own = Goals(*(given.get(name, math.inf) for name in OBJECTIVES))
     if not request.HasField("request_class"):
         return RequestClass(), own
@@ -183,26 +191,15 @@ def fit(prompt_len: int, asked: Asked) -> int:
     return found
 
 
-def _check_output(output: pb.OutputOptions, is_stream: bool, findings: Findings) -> None:
-    findings.number("output.logprobs", output.logprobs, LOGPROBS)
-    if output.drafts and not is_stream:
-        findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
-
-
-def _check_sampling(
-    sampling: pb.SamplingParams,
-    model: ModelInfo,
-    refused: Mapping[int, str],
-    findings: Findings,
-) -> None:
-    for field, value in sampling.ListFields():
-        name = field.name
-        if (bounds := SAMPLING.get(name)) is None:
-            continue
-        most = model.vocab_size if name == "top_k" else None
-        findings.number(f"sampling.{name}", value, bounds, most=most)
-    if sampling.logit_bias:
-        _check_bias(sampling.logit_bias, refused, model, findings)
+def _check_numbers(request: pb.GenerateRequest, model: ModelInfo, findings: Findings) -> None:
+    """Those that mean the same with every algorithm."""
+    stopping, room = request.stopping, model.max_model_len - 1
+    longest = stopping.max_tokens if stopping.HasField("max_tokens") else room
+    most = {"top_k": model.vocab_size, "max_tokens": room, "min_tokens": longest}
+    for section, known in _NUMBERS.items():
+        for name, value in _given(getattr(request, section)).items():
+            if name in known:
+                findings.number(f"{section}.{name}", value, known[name], most=most.get(name))
 
 
 def _check_bias(
@@ -225,12 +222,6 @@ def _check_bias(
 
 
 def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Findings) -> None:
-    if stopping.HasField("max_tokens"):
-        most = model.max_model_len - 1
-        findings.number("stopping.max_tokens", stopping.max_tokens, MAX_TOKENS, most=most)
-    if stopping.min_tokens:
-        most = stopping.max_tokens if stopping.HasField("max_tokens") else model.max_model_len - 1
-        findings.number("stopping.min_tokens", stopping.min_tokens, MIN_TOKENS, most=most)
     if len(stopping.stop) > MOST_STOPS:
         findings.add("stopping.stop", f"at most {MOST_STOPS} strings", len(stopping.stop))
     else:
@@ -332,6 +323,6 @@ def _resolve_settings(
     return msgspec.structs.replace(defaults, **given) if given else defaults
 
 
-def _given(params: pb.SamplingParams | pb.DecodingParams | pb.Objectives) -> dict[str, Any]:
+def _given(params: Message) -> dict[str, Any]:
     """The fields that are set; the rest take the model's defaults."""
     return {field.name: value for field, value in params.ListFields()}
