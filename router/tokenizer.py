@@ -29,7 +29,7 @@ from typing import Any, Final
 import tokenizers
 
 from effuse.client.chat import Chat
-from effuse.config.lfs import pointer_problem
+from effuse.config.extras import pointer_problem
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.router.chat_template import ChatTemplate, ChatTemplateError, escapes_of
 from effuse.router.findings import Findings, most_prompt_bytes, shown
