@@ -20,7 +20,6 @@ from effuse.client.client import Client
 from effuse.client.credentials import GRPC_SCHEME, Credentials, read_target, read_token
 from effuse.client.params import NAMES, NUMBERS, Params
 from effuse.client.retries import DEFAULT_TARGET
-from effuse.config.checks import is_redis_url, without_password
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.decoding import BIAS, Bounds
 from effuse.config.flags import add_switch, flag_of, make_parser
@@ -95,9 +94,6 @@ new_file: Final = _path(
 
 def redis_url(text: str) -> str:
     """A Redis URL without a password."""
-    if not is_redis_url(text):
-        shown = without_password(text)
-        raise argparse.ArgumentTypeError(f"expected redis://HOST:PORT/DB, got {shown!r}")
     try:
         check_redis_url("redis_url", text)
     except ValueError as error:
@@ -157,8 +153,13 @@ def add_router(
     parser: argparse.ArgumentParser,
     default: str | None = DEFAULT_TARGET,
     about: str = "the router",
+    *,
+    has_timeout: bool = False,
 ) -> None:
-    """Adds the flags of a command that calls a router."""
+    """Adds the flags of a command that calls a router. `has_timeout`: also a time limit."""
+    if has_timeout:
+        about_time = "longest time for each answer, in seconds"
+        parser.add_argument("--timeout", type=seconds, default=5.0, metavar="S", help=about_time)
     parser.add_argument("--target", type=target, default=default, metavar="HOST:PORT", help=about)
     group = parser.add_argument_group("TLS and token of the connection to the router")
     add = group.add_argument

@@ -82,7 +82,8 @@ class FleetConfig(Members):
                 "--redis-credentials: expected with --redis-url; the embedded Redis has "
                 "credentials of its own"
             )
-        if self.assignments() and self._names_cpu():
+        devices = [value_of(flags, "--device") for flags in _flags_of_workers(self)]
+        if self.assignments() and "cpu" in devices:
             raise ValueError(
                 "--device cpu: expected no GPU flags with it, because CPU workers get no GPU"
             )
@@ -112,10 +113,6 @@ class FleetConfig(Members):
         """GPUs of each worker of a role, whose own flags come last."""
         flags = (*self.worker_flags, *of_role)
         return max(int(value_of(flags, name) or 1) for name in (SIZE_FLAG, REPLICAS_FLAG))
-
-    def _names_cpu(self) -> bool:
-        roles = (self.prefill_flags, self.decode_flags)
-        return "cpu" in [value_of((*self.worker_flags, *flags), "--device") for flags in roles]
 
 
 def new_name() -> str:

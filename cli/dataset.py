@@ -127,7 +127,9 @@ def program(item: Item, text: str) -> str:
     stub = stub_of(item.prompt)
     answer = _fenced(text, item.entry_point)
     if is_defined(item.entry_point, answer):
-        solution = f"{_before(item.entry_point, stub)}\n{answer}"
+        head = rf"^(?:async )?def {re.escape(item.entry_point)}\b"
+        before = re.split(head, stub, maxsplit=1, flags=re.MULTILINE)[0]  # imports and helpers
+        solution = f"{before}\n{answer}"
     else:
         solution = stub + _BODY_END.split(answer, maxsplit=1)[0]
     return f"{solution}\n\n{item.test}\n\ncheck({item.entry_point})\n"
@@ -171,13 +173,6 @@ def _fenced(text: str, name: str) -> str:
     blocks = [found[1] for found in _FENCE.finditer(text)]
     defining = [block for block in blocks if is_defined(name, block)]
     return (defining or blocks or [text])[0]
-
-
-def _before(name: str, stub: str) -> str:
-    """Imports and helpers of a stub before the function to be written."""
-    return re.split(rf"^(?:async )?def {re.escape(name)}\b", stub, maxsplit=1, flags=re.MULTILINE)[
-        0
-    ]
 
 
 def _is_code(stub: str) -> bool:

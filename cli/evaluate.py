@@ -84,13 +84,10 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=directory, default=bundled_directory(), metavar="DIR",
         help="checkpoint to evaluate (default: the bundled model)")  # fmt: skip
-    add("--seed", type=whole(0), default=1, metavar="N", help="seed of the problems (default: 1)")
-    add("--count", type=whole(2), default=2000, metavar="N",
-        help="number of problems (default: 2000)")  # fmt: skip
-    add("--batch", type=whole(1), default=64, metavar="N",
-        help="problems in one batch (default: 64)")  # fmt: skip
-    add("--dtype", choices=_DTYPES, default="float32",
-        help="type of weights and KV (default: float32)")  # fmt: skip
+    add("--seed", type=whole(0), default=1, metavar="N", help="seed of the problems")
+    add("--count", type=whole(2), default=2000, metavar="N", help="number of problems")
+    add("--batch", type=whole(1), default=64, metavar="N", help="problems in one batch")
+    add("--dtype", choices=_DTYPES, default="float32", help="type of weights and KV")
     return parser
 
 

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import grpc
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from effuse.cli.arguments import (
@@ -38,7 +37,7 @@ from effuse.client.chat import Chat, to_json
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import SettingError
-from effuse.protos.channels import generation_stub
+from effuse.protos.channels import fields_of, generation_stub
 from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
 from effuse.v1 import generation_pb2
 
@@ -279,10 +278,7 @@ def json_lines(answer: Answer, at: int) -> list[str]:
     lines = []
     for index, one in enumerate(answer.answers):
         told = {name: getattr(one, name) for name in _TOLD}
-        usage = MessageToDict(
-            one.usage, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        told |= {"usage": usage, "stats": asdict(one.stats)}
+        told |= {"usage": fields_of(one.usage), "stats": asdict(one.stats)}
         told |= {"logprobs": [asdict(each) for each in one.logprobs]} if one.logprobs else {}
         lines.append(json.dumps({"prompt": at, "answer": index, **told}))
     return lines

@@ -226,18 +226,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=whole(1), metavar="N",
         help="send this many prompts, repeating the dataset (default: each once)")  # fmt: skip
     add("--timeout", type=seconds, default=600.0, metavar="S", help="deadline of each request")
-    _add_load(parser)
-    _add_comparison(parser)
-    add("--json", type=new_file, metavar="FILE", help="write all figures to this file")
-    add("--plot", type=new_file, metavar="FILE",
-        help="draw the figures to this file, as .svg, .png or .pdf; needs matplotlib")  # fmt: skip
-    add_router(parser)
-    add_knobs(parser)
-    return parser
-
-
-def _add_comparison(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add("--concurrency", type=whole(1), default=8, metavar="N",
+        help="number of clients, each of which sends one request after another")  # fmt: skip
+    add("--rate", type=number(0, open_left=True), metavar="R",
+        help="instead of --concurrency: requests per second, at random times")  # fmt: skip
+    add("--arrival-seed", type=whole(0), default=1, metavar="N", help="seed of these times")
+    add_switch(parser, "--sweep", "raise the rate from --rate to the highest at which 9 requests "
+               "in 10 meet the objectives")  # fmt: skip
+    add("--total-within", type=seconds, default=math.inf, metavar="S",
+        help="objective: seconds until the end (default: none)")  # fmt: skip
     add_switch(parser, "--baseline", "first answer in this process with the base model's own loop "
                "and with one engine without a fleet; all greedy")  # fmt: skip
     add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
@@ -251,19 +248,12 @@ def _add_comparison(parser: argparse.ArgumentParser) -> None:
         help="grade answers: gsm8k by the last number, humaneval by running tests")  # fmt: skip
     add_switch(parser, "--run-model-code", "allow --scorer humaneval to run code that the model "
                "wrote, in a sandbox with limits")  # fmt: skip
-
-
-def _add_load(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--concurrency", type=whole(1), default=8, metavar="N",
-        help="number of clients, each of which sends one request after another")  # fmt: skip
-    add("--rate", type=number(0, open_left=True), metavar="R",
-        help="instead of --concurrency: requests per second, at random times")  # fmt: skip
-    add("--arrival-seed", type=whole(0), default=1, metavar="N", help="seed of these times")
-    add_switch(parser, "--sweep", "raise the rate from --rate to the highest at which 9 requests "
-               "in 10 meet the objectives")  # fmt: skip
-    add("--total-within", type=seconds, default=math.inf, metavar="S",
-        help="objective: seconds until the end (default: none)")  # fmt: skip
+    add("--json", type=new_file, metavar="FILE", help="write all figures to this file")
+    add("--plot", type=new_file, metavar="FILE",
+        help="draw the figures to this file, as .svg, .png or .pdf; needs matplotlib")  # fmt: skip
+    add_router(parser)
+    add_knobs(parser)
+    return parser
 
 
 def parse(argv: Sequence[str]) -> BenchJob:
@@ -289,7 +279,8 @@ def parse(argv: Sequence[str]) -> BenchJob:
 
 def _check(parser: argparse.ArgumentParser, job: BenchJob, params: Params) -> None:
     """Exits with status 2 if flags contradict each other."""
-    if job.baseline and (others := sorted(_unknown_to_baseline(params))):
+    given = {name for name, value in asdict(params).items() if value != getattr(Params(), name)}
+    if job.baseline and (others := sorted(given - _BASELINE)):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
         parser.error(f"--baseline: expected no settings except {_BASELINE_FLAGS}, got also {flags}")
     if job.d2f_repo is not None and not job.baseline:
@@ -307,9 +298,3 @@ def _check(parser: argparse.ArgumentParser, job: BenchJob, params: Params) -> No
         parser.error(f"--plot: expected {form}, got {job.plot.name}")
     if find_spec("matplotlib") is None:
         parser.error(f"--plot: {lacking('matplotlib')}")
-
-
-def _unknown_to_baseline(params: Params) -> set[str]:
-    """Given params that the greedy rows beside the fleet do not support."""
-    unset = asdict(Params())
-    return {name for name, value in asdict(params).items() if value != unset[name]} - _BASELINE

@@ -50,18 +50,12 @@ def main(argv: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = command("logs", "Show the logs of the fleet that you started last on this machine.")
     add = parser.add_argument
-    add(
-        "process",
-        nargs="?",
-        metavar="NAME",
-        help="show only the log of this process, such as decode-0",
-    )
+    about = "show only the log of this process, such as decode-0"
+    add("process", nargs="?", metavar="NAME", help=about)
     add("--fleet", metavar="NAME", help="the fleet's name (default: the last one)")
     add("--log-dir", type=directory, metavar="DIR",
         help="the directory of `effuse up --log-dir` (default: the fleet's own)")  # fmt: skip
-    add(
-        "--lines", type=whole(1), default=100, metavar="N", help="show the last N lines of each log"
-    )
+    add("--lines", type=whole(1), default=100, metavar="N", help="show so many lines of each log")
     add("--follow", action="store_true", help="keep printing new lines, until Ctrl-C")
     return parser
 

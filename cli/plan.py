@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from google.protobuf.json_format import MessageToDict
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -28,6 +27,7 @@ from effuse.cli.arguments import (
     whole,
 )
 from effuse.placement.records import U32
+from effuse.protos.channels import fields_of
 from effuse.protos.errors import EffuseError
 from effuse.router.planner import (
     HEADROOM,
@@ -85,7 +85,9 @@ def main(argv: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps(msgspec.to_builtins(sheets), indent=1))
     else:
-        print("\n\n".join(_as_text(one) for one in sheets))
+        heads = [f"{one.model}:" if one.model else "the plan:" for one in sheets]
+        told = ("\n  ".join([head, *one.lines]) for head, one in zip(heads, sheets, strict=True))
+        print("\n\n".join(told))
     return 0
 
 
@@ -111,9 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="the same in shortest measured gaps (default: the router's objective)")  # fmt: skip
     add("--model", type=text, metavar="NAME", help="only this model (default: all)")
     add("--json", action="store_true", help="print times, load and plans as JSON")
-    add("--timeout", type=seconds, default=5.0, metavar="S",
-        help="longest time for the router's answer, in seconds (default: 5)")  # fmt: skip
-    add_router(parser)
+    add_router(parser, has_timeout=True)
     return parser
 
 
@@ -177,14 +177,7 @@ def _chosen(sheets: Sequence[Sheet], model: str | None) -> list[Sheet]:
 
 def _sheet_of(plan: monitor_pb2.ModelPlan) -> Sheet:
     """The sheet of a router's plan."""
-    found = MessageToDict(
-        plan, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    found = fields_of(plan)
     found["workers"] = plan.roles.prefill + plan.roles.decode
     found["mode"] = plan.mode or "auto"
     return msgspec.convert({"times": {}} | found, Sheet)
-
-
-def _as_text(sheet: Sheet) -> str:
-    lines = [f"{sheet.model}:" if sheet.model else "the plan:", *sheet.lines]
-    return "\n  ".join(lines)

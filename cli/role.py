@@ -21,12 +21,11 @@ from effuse.cli.arguments import (
     explain,
     file,
     number,
-    seconds,
 )
 from effuse.protos.channels import FleetAccess, worker_stub
 from effuse.protos.errors import EffuseError, NotFound
 from effuse.v1 import worker_pb2
-from effuse.worker.roles import AUTO, ROLES
+from effuse.worker.attempts import AUTO, ROLES
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,13 +62,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hand-over-s", type=number(0), metavar="S",
         help="hand requests of its former role over to other workers after this many seconds "
         "(default: let them end)")  # fmt: skip
-    add("--timeout", type=seconds, default=5.0, metavar="S",
-        help="longest time for each answer, in seconds (default: 5)")  # fmt: skip
     add("--fleet-secret", type=file, metavar="FILE",
         help="the fleet's secret (default: that of a fleet on this machine)")  # fmt: skip
     for name, what in (("cert", "certificate"), ("key", "key"), ("ca", "authorities")):
         add(f"--fleet-{name}", type=file, metavar="FILE", help=f"PEM {what} for the fleet")
-    add_router(parser)
+    add_router(parser, has_timeout=True)
     return parser
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
@@ -24,26 +23,21 @@ from effuse.cli.arguments import (
     command,
     credentials_of,
     explain,
-    seconds,
 )
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
 from effuse.client.credentials import Credentials
+from effuse.protos.channels import fields_of, numbers_of
 from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2, monitor_pb2
 
-_ROLES = {
-    model_pb2.WORKER_ROLE_PREFILL: "prefill",
-    model_pb2.WORKER_ROLE_DECODE: "decode",
-    model_pb2.WORKER_ROLE_BOTH: "both",
-}
-_STATES = {
-    model_pb2.WORKER_STATE_READY: "ready",
-    model_pb2.WORKER_STATE_DRAINING: "draining",
-    model_pb2.WORKER_STATE_STARTING: "starting",
-    model_pb2.WORKER_STATE_LOST: "lost",
-    model_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
-}
+_ROLES, _STATES = (
+    {number: name for name, number in numbers_of(prefix, items).items() if number}
+    for prefix, items in (
+        ("WORKER_ROLE_", model_pb2.WorkerRole.items()),
+        ("WORKER_STATE_", model_pb2.WorkerState.items()),
+    )
+)
 _HEADINGS = (
     "worker",
     "role",
@@ -79,25 +73,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print everything about the workers, as a JSON list")
-    add("--timeout", type=seconds, default=5.0, metavar="S",
-        help="longest time for the router's answer, in seconds (default: 5)")  # fmt: skip
-    add_router(parser)
+    add_router(parser, has_timeout=True)
     return parser
 
 
 def as_json(workers: Sequence[model_pb2.Worker]) -> str:
     """Every field of every worker, including zeros, under its name in `model.proto`."""
-    return json.dumps(all_fields(workers), indent=1) + "\n"
-
-
-def all_fields(workers: Sequence[model_pb2.Worker]) -> list[dict[str, object]]:
-    """The same as values of JSON."""
-    return [
-        MessageToDict(
-            worker, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        for worker in workers
-    ]
+    return json.dumps(list(map(fields_of, workers)), indent=1) + "\n"
 
 
 def as_text(
@@ -299,7 +281,7 @@ def view_as_json(look: Look) -> str:
     """The view as one JSON object, on one line."""
     running = look.requests or monitor_pb2.WatchRequestsResponse()
     names = ("router", "num_running", "num_waiting", "num_tokens", "num_first_blocks")
-    told: dict[str, object] = {"error": look.error, "workers": all_fields(look.workers)}
+    told: dict[str, object] = {"error": look.error, "workers": list(map(fields_of, look.workers))}
     told |= {name: getattr(running, name) for name in (*names, "first_block_seconds")}
     told["plan"] = list(running.plan)
     told["requests"] = [_request(one) for one in running.requests]

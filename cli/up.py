@@ -159,7 +159,58 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _own_parser() -> argparse.ArgumentParser:
     parser = command("up", "Start a fleet on this machine.")
-    _add_own(parser)
+    add = parser.add_argument
+    add("--prefill", type=whole(0, 64), metavar="X",
+        help="prefill workers; 0 lets decode workers prefill (default: 1)")  # fmt: skip
+    add("--decode", type=whole(1, 64), metavar="Y", help="decode workers (default: 1)")
+    add("--workers", type=whole(0, 64), metavar="N",
+        help="workers that prefill and decode, and may change their role (default: one for each "
+        "of --gpus if no role is named, else 0)")  # fmt: skip
+    add(
+        "--routers", type=whole(1, 16), default=1, metavar="Z", help="routers, which share the port"
+    )
+    add("--connector", choices=("auto", "nixl", "zmq"), default="auto",
+        help="how KV pages move; auto is nixl if it works, else zmq")  # fmt: skip
+    add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
+    add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
+    add("--host", default=LOOPBACK, help="the routers' address; others stay on loopback")
+    add("--port", type=whole(0, 65535), default=50051,
+        help="the routers' port; 0 takes a free one")  # fmt: skip
+    add("--redis-url", type=redis_url, metavar="URL",
+        help="use this running Redis (default: start an embedded one)")  # fmt: skip
+    add("--fleet", type=fleet_name, metavar="NAME",
+        help="namespace of the fleet in Redis (default: a new one)")  # fmt: skip
+    add("--log-dir", type=Path, metavar="DIR",
+        help="write log files to this directory (default: the one of `effuse logs`)")  # fmt: skip
+    add("--http-port", type=whole(0, 65535), metavar="N",
+        help="port of OpenAI's HTTP API; 0 takes a free one (default: 8000)")  # fmt: skip
+    add_switch(parser, "--http", "serve OpenAI's HTTP API", default=True)
+    add("--page-port", type=whole(0, 65535), default=0, metavar="N",
+        help="port of the page about the fleet; 0 takes a free one (default: 0)")  # fmt: skip
+    add_switch(parser, "--page", "serve a page about the fleet", default=True)
+    add_switch(parser, "--quiet", "do not show the processes' logs")
+    add_switch(parser, "--verbose", "show all lines of the processes' logs, and each link")
+    add_config_flag(parser)
+    group = parser.add_argument_group(
+        "GPUs, by number or id as for CUDA_VISIBLE_DEVICES",
+        "Each worker gets its own, as many as its tensor-parallel size.",
+    )
+    add = group.add_argument
+    add("--gpus", type=gpu_list, metavar="0,1,..",
+        help="GPUs to use, prefill workers first (default: all of this machine)")  # fmt: skip
+    add("--prefill-gpus", type=gpu_list, metavar="0,..",
+        help="one for each prefill worker (default: from --gpus)")  # fmt: skip
+    add("--decode-gpus", type=gpu_list, metavar="1,..",
+        help="one for each decode worker (default: from --gpus)")  # fmt: skip
+    for role in ("prefill", "decode"):
+        add(f"--{role}-tensor-parallel-size", type=whole(1, 64), metavar="N",
+            help=f"devices of each {role} worker (default: --tensor-parallel-size)")  # fmt: skip
+    add_switch(
+        group,
+        "--gpu-sharing",
+        "let several workers share a GPU if there are too few, and divide --gpu-memory-utilization "
+        "among them",
+    )
     return parser
 
 
@@ -237,65 +288,6 @@ def _gpus(found: argparse.Namespace, asked: bool) -> tuple[str, ...] | None:
             raise ValueError(no_gpu("--gpus" if asked else "--device cuda"))
         return None
     return fleet_gpus(here, found.gpus, (*(found.prefill_gpus or ()), *(found.decode_gpus or ())))
-
-
-def _add_own(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--prefill", type=whole(0, 64), metavar="X",
-        help="prefill workers; 0 lets decode workers prefill (default: 1)")  # fmt: skip
-    add("--decode", type=whole(1, 64), metavar="Y", help="decode workers (default: 1)")
-    add("--workers", type=whole(0, 64), metavar="N",
-        help="workers that prefill and decode, and may change their role (default: one for each "
-        "of --gpus if no role is named, else 0)")  # fmt: skip
-    add("--routers", type=whole(1, 16), default=1, metavar="Z",
-        help="routers, which share the port (default: 1)")  # fmt: skip
-    add("--connector", choices=("auto", "nixl", "zmq"), default="auto",
-        help="how KV pages move; auto is nixl if it works, else zmq (default: auto)")  # fmt: skip
-    add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
-    add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
-    add("--host", default=LOOPBACK,
-        help="the routers' address; others stay on loopback (default: 127.0.0.1)")  # fmt: skip
-    add("--port", type=whole(0, 65535), default=50051,
-        help="the routers' port; 0 takes a free one (default: 50051)")  # fmt: skip
-    add("--redis-url", type=redis_url, metavar="URL",
-        help="use this running Redis (default: start an embedded one)")  # fmt: skip
-    add("--fleet", type=fleet_name, metavar="NAME",
-        help="namespace of the fleet in Redis (default: a new one)")  # fmt: skip
-    add("--log-dir", type=Path, metavar="DIR",
-        help="write log files to this directory (default: the one of `effuse logs`)")  # fmt: skip
-    add("--http-port", type=whole(0, 65535), metavar="N",
-        help="port of OpenAI's HTTP API; 0 takes a free one (default: 8000)")  # fmt: skip
-    add_switch(parser, "--http", "serve OpenAI's HTTP API", default=True)
-    add("--page-port", type=whole(0, 65535), default=0, metavar="N",
-        help="port of the page about the fleet; 0 takes a free one (default: 0)")  # fmt: skip
-    add_switch(parser, "--page", "serve a page about the fleet", default=True)
-    add_switch(parser, "--quiet", "do not show the processes' logs")
-    add_switch(parser, "--verbose", "show all lines of the processes' logs, and each link")
-    add_config_flag(parser)
-    _add_gpus(parser)
-
-
-def _add_gpus(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "GPUs, by number or id as for CUDA_VISIBLE_DEVICES",
-        "Each worker gets its own, as many as its tensor-parallel size.",
-    )
-    add = group.add_argument
-    add("--gpus", type=gpu_list, metavar="0,1,..",
-        help="GPUs to use, prefill workers first (default: all of this machine)")  # fmt: skip
-    add("--prefill-gpus", type=gpu_list, metavar="0,..",
-        help="one for each prefill worker (default: from --gpus)")  # fmt: skip
-    add("--decode-gpus", type=gpu_list, metavar="1,..",
-        help="one for each decode worker (default: from --gpus)")  # fmt: skip
-    for role in ("prefill", "decode"):
-        add(f"--{role}-tensor-parallel-size", type=whole(1, 64), metavar="N",
-            help=f"devices of each {role} worker (default: --tensor-parallel-size)")  # fmt: skip
-    add_switch(
-        group,
-        "--gpu-sharing",
-        "let several workers share a GPU if there are too few, and divide --gpu-memory-utilization "
-        "among them",
-    )
 
 
 def _groups() -> dict[str, FlagGroup]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Final, Literal
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from effuse.v1 import generation_pb2 as pb
 
 Event = pb.GenerateStreamResponse
 FinishReason = Literal["stop", "length", "unknown"]
-_REASONS: dict[int, FinishReason] = {
+FINISH_REASONS: Final[dict[int, FinishReason]] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
 }
+"""The ends of an answer by the names that all other protocols have for them."""
+_END: Final = frozenset(pb.Finished.DESCRIPTOR.fields_by_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,18 +107,12 @@ class Answer:
     @classmethod
     def of(cls, response: pb.GenerateResponse, total_s: float) -> Answer:
         """From a unary response."""
-        part = _Part(
-            texts=[response.text],
-            token_ids=list(response.token_ids),
-            logprobs=list(map(Logprob.of, response.logprobs)),
-            prompt=response.echo.text if response.HasField("echo") else None,
-            first_block_s=_seconds(response.stats.time_to_first_block),
-        )
+        first_block_s = _seconds(response.stats.time_to_first_block)
         others = tuple(cls.of(one, total_s) for one in response.others)
-        return replace(part.answer(response, response.request_id, total_s), others=others)
+        return replace(_answer_of(response, total_s, first_block_s), others=others)
 
 
-def _stopped_by(said: pb.GenerateResponse | pb.Finished) -> str | int | None:
+def _stopped_by(said: pb.GenerateResponse) -> str | int | None:
     match said.WhichOneof("matched_stop"):
         case "stop_string":
             return said.stop_string
@@ -129,81 +126,121 @@ class StreamBroken(Exception):
     """The stream ended without an error, but also without the end of the answer."""
 
 
+class WholeAnswer:
+    """Gathers the events of an answer, or of several, into the response of a unary call."""
+
+    def __init__(self) -> None:
+        self._text: dict[int, list[str]] = {}
+        self._said: dict[int, pb.GenerateResponse] = {}
+        self._ended: set[int] = set()
+
+    def take(self, event: Event) -> None:
+        """Keeps text, tokens, log-probabilities, the prompt and ends; nothing of drafts."""
+        said = self._said.setdefault(event.answer_index, pb.GenerateResponse())
+        if event.HasField("echo"):
+            said.echo.CopyFrom(event.echo)
+        elif event.HasField("commit"):
+            self._text.setdefault(event.answer_index, []).append(event.commit.text)
+            said.token_ids.extend(event.commit.token_ids)
+            said.logprobs.extend(event.commit.logprobs)
+        elif event.HasField("finished"):
+            self._ended.add(event.answer_index)
+            said.request_id = event.request_id
+            said.text = "".join(self._text.pop(event.answer_index, ()))
+            copy_end(event.finished, said)
+
+    async def send(self, event: Event) -> None:
+        """The same for callers that may have to wait."""
+        self.take(event)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every answer that began has ended, at least one."""
+        return bool(self._said) and len(self._ended) == len(self._said)
+
+    def answers(self) -> list[tuple[int, pb.GenerateResponse]]:
+        """Each answer by its index, without others."""
+        return sorted(self._said.items())
+
+    def one(self, index: int) -> pb.GenerateResponse:
+        """An answer that has ended, without others."""
+        return self._said[index]
+
+    def response(self, request_id: str) -> pb.GenerateResponse:
+        """The whole of it, once every answer has ended."""
+        first, *others = (said for _, said in self.answers())
+        first.request_id = request_id
+        first.others.extend(others)
+        return first
+
+
+def copy_end(
+    source: pb.Finished | pb.GenerateResponse, target: pb.Finished | pb.GenerateResponse
+) -> None:
+    """Copies the fields of an answer's end, which have the same names in both messages."""
+    for field, value in source.ListFields():
+        if isinstance(value, Message) and field.name in _END:
+            getattr(target, field.name).CopyFrom(value)
+        elif field.name in _END:
+            setattr(target, field.name, value)
+
+
 class Gathering:
     """One or several answers whose events are arriving; times count from its construction."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._began = now()
-        self._parts: dict[int, _Part] = {}
+        self._now, self._began = now, now()
+        self._whole = WholeAnswer()
+        self._commits: dict[int, list[tuple[int, int]]] = {}
+        self._first_block_s: dict[int, float] = {}
         self._request_id = ""
 
     def take(self, event: Event) -> str:
         """Takes an event, and returns the text that it adds to the first answer."""
         self._request_id = event.request_id or self._request_id
-        part = self._parts.setdefault(event.answer_index, _Part())
-        part.take(event, self._now() - self._began)
-        return "" if event.answer_index else event.commit.text
+        self._whole.take(event)
+        index, commit = event.answer_index, event.commit
+        if event.HasField("commit"):
+            self._first_block_s.setdefault(index, self._now() - self._began)
+            tokens = commit.token_offset + commit.num_tokens
+            self._commits.setdefault(index, []).append((tokens, commit.forward_passes))
+        return "" if index else commit.text
 
     def answer(self) -> Answer:
         """The complete first answer, with the others in it. Raises StreamBroken."""
-        total_s, parts = self._now() - self._began, sorted(self._parts.items())
-        answers = [
-            part.answer(part.end.finished, part.end.request_id, total_s)
-            for _, part in parts
-            if part.end is not None
-        ]
-        if not answers or len(answers) < len(parts):
+        total_s = self._now() - self._began
+        if not self._whole.is_complete:
             raise StreamBroken(f"request {self._request_id!r}: the stream ended without Finished")
-        return replace(answers[0], others=tuple(answers[1:]))
-
-
-@dataclass(slots=True)
-class _Part:
-    """One of the answers that are arriving."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    commits: list[tuple[int, int]] = field(default_factory=list)
-    prompt: str | None = None
-    first_block_s: float | None = None
-    end: Event | None = None
-
-    def take(self, event: Event, now_s: float) -> None:
-        """Takes an event that arrived after this time."""
-        if event.HasField("finished"):
-            self.end = event
-        if event.HasField("echo"):
-            self.prompt = event.echo.text
-        if not event.HasField("commit"):
-            return
-        if self.first_block_s is None:
-            self.first_block_s = now_s
-        self.texts.append(event.commit.text)
-        self.token_ids += event.commit.token_ids
-        self.logprobs += map(Logprob.of, event.commit.logprobs)
-        tokens = event.commit.token_offset + event.commit.num_tokens
-        self.commits.append((tokens, event.commit.forward_passes))
-
-    def answer(
-        self, end: pb.Finished | pb.GenerateResponse, request_id: str, total_s: float
-    ) -> Answer:
-        """The complete answer, which took this time; `end` has the facts about all of it."""
-        return Answer(
-            text="".join(self.texts),
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            prompt=self.prompt,
-            commits=tuple(self.commits),
-            finish_reason=_REASONS.get(end.finish_reason, "unknown"),
-            usage=end.usage,
-            stats=Stats.of(end.stats),
-            request_id=request_id,
-            model=end.model,
-            seed=end.seed,
-            deterministic=end.deterministic,
-            stopped_by=_stopped_by(end),
-            first_block_s=total_s if self.first_block_s is None else self.first_block_s,
-            total_s=total_s,
+        first, *others = (
+            _answer_of(
+                said, total_s, self._first_block_s.get(index, total_s), self._commits.get(index, ())
+            )
+            for index, said in self._whole.answers()
         )
+        return replace(first, others=tuple(others))
+
+
+def _answer_of(
+    said: pb.GenerateResponse,
+    total_s: float,
+    first_block_s: float,
+    commits: Sequence[tuple[int, int]] = (),
+) -> Answer:
+    """One answer without the others, and its times on the client's clock."""
+    return Answer(
+        text=said.text,
+        token_ids=tuple(said.token_ids),
+        logprobs=tuple(map(Logprob.of, said.logprobs)),
+        prompt=said.echo.text if said.HasField("echo") else None,
+        commits=tuple(commits),
+        finish_reason=FINISH_REASONS.get(said.finish_reason, "unknown"),
+        usage=said.usage,
+        stats=Stats.of(said.stats),
+        request_id=said.request_id,
+        model=said.model,
+        seed=said.seed,
+        deterministic=said.deterministic,
+        stopped_by=_stopped_by(said),
+        first_block_s=first_block_s,
+        total_s=total_s,
+    )

@@ -1,12 +1,14 @@
-"""The modules that each extra installs, and the error message if one is missing.
+"""What an installation may lack, and the error messages: the modules of an extra, or files that Git
+LFS did not fetch (a clone without git-lfs has pointers of three lines instead).
 
-pyproject.toml has the same list, and a test compares the two.
+pyproject.toml has the same list of modules, and a test compares the two.
 """
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final, Literal
 
 Extra = Literal["server", "worker", "plot", "traces"]
@@ -31,6 +33,7 @@ MODULES: Final[dict[Extra, frozenset[str]]] = {
     "traces": frozenset({"opentelemetry"}),
 }
 """Names that code imports, by the extra that installs them; `worker` also installs `server`."""
+_BEGINNING = b"version https://git-lfs.github.com/spec/"
 
 
 def lacking(module: str | None, extra: Extra | None = None) -> str | None:
@@ -59,3 +62,15 @@ def explaining(program: str, extra: Extra, *needed: str) -> Iterator[None]:
         if (line := lacking(error.name, extra)) is None:
             raise
         sys.exit(f"{program}: {line}")
+
+
+def pointer_problem(path: Path) -> str | None:
+    """The problem and its remedy if `path` is such a pointer, otherwise None."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_BEGINNING)) == _BEGINNING
+    except OSError:
+        return None
+    if not is_pointer:
+        return None
+    return f"a Git LFS pointer instead of the file; run `git lfs pull` in {path.parent}"

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from effuse.kvtransfer import handoff, pool
-from effuse.placement import lease
+from effuse.placement import leases as lease
 from effuse.router import request_states
 
 INTRODUCTION = """\
@@ -62,7 +62,7 @@ MACHINES = (
     ),
     Machine(
         "A lease",
-        "A worker's place in Redis as the worker sees it, `placement/lease.py`.",
+        "A worker's place in Redis as the worker sees it, `placement/leases.py`.",
         lease.LeaseState.ABSENT,
         lease.TRANSITIONS,
     ),

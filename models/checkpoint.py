@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 
-from effuse.config.lfs import pointer_problem
+from effuse.config.extras import pointer_problem
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
 from effuse.models.tensors import SafeSlice, Shape, TensorCut, module_names

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from effuse.config.lfs import pointer_problem
+from effuse.config.extras import pointer_problem
 
 _MOST_INTEGER: Final = 2**31 - 1
 _MOST_LAYERS: Final = 4096  # each builds all its names before one is looked up

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack
 
 import msgspec
 import torch
 
-from effuse.client.answer import Answer, Logprob, Stats
+from effuse.client.answer import Answer, Gathering, Stats
 from effuse.client.params import Params, Prompt, make_request, read_prompt
 from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker.build import build
@@ -30,6 +30,7 @@ from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
 from effuse.placement.records import ModelInfo
+from effuse.protos.channels import filled
 from effuse.protos.errors import InvalidRequest, NotFound
 from effuse.router.detokenizer import AnswerText
 from effuse.router.tokenizer import Tokenizer, bundled_directory, encode_prompt
@@ -137,7 +138,7 @@ class LLM:
 
             def ended(one: _Running) -> None:
                 at = places[id(one)]
-                if on_answer is not None and all(each.is_ended for each in batch[at]):
+                if on_answer is not None and all(each.answer for each in batch[at]):
                     on_answer(at, self._answer(batch[at]))
 
             self._compute([one for answers in batch for one in answers], progress, ended)
@@ -170,7 +171,7 @@ class LLM:
 
     def _answer(self, answers: Sequence[_Running]) -> Answer:
         """The first answer to a prompt, which has the others."""
-        first, *others = (one.answer(self.model) for one in answers)
+        first, *others = (one.answer for one in answers if one.answer is not None)
         return replace(first, others=tuple(others))
 
     def _compute(
@@ -218,19 +219,20 @@ class LLM:
         ).seeded(secrets.randbits(64))
         ids = tuple(_result_of(encode_prompt(asked, self._tokenizer)))
         self._num_asked += 1
-        name = f"offline-{self._num_asked}"
+        name, stopping = f"offline-{self._num_asked}", request.stopping
         starts = [_start_of(asked, ids, name, index) for index in range(asked.num_answers)]
         try:
             self._core.check(starts[0])
         except RequestError as error:
             raise InvalidRequest.of(error.field, str(error)) from error
-        prompt_text = _result_of(self._tokenizer.text_of(ids)) if asked.wants_echo else ""
+        prompt_text = _result_of(self._tokenizer.text_of(ids)) if asked.sent.output.echo else ""
         return [
             _Running(
                 asked,
                 start,
-                AnswerText(self._tokenizer, asked.stops, asked.min_tokens),
+                AnswerText(self._tokenizer, stopping.stop, stopping.min_tokens),
                 prompt_text,
+                self.model,
             )
             for start in starts
         ]
@@ -261,86 +263,78 @@ class LLM:
         self._core.outbox()
 
 
-@dataclass(slots=True)
 class _Running:
-    """One request of a batch."""
+    """One request of a batch: makes events of what the engine reports, like a router."""
 
-    asked: Asked
-    start: StartDecode
-    text: AnswerText
-    prompt: str
-    pieces: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    commits: list[tuple[int, int]] = field(default_factory=list)
-    began: float = 0.0
-    first_block_s: float = 0.0
-    total_s: float = 0.0
-    forward_passes: int = 0
-    end_token_id: int | None = None
-    is_length: bool = False
-    is_ended: bool = False
+    def __init__(
+        self, asked: Asked, start: StartDecode, text: AnswerText, prompt: str, model: ModelInfo
+    ) -> None:
+        self.start = start
+        self.answer: Answer | None = None  # once it has ended
+        self._asked, self._text, self._prompt, self._model = asked, text, prompt, model
+        self._gathering = Gathering()
+        self._end_token_id: int | None = None
 
     def begin(self) -> None:
         """The engine has it from now on."""
-        self.began = time.monotonic()
+        self._gathering = Gathering()
+        if self._asked.sent.output.echo and not self.start.sampling.answer_index:
+            self._take(echo=pb.PromptEcho(text=self._prompt))
 
     def take(self, event: Committed) -> bool:
         """Takes tokens; True if a stop string ends the answer."""
-        self.first_block_s = self.first_block_s or time.monotonic() - self.began
-        self.pieces.append(self.text.push(event.token_ids))
-        self.token_ids += event.token_ids
-        for told in event.logprobs:
-            top = tuple(zip(told.top_token_ids, told.top_logprobs, strict=True))
-            self.logprobs.append(Logprob(told.logprob, top))
-        self.end_token_id = event.end_token_id
-        self.forward_passes = event.forward_passes
-        self.commits.append((self.text.num_tokens, event.forward_passes))
-        if self.text.is_stopped:
-            self._end()
-        return self.text.is_stopped
+        offset = self._text.num_tokens
+        shown = self._text.push(event.token_ids)
+        count = self._text.num_tokens - offset
+        commit = pb.BlockCommit(
+            token_offset=offset,
+            num_tokens=count,
+            text=shown,
+            token_ids=event.token_ids[:count],
+            forward_passes=event.forward_passes,
+            logprobs=(filled(pb.TokenLogprobs, one) for one in event.logprobs[:count]),
+        )
+        self._take(commit=commit)
+        self._end_token_id = event.end_token_id
+        if self._text.is_stopped:
+            self._end(event.forward_passes, pb.FINISH_REASON_STOP)
+        return self._text.is_stopped
 
     def finish(self, event: Finished) -> None:
         """The engine has ended it."""
-        self.forward_passes = event.forward_passes
-        self.is_length = not event.stopped
-        self.pieces.append(self.text.flush())
-        self._end()
+        if rest := self._text.flush():
+            offset, forwards = self._text.num_tokens, event.forward_passes
+            commit = pb.BlockCommit(token_offset=offset, text=rest, forward_passes=forwards)
+            self._take(commit=commit)
+        is_stopped = event.stopped or self._text.is_stopped
+        reason = pb.FINISH_REASON_STOP if is_stopped else pb.FINISH_REASON_LENGTH
+        self._end(event.forward_passes, reason)
 
-    def answer(self, model: ModelInfo) -> Answer:
-        """The whole answer, once it has ended."""
-        is_length = self.is_length and not self.text.is_stopped
-        tokens, forwards = self.text.num_tokens, self.forward_passes
-        index = self.start.sampling.answer_index
-        return Answer(
-            text="".join(self.pieces),
-            token_ids=tuple(self.token_ids[:tokens]),
-            logprobs=tuple(self.logprobs[:tokens]),
-            prompt=self.prompt if self.asked.wants_echo and not index else None,
-            commits=tuple(self.commits),
-            finish_reason="length" if is_length else "stop",
-            usage=pb.Usage(
-                prompt_tokens=0 if index else len(self.start.prompt_token_ids),
-                completion_tokens=tokens,
-            ),
-            stats=Stats(
-                first_block_s=self.first_block_s,
-                total_s=self.total_s,
-                forward_passes=forwards,
-                tokens_per_forward=tokens / max(1, forwards),
-            ),
-            request_id=self.start.attempt.request_id,
-            model=model.name,
-            seed=self.start.sampling.seed,
-            deterministic=model.deterministic,
-            stopped_by=self.text.matched_stop or self.end_token_id,
-            first_block_s=self.first_block_s,
-            total_s=self.total_s,
+    def _end(self, forwards: int, reason: pb.FinishReason) -> None:
+        tokens, sampling = self._text.num_tokens, self.start.sampling
+        prompt_tokens = 0 if sampling.answer_index else len(self.start.prompt_token_ids)
+        finished = pb.Finished(
+            finish_reason=reason,
+            usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=tokens),
+            model=self._model.name,
+            seed=sampling.seed,
+            deterministic=self._model.deterministic,
+            stop_string=self._text.matched_stop,
+            end_token_id=None if self._text.matched_stop else self._end_token_id,
         )
+        self._take(finished=finished)
+        answer = self._gathering.answer()
+        stats = Stats(
+            first_block_s=answer.first_block_s,
+            total_s=answer.total_s,
+            forward_passes=forwards,
+            tokens_per_forward=tokens / max(1, forwards),
+        )
+        self.answer = replace(answer, stats=stats)
 
-    def _end(self) -> None:
-        self.total_s = time.monotonic() - self.began
-        self.is_ended = True
+    def _take(self, **event: Any) -> None:
+        request_id = self.start.attempt.request_id
+        self._gathering.take(pb.GenerateStreamResponse(request_id=request_id, **event))
 
 
 def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> StartDecode:
@@ -351,7 +345,7 @@ def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> Star
         stopping=Stopping(
             max_tokens=fit(len(ids), asked),
             stop_token_ids=frozenset(asked.stop_token_ids),
-            min_tokens=asked.min_tokens,
+            min_tokens=asked.sent.stopping.min_tokens,
         ),
         sampling=msgspec.structs.replace(asked.sampling, answer_index=index),
         settings=asked.settings,

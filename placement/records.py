@@ -54,8 +54,23 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False  # its answers do not depend on what else runs
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """State and counters of an engine at one moment. Counters start with the incarnation."""
+class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of an engine since its incarnation began."""
+
+    steps: U63 = 0  # forwards so far
+    step_requests: U63 = 0  # sum of the requests in each forward
+    step_tokens: U63 = 0  # sum of the rows of each forward
+    preemptions: U63 = 0
+    prompts_shared: U63 = 0  # whose KV came from another attempt
+    kv_bytes: U63 = 0  # KV bytes pushed or received
+    prefix_queries: U63 = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: U63 = 0  # those that were found
+    prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
+    prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
+
+
+class Load(EngineCounts, frozen=True, kw_only=True):
+    """State and counters of an engine at one moment."""
 
     running: U32 = 0  # attempts that hold pages, including those that wait for a peer
     waiting: U32 = 0  # attempts that hold none yet
@@ -67,16 +82,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_pages: U32 = 0  # pages that a late writer may still reach
     queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
     blocks_left: U63 = 0  # blocks still to denoise
-    steps: U63 = 0  # forwards so far
-    step_requests: U63 = 0  # sum of the requests in each forward
-    step_tokens: U63 = 0  # sum of the rows of each forward
-    preemptions: U63 = 0
-    prompts_shared: U63 = 0  # whose KV came from another attempt
-    kv_bytes: U63 = 0  # KV bytes pushed or received
-    prefix_queries: U63 = 0  # prompt tokens that were looked up in the prefix cache
-    prefix_hits: U63 = 0  # those that were found
-    prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
-    prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
     prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
     prompt_rate: U63 = 0  # tokens a second of such pieces
 
@@ -254,8 +259,8 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     router_id: str
     address: str  # host:port for clients; routers may share one
-    waiting: U32 = 0  # requests without a place on a worker
-    waiting_by_model: dict[str, U32] | None = None  # the same for each model that has requests
+    # Requests without a place on a worker, for each model that it has requests of.
+    waiting_by_model: dict[str, U32] = msgspec.field(default_factory=dict)
     loads: tuple[RoutedLoad, ...] = ()
     # Requests a second that begin, by model, and the mean tokens of their prompts and answers.
     workloads: dict[str, tuple[Amount, Above0, Above0]] = msgspec.field(default_factory=dict)

@@ -9,20 +9,21 @@ asks the other end for one. `gate.py` decides which calls a server accepts.
 
 The stubs are the generated ones, cast to asyncio's types of calls: the generator writes these only
 into its stub files, and at run time one class serves both. `filled` makes their messages from
-values whose fields have the same names.
+values whose fields have the same names, and `fields_of` and `numbers_of` read messages and enums.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from effuse.protos import rpc
@@ -198,3 +199,15 @@ def filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
 def _shared(kind: type[Message], source: type) -> tuple[str, ...]:
     """The fields of a message that a class has under the same names."""
     return tuple(name for name in kind.DESCRIPTOR.fields_by_name if hasattr(source, name))
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """Every field of a message as a value of JSON, zeros included, under its name in the .proto."""
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def numbers_of(prefix: str, items: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """The numbers of an enum's values by their names in small letters, without `prefix`."""
+    return {name.removeprefix(prefix).lower(): number for name, number in items}

@@ -27,10 +27,17 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.router.attempt import Attempt
-from effuse.router.client import RETRY_AFTER_S, Listener, failed, finished_of, time_is_over
+from effuse.router.client import (
+    RETRY_AFTER_S,
+    Listener,
+    failed,
+    finished_of,
+    time_is_over,
+    together,
+)
 from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
-from effuse.router.fleet import EMPTY_S, AttemptShare
+from effuse.router.fleet import AttemptShare
 from effuse.router.own_prompts import PromptCost
 from effuse.router.policy import (
     AttemptNeeds,
@@ -82,7 +89,7 @@ class AnswerRun:
                 workers, alone = (placement.decode, placement.prefill), request.attempts.alone
                 if own := [one for one in workers if one is not None and is_alone(one, alone)]:
                     with router.metrics.waiting("alone"):
-                        await router.fleet.until_empty(own, min(EMPTY_S, self._alone_left_s()))
+                        await router.fleet.peers.until_empty(own, self._alone_left_s())
                 prompt = request.prompt
                 counted = router.fleet.counted(placement, len(prompt.token_ids), prompt.max_tokens)
                 with counted as share, router.traces.span("attempt"):
@@ -279,9 +286,10 @@ class SideBySide(Listener):
         self._writing = asyncio.Lock()  # a call takes one message at a time
         self._is_reserved = asyncio.Event()
         self._place: WorkerLife | None = None  # where the prompt's KV comes to
-        asked, tokenizer = request.asked, router.tokenizer
+        asked, stopping = request.asked, request.asked.sent.stopping
         texts = (
-            AnswerText(tokenizer, asked.stops, asked.min_tokens) for _ in range(asked.num_answers)
+            AnswerText(router.tokenizer, stopping.stop, stopping.min_tokens)
+            for _ in range(asked.num_answers)
         )
         # A canvas has no KV of a prompt that others could read.
         group = "" if asked.settings.is_canvas else secrets.token_hex(16)
@@ -292,13 +300,8 @@ class SideBySide(Listener):
         """Sends the client all events except the last one, which is returned; raises `EffuseError`
         or `ClientGone`."""
         first, *others = self._answers
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._run(first))]
-                running += [group.create_task(self._follow(one)) for one in others]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed.exceptions[0].__cause__
-        return next(last for task in running if (last := task.result()) is not None)
+        ends = await together([self._run(first), *map(self._follow, others)])
+        return next(last for last in ends if last is not None)
 
     async def _follow(self, one: Request) -> pb.GenerateStreamResponse | None:
         if one.attempts.group:

@@ -130,13 +130,13 @@ class Attempt:
             incarnation=placement.decode.incarnation,
             prompt_token_ids=request.prompt.token_ids,
             max_tokens=request.prompt.max_tokens,
-            min_tokens=request.asked.min_tokens,
+            min_tokens=request.asked.sent.stopping.min_tokens,
             stop_token_ids=request.asked.stop_token_ids,
             sampling=worker_pb2.DecodeSampling(
                 **asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
             ),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
-            drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
+            drafts=request.asked.sent.output.drafts or self._router.monitor.num_watchers > 0,
             num_logprobs=request.asked.num_logprobs,
             resume=request.answer.resumption(),
             group=request.attempts.group,
@@ -167,7 +167,7 @@ class Attempt:
         self, prefill: WorkerRecord, reservation: worker_pb2.Reservation
     ) -> None:
         """Sends prefill where the pages go, after the prompt if that has waited for them."""
-        call = self._prefill
+        call = self._prefill  # not held in the loop of `_relay`, which outlives it
         if call is None:
             call = self._open_prefill(prefill)
             await call.send_prompt(self._id, self._break_off)
@@ -194,7 +194,15 @@ class Attempt:
         request, now = self._request, self._router.now()
         match event.WhichOneof("event"):
             case "reservation":
-                self._take_reservation(event.reservation, now)
+                decode = self._placement.decode
+                request.answer.apply_event(Event.RESERVED, now)
+                held = event.reservation
+                if held.incarnation != decode.incarnation or held.attempt != self._id:
+                    raise Refused(f"{decode.worker_id} answered for another life or attempt")
+                if self._placement.prefill is not None:
+                    request.costs.connector = held.connector
+                if not request.index:
+                    self._told.note_reserved(self._placement)
             case "verified":
                 request.add_verified(event.verified, now)
                 self._share.end_prompt()
@@ -203,7 +211,8 @@ class Attempt:
                     pair = (writer.life, self._placement.decode.life)
                     self._router.fleet.standing.note_handoff(pair)
             case "commit":
-                self._forget_prefill()
+                if self._prefill is not None and self._prefill.has_ended_well:
+                    self._prefill = None  # its call is freed, because an answer may take long
                 request.answer.fingerprint = self._placement.decode.fingerprint
                 before = len(request.answer.token_ids)
                 news = request.add_commit(event.commit, now)
@@ -213,21 +222,11 @@ class Attempt:
                 return commit_of(request, news)
             case "draft":
                 self._router.monitor.note_draft(request, event.draft)
-                if request.asked.wants_drafts:
+                if request.asked.sent.output.drafts:
                     return draft_of(request, event.draft, self._router.tokenizer)
             case "finished":
                 return commit_of(request, request.add_finished(event.finished))
         return None
-
-    def _take_reservation(self, reservation: worker_pb2.Reservation, now: float) -> None:
-        decode = self._placement.decode
-        self._request.answer.apply_event(Event.RESERVED, now)
-        if reservation.incarnation != decode.incarnation or reservation.attempt != self._id:
-            raise Refused(f"{decode.worker_id} answered for another life or attempt")
-        if self._placement.prefill is not None:
-            self._request.costs.connector = reservation.connector
-        if not self._request.index:
-            self._told.note_reserved(self._placement)
 
     def _measure_prompt(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
         request, placement = self._request, self._placement
@@ -284,11 +283,6 @@ class Attempt:
         if prefill is None or prefill.failure is None:
             return None
         return self._judge(prefill.failure, prefill.worker)
-
-    def _forget_prefill(self) -> None:
-        """Frees the call of a prompt that has been handed over: an answer may take long."""
-        if self._prefill is not None and self._prefill.has_ended_well:
-            self._prefill = None
 
     def _judge(self, error: EffuseError, worker: WorkerRecord) -> Failure:
         is_handoff = self._request.answer.state is State.PREFILLING

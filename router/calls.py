@@ -49,6 +49,11 @@ SETTLE_S: Final = 0.25
 ASK_S: Final = 1.0
 """Longest that a worker may take to answer how it is."""
 
+EMPTY_S: Final = 5.0
+EMPTY_LOOK_S: Final = 0.1
+"""How long a request waits until a worker of its own is empty, which is longer than a hang takes to
+be noticed, and how often it asks."""
+
 MOST_OLD: Final = 4
 """How often certificates may change before channels that still show older ones are closed, although
 a call may run over them."""
@@ -109,35 +114,35 @@ class Peers:
         load = await self._load_of(record)
         return load is None or load.running + load.waiting == 0
 
+    async def until_empty(self, records: Sequence[WorkerRecord], most_s: float) -> None:
+        """Returns once these workers report that they are empty, or after `most_s` seconds, at most
+        `EMPTY_S`. Only they know the requests of other routers, and those that clients left
+        behind."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(EMPTY_S, most_s)):
+                while not all(  # noqa: ASYNC110  # no worker reports it by itself
+                    await asyncio.gather(*map(self.is_empty, records))
+                ):
+                    await asyncio.sleep(EMPTY_LOOK_S)
+
     async def _load_of(self, record: WorkerRecord) -> worker_pb2.GetLoadResponse | None:
         """The load by the worker's front; None if it does not answer."""
         peer = self.at(record.address)
         try:
-            await peer.channel.prove()
-            return await peer.worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, PeerLost):  # its channel is closed
-            return None
-        except asyncio.CancelledError:
-            if is_task_cancelled():
-                raise
+            with calling(record.worker_id):
+                await peer.channel.prove()
+                return await peer.worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
+        except EffuseError:
             return None
 
     async def set_role(self, record: WorkerRecord, role: Role) -> None:
         """Gives a worker the role that a plan has for it; raises `EffuseError`."""
-        peer, name = self.at(record.address), f"worker {record.worker_id}"
+        peer = self.at(record.address)
         request = worker_pb2.SetRoleRequest(role=role, planned=True)
-        try:
+        with calling(f"worker {record.worker_id}"):
             async with asyncio.timeout(ASK_S):
                 await peer.channel.prove()
                 await peer.worker.SetRole(request, timeout=ASK_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, name) from error
-        except (TimeoutError, grpc.aio.UsageError) as error:
-            raise PeerLost(f"{name} does not answer") from error
-        except asyncio.CancelledError:
-            if is_task_cancelled():
-                raise
-            raise PeerLost(f"{name} closed the call") from None
 
     async def keep(self, addresses: Collection[str]) -> None:
         """Closes channels to other addresses, and those with old certificates once they may go."""
@@ -164,17 +169,29 @@ class Peers:
         self._channels.clear()
 
 
-async def read_message(call: DecodeCall | PrefillStream, peer: str) -> Any:
-    """The next message of a stream, or grpc.aio.EOF at its good end; raises `EffuseError`."""
+@contextmanager
+def calling(peer: str) -> Iterator[None]:
+    """Turns what grpcio raises for a call to `peer` into an `EffuseError`."""
     try:
-        return await call.read()
+        yield
     except grpc.aio.AioRpcError as error:
-        LOG.info("%s ended its call with %s: %s", peer, error.code().name, error.details())
         raise from_rpc_error(error, peer) from error
+    except (TimeoutError, grpc.aio.UsageError) as error:  # the latter if its channel is closed
+        raise PeerLost(f"{peer} does not answer") from error
     except asyncio.CancelledError:
         if is_task_cancelled():
             raise
         raise PeerLost(f"{peer} closed the call") from None
+
+
+async def read_message(call: DecodeCall | PrefillStream, peer: str) -> Any:
+    """The next message of a stream, or grpc.aio.EOF at its good end; raises `EffuseError`."""
+    with calling(peer):
+        try:
+            return await call.read()
+        except grpc.aio.AioRpcError as error:
+            LOG.info("%s ended its call with %s: %s", peer, error.code().name, error.details())
+            raise
 
 
 @contextmanager
@@ -360,17 +377,9 @@ class Cleanup:
     async def _abort(self, worker: WorkerRecord, request: worker_pb2.AbortRequest) -> None:
         peer = self._peers.at(worker.address)
         try:
-            async with asyncio.timeout(ABORT_S):
-                await peer.channel.prove()  # it may be gone, and another process have its port
-                await peer.worker.Abort(request, timeout=ABORT_S)
-        except TimeoutError:
-            LOG.info("%s did not answer an abort in time", worker.worker_id)
-        except PeerLost as error:
-            LOG.info("%s does not receive the abort: %s", worker.worker_id, error.message)
-        except grpc.aio.AioRpcError as error:
-            LOG.info("%s did not answer an abort: %s", worker.worker_id, error.code().name)
-        except grpc.aio.UsageError as error:  # its channel was closed as it was proven
-            LOG.info("%s does not receive the abort: %s", worker.worker_id, error)
-        except asyncio.CancelledError:
-            if is_task_cancelled():
-                raise
+            with calling(worker.worker_id):
+                async with asyncio.timeout(ABORT_S):
+                    await peer.channel.prove()  # it may be gone, and another process have its port
+                    await peer.worker.Abort(request, timeout=ABORT_S)
+        except EffuseError as error:
+            LOG.info("an abort was not answered: %s", error.message)

@@ -2,7 +2,7 @@
 once at its end, or as it grows."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -11,6 +11,8 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from effuse.client.answer import copy_end
+from effuse.protos.channels import numbers_of
 from effuse.protos.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -34,24 +36,17 @@ ON_THE_WAY_S: Final = 0.02
 RETRY_AFTER_S: Final = 1.0
 """When clients should ask again after no worker could answer: about as long as a lease takes to
 show."""
-FINISH_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-"""The ends of an answer by the names that all other protocols have for them."""
 CANNOT_SERVE: Final = "no live worker can accept a request"
 Failed = TypeVar("Failed", bound=EffuseError)
+T = TypeVar("T")
 Translate = Callable[[pb.GenerateStreamResponse], Message | None]
-_PUBLIC_STATES: Final = {
-    State.QUEUED: pb.REQUEST_STATE_QUEUED,
-    State.FINISHED: pb.REQUEST_STATE_FINISHED,
-    State.FAILED: pb.REQUEST_STATE_FAILED,
-    State.CANCELLED: pb.REQUEST_STATE_CANCELLED,
-}
-
-_END: Final = frozenset(pb.Finished.DESCRIPTOR.fields_by_name)
+STATES: Final[Mapping[str, Any]] = numbers_of("REQUEST_STATE_", pb.RequestState.items())
+"""States of requests for clients; the other states of a request count as running."""
 
 
 def echo_of(request: Request, text: str) -> pb.GenerateStreamResponse:
     """The prompt, with this text, for a client that wants it back."""
-    ids = request.prompt.token_ids if request.asked.wants_token_ids else ()
+    ids = request.prompt.token_ids if request.asked.sent.output.token_ids else ()
     echo = pb.PromptEcho(text=text, token_ids=ids)
     return pb.GenerateStreamResponse(request_id=request.id, echo=echo)
 
@@ -64,7 +59,7 @@ def commit_of(request: Request, piece: Piece) -> pb.GenerateStreamResponse | Non
         token_offset=piece.offset,
         num_tokens=len(piece.token_ids),
         text=piece.text,
-        token_ids=piece.token_ids if request.asked.wants_token_ids else (),
+        token_ids=piece.token_ids if request.asked.sent.output.token_ids else (),
         forward_passes=request.costs.all_forwards,
         logprobs=piece.logprobs,
     )
@@ -146,7 +141,7 @@ def describe(request: AnyRequest) -> pb.GetRequestResponse:
     """Where a request is, or how it ended."""
     if isinstance(request, EarlyRequest):
         return pb.GetRequestResponse(request_id=request.id, state=pb.REQUEST_STATE_QUEUED)
-    state = _PUBLIC_STATES.get(request.answer.state, pb.REQUEST_STATE_RUNNING)
+    state = STATES.get(request.answer.state.value, pb.REQUEST_STATE_RUNNING)
     if request.answers and not request.answer.is_ended:
         state = pb.REQUEST_STATE_RUNNING
     first = request.parts[0].attempts
@@ -239,21 +234,21 @@ def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
             events.append(pb.GenerateStreamResponse(commit=commit, seed=answer.seed))
             events[-1].MergeFrom(about)
         finished = pb.Finished()
-        _copy_end(one, finished)
+        copy_end(one, finished)
         events.append(pb.GenerateStreamResponse(finished=finished))
         events[-1].MergeFrom(about)
     return events
 
 
-def _copy_end(
-    source: pb.Finished | pb.GenerateResponse, target: pb.Finished | pb.GenerateResponse
-) -> None:
-    """Copies the fields of an answer's end, which have the same names in both messages."""
-    for field, value in source.ListFields():
-        if isinstance(value, Message) and field.name in _END:
-            getattr(target, field.name).CopyFrom(value)
-        elif field.name in _END:
-            setattr(target, field.name, value)
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order. Once one of them fails the others are cancelled, and its error
+    is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in calls]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from several.exceptions[0].__cause__
+    return [task.result() for task in tasks]
 
 
 class ClientGone(Exception):
@@ -293,43 +288,6 @@ class Listener:
 
     def note_reserved(self, placement: Placement) -> None:
         """The decode worker of the attempt holds pages for the prompt."""
-
-
-class WholeAnswer:
-    """Gathers an answer, or several, for a unary call, and for a client that asks again."""
-
-    def __init__(self) -> None:
-        self._text: dict[int, list[str]] = {}
-        self._said: dict[int, pb.GenerateResponse] = {}
-
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Keeps the final parts."""
-        self.take(event)
-
-    def take(self, event: pb.GenerateStreamResponse) -> None:
-        """Keeps text, tokens, log-probabilities, the prompt and ends; nothing of drafts."""
-        said = self._said.setdefault(event.answer_index, pb.GenerateResponse())
-        if event.HasField("echo"):
-            said.echo.CopyFrom(event.echo)
-        elif event.HasField("commit"):
-            self._text.setdefault(event.answer_index, []).append(event.commit.text)
-            said.token_ids.extend(event.commit.token_ids)
-            said.logprobs.extend(event.commit.logprobs)
-        elif event.HasField("finished"):
-            said.request_id = event.request_id
-            said.text = "".join(self._text.pop(event.answer_index, ()))
-            _copy_end(event.finished, said)
-
-    def one(self, index: int) -> pb.GenerateResponse:
-        """An answer that has ended, without others."""
-        return self._said[index]
-
-    def response(self, request_id: str) -> pb.GenerateResponse:
-        """The whole of it, once every answer has ended."""
-        first, *others = (said for _, said in sorted(self._said.items()))
-        first.request_id = request_id
-        first.others.extend(others)
-        return first
 
 
 class AnswerStream:

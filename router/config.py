@@ -45,6 +45,10 @@ class Connections(Access):
     ] = None
     max_message_bytes: Annotated[int, "most bytes in a message from a client"] = 4 << 20
 
+    connection_age_s: Annotated[
+        float, "age at which a connection closes once its calls have ended, in seconds"
+    ] = 60.0
+
     # The fleet.
     redis_url: Annotated[str, "the fleet's Redis, redis://host:port/db"] = "redis://127.0.0.1:6379"
     fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
@@ -118,9 +122,6 @@ class RouterConfig(Connections):
     max_request_s: Annotated[float, "most time for one request"] = 3600.0
     recovery_s: Annotated[
         float, "most time that a request waits for a worker that can continue it"
-    ] = 60.0
-    connection_age_s: Annotated[
-        float, "age at which a connection closes once its calls have ended"
     ] = 60.0
     keep_answers_s: Annotated[
         float, "time to keep the answer to a request id that a client chose; 0 keeps none"

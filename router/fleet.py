@@ -1,7 +1,7 @@
 """The router's own account of the fleet: its attempts on each worker, the prompts that it sent to
 each, and the workers that take part or are out.
 
-The view of live workers is in `placement/fleet.py`, the choice in `policy.py`, channels in
+The view of live workers is in `placement/leases.py`, the choice in `policy.py`, channels in
 `calls.py`, and the lessons of failed calls in `failures.py`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from typing import Final, get_args
 
-from effuse.placement.fleet import FleetView
+from effuse.placement.leases import FleetView
 from effuse.placement.records import Kind, Role, RoutedLoad, WorkerRecord
 from effuse.router.calls import Peers
 from effuse.router.failures import Standing
@@ -38,11 +38,6 @@ from effuse.router.policy import (
 )
 
 LOG: Final = logging.getLogger(__name__)
-
-EMPTY_S: Final = 5.0
-EMPTY_LOOK_S: Final = 0.1
-"""How long a request waits until a worker of its own is empty, which is longer than a hang takes to
-be noticed, and how often it asks."""
 
 UNIT: Final = 64
 """Tokens that are looked at as one; a worker's own units are finer."""
@@ -196,16 +191,6 @@ class RoutedFleet:
             del self._kept[life]
         if own:
             self.announce_change()
-
-    async def until_empty(self, records: Sequence[WorkerRecord], most_s: float = EMPTY_S) -> None:
-        """Returns once these workers report that they are empty, or after `most_s` seconds. Only
-        they know the requests of other routers, and those that clients left behind."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                while not all(  # noqa: ASYNC110  # no worker tells by itself
-                    await asyncio.gather(*map(self.peers.is_empty, records))
-                ):
-                    await asyncio.sleep(EMPTY_LOOK_S)
 
     @contextmanager
     def counted(

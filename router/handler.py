@@ -16,8 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Final
 
-from effuse.client.answer import Stats
+from effuse.client.answer import Stats, WholeAnswer
+from effuse.client.retries import REPEATED_KEY
 from effuse.config.decoding import ANSWERS
+from effuse.config.objectives import parse_classes
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import (
     REQUEST_ID_KEY,
@@ -38,7 +40,6 @@ from effuse.router.client import (
     ClientGone,
     Recipient,
     Translate,
-    WholeAnswer,
     echo_of,
     events_of,
     stats_of,
@@ -68,9 +69,6 @@ _COSTS: Final = (
 )  # fmt: skip
 
 Read = Callable[[], pb.GenerateRequest]
-REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
-"""Metadata of a call that gRPC's own retries send again. Clients that do so themselves can set it,
-too."""
 
 
 class Serving:
@@ -78,6 +76,7 @@ class Serving:
 
     def __init__(self, router: Router) -> None:
         self.router = router
+        self._classes = parse_classes("--request-class", router.config.request_class)
         most = router.config.max_answers
         self._answers = replace(ANSWERS, high=most, note=", this router's --max-answers")
 
@@ -103,7 +102,7 @@ class Serving:
             chat_end_ids=tokenizer.chat_end_ids,
             answers=self._answers,
             seed=seed,
-            classes=router.classes,
+            classes=self._classes,
             goals=router.steering.goals(model.name),
         )
 
@@ -148,13 +147,14 @@ class Serving:
         left_s = began + limit_s - loop.time()
         admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
         router.budget.add_requests(asked.num_answers, router.now())
+        text = AnswerText(router.tokenizer, message.stopping.stop, message.stopping.min_tokens)
         return Request(
             id=request_id,
             asked=asked,
             arrived=arrived,
             limit_s=limit_s,
             deadline=began + limit_s,
-            answer=AnswerState(text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens)),
+            answer=AnswerState(text=text),
             tenant=tenant,
             asked_digest=asked_digest,
             is_repeated=bool(asked_digest) and is_again,
@@ -307,7 +307,7 @@ class _Handler:
         prefix_keys = keys_of(token_ids, request.tenant.name) if is_reusable else ()
         request.prompt = EncodedPrompt(token_ids, fit(len(token_ids), asked), prefix_keys)
         router.steering.of(asked.model.name).load.note_prompt(len(token_ids), router.now())
-        if asked.wants_echo:
+        if asked.sent.output.echo:
             text = await router.tokenizer.text_of(token_ids)
             await self._shared.send(echo_of(request, text))
 

@@ -12,12 +12,13 @@ from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 
+from effuse.client.answer import FINISH_REASONS
 from effuse.client.params import Params, make_request
 from effuse.compat import kserve_pb2 as kserve
 from effuse.compat import kserve_pb2_grpc
 from effuse.protos.errors import Bug, Cancelled, EffuseError, NotFound
 from effuse.protos.rpc import Context
-from effuse.router.client import FINISH_REASONS, AnswerStream, ClientGone, Translate
+from effuse.router.client import AnswerStream, ClientGone, Translate
 from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.handler import Serving
 from effuse.router.request import Request

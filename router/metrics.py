@@ -27,6 +27,13 @@ from effuse.v1.monitor_pb2 import RunningBlock
 MODEL = "model_name"
 _BY_CLIENTS: Final = ("CANCELLED", "ABORTED", "INVALID_ARGUMENT", "ALREADY_EXISTS")
 """Statuses of requests that ended before anything could be kept, and by no fault of the fleet."""
+_SECONDS: Final = {
+    "request_queue_time": "From arrival to a place on the fleet",
+    "time_to_first_block": "From arrival to the first committed block",
+    "inter_block_latency": "From one commit of an answer to the next",
+    "e2e_request_latency": "From arrival to the end of a request",
+}
+"""Histograms of times, by model."""
 MOST_WATCHERS: Final = 16
 MOST_SERIES: Final = 4096
 """Series of workers and the reasons of their failures."""
@@ -76,18 +83,10 @@ class RouterMetrics(ProcessMetrics):
         self.stalled = self.gauge(
             "num_requests_stalled", "Requests that wait for a worker, by reason", "reason"
         )
-        self.queue_time = self.histogram(
-            "request_queue_time_seconds", "From arrival to a place on the fleet", MODEL
-        )
-        self.first_block = self.histogram(
-            "time_to_first_block_seconds", "From arrival to the first committed block", MODEL
-        )
-        self.inter_block = self.histogram(
-            "inter_block_latency_seconds", "From one commit of an answer to the next", MODEL
-        )
-        self.latency = self.histogram(
-            "e2e_request_latency_seconds", "From arrival to the end of a request", MODEL
-        )
+        self.seconds = {
+            name: self.histogram(f"{name}_seconds", about, MODEL)
+            for name, about in _SECONDS.items()
+        }
         self.tokens_per_forward = self.histogram(
             "tokens_per_forward", "Tokens of an answer divided by its forwards", MODEL,
             bounds=TOKENS_PER_FORWARD,
@@ -96,7 +95,7 @@ class RouterMetrics(ProcessMetrics):
     def count_end(self, request: Request, status: str, stats: Stats) -> None:
         """A request that ended, whichever way."""
         model = request.asked.model.name
-        self.latency.labels(model).observe(stats.total_s)
+        self.seconds["e2e_request_latency"].labels(model).observe(stats.total_s)
         self.requests.labels(model, status).inc()
         if tenant := request.tenant.name:
             self.tenants.labels(tenant, status).inc()
@@ -116,7 +115,7 @@ class RouterMetrics(ProcessMetrics):
         if status == "OK":
             gaps = (gap for one in request.parts for gap in one.costs.block_gaps())
             kept = asked.goals.kept(stats.first_block_s, gaps)
-        labels = asked.model.name, asked.request_class
+        labels = asked.model.name, asked.sent.request_class
         for name, is_kept in (
             ("first_block", kept.first_block),
             ("gap", kept.gap),
@@ -137,9 +136,9 @@ class RouterMetrics(ProcessMetrics):
         model = request.asked.model.name
         self.prompt_tokens.labels(model).inc(len(request.prompt.token_ids))
         self.generation_tokens.labels(model).inc(request.num_tokens)
-        self.queue_time.labels(model).observe(stats.queue_s)
-        self.first_block.labels(model).observe(stats.first_block_s)
-        between = self.inter_block.labels(model)
+        self.seconds["request_queue_time"].labels(model).observe(stats.queue_s)
+        self.seconds["time_to_first_block"].labels(model).observe(stats.first_block_s)
+        between = self.seconds["inter_block_latency"].labels(model)
         for one in request.parts:
             for seconds in one.costs.block_gaps():
                 between.observe(seconds)

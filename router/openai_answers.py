@@ -11,8 +11,8 @@ from typing import Final
 
 import grpc
 
+from effuse.client.answer import FINISH_REASONS
 from effuse.protos.errors import EffuseError, InvalidRequest
-from effuse.router.client import FINISH_REASONS
 from effuse.router.openai_requests import Json, Wanted
 from effuse.v1 import generation_pb2 as pb
 

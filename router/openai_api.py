@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,11 +22,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from effuse.client.retries import REPEATED_KEY
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
-from effuse.router.client import CANNOT_SERVE, STALLED_S, ClientGone
+from effuse.router.client import CANNOT_SERVE, STALLED_S, ClientGone, together
 from effuse.router.findings import shown
-from effuse.router.handler import REPEATED_KEY, Serving
+from effuse.router.handler import Serving
 from effuse.router.openai_answers import Rendering, error_body, error_object, status_of
 from effuse.router.openai_requests import Endpoint, Json, Wanted, parse_body, request_of
 from effuse.router.request import Request
@@ -40,7 +41,6 @@ JSON_TYPE: Final = "application/json"
 HEALTH: Final = "/health"
 """Answers without a token."""
 _RETRIED: Final = "x-stainless-retry-count"  # OpenAI's clients count what they send again
-T = TypeVar("T")
 
 
 class HttpCall:
@@ -211,7 +211,7 @@ class OpenAiApi:
             model=accepted[0].asked.model.name,
         )  # fmt: skip
         if not wanted.is_stream:
-            answers = await _side_by_side(list(map(self._serving.answer_accepted, accepted)))
+            answers = await together(list(map(self._serving.answer_accepted, accepted)))
             await call.respond(_json(rendering.whole(answers)))
             return
 
@@ -219,7 +219,7 @@ class OpenAiApi:
             chunks = ChunkStream(call, rendering, prompt)
             await chunks.send(await self._serving.serve(request, chunks))
 
-        await _side_by_side([stream(at, request) for at, request in enumerate(accepted)])
+        await together([stream(at, request) for at, request in enumerate(accepted)])
         last = rendering.last_chunk()
         usage = b"" if last is None else _event(last)
         await call.write(usage + b"data: [DONE]\n\n", is_last=True)
@@ -260,20 +260,6 @@ def _describe(model: ModelInfo) -> Json:
         "owned_by": "effuse",
         "max_model_len": model.max_model_len,
     }
-
-
-async def _side_by_side(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of all, in order. Once one of them fails the others are cancelled, and its error
-    is raised."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    tasks = [asyncio.ensure_future(one) for one in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _unless_gone(call: HttpCall, answering: Awaitable[None]) -> None:

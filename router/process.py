@@ -23,7 +23,7 @@ from effuse.compat import (
 )
 from effuse.config.access import host_and_port
 from effuse.placement.access import RedisAccess
-from effuse.placement.fleet import pause_s
+from effuse.placement.leases import pause_s
 from effuse.placement.records import WorkerRecord
 from effuse.placement.store import Store
 from effuse.protos import rpc

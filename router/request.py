@@ -372,7 +372,7 @@ def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) ->
     model, stops = asked.model.name, asked.stop_token_ids
     # A seed that was drawn and the number of the answer are no part of the question.
     sampling = structs.replace(asked.seeded(0).sampling, answer_index=0)
-    extent = (asked.min_tokens, max_tokens, asked.num_logprobs)
+    extent = (asked.sent.stopping.min_tokens, max_tokens, asked.num_logprobs)
     parts = (model, prompt_token_ids, extent, stops, sampling, asked.settings)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
 

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Final
 
 from effuse.config.access import host_and_port
-from effuse.config.objectives import parse_classes
-from effuse.placement.fleet import FleetView
+from effuse.placement.leases import FleetView
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.channels import FleetAccess
@@ -61,7 +60,6 @@ class Router:
         traces: Traces | None = None,
     ) -> None:
         self.config, self.tokenizer, self.now = config, tokenizer, now
-        self.classes = parse_classes("--request-class", config.request_class)
         self.id = f"router-{secrets.token_hex(6)}"
         self.ports = Ports(host_and_port(config.host, config.port) if config.port else "")
         self.keys = None if config.keys is None else KeyRing(config.keys)

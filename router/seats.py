@@ -194,18 +194,13 @@ class OtherRouters:
         """Found once for each exchange: every choice asks for the seats of every worker."""
         found = self._contenders.get(model)
         if found is None:
-            waiting = {one.router_id: _waiting_for(model, one) for one in self._others.values()}
-            ids = [router_id for router_id, number in waiting.items() if number is not None]
-            found = self._contenders[model] = ids, any(waiting.values())
+            waiting = {
+                router_id: other.waiting_by_model[model]
+                for router_id, other in self._others.items()
+                if model in other.waiting_by_model
+            }
+            found = self._contenders[model] = list(waiting), any(waiting.values())
         return found
-
-
-def _waiting_for(model: str, other: RouterRecord) -> int | None:
-    """Requests of another router that wait for a model's workers; None if it has none of it. A
-    router that names no models may mean each."""
-    if other.waiting_by_model is not None:
-        return other.waiting_by_model.get(model)
-    return other.waiting if other.waiting or other.loads else None
 
 
 class Seats:
@@ -246,7 +241,7 @@ class Seats:
         admission = self._admission
         running, waiting = admission.running_by_model(), admission.lacking_by_model()
         own = RouterRecord(
-            router_id=router_id, address=address, waiting=sum(waiting.values()),
+            router_id=router_id, address=address,
             waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
             loads=self._fleet.loads(),
             workloads={name: astuple(one) for name, one in self._steering.workloads().items()},

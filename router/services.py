@@ -14,13 +14,13 @@ from google.protobuf.duration_pb2 import Duration
 from effuse.client.params import NAMES
 from effuse.config.decoding import ALGORITHMS, DecodingDefaults
 from effuse.placement.records import ModelInfo
-from effuse.protos.channels import filled
+from effuse.protos.channels import filled, numbers_of
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.protos.rpc import Context
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import live_workers
 from effuse.router.handler import Serving
-from effuse.router.policy import Candidate, Condition
+from effuse.router.policy import Candidate
 from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.router.steering import ModelPlan
@@ -40,18 +40,8 @@ DEFAULT_INTERVAL_S: Final = 0.25
 STALLED_S: Final = 30.0
 """A watcher that takes nothing for so long is gone."""
 MOST_A_PAGE: Final = 1000
-_ROLES: Final = {
-    "prefill": model_pb2.WORKER_ROLE_PREFILL,
-    "decode": model_pb2.WORKER_ROLE_DECODE,
-    "both": model_pb2.WORKER_ROLE_BOTH,
-}
-_STATES: Final = {
-    Condition.READY: model_pb2.WORKER_STATE_READY,
-    Condition.DRAINING: model_pb2.WORKER_STATE_DRAINING,
-    Condition.STARTING: model_pb2.WORKER_STATE_STARTING,
-    Condition.LOST: model_pb2.WORKER_STATE_LOST,
-    Condition.UNREACHABLE: model_pb2.WORKER_STATE_UNREACHABLE,
-}
+_ROLES: Final = numbers_of("WORKER_ROLE_", model_pb2.WorkerRole.items())
+_STATES: Final = numbers_of("WORKER_STATE_", model_pb2.WorkerState.items())
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -215,7 +205,7 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
         record,
         role=_ROLES[record.role],
         model=record.model.name,
-        state=_STATES[candidate.condition],
+        state=_STATES[candidate.condition.value],
         routed=candidate.in_flight.requests + candidate.in_flight.prompts,
         links=[
             filled(
@@ -326,7 +316,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         if self._router.config.show_requests:
             tokenizer = self._router.tokenizer
             found.name = request.name
-            found.prompt = (asked.prompt or "")[:MOST_CHARACTERS]
+            found.prompt = asked.sent.prompt[:MOST_CHARACTERS]
             tail = [one for one in answer.token_ids[-MOST_TOKENS:] if tokenizer.is_text(one)]
             found.text = tokenizer.decode(tail)[-MOST_CHARACTERS:]
         return found

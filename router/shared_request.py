@@ -18,6 +18,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 from msgspec import structs
 
+from effuse.client.answer import WholeAnswer
 from effuse.placement.records import (
     MalformedRecord,
     PlacedOn,
@@ -29,7 +30,7 @@ from effuse.placement.records import (
 from effuse.placement.store import Claim, Store, StoreFull, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
-from effuse.router.client import Listener, Recipient, WholeAnswer, describe
+from effuse.router.client import STATES, Listener, Recipient, describe
 from effuse.router.policy import Placement
 from effuse.router.request import AnyRequest, Request
 from effuse.router.request_states import State
@@ -39,12 +40,6 @@ LOG: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.1
 REMEMBERED_S: Final = 300.0
 MOST_REMEMBERED: Final = 4096
-_STORED_STATES: Final = {
-    "running": pb.REQUEST_STATE_RUNNING,
-    "finished": pb.REQUEST_STATE_FINISHED,
-    "failed": pb.REQUEST_STATE_FAILED,
-    "cancelled": pb.REQUEST_STATE_CANCELLED,
-}
 MOST_BYTES: Final = 1 << 20
 """Of one answer that is kept."""
 
@@ -376,7 +371,7 @@ class KnownRequests:
 
 
 def _describe_stored(record: PlacementRecord) -> pb.GetRequestResponse:
-    state = _STORED_STATES[record.state]
+    state = STATES[record.state]
     if record.state == "running" and record.decode is None:
         state = pb.REQUEST_STATE_QUEUED
     return pb.GetRequestResponse(

@@ -29,7 +29,7 @@ from typing import Any, Final
 import tokenizers
 
 from effuse.client.chat import Chat
-from effuse.config.lfs import pointer_problem
+from effuse.config.extras import pointer_problem
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.router.chat_template import ChatTemplate, ChatTemplateError, escapes_of
 from effuse.router.findings import Findings, most_prompt_bytes, shown
@@ -340,12 +340,13 @@ async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
     """The ids of the prompt. Raises `InvalidRequest` for one that the model's chat template does
     not take, and for reserved tokens where special tokens are parsed; `Unavailable` where
     tokenizer and model do not fit."""
-    if asked.parses_special:
+    sent, parses_special = asked.sent, asked.sent.parse_special_tokens
+    if parses_special:
         _check_special(asked, tokenizer)
-    if asked.prompt is not None:
-        ids = await tokenizer.encode(asked.prompt, parses_special=asked.parses_special)
+    if sent.HasField("prompt"):
+        ids = await tokenizer.encode(sent.prompt, parses_special=parses_special)
     elif asked.chat is not None:
-        most_bytes, parses_special = most_prompt_bytes(asked.model), asked.parses_special
+        most_bytes = most_prompt_bytes(asked.model)
         try:
             ids = await tokenizer.encode_chat(
                 asked.chat, most_bytes=most_bytes, parses_special=parses_special
@@ -354,7 +355,7 @@ async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
             why = f"the model's chat template refuses it: {shown(str(error), most=400)}"
             raise InvalidRequest.of("chat", why) from error
     else:
-        return list(asked.prompt_token_ids)
+        return list(sent.prompt_token_ids.ids)
     if max(ids, default=0) >= asked.model.vocab_size:
         raise Unavailable(
             f"the router's tokenizer does not fit the model: it returned id {max(ids)}, but the "
@@ -378,8 +379,8 @@ def _check_special(asked: Asked, tokenizer: Tokenizer) -> None:
 
 def _texts(asked: Asked) -> Iterator[tuple[str, str]]:
     """Each of the client's strings, with its path in the request."""
-    if asked.prompt is not None:
-        yield "prompt", asked.prompt
+    if asked.sent.HasField("prompt"):
+        yield "prompt", asked.sent.prompt
     if asked.chat is not None:
         for at, message in enumerate(asked.chat.messages):
             name = f"chat.messages[{at}].{'json' if message.json else 'content'}"

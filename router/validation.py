@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+from google.protobuf.message import Message
 
 from effuse.client.chat import Chat
 from effuse.client.params import NAMES
@@ -20,14 +21,13 @@ from effuse.config.decoding import (
     ANSWERS,
     BIAS,
     LOGPROBS,
-    MAX_TOKENS,
-    MIN_TOKENS,
     MOST_BIASES,
     MOST_STOP_IDS,
     MOST_STOPS,
     SAMPLING,
     SETTINGS,
     STOP_BYTES,
+    STOPPING,
     Algorithm,
     Bounds,
     DecodeSettings,
@@ -46,41 +46,45 @@ _WIRE_NAMES: Final[Mapping[str, Sequence[str]]] = {
     setting: tuple(getattr(pb, setting.title()).keys()) for setting in NAMES
 }
 """Names of settings on the wire, by their numbers."""
+_NUMBERS: Final[Mapping[str, Mapping[str, Bounds]]] = {
+    "sampling": SAMPLING,
+    "stopping": STOPPING,
+    "objectives": OBJECTIVES,
+    "output": {"logprobs": LOGPROBS},
+}
+"""Bounds of a request's numbers, by the parts of its message."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """A request whose settings are resolved and right. Its prompt is text, a chat or ids."""
+    """A request whose settings are resolved and right."""
 
+    sent: pb.GenerateRequest  # the client's own message
     model: ModelInfo
-    prompt: str | None
-    chat: Chat | None
-    prompt_token_ids: tuple[int, ...]
-    parses_special: bool  # special tokens that text or chat spell
+    chat: Chat | None  # if its prompt is one
     refused_ids: Mapping[int, str]  # that no client may put into a prompt, and their kinds
-    max_tokens: int | None  # None takes the model's, cut to the room that the prompt leaves
-    min_tokens: int  # before which no stop id or stop string ends the answer
-    stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
-    sampling: Sampling
-    has_seed: bool  # the client's; else it is 0 until one is drawn
+    sampling: Sampling  # its seed is 0 until one is drawn
     num_answers: int
     settings: DecodeSettings
     priority: Priority
-    request_class: str  # empty for none
     goals: Goals  # its own objectives, else those of its class, else the router's
-    wants_token_ids: bool
-    wants_drafts: bool
-    num_logprobs: int | None  # likeliest ids beside each token's; None sends none
-    wants_echo: bool
 
     @property
     def most_tokens(self) -> int:
         """Tokens that the answer may have, in a context that has room for them."""
-        return self.model.defaults.max_tokens if self.max_tokens is None else self.max_tokens
+        stopping = self.sent.stopping
+        has_own = stopping.HasField("max_tokens")
+        return stopping.max_tokens if has_own else self.model.defaults.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likeliest ids beside each token's log-probability; None sends none."""
+        output = self.sent.output
+        return output.logprobs if output.HasField("logprobs") else None
 
     def seeded(self, fresh: int) -> Asked:
         """The same with the seed `fresh`, a uint64, where the client set none."""
-        if self.has_seed:
+        if self.sent.sampling.HasField("seed"):
             return self
         sampling = msgspec.structs.replace(self.sampling, seed=fresh)
         return msgspec.structs.replace(self, sampling=sampling)
@@ -113,38 +117,32 @@ def validate(
     if request.HasField("request_id"):
         check_request_id(request.request_id, findings)
     chat = check_input(request, model, refused, takes_chats, findings)
-    _check_sampling(request.sampling, model, refused, findings)
+    _check_numbers(request, model, findings)
+    _check_bias(request.sampling.logit_bias, refused, model, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
     _check_algorithm(request.sampling, algorithm, model, decode_prefills, findings)
     num_answers = request.n if request.HasField("n") else 1
     findings.number("n", num_answers, answers)
     own_class, own_goals = _check_objectives(request, classes, findings)
-    _check_output(request.output, is_stream, findings)
+    if request.output.drafts and not is_stream:
+        form = "false for Generate (only GenerateStream sends them)"
+        findings.add("output.drafts", form, "true")
     findings.raise_any()
     end_ids = {*model.eos_token_ids, *(() if chat is None else chat_end_ids)}
+    if request.stopping.ignore_eos:
+        end_ids = set()
     return Asked(
+        sent=request,
         model=model,
-        prompt=request.prompt if request.HasField("prompt") else None,
         chat=chat,
-        prompt_token_ids=tuple(request.prompt_token_ids.ids),
-        parses_special=request.parse_special_tokens,
         refused_ids=refused,
-        max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
-        min_tokens=request.stopping.min_tokens,
-        stops=tuple(request.stopping.stop),
-        stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
+        stop_token_ids=tuple(sorted(end_ids.union(request.stopping.stop_token_ids))),
         sampling=_resolve_sampling(request.sampling, model, seed),
-        has_seed=request.sampling.HasField("seed"),
         num_answers=num_answers,
         settings=_resolve_settings(request.decoding, algorithm, model),
         priority=_BY_NUMBER["priority"].get(request.priority, own_class.priority),
-        request_class=request.request_class,
         goals=own_goals.or_else(own_class.goals).or_else(goals),
-        wants_token_ids=request.output.token_ids,
-        wants_drafts=request.output.drafts,
-        num_logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
-        wants_echo=request.output.echo,
     )
 
 
@@ -154,8 +152,6 @@ def _check_objectives(
     """The class that a request names, and the objectives that it sets itself."""
     findings.choice("priority", request.priority, _WIRE_NAMES["priority"])
     given = _given(request.objectives)
-    for name, value in given.items():
-        findings.number(f"objectives.{name}", value, OBJECTIVES[name])
     own = Goals(*(given.get(name, math.inf) for name in OBJECTIVES))
     if not request.HasField("request_class"):
         return RequestClass(), own
@@ -169,7 +165,8 @@ def _check_objectives(
 def fit(prompt_len: int, asked: Asked) -> int:
     """Returns how many tokens to generate; raises `InvalidRequest` with the numbers where prompt
     and answer exceed the model's context."""
-    model, max_tokens = asked.model, asked.max_tokens
+    model, stopping, most = asked.model, asked.sent.stopping, asked.most_tokens
+    has_own = stopping.HasField("max_tokens")
     room = model.max_model_len - prompt_len
     findings = Findings()
     if prompt_len == 0:
@@ -177,43 +174,32 @@ def fit(prompt_len: int, asked: Asked) -> int:
     elif room < 1:
         limit = f"at most {model.max_model_len - 1} prompt tokens, so that one can be generated"
         findings.add("prompt", limit, f"{prompt_len} tokens")
-    elif max_tokens is not None and max_tokens > room:
+    elif has_own and most > room:
         limit = (
             f"at most {room}: the prompt has {prompt_len} tokens and the model accepts "
             f"{model.max_model_len} in all"
         )
-        findings.add("stopping.max_tokens", limit, max_tokens)
-    found = min(model.defaults.max_tokens, max(room, 0)) if max_tokens is None else max_tokens
-    if asked.min_tokens > found and not findings.violations:
+        findings.add("stopping.max_tokens", limit, most)
+    found = most if has_own else min(most, max(room, 0))
+    if stopping.min_tokens > found and not findings.violations:
         limit = (
             f"at most {found}, which is the model's max_tokens within the room that the prompt "
             "leaves"
         )
-        findings.add("stopping.min_tokens", limit, asked.min_tokens)
+        findings.add("stopping.min_tokens", limit, stopping.min_tokens)
     findings.raise_any()
     return found
 
 
-def _check_output(output: pb.OutputOptions, is_stream: bool, findings: Findings) -> None:
-    findings.number("output.logprobs", output.logprobs, LOGPROBS)
-    if output.drafts and not is_stream:
-        findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
-
-
-def _check_sampling(
-    sampling: pb.SamplingParams,
-    model: ModelInfo,
-    refused: Mapping[int, str],
-    findings: Findings,
-) -> None:
-    for field, value in sampling.ListFields():
-        name = field.name
-        if (bounds := SAMPLING.get(name)) is None:
-            continue
-        most = model.vocab_size if name == "top_k" else None
-        findings.number(f"sampling.{name}", value, bounds, most=most)
-    if sampling.logit_bias:
-        _check_bias(sampling.logit_bias, refused, model, findings)
+def _check_numbers(request: pb.GenerateRequest, model: ModelInfo, findings: Findings) -> None:
+    """Those that mean the same with every algorithm."""
+    stopping, room = request.stopping, model.max_model_len - 1
+    longest = stopping.max_tokens if stopping.HasField("max_tokens") else room
+    most = {"top_k": model.vocab_size, "max_tokens": room, "min_tokens": longest}
+    for section, known in _NUMBERS.items():
+        for name, value in _given(getattr(request, section)).items():
+            if name in known:
+                findings.number(f"{section}.{name}", value, known[name], most=most.get(name))
 
 
 def _check_bias(
@@ -236,12 +222,6 @@ def _check_bias(
 
 
 def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Findings) -> None:
-    if stopping.HasField("max_tokens"):
-        most = model.max_model_len - 1
-        findings.number("stopping.max_tokens", stopping.max_tokens, MAX_TOKENS, most=most)
-    if stopping.min_tokens:
-        most = stopping.max_tokens if stopping.HasField("max_tokens") else model.max_model_len - 1
-        findings.number("stopping.min_tokens", stopping.min_tokens, MIN_TOKENS, most=most)
     if len(stopping.stop) > MOST_STOPS:
         findings.add("stopping.stop", f"at most {MOST_STOPS} strings", len(stopping.stop))
     else:
@@ -326,11 +306,6 @@ def _by_blocks(model: ModelInfo) -> str:
     )
 
 
-def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:
-    ends = () if stopping.ignore_eos else end_ids
-    return tuple(sorted({*ends, *stopping.stop_token_ids}))
-
-
 def _resolve_sampling(sampling: pb.SamplingParams, model: ModelInfo, seed: int) -> Sampling:
     given = {"seed": seed, **_given(sampling)}
     if sampling.logit_bias:
@@ -348,6 +323,6 @@ def _resolve_settings(
     return msgspec.structs.replace(defaults, **given) if given else defaults
 
 
-def _given(params: pb.SamplingParams | pb.DecodingParams | pb.Objectives) -> dict[str, Any]:
+def _given(params: Message) -> dict[str, Any]:
     """The fields that are set; the rest take the model's defaults."""
     return {field.name: value for field, value in params.ListFields()}

@@ -18,12 +18,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from effuse.client.answer import FINISH_REASONS, WholeAnswer
 from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import NotFound
 from effuse.protos.rpc import Context
-from effuse.router.client import CANNOT_SERVE, FINISH_REASONS, Translate, WholeAnswer
+from effuse.router.client import CANNOT_SERVE, Translate
 from effuse.router.findings import SEEDS, Findings
 from effuse.router.handler import Serving
 from effuse.router.request import Request

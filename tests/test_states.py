@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from effuse.kvtransfer import handoff, pool
-from effuse.placement import lease
+from effuse.placement import leases as lease
 from effuse.router import request_states
 
 DOCS = Path(__file__).parent.parent / "docs"

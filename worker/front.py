@@ -26,8 +26,7 @@ from effuse.models.config_keys import CheckpointError
 from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
 from effuse.placement.access import RedisAccess
-from effuse.placement.fleet import FleetView
-from effuse.placement.lease import Announcer, Superseded
+from effuse.placement.leases import Announcer, FleetView, Superseded
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.channels import FleetAccess, filled
@@ -39,10 +38,9 @@ from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.worker import wire
-from effuse.worker.attempts import Attempts
+from effuse.worker.attempts import Attempts, Duty
 from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
 from effuse.worker.gpus import check_device
-from effuse.worker.roles import Duty
 from effuse.worker.shell import Shell
 from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarnation
 

@@ -31,11 +31,10 @@ from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
 from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics, gauges
 from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
-from effuse.worker.attempts import Attempts, OpenAttempt
+from effuse.worker.attempts import Attempts, Duty, OpenAttempt
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, StartDecode, StartPrefill, ToEngine
 from effuse.worker.peer import Quarantines
-from effuse.worker.roles import Duty
 from effuse.worker.supervisor import EngineLife, Supervisor
 
 

@@ -43,11 +43,11 @@ from effuse.protos.errors import DETAILS_KEY, EffuseError, Unauthenticated, Unav
         (arguments.text, "a\udcff", r"expected UTF-8 text, got 'a\udcff'"),
         (arguments.seconds, "0", "expected a number in (0, 604800], got 0"),
         (arguments.seconds, "1e300", "expected a number in (0, 604800], got 1e300"),
-        (arguments.redis_url, "localhost", "expected redis://HOST:PORT/DB, got 'localhost'"),
+        (arguments.redis_url, "localhost", "expected redis://host:port/db, got 'localhost'"),
         (
             arguments.redis_url,
             "redis://h:x/0",
-            "expected redis://HOST:PORT/DB, got 'redis://h:x/0'",
+            "expected redis://host:port/db, got 'redis://h:x/0'",
         ),
     ],
 )

@@ -155,7 +155,7 @@ def _help() -> str:
         (["--page-sise", "8"], "unrecognized arguments: --page-sise 8"),
         (["--prefil", "2"], "did you mean --prefill?"),
         (["--kv-layout", "paged"], "argument --kv-layout: invalid choice: 'paged'"),
-        (["--redis-url", "http://x"], "expected redis://HOST:PORT/DB, got 'http://x'"),
+        (["--redis-url", "http://x"], "expected redis://host:port/db, got 'http://x'"),
         (
             ["--worker-id=mine"],
             "--worker-id=mine: not a flag of `effuse up`, which sets it for each process",

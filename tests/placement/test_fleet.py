@@ -11,7 +11,7 @@ import pytest
 import redis
 import redis_server
 
-from effuse.placement.fleet import GRACE_S, MOST_PARDONS, FleetView, Snapshot, merge, pause_s
+from effuse.placement.leases import GRACE_S, MOST_PARDONS, FleetView, Snapshot, merge, pause_s
 from effuse.placement.records import WorkerRecord, encode
 from effuse.placement.store import Store
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effuse.placement.lease import (
+from effuse.placement.leases import (
     TRANSITIONS,
     IllegalLeaseEvent,
     Lease,

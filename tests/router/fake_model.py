@@ -109,7 +109,7 @@ def request_of(request_id: str = "r", **fields: object) -> Request:
         arrived=0.0,
         limit_s=60.0,
         deadline=60.0,
-        answer=AnswerState(text=AnswerText(tokenizer, asked.stops), **state),  # type: ignore[arg-type]
+        answer=AnswerState(text=AnswerText(tokenizer, asked.sent.stopping.stop), **state),  # type: ignore[arg-type]
         **fields,  # type: ignore[arg-type]
     )
 

@@ -11,7 +11,7 @@ import pytest
 from router.fake_model import worker_record
 from router.fake_workers import FakeDecode, Handoffs
 
-from effuse.placement.fleet import FleetView
+from effuse.placement.leases import FleetView
 from effuse.placement.records import WorkerRecord
 from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost

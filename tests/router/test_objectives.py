@@ -42,7 +42,7 @@ def test_a_request_takes_its_own_objectives_then_its_class_then_the_routers() ->
     assert asked(router, request_class="chat").goals == Goals(0.5, 0.1)
     assert asked(router, request_class="batch").goals == router
     own = asked(router, request_class="chat", objectives=pb.Objectives(gap_within=0.25))
-    assert own.goals == Goals(0.5, 0.25) and own.request_class == "chat"
+    assert own.goals == Goals(0.5, 0.25) and own.sent.request_class == "chat"
 
 
 def test_a_class_sets_the_priority_unless_the_request_does() -> None:

@@ -45,7 +45,9 @@ class Peer:
     async def exchange(self) -> None:
         load = RoutedLoad(self.worker.worker_id, self.worker.incarnation, self.running)
         loads = (load,) if self.running else ()
-        own = RouterRecord(router_id=self.name, address="", waiting=self.waiting, loads=loads)
+        has_any = self.running or self.waiting
+        waiting = {self.worker.model.name: self.waiting} if has_any else {}
+        own = RouterRecord(router_id=self.name, address="", waiting_by_model=waiting, loads=loads)
         await self.routers.exchange(own)
 
     def place(self) -> None:
@@ -158,19 +160,16 @@ def test_requests_that_wait_for_one_model_leave_others_seats_alone() -> None:
             model=msgspec.structs.replace(one.worker.model, name="other"),
         )
         await one.exchange()
-        for by_model, seats_of_other in (
-            ({one.worker.model.name: 5}, 8),
-            ({one.worker.model.name: 5, "other": 0}, 8),
-            ({one.worker.model.name: 0, "other": 5}, 4),
-            (None, 4),  # a router of before, which may mean either
+        for by_model, seats, seats_of_other in (
+            ({one.worker.model.name: 5}, 4, 8),
+            ({one.worker.model.name: 5, "other": 0}, 4, 8),
+            ({one.worker.model.name: 0, "other": 5}, 8, 4),
         ):
-            told = RouterRecord(
-                router_id=two.name, address="", waiting=5, waiting_by_model=by_model
-            )
+            told = RouterRecord(router_id=two.name, address="", waiting_by_model=by_model)
             await two.routers.exchange(told)
             await one.exchange()
             assert one.routers.seats(other) == seats_of_other
-        assert one.routers.seats(one.worker) == 4
+            assert one.routers.seats(one.worker) == seats
 
     asyncio.run(go())
 

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 from router.fake_model import worker_record
 
-from effuse.placement.fleet import FleetView
+from effuse.placement.leases import FleetView
 from effuse.placement.records import Role, WorkerRecord
 from effuse.protos import errors
 from effuse.protos.channels import FleetAccess, FleetChannel

@@ -10,10 +10,10 @@ from router.asking import ask, failure, request
 from router.fake_workers import holds
 from router.fakes import FakeFleet, run
 
+from effuse.client.retries import REPEATED_KEY
 from effuse.placement.records import PlacementRecord, RouterRecord
 from effuse.placement.store import Claim, StoreFull, StoreUnavailable
 from effuse.protos import errors
-from effuse.router.handler import REPEATED_KEY
 from effuse.v1 import generation_pb2 as pb
 
 TEXT = "the answer is three"

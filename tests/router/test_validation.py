@@ -98,7 +98,7 @@ def test_every_field_that_is_wrong_is_named() -> None:
 def test_drafts_are_for_streams() -> None:
     request = good()
     request.output.drafts = True
-    assert check(request).wants_drafts
+    assert check(request).sent.output.drafts
     with pytest.raises(InvalidRequest, match="only GenerateStream"):
         check(request, is_stream=False)
 
@@ -116,7 +116,7 @@ def test_defaults_are_resolved() -> None:
     assert thresholds == pytest.approx((0.9, 0.1, 0.95))
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0, 1, 0)
     assert asked.stop_token_ids == (EOS,)
-    assert asked.max_tokens is None
+    assert asked.most_tokens == asked.model.defaults.max_tokens
 
 
 def sdar_like() -> ModelInfo:
@@ -166,11 +166,15 @@ def test_what_is_set_is_kept_zeros_too() -> None:
     assert asked.settings.algorithm == "block_diffusion"
     assert (asked.settings.remasking, asked.settings.score) == ("low_confidence_static", "margin")
     assert (asked.settings.denoising_steps, asked.settings.confidence_threshold) == (1, 0)
-    assert (asked.stop_token_ids, asked.max_tokens, asked.stops) == ((3, 7), 5, ("x",))
+    assert (asked.stop_token_ids, asked.most_tokens) == ((3, 7), 5)
+    assert asked.sent.stopping.stop == ["x"]
 
 
 def of_length(max_tokens: int | None) -> Asked:
-    return msgspec.structs.replace(check(good()), max_tokens=max_tokens)
+    request = good()
+    if max_tokens is not None:
+        request.stopping.max_tokens = max_tokens
+    return check(request)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +218,7 @@ def test_what_changes_logits_is_kept() -> None:
         min_p=0.25, presence_penalty=-2, frequency_penalty=0.5, repetition_penalty=10,
         logit_bias=((3, 2.5), (7, -100.0)),
     )  # fmt: skip
-    assert asked.min_tokens == 5
+    assert asked.sent.stopping.min_tokens == 5
     assert asked.sampling.edits_logits and not check(good()).sampling.edits_logits
 
 

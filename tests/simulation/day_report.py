@@ -10,7 +10,7 @@ from typing import cast
 
 from router.fake_model import worker_record
 
-from effuse.placement.fleet import FleetView
+from effuse.placement.leases import FleetView
 from effuse.router.fleet import RoutedFleet
 
 from .day_fleet import Staff, State

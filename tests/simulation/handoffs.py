@@ -24,7 +24,7 @@ from effuse.kvtransfer.handoff import (
 )
 from effuse.kvtransfer.pool import TRANSITIONS as PAGE
 from effuse.kvtransfer.pool import PageEvent, PageState
-from effuse.placement.lease import Lease, LeaseEvent, LeaseState, LeaseTimes, advance
+from effuse.placement.leases import Lease, LeaseEvent, LeaseState, LeaseTimes, advance
 
 from .clock import Violation
 

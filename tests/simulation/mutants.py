@@ -29,7 +29,7 @@ from effuse.kvtransfer.handoff import (
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.push import Push
 from effuse.kvtransfer.reception import Receptions
-from effuse.placement import fleet
+from effuse.placement import leases as fleet
 from effuse.placement.records import MalformedRecord, PlacementRecord
 from effuse.placement.writer import PlacementWriter
 from effuse.prefill_worker.prompts import Prompt

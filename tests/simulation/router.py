@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from effuse.config.decoding import Sampling
-from effuse.placement.fleet import Snapshot, merge
+from effuse.placement.leases import Snapshot, merge
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, Unavailable

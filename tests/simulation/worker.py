@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from effuse.kvtransfer.messages import AttemptId, Reservation
-from effuse.placement.lease import Lease, LeaseEvent, LeaseState, LeaseTimes, advance
+from effuse.placement.leases import Lease, LeaseEvent, LeaseState, LeaseTimes, advance
 from effuse.placement.records import Role
 from effuse.worker.attempts import attempt_of
 from effuse.worker.messages import (

@@ -27,8 +27,7 @@ from loopbacks import LOOPBACKS
 from slowness import patient
 
 from effuse.decode_worker.server import make_role
-from effuse.placement.fleet import FleetView
-from effuse.placement.lease import Announcer, LeaseTimes, Superseded
+from effuse.placement.leases import Announcer, FleetView, LeaseTimes, Superseded
 from effuse.placement.records import Load
 from effuse.placement.store import Store
 from effuse.protos import rpc

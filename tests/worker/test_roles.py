@@ -9,7 +9,7 @@ import pytest
 
 from effuse.placement.records import Kind, Role
 from effuse.protos.errors import InvalidRequest, OtherRole, Refused
-from effuse.worker.roles import ROLES, Duty
+from effuse.worker.attempts import ROLES, Duty
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ACCEPTS: dict[Role, set[Kind]] = {

@@ -1,0 +1,334 @@
+"""Leases of workers, from both ends: the worker that holds one, and each reader of all of them.
+
+The holder's end is a table of states and events, and the next time to ask. `Announcer` keeps the
+lease in Redis as long as the worker lives. A lost Redis stops nothing there.
+
+The reader's end is the fleet in memory (`FleetView`), refreshed beside the requests. Reading it
+costs nothing and never fails. When a lease expires by the reader's own clock, the worker is
+dropped, but only while the reader gets answers. After a time without Redis, or in which this
+process was stopped, workers have a full period to show that they live.
+
+The tables, `advance` and `merge` are pure, with the clock as an argument. Time is in monotonic
+seconds of this process; no timestamp leaves it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final
+
+from msgspec import structs
+
+from effuse.placement.records import MalformedRecord, WorkerRecord, decode_worker
+from effuse.placement.store import Store, StoreUnavailable
+
+LOG = logging.getLogger(__name__)
+
+
+class LeaseState(Enum):
+    """The state of the lease."""
+
+    ABSENT = "absent"  # not taken yet
+    HELD = "held"
+    SUPERSEDED = "superseded"  # a later process with this worker's id has taken it; final
+    RELEASED = "released"  # released; final
+
+
+class LeaseEvent(Enum):
+    """The answer of Redis, or that there was none."""
+
+    HELD = "held"  # taken or renewed
+    SUPERSEDED = "superseded"
+    UNREACHABLE = "unreachable"
+    RELEASED = "released"
+
+
+class IllegalLeaseEvent(Exception):
+    """An event that cannot happen in this state."""
+
+    def __init__(self, state: LeaseState, event: LeaseEvent) -> None:
+        super().__init__(f"a lease in state {state.value} does not accept the event {event.value}")
+
+
+_S, _E = LeaseState, LeaseEvent
+TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseEvent], LeaseState]] = {
+    (_S.ABSENT, _E.HELD): _S.HELD,
+    (_S.ABSENT, _E.UNREACHABLE): _S.ABSENT,
+    (_S.ABSENT, _E.RELEASED): _S.RELEASED,
+    (_S.HELD, _E.HELD): _S.HELD,
+    (_S.HELD, _E.SUPERSEDED): _S.SUPERSEDED,
+    (_S.HELD, _E.UNREACHABLE): _S.HELD,  # renewing late is safe: the renewal compares holders
+    (_S.HELD, _E.RELEASED): _S.RELEASED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTimes:
+    """Durations of a lease, in seconds."""
+
+    ttl_s: float = 3.0  # a worker that is silent for this long is gone
+    renew_s: float = 0.5  # from one renewal to the next
+    retry_s: float = 0.25  # until the next attempt after Redis did not answer
+
+    def __post_init__(self) -> None:
+        if not 0 < self.retry_s <= self.renew_s < self.ttl_s:
+            raise ValueError(
+                f"expected 0 < retry_s <= renew_s < ttl_s, got {self.retry_s:g}, "
+                f"{self.renew_s:g}, {self.ttl_s:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease at one moment."""
+
+    times: LeaseTimes
+    state: LeaseState = LeaseState.ABSENT
+    due_at: float = 0.0  # when to ask Redis again
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another process has the lease, or this one has released it."""
+        return self.state in (LeaseState.SUPERSEDED, LeaseState.RELEASED)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until Redis is asked again; never negative."""
+        return max(0.0, self.due_at - now)
+
+
+def advance(lease: Lease, event: LeaseEvent, now: float) -> Lease:
+    """Returns the lease after `event`; raises `IllegalLeaseEvent` that names both."""
+    state = TRANSITIONS.get((lease.state, event))
+    if state is None:
+        raise IllegalLeaseEvent(lease.state, event)
+    times = lease.times
+    pause_s = times.retry_s if event is LeaseEvent.UNREACHABLE else times.renew_s
+    return Lease(times, state, now + pause_s)
+
+
+class Superseded(Exception):
+    """A later process announces itself under this worker's id."""
+
+
+class Announcer:
+    """Announces the result of `describe`, immediately after `wake` is set, otherwise every
+    `times.renew_s`.
+
+    The lease belongs to the process, whichever engine's life its record describes. `holder` is the
+    process's id, and ids of later processes sort after those of earlier ones. `describe` returns
+    None while there is nothing to announce, because no engine was ready yet.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        describe: Callable[[], WorkerRecord | None],
+        holder: str,
+        *,
+        times: LeaseTimes | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._describe = describe
+        self._holder = holder
+        self._now = now
+        self._lease = Lease(times or LeaseTimes())
+        self._is_heard = True  # as far as the log shows
+        self.wake = asyncio.Event()  # to announce soon, because an urgent part has changed
+        # A release waits for the running announcement, whose answer would undo the release.
+        self._turn = asyncio.Lock()
+
+    @property
+    def state(self) -> LeaseState:
+        return self._lease.state
+
+    async def run(self) -> None:
+        """Announces until the lease is released; raises `Superseded` if a later process has it."""
+        while not self._lease.is_over:
+            record = self._describe()
+            if record is None:
+                await self._wait_for_change(self._lease.times.renew_s)
+                continue
+            async with self._turn:
+                if self.state is not LeaseState.RELEASED:
+                    await self._announce(record)
+            await self._wait_for_change(self._lease.wait_s(self._now()))
+        if self.state is LeaseState.SUPERSEDED:
+            raise Superseded("another process announces itself under this worker's id")
+
+    async def release(self) -> None:
+        """Removes this worker, so that no process waits for its lease to expire."""
+        async with self._turn:
+            record = self._describe()
+            if record is not None and self._lease.state is LeaseState.HELD:
+                try:
+                    await self._ask(structs.replace(record, state="released"))
+                except StoreUnavailable as error:
+                    LOG.warning("the lease was not released and will expire: %s", error)
+            self._lease = Lease(self._lease.times, LeaseState.RELEASED)
+
+    async def _announce(self, record: WorkerRecord) -> None:
+        before = self._lease
+        try:
+            event = await self._ask(record)
+        except StoreUnavailable as error:
+            if self._is_heard:
+                LOG.warning("%s is not announced: %s", record.worker_id, error)
+            self._is_heard = False
+            event = LeaseEvent.UNREACHABLE
+        else:
+            if not self._is_heard:
+                LOG.info("%s is announced", record.worker_id)
+            self._is_heard = True
+        self._lease = advance(before, event, self._now())
+        if self._lease.state is not before.state:
+            LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)
+
+    async def _ask(self, record: WorkerRecord) -> LeaseEvent:
+        takes, ttl_s = self.state is LeaseState.ABSENT, self._lease.times.ttl_s
+        return LeaseEvent(await self._store.announce(record, ttl_s, self._holder, takes=takes))
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.wake.wait()
+        except TimeoutError:
+            return
+        self.wake.clear()
+
+
+DEAF_S: Final = 2.0
+"""A reader without an answer for this long has missed polls, and judges no lease."""
+GRACE_S: Final = LeaseTimes().ttl_s
+"""Time for a worker to appear again after the reader missed polls."""
+MOST_SHARE: Final = 0.02
+MOST_PAUSE_S: Final = 1.0
+"""Share of a process's time that following the fleet should take, and the longest pause for it."""
+MOST_PARDONS: Final = 3
+"""How often in a row it gets this time: Redis may be lost again before the worker appears."""
+
+
+def pause_s(usual_s: float, used_s: float) -> float:
+    """Seconds until the next look at the fleet, if the last one used `used_s` seconds of CPU. A
+    large fleet is looked at less often."""
+    return max(usual_s, min(MOST_PAUSE_S, used_s / MOST_SHARE))
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A worker, and until when its lease holds by our clock."""
+
+    record: WorkerRecord
+    expires_at: float
+    pardons: int = 0  # new periods since it last appeared, because the reader missed polls
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The knowledge of one reader at one moment."""
+
+    sightings: dict[str, Sighting]  # in the order of their ids
+    is_current: bool  # the last poll was answered
+    malformed: int = 0  # records ignored so far because they broke their schema
+    heard_at: float = float("-inf")  # when the last answered poll was sent
+    faults: frozenset[str] = frozenset()  # errors of the records ignored in its answer
+
+    def is_deaf(self, now: float) -> bool:
+        """Whether it cannot know which workers are gone: no answer of Redis, or a late poll."""
+        return not self.is_current or now - self.heard_at > DEAF_S
+
+    def alive(self, now: float) -> list[WorkerRecord]:
+        """Workers whose lease holds, or all while the reader is deaf; in the order of ids."""
+        is_deaf = self.is_deaf(now)
+        return [s.record for s in self.sightings.values() if is_deaf or s.expires_at > now]
+
+
+def merge(
+    before: Snapshot, answer: list[tuple[bytes, float]], asked_at: float, now: float
+) -> Snapshot:
+    """Returns the view after one poll; `answer` is (stored record, lease left in seconds).
+
+    A worker that is missing from the answer stays until its last known lease expires, so that an
+    emptied or restarted Redis removes no worker. If the reader was deaf, the worker stays for at
+    least `GRACE_S`: it may have been stopped too, or must return to a Redis that was lost. It gets
+    this period at most `MOST_PARDONS` times in a row, so that even a reader that is always late
+    sees dead workers. A worker that has released its lease leaves immediately.
+    """
+    found: dict[str, Sighting] = {}
+    malformed, faults = before.malformed, set[str]()
+    for value, left_s in answer:
+        try:
+            record = decode_worker(value)
+        except MalformedRecord as error:
+            malformed += 1
+            if (fault := str(error)) not in before.faults | faults:
+                LOG.warning("ignored a %s", fault)
+            faults.add(fault)
+            continue
+        found[record.worker_id] = Sighting(record, asked_at + left_s)
+    missing = {k: s for k, s in before.sightings.items() if k not in found}
+    if before.is_deaf(now):
+        missing = {k: _pardon(s, now) for k, s in missing.items()}
+    kept = {k: s for k, s in missing.items() if s.expires_at > now}
+    here = {k: s for k, s in found.items() if s.record.state != "released"}
+    sightings = dict(sorted({**kept, **here}.items()))
+    return Snapshot(sightings, True, malformed, asked_at, frozenset(faults))
+
+
+def _pardon(sighting: Sighting, now: float) -> Sighting:
+    if sighting.pardons == MOST_PARDONS:
+        return sighting
+    expires_at = max(sighting.expires_at, now + GRACE_S)
+    return replace(sighting, expires_at=expires_at, pardons=sighting.pardons + 1)
+
+
+class FleetView:
+    """Polls Redis in `run`, and answers from memory."""
+
+    def __init__(
+        self, store: Store, *, poll_s: float = 0.5, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._poll_s = poll_s
+        self._now = now
+        self._snapshot = Snapshot({}, False)
+        self.polled = asyncio.Event()  # set once the first poll has ended
+
+    @property
+    def is_current(self) -> bool:
+        """True while Redis answers."""
+        return self._snapshot.is_current
+
+    def workers(self) -> list[WorkerRecord]:
+        """Returns the live workers, draining ones included, in the order of their ids."""
+        return self._snapshot.alive(self._now())
+
+    async def run(self) -> None:
+        """Polls until cancelled."""
+        while True:
+            used_s = await self.poll()
+            await asyncio.sleep(pause_s(self._poll_s, used_s))
+
+    async def poll(self) -> float:
+        """Refreshes the view once; keeps it if Redis does not answer. Returns the seconds of CPU
+        that reading the records used."""
+        used_s, asked_at = 0.0, self._now()
+        try:
+            answer = await self._store.workers()
+        except StoreUnavailable as error:
+            if self._snapshot.is_current:
+                LOG.warning("keeping the last known view of the fleet: %s", error)
+                self._snapshot = replace(self._snapshot, is_current=False)
+            elif not self.polled.is_set():
+                LOG.warning("no process of the fleet is known yet: %s", error)
+        else:
+            if not self._snapshot.is_current:
+                LOG.info("the view of the fleet is current again")
+            began = time.thread_time()
+            self._snapshot = merge(self._snapshot, answer, asked_at, self._now())
+            used_s = time.thread_time() - began
+        self.polled.set()
+        return used_s
