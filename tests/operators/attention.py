@@ -121,8 +121,14 @@ def check_cut(
     """Bitwise the same rows if the beginning of a sequence is cached, wherever it ends, and by any
     number of programs. Two query heads read each of ``kv_heads``."""
     count = cuts[-1] + 8
-    heads = {"q_heads": 2 * kv_heads, "kv_heads": kv_heads}
-    case = Case((Row(count, 0),), **heads, block_size=8, batch_invariant=True, head_dim=64)
+    case = Case(
+        (Row(count, 0),),
+        q_heads=2 * kv_heads,
+        kv_heads=kv_heads,
+        block_size=8,
+        batch_invariant=True,
+        head_dim=64,
+    )
     call = build(case, ops.device, dtype)
     ops.attention(call)
     pages = torch.arange(-(-count // case.page_size), device=ops.device).flip(0)
