@@ -140,11 +140,15 @@ def test_what_is_replaced_and_what_dies_is_started_again(
 
 
 def test_a_router_that_takes_anothers_place_is_scraped_where_that_was(model: Path) -> None:
-    """Its metrics follow once the port is free, which is after it was ready."""
+    """Its metrics follow once the port is free, which is after it was ready. This fleet is verbose:
+    it also shows lines of its processes, Redis and the logs."""
     port = free_port()
-    up = Up(model, "--metrics-port", str(port))
+    up = Up(model, "--metrics-port", str(port), "--verbose")
     try:
+        up.wait_for(r"^decode-0 +\| .*INFO .*listens on")
         page = up.wait_for(r"^page +(http://127\.0\.0\.1:\d+/)")[1]
+        up.wait_for("^redis +redis://127")
+        up.wait_for("^logs +/")
         before = _targets(page)
         assert before["router"] == f"127.0.0.1:{port}"
         up.child.send_signal(signal.SIGUSR1)
@@ -291,10 +295,9 @@ def test_it_ends_in_order_though_its_output_is_full(logs: str, model: Path, tmp_
         os.close(one)
 
 
-@pytest.mark.parametrize(("prefill", "decode", "columns"), [(1, 1, 80), (2, 2, 60)])
-def test_a_good_start_is_eight_rows_of_a_terminal(
-    prefill: int, decode: int, columns: int, model: Path
-) -> None:
+def test_a_good_start_is_eight_rows_of_a_terminal(model: Path) -> None:
+    """Of a narrow one, in which lines wrap, and of several workers."""
+    prefill, decode, columns = 2, 2, 60
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--num-pages", "64"]
@@ -335,13 +338,3 @@ def test_a_good_start_is_eight_lines_of_a_pipe(model: Path) -> None:
         assert up.end() == 0
     said = [line for line in up.said if not re.search(OF_LOAD, line)]
     assert len(said) <= 9 and said[-1].startswith("effuse up: stopping")
-
-
-def test_verbose_shows_the_rest(model: Path) -> None:
-    up = Up(model, "--verbose")
-    try:
-        up.wait_for(r"^decode-0 +\| .*INFO .*listens on")
-        up.wait_for("^redis +redis://127")
-        up.wait_for("^logs +/")
-    finally:
-        assert up.end() == 0

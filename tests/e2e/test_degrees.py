@@ -1,4 +1,8 @@
-"""A sample of `e2e.degrees`: workers of several devices give the reference decoder's tokens."""
+"""A sample of `e2e.degrees`: workers of several devices give the reference decoder's tokens.
+
+`make degrees` has all cases, among them replicas and the loops of LLaDA and Dream. For replicas,
+`worker/test_ranks.py` compares a group's tokens here.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,6 @@ from e2e.degrees import Case, differing
         Case("sdar", "nixl", 1, 2, ("d2f",)),
         Case("dream", "zmq", 2, 1, ("block_diffusion",)),
         Case("LLaDA2's loop, experts spread", "zmq", 2, 2),
-        Case("LLaDA2's loop, replicas", "nixl", 1, 2),
-        Case("Dream's loops", "zmq", 0, 2),
     ],
     ids=str,
 )

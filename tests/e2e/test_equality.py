@@ -87,7 +87,6 @@ def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(served: Se
     ("architecture", "connector", "flags"),
     [
         ("sdar", "nixl", ("--kv-layout", "distinct")),
-        ("dream", "zmq", ("--kv-layout", "distinct")),
         ("dream", "zmq", ("--attention", "flex")),
     ],
 )
@@ -102,14 +101,21 @@ def test_tokens_equal_the_oracles_with_another_layout_or_attention(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "connector", "algorithm"),
-    [("sdar", "zmq", "block_diffusion"), ("dream", "nixl", "d2f")],
+    ("architecture", "connector", "algorithm", "flags"),
+    [
+        ("sdar", "zmq", "block_diffusion", ()),
+        ("dream", "nixl", "d2f", ("--kv-layout", "distinct")),
+    ],
 )
 def test_tokens_equal_the_oracles_while_requests_are_preempted(
-    architecture: Architecture, connector: str, algorithm: str
+    architecture: Architecture, connector: str, algorithm: str, flags: tuple[str, ...]
 ) -> None:
-    """Each family, connector and algorithm once. Preempted requests already have all pages."""
-    with tiny_fleet(architecture, connector=connector, decode_flags=("--num-pages", "14")) as fleet:
+    """Each family, connector, algorithm and layout once. Preempted requests already have all
+    pages."""
+    few = ("--num-pages", "14")
+    with tiny_fleet(
+        architecture, connector=connector, worker_flags=flags, decode_flags=few
+    ) as fleet:
         pairs = solid_jobs(architecture, algorithm, seed=3, least_blocks=7)
         answers = ask(fleet, [job for job, _ in pairs])
         compare(pairs, answers)

@@ -88,42 +88,49 @@ def has_all_pages(address: str) -> bool:
     return load.free_pages == load.total_pages
 
 
-def test_roles_swap_while_clients_ask_and_no_request_notices() -> None:
+@pytest.fixture(scope="module")
+def two() -> Iterator[Fleet]:
+    """Two workers that do both, for tests that set the roles of both first."""
     with tiny_fleet("sdar", connector="zmq", prefill=0, decode=0, workers=2) as fleet:
-        expected, ledger = expected_of(fleet, 3), Ledger()
-        first, second = (fleet.address_of(name) for name in fleet.names("worker"))
-        clients = Clients(fleet.address, expected, ledger, 120, seed=3)
-        with clients.sending():
-            for number in range(6):
-                wait_until(partial(ledger.has_ended, 16 * number), "no answers")
-                one, other = (first, second) if number % 2 else (second, first)
-                # Nobody decodes for a moment, and requests wait for it.
-                set_role(one, "prefill", hand_over_s=0.2)
-                set_role(other, "decode")
-        assert ledger.num_equal == 120, (ledger.failures, ledger.different)
-        assert {load_of(one).role for one in (first, second)} == {"prefill", "decode"}
-        for one in (first, second):
-            wait_until(partial(has_all_pages, one), "pages are left")
+        yield fleet
 
 
-def test_a_changed_worker_serves_its_new_role_within_a_second() -> None:
-    with tiny_fleet("sdar", connector="zmq", prefill=0, decode=0, workers=2) as fleet:
-        (job, tokens), *_ = expected_of(fleet, 5).items()
-        addresses = [fleet.address_of(name) for name in fleet.names("worker")]
-        set_role(addresses[0], "prefill")
-        set_role(addresses[1], "decode")
-        lives = {name: one.incarnation for name, one in workers_of(fleet).items()}
-        with connect(fleet.address) as client:
-            for number in range(1, 5):
-                began = time.monotonic()
-                set_role(addresses[number % 2], "prefill")
-                set_role(addresses[1 - number % 2], "decode")
-                answer = client.generate(job.message())
-                took_s = time.monotonic() - began
-                assert list(answer.token_ids) == tokens
-                assert answer.stats.decode_worker == f"worker-{1 - number % 2}"
-                print(f"change {number}: an answer of the new role after {took_s * 1000:.0f} ms")
-        assert {name: one.incarnation for name, one in workers_of(fleet).items()} == lives
+def test_roles_swap_while_clients_ask_and_no_request_notices(two: Fleet) -> None:
+    fleet = two
+    expected, ledger = expected_of(fleet, 3), Ledger()
+    first, second = (fleet.address_of(name) for name in fleet.names("worker"))
+    clients = Clients(fleet.address, expected, ledger, 120, seed=3)
+    with clients.sending():
+        for number in range(6):
+            wait_until(partial(ledger.has_ended, 16 * number), "no answers")
+            one, other = (first, second) if number % 2 else (second, first)
+            # Nobody decodes for a moment, and requests wait for it.
+            set_role(one, "prefill", hand_over_s=0.2)
+            set_role(other, "decode")
+    assert ledger.num_equal == 120, (ledger.failures, ledger.different)
+    assert {load_of(one).role for one in (first, second)} == {"prefill", "decode"}
+    for one in (first, second):
+        wait_until(partial(has_all_pages, one), "pages are left")
+
+
+def test_a_changed_worker_serves_its_new_role_within_a_second(two: Fleet) -> None:
+    fleet = two
+    (job, tokens), *_ = expected_of(fleet, 5).items()
+    addresses = [fleet.address_of(name) for name in fleet.names("worker")]
+    set_role(addresses[0], "prefill")
+    set_role(addresses[1], "decode")
+    lives = {name: one.incarnation for name, one in workers_of(fleet).items()}
+    with connect(fleet.address) as client:
+        for number in range(1, 5):
+            began = time.monotonic()
+            set_role(addresses[number % 2], "prefill")
+            set_role(addresses[1 - number % 2], "decode")
+            answer = client.generate(job.message())
+            took_s = time.monotonic() - began
+            assert list(answer.token_ids) == tokens
+            assert answer.stats.decode_worker == f"worker-{1 - number % 2}"
+            print(f"change {number}: an answer of the new role after {took_s * 1000:.0f} ms")
+    assert {name: one.incarnation for name, one in workers_of(fleet).items()} == lives
 
 
 def test_the_command_changes_a_role_and_the_table_shows_it(
@@ -204,8 +211,8 @@ def test_roles_follow_a_load_and_no_request_notices(
     """Only the measured times are given: these cores are shared, and their times mean little."""
     monkeypatch.setattr(Measured, "times", lambda self, piece, link: TIMES)
     monkeypatch.setattr(Measured, "hits", 0.0)
-    monkeypatch.setattr(steering, "AFTER_S", 2.0)
-    monkeypatch.setattr(role_changes, "COOL_S", 5.0)
+    monkeypatch.setattr(steering, "AFTER_S", 1.0)
+    monkeypatch.setattr(role_changes, "COOL_S", 2.0)
     long_prompts, long_answers = jobs_of(180, 8), jobs_of(10, 56)
     with (
         tiny_fleet(

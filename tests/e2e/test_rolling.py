@@ -1,4 +1,4 @@
-"""Every worker and two routers replaced one by one under load: no client notices."""
+"""A worker of each kind and two routers replaced one by one under load: no client notices."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def roll(fleet: Fleet, name: str) -> None:
 
 
 def test_a_rolling_update_costs_no_stream_and_changes_no_token() -> None:
-    """Prefill workers finish what they have; decode workers, without time for it, leave it to
-    others."""
+    """A prefill worker finishes its requests; a decode worker, without time for it, leaves them to
+    the other one. The routers share their port, so both are replaced."""
     jobs = draw_jobs(8, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=4)
     with tiny_fleet(
         "sdar", connector="zmq", prefill=2, decode=2, routers=ROUTERS,
@@ -112,10 +112,9 @@ def test_a_rolling_update_costs_no_stream_and_changes_no_token() -> None:
             undisturbed = {job: list(client.generate(job.message()).token_ids) for job in jobs}
         load = Load(fleet.address, jobs)
         with load.sending():
-            for name in list(fleet.processes):
-                if name != "redis":
-                    load.wait_for_answers(2 * CONCURRENT)
-                    roll(fleet, name)
+            for name in ("prefill-0", "decode-0", *fleet.names("router")):
+                load.wait_for_answers(2 * CONCURRENT)
+                roll(fleet, name)
             load.wait_for_answers(2 * CONCURRENT)
     assert not load.failures, load.failures
     assert not [job for job, token_ids in load.answers if token_ids != undisturbed[job]]

@@ -19,18 +19,18 @@ Compiled = Callable[[str], Codes]
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compiled]:
-    """By group, each compiled once."""
-    programs = child.Programs("operators.compiled", TRITON_INTERPRET="0")
+    """By group. One process compiles all of them, because its start costs more than most groups."""
+    program = child.Program("operators.compiled", "all", TRITON_INTERPRET="0")
 
     @cache
     def codes_of(group: str) -> Codes:
-        lines = [dict(line) for line in programs[group].all()]
-        codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]  # type: ignore[arg-type]
+        lines = [dict(line) for line in program.line(group)["codes"]]  # type: ignore[attr-defined]
+        codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]
         for variant, code in codes:
             print(f"{variant}: {code}")
         return codes
 
-    with contextlib.closing(programs):
+    with contextlib.closing(program):
         yield codes_of
 
 
@@ -171,3 +171,21 @@ def test_attention_for_hopper_multiplies_on_wgmma_and_copies_boxes(hopper: Codes
 def test_two_attention_programs_fit_a_processor(attention: Codes) -> None:
     for variant, code in attention:
         assert code.programs_per_processor() >= 2, (variant, str(code))
+
+
+def test_digests_keep_to_registers_and_load_16_bytes(compiled: Compiled) -> None:
+    codes = compiled("digests")
+    assert len(codes) == 4
+    assert_no_spills(codes)
+    for variant, code in codes:
+        assert code.count("LDG.E.128") > 0, (variant, str(code))
+        assert code.count("LDG.E.U") + code.count("BAR.SYNC") == 0, (variant, str(code))
+
+
+def test_the_kernels_of_steps_use_no_stack(compiled: Compiled) -> None:
+    codes = compiled("steps")
+    last = {"_gather_kernel", "_exchange_kernel"}
+    for shape in ("32x8", "4x8"):
+        own = [code for variant, code in codes if variant == shape]
+        assert {code.kernel for code in own} == {"_plan_kernel", "_advance_kernel"} | last
+        assert all(code.stack_bytes == 0 for code in own), [str(code) for code in own]

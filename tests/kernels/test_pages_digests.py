@@ -10,8 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from operators import child, digests
-from operators.device_code import DeviceCode
+from operators import digests
 from operators.digests import piece_digests
 from torch import Tensor
 
@@ -120,16 +119,3 @@ def test_weak_digests_are_found_out(
     assert digests.chance_of(weak(torch.cat(list(versions.values()))))
     assert digests.chance_of(weak(versions["swapped_words"]))
     assert digests.chance_of(weak(versions["flipped_bit"]))
-
-
-def test_the_kernel_keeps_to_registers_and_loads_16_bytes() -> None:
-    lines = child.json_lines("operators.compiled", "digests", TRITON_INTERPRET="0")
-    assert len(lines) == 4
-    for line in lines:
-        variant = line.pop("variant")
-        code = DeviceCode(**line)  # type: ignore[arg-type]
-        print(f"{variant}: {code}, LDG.E.128 {code.count('LDG.E.128')}")
-        spilled = code.stack_bytes + code.count("LDL") + code.count("STL")
-        assert spilled == 0, (variant, str(code))
-        assert code.count("LDG.E.128") > 0, (variant, str(code))
-        assert code.count("LDG.E.U") + code.count("BAR.SYNC") == 0, (variant, str(code))

@@ -44,15 +44,6 @@ def test_the_triton_machine_is_the_pure_one() -> None:
         assert not line["failure"], f"{line['name']}: {line['failure']}"
 
 
-@pytest.mark.parametrize("shape", ["32x8", "4x8"])
-def test_the_kernels_fit_registers_on_sm_90(shape: str) -> None:
-    """Block size x window, as in an engine's slots."""
-    lines = child.json_lines("operators.compiled_steps", shape, TRITON_INTERPRET="0")
-    last = {"_gather_kernel", "_exchange_kernel"}
-    assert {line["kernel"] for line in lines} == {"_plan_kernel", "_advance_kernel"} | last
-    assert all(line["stack_bytes"] == 0 for line in lines), lines
-
-
 def test_a_whole_step_of_kernels_gives_the_engines_tokens() -> None:
     """Dream: with the shift and the boundary vector."""
     (line,) = child.json_lines("operators.device_steps", "dream", TRITON_INTERPRET="1")

@@ -116,11 +116,19 @@ def check_cut(
     dtype: torch.dtype,
     cuts: Sequence[int] = SHORT_CUTS,
     splits: Sequence[int | None] = (None,),
+    kv_heads: int = 2,
 ) -> None:
     """Bitwise the same rows if the beginning of a sequence is cached, wherever it ends, and by any
-    number of programs."""
+    number of programs. Two query heads read each of ``kv_heads``."""
     count = cuts[-1] + 8
-    case = Case((Row(count, 0),), block_size=8, batch_invariant=True, head_dim=64)
+    case = Case(
+        (Row(count, 0),),
+        q_heads=2 * kv_heads,
+        kv_heads=kv_heads,
+        block_size=8,
+        batch_invariant=True,
+        head_dim=64,
+    )
     call = build(case, ops.device, dtype)
     ops.attention(call)
     pages = torch.arange(-(-count // case.page_size), device=ops.device).flip(0)

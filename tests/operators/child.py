@@ -94,21 +94,3 @@ def json_lines(module: str, group: str, **environment: str) -> list[Line]:
     """All lines of ``python -m module group``; AssertionError if it fails."""
     with contextlib.closing(Program(module, group, **environment)) as program:
         return program.all()
-
-
-class Programs:
-    """Programs of one module by their groups, each begun when it is first asked for."""
-
-    def __init__(self, module: str, **environment: str) -> None:
-        self._module, self._environment = module, environment
-        self._begun: dict[str, Program] = {}
-
-    def __getitem__(self, group: str) -> Program:
-        if group not in self._begun:
-            self._begun[group] = Program(self._module, group, **self._environment)
-        return self._begun[group]
-
-    def close(self) -> None:
-        """Ends those that were begun."""
-        for program in self._begun.values():
-            program.close()

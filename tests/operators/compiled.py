@@ -1,16 +1,16 @@
-"""Compiles the kernels for sm_90 as the models would launch them; one JSON line for each kernel.
+"""Compiles the kernels for sm_90 as the models would launch them; one JSON line for each group.
 
-A program of its own (`python -m operators.compiled GROUP`): it must not be the process that runs
+A program of its own (`python -m operators.compiled`): it must not be the process that runs
 the interpreter, and it needs no GPU. Shapes are Dream-7B's, LLaDA-8B's and the bundled model's.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -40,11 +40,12 @@ from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.values import LogitEdits, RowSampling, WeightedParts
 from operators import digests
-from operators.device_code import DeviceCode, device_code
+from operators.compiled_steps import compiled
+from operators.device_code import Kernel, codes_of, kernels_of
 from operators.pool import layer_of
 
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
-Variants = Iterator[tuple[str, list[DeviceCode]]]
+Variants = Iterator[tuple[str, list[Kernel]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,23 +172,23 @@ def launch_pages(*, distinct: bool = False) -> None:
 def attention_variants() -> Variants:
     for name, shape in SHAPES.items():
         modules = [attention_triton, attention_splits_triton]
-        yield name, device_code(modules, partial(launch_attention, shape))
+        yield name, kernels_of(modules, partial(launch_attention, shape))
 
 
 def hopper_variants() -> Variants:
     for name, shape in HOPPER_SHAPES.items():
         launch = partial(launch_attention, shape, hopper=True)
-        yield name, device_code([attention_gluon, attention_splits_triton], launch)
+        yield name, kernels_of([attention_gluon, attention_splits_triton], launch)
         invariant = partial(launch, invariant=True)
         modules = [attention_gluon, attention_splits_triton]
-        yield f"{name}_invariant", device_code(modules, invariant)
+        yield f"{name}_invariant", kernels_of(modules, invariant)
 
 
 def distinct_variants() -> Variants:
     for name, shape in SHAPES.items():
         modules = [attention_triton, attention_splits_triton]
-        yield name, device_code(modules, partial(launch_attention, shape, distinct=True))
-    yield "pages", device_code([pages_distinct_triton], partial(launch_pages, distinct=True))
+        yield name, kernels_of(modules, partial(launch_attention, shape, distinct=True))
+    yield "pages", kernels_of([pages_distinct_triton], partial(launch_pages, distinct=True))
 
 
 def launch_sum(size: int, *, shares: bool, ahead: bool, num_parts: int = 0) -> None:
@@ -206,7 +207,7 @@ def peer_variants() -> Variants:
     for size, shares, num_parts in cases:
         launch = partial(launch_sum, size, shares=shares, ahead=shares, num_parts=num_parts)
         name = f"{size}_ranks{'_share' * shares}{'_parts' * bool(num_parts)}"
-        yield name, device_code([peers_triton], launch)
+        yield name, kernels_of([peers_triton], launch)
 
 
 def row_variants() -> Variants:
@@ -233,7 +234,7 @@ def row_variants() -> Variants:
     }
     modules = [rowwise_triton, rotary_triton, pages_triton]
     for name, launch in launches.items():
-        yield name, device_code(modules, launch)
+        yield name, kernels_of(modules, launch)
 
 
 # (rows, H, I): steps of 1, 32, 48 and 64 blocks of 32 rows of LLaDA2.0-mini, and one in fp32.
@@ -264,27 +265,27 @@ def launch_experts(
 def expert_variants() -> Variants:
     for name, shape in EXPERT_SHAPES.items():
         modules = [experts_routes_triton, experts_triton]
-        yield name, device_code(modules, partial(launch_experts, *shape))
+        yield name, kernels_of(modules, partial(launch_experts, *shape))
 
 
 def invariant_expert_variants() -> Variants:
     """Weights come first: one instruction for tiles of any number of rows."""
     for name in ("llada2_1", "llada2_32", "llada2_64"):
         launch = partial(launch_experts, *EXPERT_SHAPES[name], invariant=True)
-        yield name, device_code([experts_routes_triton, experts_triton], launch)
+        yield name, kernels_of([experts_routes_triton, experts_triton], launch)
 
 
 def sampling_variants() -> Variants:
     modules = [sampling_filters_triton, sampling_triton]
-    yield "dream_bf16", device_code(modules, lambda: launch_sampling(2048, 152_064, BF16))
-    yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
+    yield "dream_bf16", kernels_of(modules, lambda: launch_sampling(2048, 152_064, BF16))
+    yield "bundled_fp32", kernels_of(modules, lambda: launch_sampling(64, 301, FP32))
     sdar = partial(launch_sampling, 2048, 151_936, BF16, top_k_first=True)
-    yield "sdar_bf16", device_code(modules, sdar)
+    yield "sdar_bf16", kernels_of(modules, sdar)
     share = partial(launch_share, 128, 152_064 // 4)
-    yield "dream_share", device_code([*modules, sampling_finish_triton], share)
+    yield "dream_share", kernels_of([*modules, sampling_finish_triton], share)
     for name, rows, vocab_size in (("dream_edits", 256, 152_064), ("bundled_edits", 64, 301)):
         launch = partial(launch_edits, rows, vocab_size)
-        yield name, device_code([sampling_edits_triton], launch)
+        yield name, kernels_of([sampling_edits_triton], launch)
 
 
 def digest_variants() -> Variants:
@@ -298,17 +299,17 @@ def digest_variants() -> Variants:
         pages, ids, key = meta(64, page_bytes // 2), meta(64, dtype=INT64), meta(49, dtype=INT64)
         out = meta(64, num_bytes // piece_bytes, dtype=INT64)
         launch = partial(digests.launch, pages, ids, key, piece_bytes, 0, out)
-        yield name, device_code([pages_digests_triton], launch)
+        yield name, kernels_of([pages_digests_triton], launch)
 
 
 def product_variants() -> Variants:
     """Every tile, and that of a router, whose results are fp32."""
     for tile in products_hopper.TILES:
         launch = partial(products_hopper.launch, meta(264, 3584), meta(4608, 3584), tile=tile)
-        yield f"{tile.rows}x{tile.consumers}", device_code([products_gluon], launch)
+        yield f"{tile.rows}x{tile.consumers}", kernels_of([products_gluon], launch)
     x, router = meta(32, 2048), meta(256, 2048)
     launch = partial(products_hopper.launch, x, router, out_dtype=FP32)
-    yield "router", device_code([products_gluon], launch)
+    yield "router", kernels_of([products_gluon], launch)
 
 
 def launch_copies() -> None:
@@ -320,7 +321,13 @@ def launch_copies() -> None:
 
 def copy_variants() -> Variants:
     """Half of the heads of Dream-7B."""
-    yield "dream", device_code([pages_copy_triton], launch_copies)
+    yield "dream", kernels_of([pages_copy_triton], launch_copies)
+
+
+def step_variants() -> Variants:
+    """Block size x window, as in an engine's slots."""
+    yield "32x8", compiled(32, 8)
+    yield "4x8", compiled(4, 8)
 
 
 GROUPS = {
@@ -335,13 +342,20 @@ GROUPS = {
     "sampling": sampling_variants,
     "digests": digest_variants,
     "copies": copy_variants,
+    "steps": step_variants,
 }
 
 
 def main() -> None:
-    for name, kernels in GROUPS[sys.argv[1]]():
-        for code in kernels:
-            print(json.dumps({"variant": name, **asdict(code)}), flush=True)
+    for group, variants in GROUPS.items():
+        found = list(variants())
+        codes = iter(codes_of([kernel for _, kernels in found for kernel in kernels]))
+        lines = [
+            {"variant": name, **asdict(code)}
+            for name, kernels in found
+            for code in islice(codes, len(kernels))
+        ]
+        print(json.dumps({"name": group, "codes": lines}), flush=True)
 
 
 if __name__ == "__main__":

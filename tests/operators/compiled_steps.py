@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
-
 import torch
 
 from effuse.kernels import step_advance_triton, step_plan_triton
 from effuse.kernels.step_slots import SlotLayout, SlotTable, StepRows
 from effuse.kernels.values import Candidates
-from operators.device_code import DeviceCode, device_code
+from operators.device_code import Kernel, kernels_of
 
 META = torch.device("meta")
 ROWS = 2048
 
 
-def compiled(block_size: int, window: int) -> list[DeviceCode]:
+def compiled(block_size: int, window: int) -> list[Kernel]:
     layout = SlotLayout(64, block_size, max_window=window, max_stops=16, max_pages=128)
     table = SlotTable(layout, META)
     rows = StepRows(layout, ROWS, META)
@@ -31,18 +27,8 @@ def compiled(block_size: int, window: int) -> list[DeviceCode]:
     gather = (hidden, hidden, rows.hidden_rows, rows.kept_rows)
     exchange = (hidden, slots[: ROWS - 64], rows.kept_rows, hidden[:64])
     return [
-        *device_code([step_plan_triton], lambda: step_plan_triton.launch_gather(*gather)),
-        *device_code([step_plan_triton], lambda: step_plan_triton.launch_exchange(*exchange)),
-        *device_code([step_plan_triton], lambda: step_plan_triton.launch(*plan)),
-        *device_code([step_advance_triton], lambda: step_advance_triton.launch(*advance)),
+        *kernels_of([step_plan_triton], lambda: step_plan_triton.launch_gather(*gather)),
+        *kernels_of([step_plan_triton], lambda: step_plan_triton.launch_exchange(*exchange)),
+        *kernels_of([step_plan_triton], lambda: step_plan_triton.launch(*plan)),
+        *kernels_of([step_advance_triton], lambda: step_advance_triton.launch(*advance)),
     ]
-
-
-def main() -> None:
-    size, window = map(int, sys.argv[1].split("x"))
-    for code in compiled(size, window):
-        print(json.dumps(asdict(code) | {"sass": ""}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,13 +8,18 @@ Must run in a process without TRITON_INTERPRET.
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -26,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, serialize_specialization_data
 from triton.tools.tensor_descriptor import TensorDescriptor as HostDescriptor
 
+INSTRUCTION_BYTES = 16
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -38,6 +44,7 @@ POINTERS = {
 }
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 Argument = torch.Tensor | int | float | bool
+Kernel: TypeAlias = tuple[str, CompiledKernel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,10 @@ class DeviceCode:
     sass: str
 
     def count(self, opcode: str) -> int:
-        return len(re.findall(rf"\b{re.escape(opcode)}", self.sass))
+        pattern = re.compile(rf"\b{re.escape(opcode)}")
+        return sum(
+            number * len(pattern.findall(word)) for word, number in _words(self.sass).items()
+        )
 
     def programs_per_processor(self) -> int:
         """How many fit one Hopper processor: 64 Ki registers, 227 KiB of shared memory."""
@@ -83,7 +93,7 @@ class Recorder:
         return launch
 
 
-def device_code(modules: Sequence[ModuleType], launch: Callable[[], object]) -> list[DeviceCode]:
+def kernels_of(modules: Sequence[ModuleType], launch: Callable[[], object]) -> list[Kernel]:
     """Compile every launch of a kernel of ``modules`` that ``launch()`` makes."""
     recorders: list[Recorder] = []
     with ExitStack() as stack:
@@ -94,13 +104,28 @@ def device_code(modules: Sequence[ModuleType], launch: Callable[[], object]) -> 
                     stack.enter_context(patch.object(module, name, recorders[-1]))
         launch()
     return [
-        _compile(recorder.name, recorder.kernel, arguments)
+        (recorder.name, _compile(recorder.name, recorder.kernel, arguments))
         for recorder in recorders
         for arguments in recorder.launches
     ]
 
 
-def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> DeviceCode:
+def codes_of(kernels: Sequence[Kernel]) -> list[DeviceCode]:
+    """The code of each kernel. Cheaper for many at a time."""
+    codes = _disassembled([kernel.asm["cubin"] for _, kernel in kernels])
+    return [
+        DeviceCode(
+            name,
+            *_usage(kernel.asm["cubin"]),
+            kernel.metadata.shared,
+            kernel.metadata.num_warps,
+            codes[kernel.asm["cubin"]],
+        )
+        for name, kernel in kernels
+    ]
+
+
+def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> CompiledKernel:
     options = {key: arguments.pop(key) for key in OPTIONS if key in arguments}
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Argument] = {}
@@ -121,8 +146,7 @@ def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> 
     # A launch fails if Triton cannot describe it to compilation hooks, which engines use.
     described = make_backend(target).parse_options(options)
     serialize_specialization_data(name, signature, constants, attributes, described, "key", target)
-    compiled = triton.compile(source, target=target, options=options)
-    return _read(name, compiled)
+    return triton.compile(source, target=target, options=options)
 
 
 def _type_of(value: Argument) -> str:
@@ -138,15 +162,55 @@ def _type_of(value: Argument) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _read(name: str, compiled: CompiledKernel) -> DeviceCode:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _run("cuobjdump", "-res-usage", file.name)
-        sass = _run("cuobjdump", "-sass", file.name)
+@cache
+def _words(sass: str) -> Counter[str]:
+    """How often each word, such as an opcode with its suffixes, stands in the code."""
+    return Counter(re.findall(r"[\w.]+", sass))
+
+
+@cache
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a kernel."""
+    with _file_of(cubin) as name:
+        usage = _run("cuobjdump", "-res-usage", name)
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
-    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
-    return DeviceCode(name, found["REG"], found["STACK"], shared, warps, sass)
+    return found["REG"], found["STACK"]
+
+
+def _disassembled(cubins: Sequence[bytes]) -> dict[bytes, str]:
+    """The code of each kernel. One run of the tool reads all of them, because its start takes
+    0.3 s."""
+    texts = {cubin: _text_of(cubin) for cubin in cubins}
+    with _file_of(b"".join(texts.values())) as name:
+        shown = _run("nvdisasm", "--binary", "SM90a", "--no-dataflow", name)
+    lines = iter(re.findall(r"^ *(/\*[0-9a-f]{4,}\*/.*)$", shown, re.MULTILINE))
+    codes = {
+        cubin: "\n".join(islice(lines, len(text) // INSTRUCTION_BYTES))
+        for cubin, text in texts.items()
+    }
+    assert all(codes.values()) and not list(lines), "the tool printed other instructions"
+    return codes
+
+
+def _text_of(cubin: bytes) -> bytes:
+    """The instructions in an ELF file of one kernel: its section `.text.KERNEL`."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    count, names = struct.unpack_from("<HH", cubin, 60)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * place) for place in range(count)]
+    (text,) = (
+        cubin[begin : begin + size]
+        for name, _, _, _, begin, size in sections
+        if cubin.startswith(b".text.", sections[names][4] + name)
+    )
+    return text
+
+
+@contextmanager
+def _file_of(content: bytes) -> Iterator[str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(content)
+        file.flush()
+        yield file.name
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -25,6 +25,7 @@ from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.sampling_shared_triton import sampling_shape
 from effuse.kernels.values import Candidates, RowSampling
 from effuse.models import transformer
+from operators.interpreter import use_interpreter
 
 SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 
@@ -46,7 +47,7 @@ def sample(logits: Tensor, s: RowSampling, mask_token_id: int, *, top_k_first: b
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    use_interpreter()
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny_checkpoint(
             Path(folder) / "model", architecture_of(sys.argv[1]), seed=3, sizes=SIZES

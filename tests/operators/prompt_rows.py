@@ -27,6 +27,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner, Part
 from effuse.models.transformer import Transformer
+from operators.interpreter import use_interpreter
 
 SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 PAGE, BLOCK, NUM_PAGES, NOTHING = 8, 4, 12, -7.0
@@ -88,7 +89,7 @@ def run(
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    use_interpreter()
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny_checkpoint(
             Path(folder) / "model",

@@ -5,18 +5,17 @@ one. A program of its own, for `TRITON_INTERPRET=1 python -m operators.stepping 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 import warnings
 
-import torch
 from decoding.lockstep import PAGE_SIZE, Lockstep, Machine
 from decoding.scripts import MASK_ID
 from torch import Tensor
 
 from effuse.kernels import step_advance_triton, step_plan_triton
 from effuse.kernels.step_slots import SlotTable, StepRows
+from operators.interpreter import use_interpreter
 
 BLOCK_SIZES = (2, 4, 5, 8)
 
@@ -33,8 +32,7 @@ def check(seed: int) -> None:
 
 
 def main() -> None:
-    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    torch.set_num_threads(1)
+    use_interpreter()
     warnings.simplefilter("error")
     begin, end = map(int, sys.argv[1].split("-"))
     for seed in range(begin, end):

@@ -9,8 +9,8 @@ handoff's writer may die; the second one begins once the page is free, under ano
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from effuse.kvtransfer.handoff import (
     RECEIVER,
@@ -33,9 +33,11 @@ OVER = (R.VERIFIED, R.RELEASED)
 GIVEN_UP = (R.ABORTING, R.FENCING)
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """One handoff of the page, at both of its ends and between them."""
+class Handoff(NamedTuple):
+    """One handoff of the page, at both of its ends and between them.
+
+    A tuple, because a search replaces fields of a million of them.
+    """
 
     receiver: ReceiverState | None = None  # None before it is reserved
     sender: SenderState = S.COMPUTING
@@ -59,8 +61,7 @@ class Handoff:
         return self.receiver is not None
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """One state of all."""
 
     first: Handoff = Handoff()
@@ -79,14 +80,14 @@ class World:
     def but(self, which: int, **changes: object) -> World:
         """The same with a handoff changed."""
         name = "first" if which == 1 else "second"
-        return replace(self, **{name: replace(self.handoff(which), **changes)})  # type: ignore[arg-type]
+        return self._replace(**{name: self.handoff(which)._replace(**changes)})  # type: ignore[arg-type]
 
     def turned(self, event: PageEvent) -> World:
         """The same with the page moved on."""
         after = PAGE.get((self.page, event))
         if after is None:
             raise Violation(f"{event.name} of a page that is {self.page.name}")
-        return replace(self, page=after)
+        return self._replace(page=after)
 
 
 Move = tuple[str, Callable[[], World]]
@@ -203,7 +204,7 @@ def _moves(world: World, which: int, trust: Trust) -> Iterator[Move]:
 
 
 def _reserve(world: World, which: int) -> World:
-    world = replace(world.turned(PageEvent.RESERVE), owner=which).but(which, receiver=R.RESERVED)
+    world = world.turned(PageEvent.RESERVE)._replace(owner=which).but(which, receiver=R.RESERVED)
     return receive(world, which, ReceiverEvent.OFFERED)
 
 
@@ -213,7 +214,7 @@ def _land(world: World, which: int, content: int) -> World:
         return world.but(which, write="over")
     if world.owner != which or world.page not in (PageState.RECEIVING, PageState.QUARANTINED):
         raise Violation(f"bytes of {which} land in a page that is {world.page.name}")
-    return replace(world, content=content).but(which, write="landed")
+    return world._replace(content=content).but(which, write="landed")
 
 
 def _receiver_moves(world: World, which: int, trust: Trust) -> Iterator[Move]:
@@ -327,7 +328,7 @@ def _lease_moves(world: World) -> Iterator[Move]:
     for event in (LeaseEvent.UNREACHABLE, LeaseEvent.SUPERSEDED, LeaseEvent.RELEASED):
         after = advance(lease, event, 0.0).state
         if not world.is_missed:
-            missed = replace(world, lease=after, is_missed=True)
+            missed = world._replace(lease=after, is_missed=True)
             yield f"lease {event.value}", partial(_as_it_is, missed)
 
 

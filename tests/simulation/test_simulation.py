@@ -18,8 +18,8 @@ from simulation.faults import FAULTS
 from simulation.mutants import MUTANTS, Patch
 from simulation.run import Broken, Outcome, Run, run, run_all
 
-SEEDS = int(os.environ.get("SIMULATED_SEEDS", "1000"))  # `make chaos` has 20000
-CHUNKS = 5
+SEEDS = int(os.environ.get("SIMULATED_SEEDS", "400"))  # `make chaos` has 20000
+CHUNKS = 2
 MOST_SEEDS = 1000  # in which each planted bug is seen
 CANCELS = 500  # `make chaos` has 10000
 MOST_TURNS = 6  # of this many, because the rarest state occurs once in 260 cancels
