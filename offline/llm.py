@@ -62,6 +62,7 @@ class EngineOptions(TypedDict, total=False):
     num_pages: int | None
     gpu_memory_utilization: float
     kv_layout: KVLayoutKind
+    enable_prefix_caching: bool
     attention: Attention
     batch_invariant: bool
     enforce_eager: bool

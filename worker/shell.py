@@ -113,6 +113,7 @@ class WorkerMetrics(ProcessMetrics):
                 "Share of pages that are not free, 0 to 1",
                 used / max(1, load.total_pages),
             ),
+            ("prefix_cache_pages", "Pages that the prefix cache holds", load.prefix_pages),
             ("front_tasks", "Tasks of the front's event loop", now.tasks),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
@@ -120,10 +121,20 @@ class WorkerMetrics(ProcessMetrics):
             ("num_preemptions", "Requests that lost their pages to older ones", load.preemptions),
             (
                 "prefix_cache_queries",
-                "Prompt tokens that were looked up in the prefix cache",
+                "Tokens that were looked up in the prefix cache",
                 load.prefix_queries,
             ),
-            ("prefix_cache_hits", "Prompt tokens whose KV the prefix cache had", load.prefix_hits),
+            ("prefix_cache_hits", "Tokens whose KV the prefix cache had", load.prefix_hits),
+            (
+                "prefix_cache_evictions",
+                "Units of the prefix cache that made room for others",
+                load.prefix_evictions,
+            ),
+            (
+                "kv_held_bytes",
+                "KV bytes that were not received, because the prefix cache had them",
+                load.kv_bytes_held,
+            ),
             ("prompts_shared", "Prompts whose KV came from another attempt", load.prompts_shared),
             (
                 "own_prompt_tokens",

@@ -216,7 +216,7 @@ class Stream:
 
     def __init__(self, twin: Twin, gap_s: float | None) -> None:
         self.twin, self.gap_s = twin, gap_s
-        self.rig = Rig(twin.model, budget=400, num_pages=512)
+        self.rig = Rig(twin.model, budget=400, num_pages=512, caches=False)
         self.forward = Timed(self.rig)
         self.rig.forward = self.forward
         self.rig.connect(None)

@@ -49,7 +49,8 @@ def pieces(fleet: Fleet) -> list[tuple[int, float]]:
 def test_prompts_that_help_out_give_the_oracles_answers(architecture: Architecture) -> None:
     """Long prompts come while answers stream; the prefill worker has more to do."""
     with tiny_fleet(
-        architecture, connector="zmq", worker_flags=("--log-level", "debug"),
+        architecture, connector="zmq",
+        worker_flags=("--log-level", "debug", "--no-enable-prefix-caching"),
         router_flags=(*AUTO, "--gap-objective-s", "0.2"),
     ) as fleet:  # fmt: skip
         pairs = [*solid_jobs(architecture, "d2f", seed=2), *long_jobs(architecture)]
