@@ -19,8 +19,8 @@ Turns = list[tuple[list[int], tuple[int, ...]]]
 
 
 def params(chat: int) -> effuse.Params:
-    temperature = {"temperature": 0.8, "seed": chat} if chat % 2 else {"temperature": 0.0}
-    return effuse.Params(max_tokens=ANSWER, ignore_eos=True, **temperature)
+    heat = 0.8 if chat % 2 else 0.0
+    return effuse.Params(max_tokens=ANSWER, ignore_eos=True, temperature=heat, seed=chat)
 
 
 def said(chat: int) -> list[int]:
