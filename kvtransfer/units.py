@@ -54,7 +54,7 @@ class UnitCache:
     """Gives requests the KV of their beginnings. It is the pool's `Spare`: pages that only the
     cache holds are there for all users of the pool.
 
-    Whoever holds a page of a unit holds all of them, and is counted as a user of the unit.
+    A request that holds a page of a unit holds all of them, and counts as a user of the unit.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class UnitCache:
         one.num_found = one.num_seen = 0
 
     def drop(self, one: HeldUnits) -> None:
-        """The same, and nobody finds these units any more, because they may be wrong."""
+        """The same, and no request finds these units any more, because they may be wrong."""
         for key, unit in one.held.items():
             if self._units.get(key) is unit:
                 del self._units[key]

@@ -15,7 +15,7 @@ from effuse.kvtransfer.units import HeldUnits, UnitCache
 
 @dataclass
 class Request:
-    """What one request holds."""
+    """Pages and keys of one request."""
 
     ids: list[int]
     units: HeldUnits
