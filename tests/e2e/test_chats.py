@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from e2e.client import all_at_once
@@ -27,12 +29,18 @@ def said(chat: int) -> list[int]:
     return random.Random(chat).choices(TINY.plain_ids, k=USER * TURNS)
 
 
-def talk(fleet: Fleet, chats: Sequence[int]) -> tuple[list[Turns], int]:
-    """Prompts and answers of these chats, and the KV bytes that were handed over."""
+def talk(
+    fleet: Fleet, chats: Sequence[int], kills: Mapping[int, str] = MappingProxyType({})
+) -> tuple[list[Turns], int]:
+    """Prompts and answers of these chats, and the KV bytes that were handed over. A worker of
+    `kills` is killed in the turn with this number.
+    """
     turns, moved = [Turns() for _ in chats], 0
     with effuse.Client(fleet.address, timeout_s=120) as client:
         for turn in range(TURNS):
-            for chat, own in zip(chats, turns, strict=True):
+            for at, (chat, own) in enumerate(zip(chats, turns, strict=True)):
+                if at == 1 and turn in kills:
+                    fleet.processes[kills[turn]].send(signal.SIGKILL)
                 before = [*own[-1][0], *own[-1][1]] if own else []
                 prompt = [*before, *said(chat)[turn * USER : (turn + 1) * USER]]
                 answer = client.generate(prompt, params(chat))
@@ -70,6 +78,15 @@ def test_only_the_rest_of_a_chat_is_handed_over(connector: str) -> None:
     assert 0 < moved <= pages * page_bytes / 3
     assert held == pages * page_bytes - moved
     assert hits > 0
+
+
+@pytest.mark.parametrize("connector", ["zmq", "nixl"])
+def test_chats_go_on_without_killed_workers(connector: str) -> None:
+    """Another worker knows nothing of the chats at first."""
+    chats, kills = range(4), {3: "decode-0", 5: "prefill-1"}
+    with tiny_fleet("sdar", connector=connector, prefill=2, decode=2) as fleet:
+        turns, _ = talk(fleet, chats, kills)
+        check_tokens(fleet.config.model, chats, turns)
 
 
 def test_a_worker_by_itself_computes_only_the_rest() -> None:
