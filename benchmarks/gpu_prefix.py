@@ -1,12 +1,12 @@
-"""`python -m effuse.benchmarks.gpu_prefix`: requests that begin alike, through a whole fleet.
+"""`python -m effuse.benchmarks.gpu_prefix`: requests with a common beginning, in a whole fleet.
 
 Random weights in SDAR-8B's shape, text or ids over gRPC. Three plans:
 
 - `split`: a prefill and a decode worker on two GPUs. Prompts without a common part are compared
   with prompts that share their first seven eighths, one at a time and many together.
 - `alone`: one worker without prefill workers, with and without its cache, for the latter prompts.
-- `chats`: 16 chats of 8 turns on a prefill and a decode worker, whose decode worker has a cache or
-  has none. KV bytes that were handed over, and first blocks less a block's own time.
+- `chats`: 16 chats of 8 turns on a prefill and a decode worker, with and without a cache of
+  the decode worker. KV bytes that were handed over, and first blocks less a block's own time.
 
 Without GPUs they run a small model on the CPU.
 """
@@ -69,7 +69,7 @@ class Bench:
 
 
 def split_plan(bench: Bench) -> Iterator[str]:
-    """Medians and rates of prompts apart and alike, and their ratio."""
+    """Medians and rates of prompts without and with a common beginning, and their ratio."""
     loads = Loads(
         alone=(APART, ALIKE),
         closed=((APART, AT_ONCE), (ALIKE, AT_ONCE)),

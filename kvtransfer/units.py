@@ -171,7 +171,7 @@ class UnitCache:
     # Bidirectional prompts.
 
     def take_whole(self, one: HeldUnits, num_tokens: int) -> Unit | None:
-        """The pages of an equal prompt, which are the request's alone from now on: it writes its
+        """The pages of an equal prompt, which only this request holds from now on: it writes its
         answer into the rest of the last page. The cache forgets them.
         """
         unit = self._idle.pop(one.keys[0], None) if one.keys else None
