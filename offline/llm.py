@@ -74,9 +74,8 @@ class EngineOptions(TypedDict, total=False):
 
 
 class LLM:
-    """A model in this process. One thread at a time may use it.
-
-    `model` has its name, block size, context and vocabulary.
+    """A model in this process, for one thread at a time. `model` has its name, block size, context
+    and vocabulary.
     """
 
     def __init__(
