@@ -78,6 +78,7 @@ class _TimedEngine(DecodeEngine):
         super().__init__(
             Executor(self.recorder, parts.memory.copy_page),
             pool,
+            parts.make_cache(pool),
             Intake(config, limits),
             HandoffReceiver(pool, None, identity),
             Boundary(

@@ -49,11 +49,13 @@ class Variant:
     connector: str = "nixl"
     prompt_rows: int  # of one forward
     max_num_seqs: int  # of each decode worker
+    caches: bool = True  # whether decode workers keep KV for later requests
 
     @property
     def name(self) -> str:
         """Its name in tables."""
         size = f"{self.max_num_seqs} seqs, {self.prompt_rows} prompt rows"
+        size += "" if self.caches else ", no cache"
         if not self.prefill:
             return f"{self.decode} co-located, {size}"
         return f"{self.prefill}P{self.decode}D over {self.connector}, {size}"
@@ -168,7 +170,10 @@ def run(
     Raises FleetError if it does not start, and RuntimeError if no request of a load succeeded.
     """
     outcome = Outcome(variant)
-    settings = _config(variant, loads, model=model, config=config, gpus=gpus, log_dir=log_dir)
+    longest = max(shape.prompt + shape.answer for shape in _shapes(loads, config))
+    settings = fleet_config(
+        variant, longest, model=model, config=config, gpus=gpus, log_dir=log_dir
+    )
     with Fleet(settings) as fleet, Busy(gpus) as busy:
         outcome.ready_s = fleet.ready_s
         _say(variant, f"ready in {fleet.ready_s:.0f} s")
@@ -282,16 +287,16 @@ def _say(variant: Variant, line: str) -> None:
     print(f"{variant.name}: {line}", flush=True)
 
 
-def _config(
+def fleet_config(
     variant: Variant,
-    loads: Loads,
+    longest: int,
     *,
     model: Path,
     config: ModelConfig,
     gpus: Sequence[str],
     log_dir: Path,
 ) -> FleetConfig:
-    longest = max(shape.prompt + shape.answer for shape in _shapes(loads, config))
+    """The fleet's, for requests of at most `longest` tokens."""
     pages = -(-longest // PAGE_SIZE)
     # A settled and an active block each, and room for prompts, which any decode worker may have to
     # prefill.
@@ -309,7 +314,10 @@ def _config(
             *memory,
         ),
         prefill_flags=("--max-num-batched-tokens", str(variant.prompt_rows)),
-        decode_flags=(*seqs, "--max-num-batched-tokens", str(step_rows)),
+        decode_flags=(
+            *(*seqs, "--max-num-batched-tokens", str(step_rows)),
+            *(() if variant.caches else ("--no-enable-prefix-caching",)),
+        ),
         gpus=tuple(gpus) or None,
         gpu_sharing=True,
         log_dir=log_dir,

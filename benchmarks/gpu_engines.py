@@ -22,6 +22,7 @@ from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
+from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
@@ -45,6 +46,15 @@ class Paged:
     @property
     def layout(self) -> KVLayout:
         return self.memory.layout
+
+    def make_cache(self, pool: PagePool) -> UnitCache:
+        config = self.model.config
+        return UnitCache(
+            pool,
+            page_size=self.layout.page_size,
+            block_size=config.block_size,
+            is_causal=config.prompt_attention == "causal_blocks",
+        )
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -116,6 +126,7 @@ class NoConnector:
 def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngine:
     """A prefill worker's engine without readers of its results."""
     config, memory, agreed = parts.model.config, parts.memory, parts.fingerprint
+    pool = PagePool(memory.num_pages)
     sender = HandoffSender(NoConnector(), reservation_s=_MOST_S, now=time.monotonic)
     executor = PromptExecutor(
         parts.runner,
@@ -132,7 +143,8 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
             max_request_s=_MOST_S,
         ),
         config,
-        PagePool(memory.num_pages),
+        pool,
+        parts.make_cache(pool),
         sender,
         agreed,
         now=time.monotonic,
@@ -158,6 +170,7 @@ def decode_engine(
     return DecodeEngine(
         Executor(forward, parts.memory.copy_page, slots=DeviceSlots(stepper)),
         pool,
+        parts.make_cache(pool),
         Intake(config, limits),
         HandoffReceiver(pool, None, identity),
         Boundary(hidden_size=hidden_size, dtype=model.dtype, device=model.device),

@@ -34,8 +34,11 @@ def build(config: BothConfig, incarnation: str, pulse: Pulse) -> Engine:
             ranks=parts.ranks,
         )
     pool = PagePool(parts.memory.num_pages)
-    decode = decode_build.make_core(config, incarnation, parts, pool, limits, executor, receiving)
-    prefill = prefill_build.make_core(config, parts, pool, sending, pulse)
+    cache = parts.make_cache(pool)
+    decode = decode_build.make_core(
+        config, incarnation, parts, pool, cache, limits, executor, receiving
+    )
+    prefill = prefill_build.make_core(config, parts, pool, cache, sending, pulse)
     return Engine(
         BothEngine(decode, prefill, receiving, now=time.monotonic),
         parts.ready,

@@ -29,7 +29,10 @@ GIVE_WAY_S: Final = 0.5
 """How long answers lack pages before a prompt without a destination gives up its own. A destination
 usually follows a computed prompt within milliseconds."""
 _OF_PUSHES: Final = (Pushed, PushFailed, PushCancelled)
-_SUMMED: Final = [name for name in Load.__struct_fields__ if not name.endswith("_pages")]
+_COMMON: Final = ("prefix_queries", "prefix_hits", "prefix_evictions")  # of the cache of both
+_SUMMED: Final = [
+    name for name in Load.__struct_fields__ if not (name.endswith("_pages") or name in _COMMON)
+]
 
 
 class BothEngine:

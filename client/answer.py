@@ -35,7 +35,7 @@ class Stats:
     tokens_per_forward: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
-    cached_prompt_tokens: int = 0  # tokens whose KV the prefill worker had from an earlier prompt
+    cached_prompt_tokens: int = 0  # tokens whose KV a worker had from an earlier request
     connector: str = ""  # empty if the decode worker prefilled
     prefill_worker: str = ""  # empty if the decode worker prefilled
     decode_worker: str = ""

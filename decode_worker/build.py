@@ -21,6 +21,7 @@ from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
 from effuse.models.transformer import Transformer
 from effuse.placement.records import ModelInfo
@@ -69,7 +70,8 @@ def build(
             ranks=parts.ranks,
         )
     pool = PagePool(parts.memory.num_pages)
-    core = make_core(config, incarnation, parts, pool, limits, executor, connector)
+    cache = parts.make_cache(pool)
+    core = make_core(config, incarnation, parts, pool, cache, limits, executor, connector)
     return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
 
 
@@ -105,7 +107,8 @@ def replicated(
         slots = None if steps is None else _slots_of(steps, number)
         executor = Executor(runner, copy_page, place, slots=slots, replica=number, ask=joint.ask)
         pool = PagePool(memory.num_pages)
-        cores.append(make_core(config, incarnation, parts, pool, limits, executor, own))
+        cache = parts.make_cache(pool)
+        cores.append(make_core(config, incarnation, parts, pool, cache, limits, executor, own))
     wakes = () if connector is None else (connector.fileno(), ranks.event_signal)
     return Engine(ReplicatedEngine(cores, joint), parts.ready, wakes=wakes, ranks=ranks)
 
@@ -125,6 +128,7 @@ def make_core(
     incarnation: str,
     parts: Assembly,
     pool: PagePool,
+    cache: UnitCache,
     limits: DecodeLimits,
     executor: Executor,
     connector: Connector | None,
@@ -140,6 +144,7 @@ def make_core(
     return DecodeEngine(
         executor,
         pool,
+        cache,
         Intake(model.config, limits),
         HandoffReceiver(pool, connector, identity),
         Boundary(

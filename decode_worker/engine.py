@@ -28,6 +28,7 @@ from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
+from effuse.kvtransfer.units import UnitCache
 from effuse.placement.records import Load
 from effuse.worker import messages
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
@@ -44,6 +45,7 @@ class DecodeEngine:
         self,
         executor: Executor,
         pool: PagePool,
+        cache: UnitCache,
         intake: Intake,
         handoffs: HandoffReceiver,
         boundary: Boundary,
@@ -54,12 +56,13 @@ class DecodeEngine:
         self.counters = executor.counters
         self._executor = executor
         self._pool = pool
+        self._cache = cache
         self._intake = intake
         self._handoffs = handoffs
         self._boundary = boundary
         self._now = now
         self._max_request_s = max_request_s
-        self._roster = Roster(executor, pool, intake.limits)
+        self._roster = Roster(executor, pool, cache, intake.limits)
         self.room = Room(intake.limits.max_num_batched_tokens)
         self._aborted = Tombstones(KEEP_ABORTED_S)
         self._outbox = Outbox()
@@ -178,6 +181,11 @@ class DecodeEngine:
             prompt_piece=self.room.offer[0],
             prompt_rate=self.room.offer[1],
             kv_bytes=self.counters.kv_bytes,
+            prefix_queries=self._cache.num_queried,
+            prefix_hits=self._cache.num_found,
+            prefix_pages=self._cache.num_cached,
+            prefix_evictions=self._cache.num_evicted,
+            kv_bytes_held=self.counters.kv_bytes_held,
         )
 
     # Arrivals.
@@ -228,6 +236,7 @@ class DecodeEngine:
         request, manifest = self._roster.by_transfer[arrived.transfer_id], arrived.manifest
         self._roster.start_running(request)
         self.counters.kv_bytes += arrived.num_bytes
+        self.counters.kv_bytes_held += request.num_held * self._handoffs.page_bytes
         try:
             request.boundary = self._boundary.accept(manifest.boundary, request.sequence)
         except BoundaryError as error:
@@ -235,6 +244,7 @@ class DecodeEngine:
             self._outbox.failed(request.asked.attempt, "DATA_LOSS", str(error), retryable=True)
             return
         request.sequence.store(request.sequence.first_block_start)
+        self._roster.keep(request)
         self._verify(request, arrived)
 
     def _end_late(self) -> bool:
@@ -258,7 +268,9 @@ class DecodeEngine:
             attempt = request.asked.attempt
             if request.needs_remote:
                 pages, writer = self._roster.begin_remote(request), request.asked.writer
-                reservation = self._handoffs.reserve(attempt, pages, writer, self._now())
+                reservation = self._handoffs.reserve(
+                    attempt, pages, writer, self._now(), request.num_held
+                )
                 self._outbox.say(Reserved(reservation=reservation))
                 continue
             self._roster.begin(request)
@@ -281,14 +293,16 @@ class DecodeEngine:
             for result in results:
                 match result:
                     case Prefilled(request):
+                        self._roster.keep(request)
                         self._verify(request)
                     case Denoised(request, outcome):
+                        self._roster.keep(request)
                         cost = self.room.note_step(request, now, outcome.num_settled)
                         if outcome.finish is not None:
                             self._end(request)
                         self._outbox.say(*step_events(request, outcome, cost))
                     case Broken(request, message, is_retryable):
-                        self._end(request)
+                        self._end(request, is_sound=False)
                         self._outbox.failed(
                             request.asked.attempt, "INTERNAL", message, retryable=is_retryable
                         )
@@ -301,24 +315,26 @@ class DecodeEngine:
         request.is_verified = True
         if request.sequence.committed_len == request.sequence.first_block_start:
             request.prompt_boundary = request.boundary
+        num_computed = request.sequence.prompt_len - request.num_cached
         self._outbox.say(
             Verified(
                 attempt=request.asked.attempt,
                 bytes=0 if arrived is None else arrived.num_bytes,
-                pages=0 if arrived is None else len(request.pages),
+                pages=0 if arrived is None else len(request.pages) - request.num_held,
                 handoff_s=0.0 if arrived is None else arrived.seconds,
-                compute_s=0.0 if arrived else self.room.prompt_s(request.sequence.prompt_len),
+                compute_s=0.0 if arrived else self.room.prompt_s(num_computed),
+                cached_tokens=request.num_cached if arrived is None else 0,
             )
         )
 
     # Ends.
 
-    def _end(self, request: DecodeRequest) -> None:
+    def _end(self, request: DecodeRequest, *, is_sound: bool = True) -> None:
         """Removes the request completely; pages that a writer may reach are quarantined."""
         if self._executor.remove(request):
             self.apply(waits=True)
         if request.transfer_id in self._roster.receiving:
-            # The pages belong to the handoff, which frees them or already has.
+            # The others belong to the handoff, which frees them or already has.
             self._handoffs.abort(request.transfer_id)
-            request.pages.clear()
-        self._roster.remove(request)
+            del request.pages[request.num_held :]
+        self._roster.remove(request, is_sound=is_sound)

@@ -47,6 +47,7 @@ class Counters:
     prompt_tokens: int = 0  # of prompts that were computed here
     prompts_overdue: int = 0  # forwards whose prompts had waited too long for room
     kv_bytes: int = 0  # received from prefill workers
+    kv_bytes_held: int = 0  # that the cache had, and no prefill worker sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import CanvasStep, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.units import HeldUnits
 from effuse.models.config import ModelConfig
 from effuse.models.part import PartEdits, TokenEdits
 from effuse.worker.messages import StartDecode, TokenLogprobs
@@ -57,6 +58,9 @@ class DecodeRequest:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
     drafted_end: int = 0  # position after the last block in a draft
     pages: list[PageRef] = field(default_factory=list)
+    units: HeldUnits = field(default_factory=HeldUnits)  # its part of the cache
+    num_cached: int = 0  # tokens of the prompt that it last found there
+    num_held: int = 0  # pages of its prompt that no writer fills, because it found them there
     # start of the generation block whose surroundings are in the canvas' pages
     cache_of: int | None = None
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
@@ -165,14 +169,13 @@ class DecodeRequest:
             self.token_edits, self.token_edits_of = found.edits, length
         return found
 
-    def take_prompt(self, source: "DecodeRequest", page_size: int) -> list[PageRef]:
-        """Continues after the prompt of `source`, as if it had stored it itself; returns its whole
-        pages, of which this request also becomes a holder.
+    def take_prompt(self, pages: Iterable[PageRef], boundary: Tensor | None) -> None:
+        """Continues after a prompt with this boundary, whose first pages it holds now, as if it had
+        stored it itself.
         """
-        self.pages = source.pages[: self.sequence.first_block_start // page_size]
+        self.pages = list(pages)
         self.sequence.store(self.sequence.first_block_start)
-        self.boundary = self.prompt_boundary = source.prompt_boundary
-        return self.pages
+        self.boundary = self.prompt_boundary = boundary
 
     def pages_to_begin(self, limits: DecodeLimits) -> int:
         """Pages that it needs before its first forward here, or before its writer may push; another
@@ -212,12 +215,11 @@ class DecodeRequest:
         )
 
     def preempt(self) -> None:
-        """Forgets the stored KV; tokens, flags and counters stay."""
-        self.pages.clear()
+        """Its pages are gone: forgets the stored KV; tokens, flags and counters stay."""
         if self.settings.is_canvas:
             self.cache_of = self.plan = None  # a plan that reads the cache
         self.boundary = self.last_block = None
-        self.sequence.committed_len = 0
+        self.sequence.committed_len = self.num_held = 0
         self.preemptions += 1
 
     def footprint(self) -> Footprint:

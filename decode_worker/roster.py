@@ -17,6 +17,7 @@ from effuse.decode_worker.room import Room
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.units import UnitCache
 
 
 class Roster:
@@ -24,7 +25,9 @@ class Roster:
     the order of arrival.
     """
 
-    def __init__(self, executor: Executor, pool: PagePool, limits: DecodeLimits) -> None:
+    def __init__(
+        self, executor: Executor, pool: PagePool, cache: UnitCache, limits: DecodeLimits
+    ) -> None:
         self.by_transfer: dict[str, DecodeRequest] = {}
         self.waiting: list[DecodeRequest] = []  # hold no pages
         self.receiving: dict[str, DecodeRequest] = {}  # a remote writer is filling their pages
@@ -32,6 +35,7 @@ class Roster:
         self._groups: dict[tuple[str, bytes], list[DecodeRequest]] = {}  # with equal prompts
         self._executor = executor
         self._pool = pool
+        self._cache = cache
         self._limits = limits
 
     @property
@@ -45,6 +49,11 @@ class Roster:
         """A request arrives, after all others."""
         self.by_transfer[request.transfer_id] = request
         self.waiting.append(request)
+        sequence, is_causal = request.sequence, self._cache.is_causal
+        if not request.settings.is_canvas:
+            known = sequence.in_flight_start if is_causal else sequence.prompt_len
+            salt = request.asked.cache_salt
+            request.units = self._cache.begin(salt, sequence.token_ids, known)
         if request.asked.group:
             request.siblings = self._groups.setdefault(_group_of(request), [])
             request.siblings.append(request)
@@ -55,10 +64,13 @@ class Roster:
             self.waiting.remove(request)
         insort(self.running, request, key=_arrival)
 
-    def remove(self, request: DecodeRequest) -> None:
-        """A request has ended, and its pages are free unless others read them."""
-        self._pool.release(request.pages)
-        request.pages.clear()
+    def remove(self, request: DecodeRequest, *, is_sound: bool = True) -> None:
+        """A request has ended, and its pages are free unless others read them. Nothing of it stays
+        in the cache if it is not `is_sound`.
+        """
+        if not is_sound:
+            self._cache.drop(request.units)
+        self._let_go(request)
         del self.by_transfer[request.transfer_id]
         if self.receiving.pop(request.transfer_id, None) is None:
             queue = self.running if request in self.running else self.waiting
@@ -67,6 +79,22 @@ class Roster:
             request.siblings.remove(request)
             if not request.siblings:
                 del self._groups[_group_of(request)]
+
+    def keep(self, request: DecodeRequest) -> None:
+        """More of a request's text is final and stored: others may begin with it."""
+        stored = request.sequence.committed_len
+        self._cache.extend(request.units, request.sequence.token_ids, stored)
+        self._cache.add(request.units, request.pages, stored)
+
+    def _let_go(self, request: DecodeRequest) -> None:
+        """A request gives up its pages. Those of a whole prompt may go to an equal one."""
+        num_pages = self._limits.pages_for(request.sequence.first_block_start)
+        if request.holds_prompt or request.num_held == num_pages:
+            prompt = request.pages[:num_pages]
+            self._cache.add_whole(request.units, prompt, request.prompt_boundary)
+        self._cache.end(request.units)
+        self._pool.release(request.pages)
+        request.pages.clear()
 
     # Admission.
 
@@ -87,35 +115,70 @@ class Roster:
         return waiting[:count]
 
     def begin_remote(self, request: DecodeRequest) -> tuple[PageRef, ...]:
-        """Gives a waiting request its pages, which its writer fills."""
-        pages = self._pool.allocate(self._pages_to_begin(request))
+        """Gives a waiting request its pages; returns those that its writer fills, because the cache
+        does not have them.
+        """
+        start, units = request.sequence.first_block_start, request.units
+        held: tuple[PageRef, ...] = ()
+        if self._cache.is_causal:
+            held = self._cache.take(units, start)
+        elif (unit := self._cache.take_whole(units, start)) is not None:
+            held, request.prompt_boundary = unit.pages, unit.boundary
+        pages = self._pool.allocate(self._limits.pages_for(start) - len(held))
         assert pages is not None, "admission counts free pages"
-        request.pages = list(pages)
+        request.pages, request.num_held = [*held, *pages], len(held)
         self.waiting.remove(request)
         self.receiving[request.transfer_id] = request
         return pages
 
     def begin(self, request: DecodeRequest) -> None:
-        """Gives a waiting request its pages, which the engine fills or which have its prompt.
-
-        If prompt and answer share a page, the first of its own begins as a copy of it.
-        """
-        count, source = self._pages_to_begin(request), _source_of(request)
-        num_whole, tail = divmod(request.sequence.first_block_start, self._limits.page_size)
+        """Gives a waiting request its pages, which the engine fills or which have its beginning."""
+        count, source = request.pages_to_begin(self._limits), _source_of(request)
+        if source is None:
+            self._take_known(request)
+        else:
+            self._share_prompt(request, source)
+        num_known = len(request.pages)
+        self._give_pages(request, count - num_known)
         if source is not None:
-            self._pool.share(request.take_prompt(source, self._limits.page_size))
-            self._executor.counters.prompts_shared += 1
-        self._give_pages(request, count)
-        if source is not None and tail:
-            self._executor.copy_page(source.page_ids[num_whole], request.page_ids[num_whole])
+            end = self._limits.pages_for(request.sequence.first_block_start)
+            for at in range(num_known, end):  # of prompt and answer, or of a unit of both
+                self._executor.copy_page(source.page_ids[at], request.page_ids[at])
         self.start_running(request)
 
+    def _share_prompt(self, request: DecodeRequest, source: DecodeRequest) -> None:
+        """A request also holds whole pages of another one's prompt."""
+        start = request.sequence.first_block_start
+        self._cache.join(request.units, source.units, start)
+        pages = source.pages[: self._cache.num_joint(start) // self._limits.page_size]
+        self._pool.share(pages)
+        request.take_prompt(pages, source.prompt_boundary)
+        self._executor.counters.prompts_shared += 1
+
+    def _take_known(self, request: DecodeRequest) -> None:
+        """A request begins with the pages that the cache has of its text."""
+        sequence, units = request.sequence, request.units
+        if self._cache.is_causal:
+            rest = int(request.model.shift_logits)
+            request.pages = list(self._cache.take(units, sequence.in_flight_start, rest))
+            sequence.store(units.num_found * self._cache.unit_size)
+        elif (unit := self._cache.take_whole(units, sequence.prompt_len)) is not None:
+            request.take_prompt(unit.pages, unit.boundary)
+        request.num_cached = min(sequence.committed_len, sequence.prompt_len)
+
     def _pages_to_begin(self, request: DecodeRequest) -> int:
-        """Free pages with which it can begin, without whole ones of another's prompt."""
-        count = request.pages_to_begin(self._limits)
-        if _source_of(request) is None:
+        """Free pages with which it can begin, without those of others that it will also hold."""
+        count, sequence = request.pages_to_begin(self._limits), request.sequence
+        if _source_of(request) is not None:
+            return (
+                count - self._cache.num_joint(sequence.first_block_start) // self._limits.page_size
+            )
+        if not self._cache.is_causal:
             return count
-        return count - request.sequence.first_block_start // self._limits.page_size
+        if request.needs_remote:
+            return count - self._cache.num_pinned(request.units, sequence.first_block_start)
+        rest = int(request.model.shift_logits)
+        return count - self._cache.num_pinned(request.units, sequence.in_flight_start, rest)
 
     def _give_pages(self, request: DecodeRequest, count: int) -> None:
         pages = self._pool.allocate_committed(count)
@@ -170,8 +233,11 @@ class Roster:
         """A running request loses its pages and waits again, before all younger ones."""
         assert not self._executor.is_running, "its last step has been read"
         self._executor.remove(request)
-        self._pool.release(request.pages)
+        self._let_go(request)
         request.preempt()
+        if not request.settings.is_canvas:
+            sequence = request.sequence
+            self._cache.extend(request.units, sequence.token_ids, sequence.in_flight_start)
         self.running.remove(request)
         insort(self.waiting, request, key=_arrival)
         self._executor.counters.preemptions += 1

@@ -218,6 +218,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         resume=wire.resume(request.resume, block_size) if request.HasField("resume") else None,
         group=wire.group(request),
         gap_s=wire.gap_s(request),
+        cache_salt=wire.salt(request.cache_salt, "cache_salt"),
     )
 
 

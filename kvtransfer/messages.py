@@ -91,7 +91,8 @@ class Shard(Struct, frozen=True, kw_only=True):
 class Reservation(Struct, frozen=True, kw_only=True):
     """Pages that a decode engine holds for one handoff, and how to write into them.
 
-    shards: one for each of its ranks, in their order; none where nothing is handed over.
+    shards: one for each of its ranks, in their order; none where nothing is handed over. num_held:
+    pages of the prompt's beginning that it has already; `pages` come after them.
     """
 
     attempt: AttemptId
@@ -102,6 +103,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     digest_seed: U63  # of the digests that the receiver compares
     lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
+    num_held: Annotated[int, Meta(ge=0, le=MAX_PAGES)] = 0
 
     @property
     def transfer_id(self) -> str:

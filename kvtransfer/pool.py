@@ -7,7 +7,7 @@ once its last reader has released it.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -62,6 +62,11 @@ class Spare(Protocol):
     @property
     def num_pages(self) -> int:
         """Pages that become free once it has given up all that it can."""
+        ...
+
+    @property
+    def held(self) -> Container[int]:
+        """Ids of all its pages. One is free for others once it is the only holder."""
         ...
 
     def give_up(self) -> Sequence[PageRef]:
@@ -144,9 +149,15 @@ class PagePool:
         self._more_holders -= Counter(page.page_id for page in shared)
 
     def count_freed(self, holders: Iterable[Sequence[PageRef]]) -> int:
-        """How many committed pages become free once all these holders have released theirs."""
+        """How many committed pages become free once all these holders have released theirs. A page
+        that only `spare` holds is free.
+        """
         let_go = Counter(page.page_id for pages in holders for page in pages)
-        return sum(count > self._more_holders[page_id] for page_id, count in let_go.items())
+        held = self.spare.held if self.spare else ()
+        return sum(
+            count + (page_id in held) > self._more_holders[page_id]
+            for page_id, count in let_go.items()
+        )
 
     def _enter(self, count: int, event: PageEvent) -> tuple[PageRef, ...] | None:
         if count < 0:

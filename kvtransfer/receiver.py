@@ -96,17 +96,24 @@ class HandoffReceiver:
                 yield from handoff.reservation.pages
 
     def reserve(
-        self, attempt: AttemptId, pages: tuple[PageRef, ...], writer: str | None, now: float
+        self,
+        attempt: AttemptId,
+        pages: tuple[PageRef, ...],
+        writer: str | None,
+        now: float,
+        num_held: int = 0,
     ) -> Reservation:
         """Opens reserved pages to `writer`, the incarnation of the prefill worker that may push.
 
-        The returned reservation may be sent immediately.
+        The returned reservation may be sent immediately. num_held: pages before these that nobody
+        writes.
         """
         if attempt.transfer_id in self._handoffs:
             raise ValueError(f"transfer {attempt.transfer_id} is already reserved")
         assert self._connector is not None, "this worker cannot receive now"
         self._time = now
-        reservation = self._reservation(attempt, pages, self._connector.describe())
+        shards = self._connector.describe()
+        reservation = self._reservation(attempt, pages, shards, num_held)
         machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._identity.lease_s)
         self._handoffs[attempt.transfer_id] = _Incoming(reservation, machine)
         for do in machine.handle(ReceiverEvent.OFFERED, now):
@@ -161,7 +168,11 @@ class HandoffReceiver:
             self._connector.close()
 
     def _reservation(
-        self, attempt: AttemptId, pages: tuple[PageRef, ...], shards: tuple[Shard, ...]
+        self,
+        attempt: AttemptId,
+        pages: tuple[PageRef, ...],
+        shards: tuple[Shard, ...],
+        num_held: int = 0,
     ) -> Reservation:
         return Reservation(
             attempt=attempt,
@@ -172,6 +183,7 @@ class HandoffReceiver:
             fingerprint=self._identity.fingerprint,
             digest_seed=self._digest_seed,
             lease_s=self._identity.lease_s,
+            num_held=num_held,
         )
 
     def _arrived(self, event: Arrived) -> Arrived | None:

@@ -49,7 +49,7 @@ class _Outgoing:
     promise_at: float = math.inf
     # Source pages that were not pushed yet, in order, with functions for their progress.
     ready: list[tuple[Sequence[int], Pending[int] | None]] = field(default_factory=list)
-    num_pushed: int = 0
+    num_passed: int = 0  # source pages that were pushed, or that the receiver has
     boundary: Pending[BoundaryState] | None = None
 
 
@@ -194,10 +194,11 @@ class HandoffSender:
                     self._reports.append(report)
 
     def _push(self, handoff: _Outgoing) -> None:
-        assert handoff.reservation is not None, "the pages have no destination yet"
+        reservation = handoff.reservation
+        assert reservation is not None, "the pages have no destination yet"
         for pages, num_final in handoff.ready:
-            self._connector.send(
-                PushPages(handoff.reservation, tuple(pages), handoff.num_pushed, num_final)
-            )
-            handoff.num_pushed += len(pages)
+            first = handoff.num_passed - reservation.num_held
+            handoff.num_passed += len(pages)
+            if wanted := tuple(pages[max(0, -first) :]):
+                self._connector.send(PushPages(reservation, wanted, max(0, first), num_final))
         handoff.ready.clear()

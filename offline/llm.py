@@ -63,6 +63,7 @@ class EngineOptions(TypedDict, total=False):
     num_pages: int | None
     gpu_memory_utilization: float
     kv_layout: KVLayoutKind
+    enable_prefix_caching: bool
     attention: Attention
     batch_invariant: bool
     enforce_eager: bool
@@ -74,9 +75,8 @@ class EngineOptions(TypedDict, total=False):
 
 
 class LLM:
-    """A model in this process. One thread at a time may use it.
-
-    `model` has its name, block size, context and vocabulary.
+    """A model in this process, for one thread at a time. `model` has its name, block size, context
+    and vocabulary.
     """
 
     def __init__(

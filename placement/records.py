@@ -63,8 +63,10 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: U63 = 0
     prompts_shared: U63 = 0  # whose KV came from another attempt
     kv_bytes: U63 = 0  # KV bytes pushed or received
-    prefix_queries: U63 = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_queries: U63 = 0  # tokens that were looked up in the prefix cache
     prefix_hits: U63 = 0  # those that were found
+    prefix_evictions: U63 = 0  # units of the cache that made room
+    kv_bytes_held: U63 = 0  # KV bytes that were not received, because the cache had them
     prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
     prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
 
@@ -82,6 +84,7 @@ class Load(EngineCounts, frozen=True, kw_only=True):
     quarantined_pages: U32 = 0  # pages that a late writer may still reach
     queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
     blocks_left: U63 = 0  # blocks still to denoise
+    prefix_pages: U32 = 0  # pages that the prefix cache holds, free for others or in use
     prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
     prompt_rate: U63 = 0  # tokens a second of such pieces
 

@@ -8,6 +8,7 @@ import time
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import HandoffSender
+from effuse.kvtransfer.units import UnitCache
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of
 from effuse.worker.assembly import Assembly, assemble
@@ -20,7 +21,8 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse) -> Engine:
     """An engine that is ready to serve. Raises ValueError if the config is wrong."""
     parts = assemble(config, incarnation, "prefill", None, pulse)
     connector = parts.connect()
-    core = make_core(config, parts, PagePool(parts.memory.num_pages), connector, pulse)
+    pool = PagePool(parts.memory.num_pages)
+    core = make_core(config, parts, pool, parts.make_cache(pool), connector, pulse)
     return Engine(
         core,
         parts.ready,
@@ -31,7 +33,12 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse) -> Engine:
 
 
 def make_core(
-    config: PrefillConfig, parts: Assembly, pool: PagePool, connector: Connector, pulse: Pulse
+    config: PrefillConfig,
+    parts: Assembly,
+    pool: PagePool,
+    cache: UnitCache,
+    connector: Connector,
+    pulse: Pulse,
 ) -> PrefillEngine:
     """An engine over the pages of `pool`. Raises ValueError if the config is wrong."""
     model = parts.model
@@ -45,7 +52,14 @@ def make_core(
         on_progress=pulse.mark,
     )
     return PrefillEngine(
-        executor, config, model.config, pool, sender, parts.fingerprint, now=time.monotonic
+        executor,
+        config,
+        model.config,
+        pool,
+        cache,
+        sender,
+        parts.fingerprint,
+        now=time.monotonic,
     )
 
 

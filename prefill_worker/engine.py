@@ -14,10 +14,10 @@ from effuse.kvtransfer.layout import Fingerprint, mismatch
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.sender import Ended, HandoffSender
+from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.placement.records import FEW_PAGES, Load
 from effuse.prefill_worker.executor import PromptExecutor
-from effuse.prefill_worker.prefix_cache import PrefixCache
 from effuse.prefill_worker.prompts import (
     Prompt,
     PromptRefused,
@@ -61,6 +61,7 @@ class PrefillEngine:
         config: PrefillConfig,
         model: ModelConfig,
         pool: PagePool,
+        cache: UnitCache,
         sender: HandoffSender,
         fingerprint: Fingerprint,
         *,
@@ -81,8 +82,8 @@ class PrefillEngine:
         self._now = now
         self._outbox = Outbox()
         self.outbox, self.close = self._outbox.drain, sender.close
-        self._cache = PrefixCache(pool, page_size=config.page_size, block_size=model.block_size)
-        self._table = PromptTable(pool, self._cache, self._outbox, now)
+        self._cache = cache
+        self._table = PromptTable(pool, cache, self._outbox, now)
         self._kv_bytes = 0
 
     def step(self, turn: PromptTurn = ALONE) -> bool:
@@ -186,6 +187,8 @@ class PrefillEngine:
             kv_bytes=self._kv_bytes,
             prefix_queries=self._cache.num_queried,
             prefix_hits=self._cache.num_found,
+            prefix_pages=self._cache.num_cached,
+            prefix_evictions=self._cache.num_evicted,
         )
 
     # Arrivals.
@@ -205,8 +208,8 @@ class PrefillEngine:
         except PromptRefused as error:
             self._outbox.failed(attempt, "INVALID_ARGUMENT", str(error))
             return
-        if prompt.can_split and config.enable_prefix_caching:
-            prompt.keys = self._cache.keys_of(ids, prompt.num_paged, message.cache_salt)
+        if prompt.can_split:
+            prompt.units = self._cache.begin(message.cache_salt, ids, prompt.num_paged)
         self._table.add(prompt)
         self._sender.begin(attempt)
 

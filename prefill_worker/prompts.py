@@ -15,8 +15,8 @@ from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.units import HeldUnits, UnitCache
 from effuse.models.config import ModelConfig
-from effuse.prefill_worker.prefix_cache import HeldPrefix, Key, PrefixCache
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
 from effuse.worker.messages import Failed, FailureCode, PrefillDone, PromptPushed, StartPrefill
@@ -56,8 +56,7 @@ class Prompt:
     num_computed: int = 0  # tokens whose KV is there
     num_ready: int = 0  # pages that the sender knows
     pages: tuple[PageRef, ...] = ()
-    keys: tuple[Key, ...] = ()  # keys under which the cache has, or will have, its beginning
-    prefix: HeldPrefix = field(default_factory=HeldPrefix)
+    units: HeldUnits = field(default_factory=HeldUnits)
     is_rehearsal: bool = False
     is_live: bool = True  # it has not failed or been aborted
     abort_due: bool | None = None  # if AbortDone is due: whether it ran when it was aborted
@@ -195,7 +194,7 @@ class PromptTable:
     """All prompts of an engine, from their arrival until nothing uses their pages."""
 
     def __init__(
-        self, pool: PagePool, cache: PrefixCache, outbox: Outbox, now: Callable[[], float]
+        self, pool: PagePool, cache: UnitCache, outbox: Outbox, now: Callable[[], float]
     ) -> None:
         self.prompts: dict[str, Prompt] = {}  # by transfer, with draining ones and rehearsals
         self.waiting: list[Prompt] = []
@@ -219,11 +218,15 @@ class PromptTable:
         if not self.waiting or self.waiting[0].arrived_s >= before:
             return None
         prompt = self.waiting[0]
-        given = self._cache.begin(prompt.keys, prompt.num_paged, prompt.num_pages, pages_kept)
-        if given is None:
+        asked = prompt.units, prompt.num_paged, 1  # the boundary comes from a forward
+        num_pinned = self._cache.num_pinned(*asked)
+        if prompt.num_pages - num_pinned > self._pool.num_free - pages_kept:
             return None
-        prompt.prefix, prompt.pages = given
-        prompt.num_cached = prompt.prefix.num_found * self._cache.unit_size
+        known = self._cache.take(*asked)
+        new = self._pool.allocate_committed(prompt.num_pages - len(known))
+        assert new is not None, "counted above"
+        prompt.pages = known + new
+        prompt.num_cached = prompt.units.num_found * self._cache.unit_size
         prompt.num_launched = prompt.num_computed = prompt.num_cached
         prompt.started_s = self._now()
         self.computing.append(self.waiting.pop(0))
@@ -243,7 +246,7 @@ class PromptTable:
         """A forward over this chunk has ended."""
         prompt = chunk.prompt
         prompt.num_computed = chunk.end
-        self._cache.add(prompt.prefix, prompt.pages, chunk.end)
+        self._cache.add(prompt.units, prompt.pages, chunk.end)
         if prompt.is_unread and not prompt.is_being_written:
             self._release(prompt)
         if prompt in self.computing and prompt.num_computed == prompt.num_paged:
@@ -270,7 +273,7 @@ class PromptTable:
 
     def _release(self, prompt: Prompt) -> None:
         del self.prompts[prompt.attempt.transfer_id]
-        self._cache.end(prompt.prefix)
+        self._cache.end(prompt.units)
         self._pool.release(prompt.pages)
         self.over.add(prompt.attempt.transfer_id, self._now())
         if prompt.abort_due is not None:
@@ -281,8 +284,10 @@ def unfit(prompt: Prompt, reservation: Reservation, *, is_first: bool) -> str:
     """Why a living prompt cannot be pushed there; empty if it can."""
     if not is_first:
         return "a second reservation arrived"
-    if (found := len(reservation.pages)) != prompt.num_pages:
-        return f"the prompt needs {prompt.num_pages} pages, {found} are reserved"
+    found, held = len(reservation.pages), reservation.num_held
+    if found + held != prompt.num_pages:
+        beside = f" beside {held} held ones" if held else ""
+        return f"the prompt needs {prompt.num_pages} pages, {found} are reserved{beside}"
     return ""
 
 

@@ -33,7 +33,6 @@ from effuse.worker.shell import Shell
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]"
 _Requests: TypeAlias = AsyncIterator[pb.PrefillRequest]
-_MOST_SALT = 128  # characters; a tenant's name is shorter
 
 
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         start = StartPrefill(
             attempt=wire.attempt_id(first.start.attempt),
             prompt_token_ids=wire.prompt(first.start.prompt_token_ids),
-            cache_salt=_salt(first.start.cache_salt),
+            cache_salt=wire.salt(first.start.cache_salt, "start.cache_salt"),
         )
         attempt = self._shell.begin(start.attempt, first.start.incarnation, start)
         self._shell.metrics.prompt_tokens.inc(len(start.prompt_token_ids))
@@ -141,13 +140,6 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
                 raise InvalidRequest.of("reservation", "the stream ended before it")
         except EffuseError as error:
             stream.attempt.deliver(error)
-
-
-def _salt(salt: str) -> str:
-    if len(salt) > _MOST_SALT:
-        expected = f"expected at most {_MOST_SALT} characters"
-        raise InvalidRequest.of("start.cache_salt", f"{expected}, got {len(salt)}")
-    return salt
 
 
 def _response(event: CoreEvent) -> pb.PrefillResponse:

@@ -200,8 +200,8 @@ class AnswerRun:
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
-        if placement.prefill is not None:
-            self._router.fleet.prompts.note(request.prompt.prefix_keys, placement.prefill.life)
+        for worker in filter(None, (placement.decode, placement.prefill)):
+            self._router.fleet.prompts.note(request.prompt.prefix_keys, worker.life)
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
         attempt = Attempt(self._router, request, placement, self._told, share)
         if not request.index:

@@ -140,6 +140,7 @@ class Attempt:
             num_logprobs=request.asked.num_logprobs,
             resume=request.answer.resumption(),
             group=request.attempts.group,
+            cache_salt=request.tenant.name,
             gap_s=None if math.isinf(request.asked.goals.gap_s) else request.asked.goals.gap_s,
         )
         if placement.prefill is None:
@@ -235,7 +236,8 @@ class Attempt:
         costs, tokens = request.costs, len(request.prompt.token_ids)
         if placement.prefill is None:
             if verified.compute_s and not (placement.shares_prompt or request.answer.token_ids):
-                measured.note_prompt(None, tokens, 0, verified.compute_s, now)
+                cached, compute_s = verified.cached_tokens, verified.compute_s
+                measured.note_prompt(None, tokens, cached, compute_s, now)
         elif costs.compute_s:
             life, end = placement.prefill.life, costs.prefilled
             measured.note_prompt(life, tokens, costs.cached_tokens, costs.compute_s, end)

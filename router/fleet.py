@@ -353,7 +353,7 @@ def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:
 
 
 class SentPrefixes:
-    """Beginnings of prompts that this router sent to prefill workers; it forgets the oldest first.
+    """Beginnings of prompts that this router sent to workers; it forgets the oldest first.
 
     An estimate, so that a prompt goes to the worker that probably knows most of it. Workers drop
     beginnings that they have not used for long, and other routers send prompts, too. The statistics

@@ -303,8 +303,9 @@ class _Handler:
         request.costs.queue_s = router.now() - request.arrived
         router.traces.record("queue", request.costs.queue_s)
         token_ids = await encode_prompt(asked, router.tokenizer)
-        is_reusable = asked.model.prompt_attention == "causal_blocks"
-        prefix_keys = keys_of(token_ids, request.tenant.name) if is_reusable else ()
+        prefix_keys = keys_of(token_ids, request.tenant.name)
+        if asked.model.prompt_attention != "causal_blocks":
+            prefix_keys = prefix_keys[-1:]  # a worker reuses only the whole prompt
         request.prompt = EncodedPrompt(token_ids, fit(len(token_ids), asked), prefix_keys)
         router.steering.of(asked.model.name).load.note_prompt(len(token_ids), router.now())
         if asked.sent.output.echo:

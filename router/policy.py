@@ -98,12 +98,10 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     broken: Collection[Pair] = ()  # pairs that hand nothing over now
     doubtful: Collection[Pair] = ()  # pairs that come after others
     holder: Holder | None = None
-    alone: Collection[
-        Kind
-    ] = ()  # kinds of work for which it takes only workers kept for it, once empty
+    alone: Collection[Kind] = ()  # kinds of work that take only workers kept for it, once empty
     beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
     num_answers: int = 1  # to the same prompt, of which this is the first one
-    cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that prefill workers may have
+    cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that workers may have
     prompt: PromptCost | None = None  # if decode workers may compute it to save time
 
     @property
@@ -369,14 +367,14 @@ def _decode_score(
     candidate: Candidate, fitting: Fitting, need: AttemptNeeds
 ) -> tuple[bool, bool, bool, float, int, int, str]:
     """A trusted way to it where prefill workers fit, seats for all answers, free pages net of what
-    is on the way there, then blocks left to denoise."""
+    is on the way there and of those with the prompt already, then blocks left to denoise."""
     record, load = candidate.record, candidate.record.load
     capacity = max(1, record.capacity.total_pages)
     own_pages = -(-candidate.in_flight.tokens // record.capacity.page_size)
     reported = load.total_pages - load.free_pages
-    used = max(own_pages, reported) / capacity
-    own_blocks = -(-candidate.in_flight.tokens // record.model.block_size)
-    blocks = max(own_blocks, load.blocks_left)
+    known_pages = _known_tokens(candidate, need) // record.capacity.page_size
+    used = (max(own_pages, reported) - known_pages) / capacity
+    blocks = max(-(-candidate.in_flight.tokens // record.model.block_size), load.blocks_left)
     placed = candidate.in_flight.placed
     # Whether prefill workers fit, and none of them is trusted to hand over to it.
     is_cut_off = record.fingerprint_text in fitting and all(
@@ -386,12 +384,16 @@ def _decode_score(
     return candidate.is_suspect, is_cut_off, lacks_seats, used, blocks, placed, record.worker_id
 
 
+def _known_tokens(candidate: Candidate, need: AttemptNeeds) -> int:
+    """Tokens of the prompt that it probably has in its cache."""
+    keeps = candidate.record.load.prefix_queries
+    return need.cached.get(candidate.record.life, 0) if keeps else 0
+
+
 def _prefill_score(candidate: Candidate, need: AttemptNeeds) -> tuple[bool, int, bool, int, str]:
     """Tokens queued there, the larger of its own count and ours, without those of the prompt that
     it has in its cache. Of equals one that writes no answers comes first."""
-    load = candidate.record.load
-    queued = max(candidate.in_flight.to_prefill, load.queued_tokens)
-    if load.prefix_queries:
-        queued -= need.cached.get(candidate.record.life, 0)
     record, placed = candidate.record, candidate.in_flight.placed
+    queued = max(candidate.in_flight.to_prefill, record.load.queued_tokens)
+    queued -= _known_tokens(candidate, need)
     return candidate.is_suspect, queued, record.does("decode"), placed, record.worker_id

@@ -177,7 +177,7 @@ class Costs:
     handoff_s: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
-    cached_tokens: int = 0  # tokens of the prompt whose KV a prefill worker had
+    cached_tokens: int = 0  # tokens of the prompt that a worker had in its cache
     connector: str = ""
     earlier_forwards: int = 0  # of attempts that are over
     forwards: int = 0  # of the attempt that runs
@@ -325,6 +325,7 @@ class Request:
         costs.handoff_s += verified.handoff_s
         costs.kv_bytes += verified.bytes
         costs.kv_pages += verified.pages
+        costs.cached_tokens = max(costs.cached_tokens, verified.cached_tokens)
 
     def add_commit(self, commit: worker_pb2.DecodeCommit, now: float) -> Piece:
         """Takes final tokens; returns the part that the client has not had yet. A stop string may

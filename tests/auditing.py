@@ -9,6 +9,7 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.units import UnitCache
 from effuse.prefill_worker.engine import PrefillEngine
 
 
@@ -23,13 +24,36 @@ def audit(engine: object) -> None:
             audit(replica)
     elif isinstance(engine, PrefillEngine):
         held = [page for prompt in engine._table.prompts.values() for page in prompt.pages]
-        cached = [page for unit in engine._cache._units.values() for page in unit.pages]
-        audit_pool(engine._pool, [*held, *cached])
+        audit_cache(engine._cache)
+        audit_pool(engine._pool, [*held, *cached_pages(engine._cache)])
     else:
         assert isinstance(engine, DecodeEngine)
         held = [page for request in engine._roster.by_transfer.values() for page in request.pages]
         apart = [*engine._rehearsal._pages, *engine._handoffs.quarantined()]
-        audit_pool(engine._pool, [*held, *apart])
+        audit_cache(engine._cache)
+        audit_pool(engine._pool, [*held, *apart, *cached_pages(engine._cache)])
+
+
+def cached_pages(cache: UnitCache) -> list[PageRef]:
+    """Pages that a cache holds."""
+    return list(cache._held.values())
+
+
+def audit_cache(cache: UnitCache) -> None:
+    """Checks a cache's books: its pages are held once each, and those of units without a user
+    exactly by it. Raises AuditError.
+    """
+    pool, pages = cache._pool, [page for unit in cache._units.values() for page in unit.pages]
+    if lost := [page for page in pages if cache._held.get(page.page_id) != page]:
+        raise AuditError(f"pages of units that the cache does not hold: {lost}")
+    idle = {key for key, unit in cache._units.items() if not unit.num_users}
+    if idle != set(cache._idle):
+        raise AuditError(f"units without a user {idle} differ from {set(cache._idle)}")
+    free = [page for unit in cache._idle.values() for page in unit.pages]
+    if len(free) != cache.num_pages:
+        raise AuditError(f"{len(free)} pages are only cached, {cache.num_pages} are counted")
+    if used := [page for page in free if pool._more_holders.get(page.page_id)]:
+        raise AuditError(f"pages of units without a user have users: {used}")
 
 
 def audit_pool(pool: PagePool, held: Iterable[PageRef] | None = None) -> None:

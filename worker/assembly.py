@@ -16,6 +16,8 @@ from effuse.kernels.marks import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
 from effuse.models.group import RankPlace
@@ -47,7 +49,8 @@ _COMMIT_RULE = "settled_recompute"
 class Assembly:
     """The parts of an engine. `connect` starts the connector of its pages and returns it; it raises
     ValueError if that cannot be opened. `queued` are the runner's layers if they are followed on a
-    device. With other `ranks`, runner and memory send them the same commands.
+    device. With other `ranks`, runner and memory send them the same commands. `caches`: KV may
+    outlive its request.
     """
 
     model: Transformer
@@ -59,6 +62,17 @@ class Assembly:
     max_model_len: int
     ready: Ready
     ranks: Ranks | None
+    caches: bool
+
+    def make_cache(self, pool: PagePool) -> UnitCache:
+        """The cache of a pool of these pages."""
+        return UnitCache(
+            pool,
+            page_size=self.memory.layout.page_size,
+            block_size=self.model.config.block_size,
+            is_causal=self.model.config.prompt_attention == "causal_blocks",
+            is_on=self.caches,
+        )
 
 
 def assemble(
@@ -117,6 +131,7 @@ def assemble(
             connector=connector,
         ),
         ranks=ranks,
+        caches=config.enable_prefix_caching,
     )
 
 

@@ -72,6 +72,9 @@ class EngineSettings(Access):
     ] = None
     gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
     kv_layout: Annotated[KVLayoutKind, "order of KV memory in a page"] = "unified"
+    enable_prefix_caching: Annotated[
+        bool, "keep the KV of ended requests for later ones that begin with the same tokens"
+    ] = True
 
     # Batching.
     block_size: Annotated[int | None, "tokens in a diffusion block (default: the model's)"] = None
@@ -218,9 +221,6 @@ class PrefillConfig(WorkerConfig):
         "refuse links to decode workers slower than this, in 10^9 bytes a second, once several "
         "measurements agree; 0 refuses none",
     ] = 0.0
-    enable_prefix_caching: Annotated[
-        bool, "keep the KV of prompts for later prompts that begin the same (block-causal models)"
-    ] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

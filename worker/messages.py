@@ -107,6 +107,7 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     )
     resume: Resume | None = None
     group: str = ""  # whose members share the KV of an equal prompt; empty: none
+    cache_salt: str = ""  # requests with other salts share no KV with it
     gap_s: float | None = None  # objective for the time between two commits; None: none
 
 
@@ -198,6 +199,7 @@ class Verified(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pages: int
     handoff_s: float  # since the last page was final and the reservation known, checks included
     compute_s: float = 0.0  # of this engine's forwards without company; 0 if it is not known
+    cached_tokens: int = 0  # prompt tokens whose KV was there
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -23,7 +23,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype
 from effuse.placement.records import Role
-from effuse.worker.config import PrefillConfig, WorkerConfig
+from effuse.worker.config import WorkerConfig
 from effuse.worker.group_parts import GroupMemory
 from effuse.worker.rank_messages import meeting_path
 from effuse.worker.ranks import Ranks
@@ -269,8 +269,7 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
 
 def caches_prefixes(config: WorkerConfig, model: Transformer) -> bool:
     """Whether prompts may begin with cached tokens."""
-    is_on = isinstance(config, PrefillConfig) and config.enable_prefix_caching
-    return is_on and model.config.prompt_attention == "causal_blocks"
+    return config.enable_prefix_caching and model.config.prompt_attention == "causal_blocks"
 
 
 def _prompt_graphs(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -49,6 +50,26 @@ class WorkerReadings:
     tasks: int  # of the front's event loop
     links: Sequence[Link] = ()
     quarantines: Sequence[Quarantine] = ()
+
+
+_COUNTED: Final = (
+    ("num_preemptions", "Requests that lost their pages to older ones", "preemptions"),
+    ("prefix_cache_queries", "Tokens that were looked up in the prefix cache", "prefix_queries"),
+    ("prefix_cache_hits", "Tokens whose KV the prefix cache had", "prefix_hits"),
+    ("prefix_cache_evictions", "Units of the prefix cache that made room", "prefix_evictions"),
+    ("kv_held_bytes", "KV bytes not received, because the prefix cache had them", "kv_bytes_held"),
+    ("prompts_shared", "Prompts whose KV came from another attempt", "prompts_shared"),
+    ("own_prompt_tokens", "Prompt tokens that a decode worker computed", "prompt_tokens"),
+    (
+        "own_prompts_overdue",
+        "Forwards of such prompts that answers had left no room for",
+        "prompts_overdue",
+    ),
+    ("engine_steps", "Forwards", "steps"),
+    ("engine_step_requests", "Sum of the requests in each forward", "step_requests"),
+    ("engine_step_tokens", "Sum of the rows of each forward", "step_tokens"),
+)
+"""Counters of a load, with their texts and its fields."""
 
 
 class WorkerMetrics(ProcessMetrics):
@@ -112,33 +133,13 @@ class WorkerMetrics(ProcessMetrics):
                 "Share of pages that are not free, 0 to 1",
                 used / max(1, load.total_pages),
             ),
+            ("prefix_cache_pages", "Pages that the prefix cache holds", load.prefix_pages),
             ("front_tasks", "Tasks of the front's event loop", now.tasks),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
-        for name, text, value in (
-            ("num_preemptions", "Requests that lost their pages to older ones", load.preemptions),
-            (
-                "prefix_cache_queries",
-                "Prompt tokens that were looked up in the prefix cache",
-                load.prefix_queries,
-            ),
-            ("prefix_cache_hits", "Prompt tokens whose KV the prefix cache had", load.prefix_hits),
-            ("prompts_shared", "Prompts whose KV came from another attempt", load.prompts_shared),
-            (
-                "own_prompt_tokens",
-                "Prompt tokens that a decode worker computed",
-                load.prompt_tokens,
-            ),
-            (
-                "own_prompts_overdue",
-                "Forwards of such prompts that answers had left no room for",
-                load.prompts_overdue,
-            ),
-            ("engine_steps", "Forwards", load.steps),
-            ("engine_step_requests", "Sum of the requests in each forward", load.step_requests),
-            ("engine_step_tokens", "Sum of the rows of each forward", load.step_tokens),
-            ("engine_restarts", "Engines that were replaced", now.restarts),
-        ):
+        restarts = ("engine_restarts", "Engines that were replaced", now.restarts)
+        counted = ((name, text, getattr(load, field)) for name, text, field in _COUNTED)
+        for name, text, value in (*counted, restarts):
             yield CounterMetricFamily(PREFIX + name, text, value)
         pages = (([state], count) for state, count in load.pages_by_state().items())
         yield gauges("kv_pages", "KV pages by state", ["state"], pages)

@@ -101,6 +101,7 @@ def _reservation(message: pb.Reservation, attempt: AttemptId) -> Reservation:
         pages=tuple(PageRef(page.page_id, page.generation) for page in message.pages),
         fingerprint=tuple(Field(field.name, field.value) for field in message.fingerprint),
         lease_s=message.lease_s,
+        num_held=message.num_held,
     )
 
 
@@ -214,6 +215,12 @@ def group(message: pb.DecodeRequest) -> str:
     if len(message.group) > _MOST_ID_CHARS:
         raise _wrong("group", f"at most {_MOST_ID_CHARS} characters", len(message.group))
     return message.group
+
+
+def salt(value: str, field: str) -> str:
+    if len(value) > _MOST_ID_CHARS:
+        raise _wrong(field, f"at most {_MOST_ID_CHARS} characters", len(value))
+    return value
 
 
 def gap_s(message: pb.DecodeRequest) -> float | None:

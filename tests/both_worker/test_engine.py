@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from auditing import audit_pool
+from auditing import audit_cache, audit_pool, cached_pages
 from checkpoints import write_tiny_checkpoint
 from decoding.engines import (
     Answer,
     Clock,
+    cache_of,
     fingerprint_of,
     layout_of,
     load_tiny,
@@ -78,9 +79,11 @@ class Both:
         )
         identity = ReceiverIdentity(name, fingerprint, layout.page_bytes, 10.0)
         self.forwards = ""  # one letter for each
+        self.cache = cache = cache_of(model, self.pool, PAGE_SIZE)
         self.decode = DecodeEngine(
             Executor(_Noted(self, "d"), self.memory.copy_page),
             self.pool,
+            cache,
             Intake(config, limits),
             HandoffReceiver(self.pool, receiving, identity),
             Boundary(None, model.dtype, model.device),
@@ -99,6 +102,7 @@ class Both:
             ),
             config,
             self.pool,
+            cache,
             sender,
             fingerprint,
             now=clock,
@@ -130,8 +134,8 @@ class Both:
 
     def check_idle(self) -> None:
         """Every page is free or only in the cache."""
-        cached = [page for unit in self.prefill._cache._units.values() for page in unit.pages]
-        audit_pool(self.pool, cached)
+        audit_cache(self.cache)
+        audit_pool(self.pool, cached_pages(self.cache))
         load = self.engine.load()
         assert (load.running, load.waiting, load.free_pages) == (0, 0, load.total_pages)
 
@@ -315,7 +319,8 @@ def test_answers_take_the_pages_that_only_the_cache_holds(two: Two) -> None:
 def test_a_prompt_gets_no_pages_before_an_older_answer(two: Two) -> None:
     one, _ = two.each
     one.handle(asked_of("old", length=128, max_tokens=64))
-    one.handle(asked_of("waits", length=128, max_tokens=64))
+    other = range(147, 19, -1)  # of which nothing is cached
+    one.handle(make_request("waits", other, max_tokens=64, stop_token_ids=()))
     one.step()
     assert one.engine.load().waiting == 1
     one.clock.now += 1.0

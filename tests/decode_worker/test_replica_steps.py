@@ -66,6 +66,7 @@ class ReplicatedRig(DeviceRig):
             max_model_len=self.limits.max_model_len,
             ready=None,  # type: ignore[arg-type]
             ranks=ranks,
+            caches=True,
         )
         config = DecodeConfig(data_parallel_size=size)
         built = replicated(config, "1ab", parts, self.limits, None, on_device=True)

@@ -216,7 +216,7 @@ class Stream:
 
     def __init__(self, twin: Twin, gap_s: float | None) -> None:
         self.twin, self.gap_s = twin, gap_s
-        self.rig = Rig(twin.model, budget=400, num_pages=512)
+        self.rig = Rig(twin.model, budget=400, num_pages=512, caches=False)
         self.forward = Timed(self.rig)
         self.rig.forward = self.forward
         self.rig.connect(None)
@@ -355,12 +355,11 @@ def test_an_engine_offers_the_room_of_a_new_gap(twin: Twin) -> None:
 
 
 def test_an_answer_without_a_block_leaves_the_room_of_its_gaps_to_come(twin: Twin) -> None:
-    """An engine that offered more would get prompts that wait for ever behind these gaps."""
+    """With more on offer, prompts would wait behind these gaps."""
     stream = warmed(twin, 0.1)
     stream.run()
     stream.start("c", 12)
-    while not stream.rig.answers["transfer-c"].of(Verified):
-        stream.step()
+    while stream.step() and len(stream.commits["transfer-c"]) < 2:
         assert stream.rig.engine.load().prompt_piece <= (SAFE * 0.1 - STEP_S) / TOKEN_S
 
 
@@ -370,16 +369,14 @@ def test_commits_report_the_time_for_prompts_and_the_batch(twin: Twin) -> None:
     begun = len(stream.commits["transfer-a"])
     stream.start("p", 40)
     stream.run()
-    seen, told = stream.commits["transfer-a"], stream.rig.answers["transfer-a"].commits
-    gaps = [after - before for before, after in pairwise(seen)][begun - 1 :]
-    costs = told[begun:]
+    costs = stream.rig.answers["transfer-a"].commits[begun:]
+    moments = pairwise(stream.commits["transfer-a"][begun - 1 :])
     assert max(one.prompts_s for one in costs) == pytest.approx(40 * TOKEN_S, rel=0.2)
-    for gap, cost in zip(gaps, costs, strict=True):
-        assert gap - cost.prompts_s == pytest.approx(2 * STEP_S, abs=0.2 * STEP_S)
+    for (before, after), cost in zip(moments, costs, strict=True):
+        assert after - before - cost.prompts_s == pytest.approx(2 * STEP_S, rel=0.1)
     assert {one.batch for one in costs} <= {1, 2, 3} and costs[0].batch >= 2
     (verified,) = stream.rig.answers["transfer-p"].of(Verified)
-    assert isinstance(verified, Verified)
-    assert verified.compute_s == pytest.approx(40 * TOKEN_S, rel=0.3)
+    assert getattr(verified, "compute_s", 0) == pytest.approx(40 * TOKEN_S, rel=0.3)
 
 
 def test_counters_of_own_prompts(twin: Twin) -> None:

@@ -203,7 +203,7 @@ def test_who_is_preempted_takes_the_prompt_from_another_one_again(
     architecture: str, kind: type[Rig], tmp_path: Path
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=5)  # type: ignore[arg-type]
-    answers = Answers(directory, kind, num_pages=18, budget=64)
+    answers = Answers(directory, kind, num_pages=18, budget=64, caches=False)
     answers.ask(4, max_tokens=32)
     answers.push()
     answers.check()
@@ -260,7 +260,8 @@ def test_an_answer_that_is_resumed_shares_the_prompt_alone(answers: Answers) -> 
     later = tuple(token for one in told.commits for token in one.token_ids)
     assert commit.token_ids + later == whole[2].token_ids
     assert answers.num_shared == 3
-    assert answers.forward.prompt_rows == rows + 12 + 4  # the prompt, and the settled block
+    # The cache has the prompt, and the settled block goes beside it in no whole unit.
+    assert answers.forward.prompt_rows == rows + 4
 
 
 @pytest.mark.parametrize("kind", [Rig, DeviceRig], ids=["host", "device"])
@@ -288,7 +289,7 @@ def test_who_comes_late_goes_on_from_the_prompts_end(kind: type[Rig], tmp_path: 
 
 def test_who_was_resumed_knows_no_vector_behind_the_prompt(tmp_path: Path) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=5)
-    answers = Answers(directory)
+    answers = Answers(directory, caches=False)
     answers.ask(1, is_remote=False, max_tokens=48)
     answers.rig.run()
     commit = answers.rig.answers["transfer-0"].commits[1]

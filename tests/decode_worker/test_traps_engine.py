@@ -235,7 +235,8 @@ def test_trap_17_a_rebuild_keeps_the_original_block_origin(
     """Prompt and answer are not re-encoded as one bidirectional prompt."""
     directory = tmp_path / "model"
     write_tiny_checkpoint(directory, architecture, seed=3)
-    rig, recorder = recorded(load_tiny(directory), num_pages=14, page_size=4, budget=40)
+    model = load_tiny(directory)
+    rig, recorder = recorded(model, num_pages=14, page_size=4, budget=40, caches=False)
     requests = [
         make_request(str(index), range(20, 33), max_tokens=40, stop_token_ids=())
         for index in range(2)

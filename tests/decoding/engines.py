@@ -24,6 +24,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
@@ -109,12 +110,14 @@ class Rig:
         kv_layout: str = "unified",
         max_window: int = 8,
         max_stop_ids: int = 16,
+        caches: bool = True,
     ) -> None:
         config = model.config
         self.clock = Clock()
         self.layout = layout_of(model, page_size, kv_layout)
         self.memory = PageMemory(self.layout, num_pages, model.device)
         self.pool = PagePool(num_pages)
+        self.cache = cache_of(model, self.pool, page_size, is_on=caches)
         self.fingerprint = fingerprint_of(model, self.layout)
         self.connector: Connector | None = None
         self.answers: dict[str, Answer] = {}
@@ -146,6 +149,7 @@ class Rig:
         self.engine = DecodeEngine(
             self.make_executor(),
             self.pool,
+            self.cache,
             Intake(config, self.limits),
             HandoffReceiver(self.pool, connector, identity),
             Boundary(
@@ -197,6 +201,18 @@ def layout_of(model: Transformer, page_size: int, kind: str = "unified") -> KVLa
     config = model.config
     num_kv_heads = len(model.shard.kv_heads)
     return KVLayout(kind, config.num_layers, num_kv_heads, config.head_dim, page_size, "float32")
+
+
+def cache_of(
+    model: Transformer, pool: PagePool, page_size: int, *, is_on: bool = True
+) -> UnitCache:
+    return UnitCache(
+        pool,
+        page_size=page_size,
+        block_size=model.config.block_size,
+        is_causal=model.config.prompt_attention == "causal_blocks",
+        is_on=is_on,
+    )
 
 
 def fingerprint_of(model: Transformer, layout: KVLayout) -> Fingerprint:

@@ -48,7 +48,9 @@ class Source:
     def push(self, request: StartDecode, reservation: Reservation) -> None:
         """Computes the prompt and hands it over."""
         boundary = self.compute(request)
-        self.connector.send(PushPages(reservation, tuple(range(len(reservation.pages))), 0))
+        held = reservation.num_held
+        pages = tuple(range(held, held + len(reservation.pages)))
+        self.connector.send(PushPages(reservation, pages, 0))
         self.connector.send(FinishPush(reservation, lambda: boundary))
 
     def compute(self, request: StartDecode) -> BoundaryState:

@@ -57,10 +57,9 @@ class Way:
             worker_flags=(
                 *flags,
                 *(("--enforce-eager",) if self.eager else ()),
-                *((NO_CACHE,) if self.does_both and not self.caches else ()),
+                *(() if self.caches else (NO_CACHE,)),
                 *(("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()),
             ),
-            prefill_flags=() if self.caches or self.does_both else (NO_CACHE,),
             gpus=gpus,
             gpu_sharing=gpus is not None and len(gpus) < count,
             has_secret=False,

@@ -50,7 +50,8 @@ def test_prompts_that_help_out_give_the_oracles_answers() -> None:
     `decode_worker/test_room.py` compares the tokens of a bidirectional model, without processes.
     """
     with tiny_fleet(
-        "sdar", connector="zmq", worker_flags=("--log-level", "debug"),
+        "sdar", connector="zmq",
+        worker_flags=("--log-level", "debug", "--no-enable-prefix-caching"),
         router_flags=(*AUTO, "--gap-objective-s", "0.2"),
     ) as fleet:  # fmt: skip
         pairs = [*solid_jobs("sdar", "d2f", seed=2), *long_jobs("sdar")]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from auditing import audit
+from decoding.engines import cache_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kernels.marks import LayerMarks
@@ -124,10 +125,10 @@ class Rig:
                 max_model_len=200,
                 page_size=page_size,
                 max_request_s=MOST_S,
-                enable_prefix_caching=caches,
             ),
             config,
             self.pool,
+            cache_of(self.model, self.pool, page_size, is_on=caches),
             sender,
             self.fingerprint,
             now=self.now,

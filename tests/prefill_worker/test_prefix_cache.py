@@ -15,8 +15,8 @@ from prefill_worker.rig import Rig, attempt_of
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.units import HeldUnits, Ids, UnitCache
 from effuse.prefill_worker.executor import mark_of
-from effuse.prefill_worker.prefix_cache import Key, PrefixCache
 from effuse.worker.messages import (
     AbortDone,
     Failed,
@@ -288,38 +288,37 @@ def test_admission_is_first_come_first_served_by_free_pages(
 # The accounting by itself.
 
 
-def cached(cache: PrefixCache, tokens: Sequence[int]) -> int:
-    """Computes a prompt and ends it; how many units it found."""
-    keys = cache.keys_of(tokens, len(tokens))
-    given = cache.begin(keys, len(tokens), len(tokens) // 4)
-    assert given is not None
-    prefix, pages = given
-    cache.add(prefix, pages, len(tokens))
-    cache.end(prefix)
-    cache._pool.release(pages)
-    return prefix.num_found
+def cached(cache: UnitCache, tokens: Sequence[int]) -> None:
+    """Computes a prompt and ends it."""
+    units = cache.begin("", tokens, len(tokens))
+    pages = cache.take(units, len(tokens))
+    new = cache._pool.allocate_committed(len(tokens) // 4 - len(pages))
+    assert new is not None
+    cache.add(units, pages + new, len(tokens))
+    cache.end(units)
+    cache._pool.release(pages + new)
 
 
 def test_ends_of_prompts_make_room_before_their_beginnings() -> None:
     pool = PagePool(8)
-    cache = PrefixCache(pool, page_size=4, block_size=4)
+    cache = UnitCache(pool, page_size=4, block_size=4)
     cached(cache, COMMON)
     assert (pool.count(PageState.FREE), pool.num_free) == (2, 8)
     taken = pool.allocate_committed(4)  # two free ones and the last two
     assert taken is not None
-    keys = cache.keys_of(COMMON, 24)
+    keys = cache.begin("", COMMON, 24).keys
     assert [key in cache._units for key in keys] == [True] * 4 + [False] * 2
     assert pool.allocate_committed(5) is None
     assert pool.num_free == 4, "what cannot be had takes nothing"
 
 
 def test_a_unit_goes_by_all_tokens_up_to_its_end() -> None:
-    cache = PrefixCache(PagePool(8), page_size=2, block_size=4)
+    cache = UnitCache(PagePool(8), page_size=2, block_size=4)
     assert cache.unit_size == 4
-    keys = cache.keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9], 9)
-    others = cache.keys_of([9, 2, 3, 4, 5, 6, 7, 8], 8)
+    keys = cache.begin("", [1, 2, 3, 4, 5, 6, 7, 8, 9], 9).keys
+    others = cache.begin("", [9, 2, 3, 4, 5, 6, 7, 8], 8).keys
     assert len(keys) == 2 and not set(keys) & set(others)
-    assert cache.keys_of([1, 2, 3, 4, 0, 6, 7, 8], 8)[0] == keys[0]
+    assert cache.begin("", [1, 2, 3, 4, 0, 6, 7, 8], 8).keys[0] == keys[0]
 
 
 def storm(path: Path, seed: int, device: str = "cpu", tolerance: float = 1e-5) -> None:
@@ -381,13 +380,11 @@ def test_on_a_device_as_well(tmp_path: Path, seed: int) -> None:
 def test_the_storm_finds_units_that_go_by_their_own_tokens_alone(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keys_of(
-        cache: PrefixCache, tokens: Sequence[int], num_paged: int, salt: str
-    ) -> tuple[Key, ...]:
+    def extend(cache: UnitCache, one: HeldUnits, tokens: Ids, num_tokens: int) -> None:
         size = cache.unit_size
-        return tuple(repr(tokens[at : at + size]).encode() for at in range(0, num_paged, size))
+        one.keys[:] = [repr(tokens[at : at + size]).encode() for at in range(0, num_tokens, size)]
 
-    monkeypatch.setattr(PrefixCache, "keys_of", keys_of)
+    monkeypatch.setattr(UnitCache, "extend", extend)
     with pytest.raises(AssertionError):
         for seed in range(12):
             storm(checkpoints["sdar"], seed)

@@ -82,6 +82,23 @@ def test_a_known_beginning_makes_up_for_as_many_tokens_that_wait() -> None:
     assert chosen(place(candidates(99), AttemptNeeds(model="fake", mode="remote"))) == "p1"
 
 
+def test_a_known_beginning_makes_up_for_as_many_pages_in_use() -> None:
+    def decoder(name: str, used: int, keeps: int = 1) -> Candidate:
+        load = Load(total_pages=100, free_pages=100 - used, prefix_queries=keeps)
+        return Candidate(worker_record(name, "decode", load=load), InFlight())
+
+    def writes(used: int, keeps: int = 1) -> str:
+        workers = [decoder("d0", used, keeps), decoder("d1", 0)]
+        need = AttemptNeeds(model="fake", mode="local", cached={workers[0].record.life: 10 * page})
+        found = place(workers, need)
+        assert found is not None
+        return found.decode.worker_id
+
+    page = decoder("d0", 0).record.capacity.page_size
+    assert (writes(0), writes(9), writes(11)) == ("d0", "d0", "d1")
+    assert writes(9, keeps=0) == "d1", "it keeps nothing"
+
+
 class NoWorkers:
     def workers(self) -> list[object]:
         return []

@@ -28,6 +28,7 @@ from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.thread import Exchange
 from effuse.kvtransfer.transport import Heard, Pace
+from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.placement.records import Role
 from effuse.prefill_worker.engine import PrefillEngine
@@ -318,6 +319,7 @@ class EngineProcess:
             ),
             sizes.model,
             self.pool,
+            self._cache(sizes),
             sender,
             fingerprint_of(sizes.model),
             now=self.clock,
@@ -339,12 +341,17 @@ class EngineProcess:
         return DecodeEngine(
             Executor(AnswerModel(self.memory, self._mishaps.fails), self.memory.copy_page),
             self.pool,
+            self._cache(sizes),
             Intake(sizes.model, limits),
             self._handoffs,
             Boundary(None, torch.float32, torch.device("cpu")),
             now=self.clock,
             max_request_s=MOST_S,
         )
+
+    def _cache(self, sizes: Sizes) -> UnitCache:
+        is_causal = sizes.model.prompt_attention == "causal_blocks"
+        return UnitCache(self.pool, page_size=PAGE, block_size=BLOCK, is_causal=is_causal)
 
     def _wake_both(self) -> None:
         self.wake_engine()

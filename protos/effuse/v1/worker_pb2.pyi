@@ -80,7 +80,7 @@ class PrefillPushed(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("attempt", "incarnation", "connector", "num_pool_pages", "pages", "fingerprint", "lease_s", "digest_seed", "shards")
+    __slots__ = ("attempt", "incarnation", "connector", "num_pool_pages", "pages", "fingerprint", "lease_s", "digest_seed", "shards", "num_held")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class Reservation(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     DIGEST_SEED_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     connector: str
@@ -99,7 +100,8 @@ class Reservation(_message.Message):
     lease_s: float
     digest_seed: int
     shards: _containers.RepeatedCompositeFieldContainer[ReceivingShard]
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ReceivingShard, _Mapping]]] = ...) -> None: ...
+    num_held: int
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ReceivingShard, _Mapping]]] = ..., num_held: _Optional[int] = ...) -> None: ...
 
 class ReceivingShard(_message.Message):
     __slots__ = ("endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "boot_id", "first_head", "end_head", "page_bytes")
@@ -142,7 +144,7 @@ class FingerprintField(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs", "group", "gap_s")
+    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs", "group", "gap_s", "cache_salt")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,7 @@ class DecodeRequest(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     GAP_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -173,7 +176,8 @@ class DecodeRequest(_message.Message):
     num_logprobs: int
     group: str
     gap_s: float
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., group: _Optional[str] = ..., gap_s: _Optional[float] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., group: _Optional[str] = ..., gap_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class LocalPrefill(_message.Message):
     __slots__ = ()
@@ -295,16 +299,18 @@ class DecodeResponse(_message.Message):
     def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., draft: _Optional[_Union[DecodeDraft, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., then: _Optional[_Iterable[_Union[DecodeResponse, _Mapping]]] = ...) -> None: ...
 
 class PrefillVerified(_message.Message):
-    __slots__ = ("bytes", "pages", "handoff_s", "compute_s")
+    __slots__ = ("bytes", "pages", "handoff_s", "compute_s", "cached_tokens")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     pages: int
     handoff_s: float
     compute_s: float
-    def __init__(self, bytes: _Optional[int] = ..., pages: _Optional[int] = ..., handoff_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, bytes: _Optional[int] = ..., pages: _Optional[int] = ..., handoff_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeCommit(_message.Message):
     __slots__ = ("token_offset", "token_ids", "forward_passes", "frontier", "end_token_id", "logprobs", "prompts_s", "batch")
