@@ -85,6 +85,17 @@ def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(served: Se
     assert sum(answer.stats.cached_prompt_tokens for answer in answers) > 4 * CONCURRENT
 
 
+def test_equal_prompts_of_a_bidirectional_model_hand_nothing_over() -> None:
+    """A push without a page still brings the boundary, and proves that the prompt is the same."""
+    with tiny_fleet("dream", connector="nixl") as fleet:
+        pairs = solid_jobs("dream", "d2f", seed=4)
+        jobs = [job for job, _ in pairs]
+        for is_known in (False, True):
+            answers = ask(fleet, jobs)
+            compare(pairs, answers)
+            assert all((one.stats.kv_pages == 0) is is_known for one in answers)
+
+
 @pytest.mark.parametrize(
     ("architecture", "connector", "flags"),
     [
