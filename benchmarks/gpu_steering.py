@@ -190,6 +190,7 @@ class Bench:
             changing = asyncio.create_task(change())
             window = await client.closed(shape, at_once, 0.0, whole_s)
             await changing
+        await asyncio.to_thread(self._set_role, "worker-1", "auto")
         failed = sum(bool(one.failure) for one in window.requests)
         for role, at in times:
             work = [] if role == "decode" else _prompts(window)
