@@ -66,7 +66,7 @@ class Plan:
     warm_s: float
     seconds: float
     arriving_s: float
-    settle_s: float  # of arrivals before those that count; more at the first rate
+    settle_s: float  # of arrivals before those that count: as long for each fleet
     turns: int
 
     @property
@@ -155,7 +155,6 @@ class Bench:
     ) -> None:
         shape, seconds = self.plan.arriving, self.plan.arriving_s
         async with self._client(name) as client:
-            # An overloaded fleet falls behind by the second, so all of them begin as early.
             before_s = self.plan.settle_s * (1.0 if seed else FIRST_SETTLE)
             _, window = await asyncio.gather(
                 client.arriving(shape, rate, before_s, seed=100 + seed),

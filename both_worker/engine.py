@@ -47,6 +47,7 @@ class BothEngine:
         now: Callable[[], float],
     ) -> None:
         self._decode = decode
+        self.close = decode.close  # stops the connector
         self._prefill = prefill
         self._receiving = receiving
         self._now = now
@@ -92,21 +93,17 @@ class BothEngine:
         sums = {name: getattr(decode, name) + getattr(prefill, name) for name in _SUMMED}
         return replace(decode, **sums)
 
-    def close(self) -> None:
-        """Stops the connector."""
-        self._decode.close()
-
     def _turn(self) -> PromptTurn:
         """The room that answers leave to prompts now. A prompt gets no pages before an older
         answer, and leaves each answer a block's. It takes no longer than their gaps allow."""
         decode = self._decode
         is_next = decode.counters.steps > self._steps_before and not self._prefill.is_working()
         is_overdue = self._is_overdue(self._now())
-        least = max(FIRST_PIECE, self._prefill.least_tokens) if is_overdue else 0
+        least = max(FIRST_PIECE, self._prefill.table.least_tokens) if is_overdue else 0
         return PromptTurn(
             may_launch=is_next or not decode.can_step,
-            begin_before=decode.oldest_waiting_s,
-            pages_kept=decode.pages_kept,
+            begin_before=decode.roster.oldest_waiting_s,
+            pages_kept=decode.roster.pages_kept,
             most_tokens=max(decode.room.fits, least),
         )
 
@@ -116,7 +113,7 @@ class BothEngine:
     def _follow_oldest(self, now: float, *, is_over: bool) -> None:
         """Notes which prompt is the oldest, which shorter ones do not pass for ever. `is_over`: one
         that did not have to fit has begun."""
-        oldest = self._prefill.oldest
+        oldest = self._prefill.table.oldest
         if is_over or oldest is None or oldest != self._oldest:
             self._oldest, self._moved_s = oldest, now
 

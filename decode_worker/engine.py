@@ -6,7 +6,6 @@ executor runs forwards. Single-threaded.
 """
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled, Share
@@ -62,7 +61,7 @@ class DecodeEngine:
         self._boundary = boundary
         self._now = now
         self._max_request_s = max_request_s
-        self._roster = Roster(executor, pool, cache, intake.limits)
+        self.roster = Roster(executor, pool, cache, intake.limits)
         self.room = Room(intake.limits.max_num_batched_tokens)
         self._aborted = Tombstones(KEEP_ABORTED_S)
         self._outbox = Outbox()
@@ -82,7 +81,7 @@ class DecodeEngine:
         has_changed = bool(reports) | self._end_late() | self._admit() | self.apply()
         if self._executor.is_full:
             return has_changed
-        shares = self._roster.schedule(lambda: self.apply(waits=True), self.room, self._now)
+        shares = self.roster.schedule(lambda: self.apply(waits=True), self.room, self._now)
         for share in shares:
             self._outbox.say(*begun_drafts(share.request))
         has_launched = self._launch(shares)
@@ -107,31 +106,20 @@ class DecodeEngine:
     @property
     def can_step(self) -> bool:
         """Whether some request could take part in the last step, and may in the next one."""
-        return bool(self._roster.running) and not self._is_stalled
+        return bool(self.roster.running) and not self._is_stalled
 
     @property
     def is_short_of_pages(self) -> bool:
         """Whether no request can go on, and those that are here have or wait for pages."""
-        roster = self._roster
+        roster = self.roster
         return not (self.can_step or roster.receiving) and bool(roster.running or roster.waiting)
-
-    @property
-    def oldest_waiting_s(self) -> float:
-        """When the oldest request that waits for pages arrived; infinite if none waits."""
-        return min((one.arrived_s for one in self._roster.waiting), default=math.inf)
-
-    @property
-    def pages_kept(self) -> int:
-        """Free pages that running requests will need soon: a block's for each."""
-        limits = self._intake.limits
-        return self._roster.num_holding * limits.pages_for(limits.block_size)
 
     def handle(self, message: ToEngine) -> None:
         match message:
             case StartDecode():
                 self._start(message)
             case messages.StartRehearsal():
-                is_busy = bool(self._roster.waiting)
+                is_busy = bool(self.roster.waiting)
                 self._rehearsal.reserve(message, is_busy=is_busy, now=self._now())
             case messages.Abort(attempt=attempt):
                 self._abort(attempt)
@@ -150,15 +138,15 @@ class DecodeEngine:
         """Whether the attempt or rehearsal has anything here, or was aborted here, or another
         request of its group is here."""
         return (
-            transfer_id in self._roster.by_transfer
-            or self._roster.has_group(group)
+            transfer_id in self.roster.by_transfer
+            or self.roster.has_group(group)
             or transfer_id in self._aborted
             or self._rehearsal.is_of(transfer_id)
             or self._handoffs.is_open(transfer_id)
         )
 
     def load(self) -> Load:
-        roster = self._roster
+        roster = self.roster
         requests = roster.by_transfer.values()
         return Load(
             running=roster.num_holding,
@@ -195,7 +183,7 @@ class DecodeEngine:
         if attempt.transfer_id in self._aborted:
             text = "the attempt was aborted before it began"
             self._outbox.failed(attempt, "ABORTED", text)
-        elif attempt.transfer_id in self._roster.by_transfer:
+        elif attempt.transfer_id in self.roster.by_transfer:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
         elif message.writer is not None and not self._handoffs.can_receive:
             text = "this worker has no connector, so it only accepts local prefill"
@@ -210,12 +198,12 @@ class DecodeEngine:
                 self._outbox.failed(attempt, "INVALID_ARGUMENT", told, field=field)
                 return
             self._num_arrived += 1
-            self._roster.add(request)
+            self.roster.add(request)
             self._is_stalled = False
 
     def _abort(self, attempt: AttemptId) -> None:
         self._aborted.add(attempt.transfer_id, self._now())
-        request = self._roster.by_transfer.get(attempt.transfer_id)
+        request = self.roster.by_transfer.get(attempt.transfer_id)
         if request is not None:
             self._end(request)
         was_running = self._rehearsal.abort(attempt.transfer_id) or request is not None
@@ -228,15 +216,15 @@ class DecodeEngine:
         if isinstance(report, Arrived):
             self._begin_remote(report)
             return
-        request = self._roster.by_transfer[report.transfer_id]
+        request = self.roster.by_transfer[report.transfer_id]
         self._end(request)
         self._outbox.say(handoff_failed(request.asked.attempt, report))
 
     def _begin_remote(self, arrived: Arrived) -> None:
-        request, manifest = self._roster.by_transfer[arrived.transfer_id], arrived.manifest
-        self._roster.start_running(request)
+        request, manifest = self.roster.by_transfer[arrived.transfer_id], arrived.manifest
+        self.roster.start_running(request)
         self.counters.kv_bytes += arrived.num_bytes
-        self.counters.kv_bytes_held += request.num_held * self._handoffs.page_bytes
+        self.counters.kv_bytes_held += request.units.num_pages * self._handoffs.page_bytes
         try:
             request.boundary = self._boundary.accept(manifest.boundary, request.sequence)
         except BoundaryError as error:
@@ -244,15 +232,15 @@ class DecodeEngine:
             self._outbox.failed(request.asked.attempt, "DATA_LOSS", str(error), retryable=True)
             return
         request.sequence.store(request.sequence.first_block_start)
-        self._roster.keep(request)
+        self.roster.keep(request)
         self._verify(request, arrived)
 
     def _end_late(self) -> bool:
         """Ends requests that exceeded their time; True if there were any."""
         before = self._now() - self._max_request_s
-        late = [r for r in self._roster.by_transfer.values() if r.arrived_s < before]
+        late = [r for r in self.roster.by_transfer.values() if r.arrived_s < before]
         for request in late:
-            if request.transfer_id not in self._roster.by_transfer:
+            if request.transfer_id not in self.roster.by_transfer:
                 continue  # abandoning another one has shown that this one had ended
             message = f"the attempt ran longer than {self._max_request_s:g} s"
             self._end(request)
@@ -263,17 +251,17 @@ class DecodeEngine:
         """Gives waiting requests their pages, which their writers or the engine fill; True if it
         did.
         """
-        admitted = self._roster.admissible()
+        admitted = self.roster.admissible()
         for request in admitted:
             attempt = request.asked.attempt
             if request.needs_remote:
-                pages, writer = self._roster.begin_remote(request), request.asked.writer
+                pages, writer = self.roster.begin_remote(request), request.asked.writer
                 reservation = self._handoffs.reserve(
-                    attempt, pages, writer, self._now(), request.num_held
+                    attempt, pages, writer, self._now(), request.units.num_pages
                 )
                 self._outbox.say(Reserved(reservation=reservation))
                 continue
-            self._roster.begin(request)
+            self.roster.begin(request)
             if request.preemptions == 0:
                 self._outbox.say(Reserved(reservation=self._handoffs.local(attempt)))
             self._verify(request)
@@ -293,10 +281,10 @@ class DecodeEngine:
             for result in results:
                 match result:
                     case Prefilled(request):
-                        self._roster.keep(request)
+                        self.roster.keep(request)
                         self._verify(request)
                     case Denoised(request, outcome):
-                        self._roster.keep(request)
+                        self.roster.keep(request)
                         cost = self.room.note_step(request, now, outcome.num_settled)
                         if outcome.finish is not None:
                             self._end(request)
@@ -315,15 +303,15 @@ class DecodeEngine:
         request.is_verified = True
         if request.sequence.committed_len == request.sequence.first_block_start:
             request.prompt_boundary = request.boundary
-        num_computed = request.sequence.prompt_len - request.num_cached
+        num_computed = request.sequence.prompt_len - request.units.num_tokens
         self._outbox.say(
             Verified(
                 attempt=request.asked.attempt,
                 bytes=0 if arrived is None else arrived.num_bytes,
-                pages=0 if arrived is None else len(request.pages) - request.num_held,
+                pages=0 if arrived is None else len(request.pages) - request.units.num_pages,
                 handoff_s=0.0 if arrived is None else arrived.seconds,
                 compute_s=0.0 if arrived else self.room.prompt_s(num_computed),
-                cached_tokens=request.num_cached if arrived is None else 0,
+                cached_tokens=request.units.num_tokens if arrived is None else 0,
             )
         )
 
@@ -333,8 +321,8 @@ class DecodeEngine:
         """Removes the request completely; pages that a writer may reach are quarantined."""
         if self._executor.remove(request):
             self.apply(waits=True)
-        if request.transfer_id in self._roster.receiving:
+        if request.transfer_id in self.roster.receiving:
             # The others belong to the handoff, which frees them or already has.
             self._handoffs.abort(request.transfer_id)
-            del request.pages[request.num_held :]
-        self._roster.remove(request, is_sound=is_sound)
+            del request.pages[request.units.num_pages :]
+        self.roster.remove(request, is_sound=is_sound)

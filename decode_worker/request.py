@@ -59,14 +59,11 @@ class DecodeRequest:
     drafted_end: int = 0  # position after the last block in a draft
     pages: list[PageRef] = field(default_factory=list)
     units: HeldUnits = field(default_factory=HeldUnits)  # its part of the cache
-    num_cached: int = 0  # tokens of the prompt that it last found there
-    num_held: int = 0  # pages of its prompt that no writer fills, because it found them there
     # start of the generation block whose surroundings are in the canvas' pages
     cache_of: int | None = None
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
     prompt_boundary: Tensor | None = None  # [H] the same after the prompt, once that was stored
-    token_edits: TokenEdits | None = None  # edits for its final text
-    token_edits_of: int = 0  # length of the final text for them
+    known_edits: tuple[int, TokenEdits | None] = (0, None)  # for a final text of this length
     plan: StepPlan | None = None  # of the opened step that is not applied yet
     is_verified: bool = False  # the prompt's KV was complete at some time
     forward_passes: int = 0
@@ -163,10 +160,10 @@ class DecodeRequest:
         a step for a prompt of thousands of tokens. So they are kept until there is more final text.
         """
         length = self.sequence.num_emitted
-        known = self.token_edits if self.token_edits_of == length else None
+        known = self.known_edits[1] if self.known_edits[0] == length else None
         found = edits_for(self.asked.sampling, self.sequence, candidates, known)
         if found is not None:
-            self.token_edits, self.token_edits_of = found.edits, length
+            self.known_edits = length, found.edits
         return found
 
     def take_prompt(self, pages: Iterable[PageRef], boundary: Tensor | None) -> None:
@@ -219,7 +216,7 @@ class DecodeRequest:
         if self.settings.is_canvas:
             self.cache_of = self.plan = None  # a plan that reads the cache
         self.boundary = self.last_block = None
-        self.sequence.committed_len = self.num_held = 0
+        self.sequence.committed_len = self.units.num_pages = 0
         self.preemptions += 1
 
     def footprint(self) -> Footprint:

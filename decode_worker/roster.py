@@ -42,6 +42,16 @@ class Roster:
     def num_holding(self) -> int:
         return len(self.receiving) + len(self.running)
 
+    @property
+    def oldest_waiting_s(self) -> float:
+        """When the oldest request that waits for pages arrived; infinite if none waits."""
+        return min((one.arrived_s for one in self.waiting), default=math.inf)
+
+    @property
+    def pages_kept(self) -> int:
+        """Free pages that running requests will need soon: a block's for each."""
+        return self.num_holding * self._limits.pages_for(self._limits.block_size)
+
     def has_group(self, group: str) -> bool:
         return any(name == group for name, _ in self._groups)
 
@@ -89,7 +99,7 @@ class Roster:
     def _let_go(self, request: DecodeRequest) -> None:
         """A request gives up its pages. Those of a whole prompt may go to an equal one."""
         num_pages = self._limits.pages_for(request.sequence.first_block_start)
-        if request.holds_prompt or request.num_held == num_pages:
+        if request.holds_prompt or request.units.num_pages == num_pages:
             prompt = request.pages[:num_pages]
             self._cache.add_whole(request.units, prompt, request.prompt_boundary)
         self._cache.end(request.units)
@@ -126,7 +136,7 @@ class Roster:
             held, request.prompt_boundary = unit.pages, unit.boundary
         pages = self._pool.allocate(self._limits.pages_for(start) - len(held))
         assert pages is not None, "admission counts free pages"
-        request.pages, request.num_held = [*held, *pages], len(held)
+        request.pages, units.num_pages = [*held, *pages], len(held)
         self.waiting.remove(request)
         self.receiving[request.transfer_id] = request
         return pages
@@ -164,7 +174,7 @@ class Roster:
             sequence.store(units.num_found * self._cache.unit_size)
         elif (unit := self._cache.take_whole(units, sequence.prompt_len)) is not None:
             request.take_prompt(unit.pages, unit.boundary)
-        request.num_cached = min(sequence.committed_len, sequence.prompt_len)
+        units.num_tokens = min(sequence.committed_len, sequence.prompt_len)
 
     def _pages_to_begin(self, request: DecodeRequest) -> int:
         """Free pages with which it can begin, without those of others that it will also hold."""

@@ -27,7 +27,7 @@ from effuse.client.answer import Logprob, Stats
 from effuse.client.chat import Message
 from effuse.client.streams import AsyncStream, Stream
 from effuse.config.flags import HelpWithDefaults, add_flags, make_parser
-from effuse.offline.llm import EngineOptions
+from effuse.offline.llm import EngineOptions, GroupOptions
 from effuse.protos import errors
 from effuse.router.config import RouterConfig
 from effuse.router.openai_answers import error_body, status_of
@@ -61,7 +61,7 @@ ERRORS: Final = (
     "OpenAI's HTTP API and the `type` in its body; `code` there is the reason in small letters. "
     "[Running effuse](../operations.md) describes remedies."
 )
-GIVEN: Final = (Message, Stream, AsyncStream, Stats, Logprob, EngineOptions)
+GIVEN: Final = (Message, Stream, AsyncStream, Stats, Logprob, EngineOptions, GroupOptions)
 """Types that the public classes take and return."""
 PROTOS: Final = {
     "effuse/v1/generation": "Generation: prompts and answers",

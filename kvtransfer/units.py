@@ -12,7 +12,7 @@ texts before their beginnings. Pure accounting like `kvtransfer/pool.py`, which 
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -48,6 +48,8 @@ class HeldUnits:
     num_found: int = 0  # units that it did not have to compute
     num_seen: int = 0  # units that were offered to the cache, found ones included
     held: dict[Key, Unit] = field(default_factory=dict)  # those whose cached pages are its own
+    num_tokens: int = 0  # of the prompt that were found, before a decode worker computed the rest
+    num_pages: int = 0  # of the prompt that no writer fills, because they were found
 
 
 class UnitCache:
@@ -75,7 +77,7 @@ class UnitCache:
         self._pool = pool
         self._units: dict[Key, Unit] = {}
         self._idle: OrderedDict[Key, Unit] = OrderedDict()  # without a user, oldest first
-        self._held: dict[int, PageRef] = {}  # pages of all units, by their ids
+        self.held: dict[int, PageRef] = {}  # pages of all units, by their ids
         self.num_pages = 0  # that only the cache holds
         self.num_queried = 0  # tokens that were looked up, in total
         self.num_found = 0  # those of them that were found
@@ -83,14 +85,9 @@ class UnitCache:
         pool.spare = self
 
     @property
-    def held(self) -> Container[int]:
-        """Ids of the pages that it holds, with or without other holders."""
-        return self._held
-
-    @property
     def num_cached(self) -> int:
         """Pages of all units."""
-        return len(self._held)
+        return len(self.held)
 
     def give_up(self) -> Sequence[PageRef]:
         """Forgets the unit that was used least recently; returns its pages."""
@@ -224,7 +221,7 @@ class UnitCache:
 
     def _keep(self, one: HeldUnits, key: Key, unit: Unit) -> None:
         self._pool.share(unit.pages)
-        self._held.update((page.page_id, page) for page in unit.pages)
+        self.held.update((page.page_id, page) for page in unit.pages)
         self._units[key] = one.held[key] = unit
         unit.num_users = 1
 
@@ -246,7 +243,7 @@ class UnitCache:
 
     def _let_go(self, unit: Unit) -> Sequence[PageRef]:
         for page in unit.pages:
-            del self._held[page.page_id]
+            del self.held[page.page_id]
         return unit.pages
 
 

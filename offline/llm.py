@@ -48,7 +48,15 @@ _MOST_REQUEST_S = 1e9  # the caller waits for its batch, for days on a slow mach
 Result = TypeVar("Result")
 
 
-class EngineOptions(TypedDict, total=False):
+class GroupOptions(TypedDict, total=False):
+    """A decode worker's flags for several GPUs."""
+
+    tensor_parallel_size: int
+    expert_parallel: bool
+    data_parallel_size: int
+
+
+class EngineOptions(GroupOptions, total=False):
     """A decode worker's flags with these names, and its defaults."""
 
     device: Device
@@ -69,9 +77,6 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     default_algorithm: Algorithm | None
     served_model_name: str | None
-    tensor_parallel_size: int
-    expert_parallel: bool
-    data_parallel_size: int
 
 
 class LLM:

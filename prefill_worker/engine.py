@@ -83,7 +83,7 @@ class PrefillEngine:
         self._outbox = Outbox()
         self.outbox, self.close = self._outbox.drain, sender.close
         self._cache = cache
-        self._table = PromptTable(pool, cache, self._outbox, now)
+        self.table = PromptTable(pool, cache, self._outbox, now)
         self._kv_bytes = 0
 
     def step(self, turn: PromptTurn = ALONE) -> bool:
@@ -104,27 +104,15 @@ class PrefillEngine:
         """Tokens in launched forwards so far."""
         return self._executor.num_tokens
 
-    @property
-    def least_tokens(self) -> int:
-        """Tokens of the oldest prompt in the next forward if it cannot be cut; else 0."""
-        first = self._table.computing[:1]
-        return sum(one.num_left for one in first if not one.can_split)
-
-    @property
-    def oldest(self) -> tuple[str, int] | None:
-        """The oldest prompt that has its pages, by transfer, and its tokens that are left."""
-        first = self._table.computing[:1]
-        return next(((one.attempt.transfer_id, one.num_left) for one in first), None)
-
     def knows(self, transfer_id: str) -> bool:
         """Whether the attempt or rehearsal is here, or was."""
-        return transfer_id in self._table.prompts or transfer_id in self._table.over
+        return transfer_id in self.table.prompts or transfer_id in self.table.over
 
     def give_way(self) -> bool:
         """Fails the youngest computed prompt whose destination is unknown, and so frees its pages;
         False if there is none.
         """
-        for prompt in reversed(self._table.prompts.values()):
+        for prompt in reversed(self.table.prompts.values()):
             transfer_id = prompt.attempt.transfer_id
             is_computed = prompt.pages and not prompt.num_left and prompt.is_live
             if is_computed and self._sender.awaits_reservation(transfer_id):
@@ -171,8 +159,8 @@ class PrefillEngine:
         return left
 
     def load(self) -> Load:
-        waiting, computing = self._table.waiting, self._table.computing
-        num_prompts = sum(not one.is_rehearsal for one in self._table.prompts.values())
+        waiting, computing = self.table.waiting, self.table.computing
+        num_prompts = sum(not one.is_rehearsal for one in self.table.prompts.values())
         return Load(
             running=num_prompts - len(waiting),
             waiting=len(waiting),
@@ -196,10 +184,10 @@ class PrefillEngine:
     def _start(self, message: StartPrefill) -> None:
         attempt, ids = message.attempt, message.prompt_token_ids
         model, config = self._model, self._config
-        if attempt.transfer_id in self._table.over:
+        if attempt.transfer_id in self.table.over:
             self._outbox.failed(attempt, "ABORTED", "the attempt has ended, or was aborted earlier")
             return
-        if attempt.transfer_id in self._table.prompts:
+        if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
             return
         prompt = make_prompt(message, model, config.page_size, self._now())
@@ -210,12 +198,12 @@ class PrefillEngine:
             return
         if prompt.can_split:
             prompt.units = self._cache.begin(message.cache_salt, ids, prompt.num_paged)
-        self._table.add(prompt)
+        self.table.add(prompt)
         self._sender.begin(attempt)
 
     def _push_to(self, reservation: Reservation) -> None:
-        attempt, prompt = reservation.attempt, self._table.prompts.get(reservation.transfer_id)
-        if reservation.transfer_id in self._table.over or (prompt and not prompt.is_live):
+        attempt, prompt = reservation.attempt, self.table.prompts.get(reservation.transfer_id)
+        if reservation.transfer_id in self.table.over or (prompt and not prompt.is_live):
             return  # it has ended, and its front has the event
         if prompt is None or prompt.attempt != attempt:
             self._outbox.failed(attempt, "INVALID_ARGUMENT", "this attempt has no prompt here")
@@ -231,7 +219,7 @@ class PrefillEngine:
 
     def _can_push_to(self, reservation: Reservation) -> bool:
         """Whether a reservation is the first and right one of a living prompt."""
-        prompt = self._table.prompts.get(reservation.transfer_id)
+        prompt = self.table.prompts.get(reservation.transfer_id)
         is_first = self._sender.awaits_reservation(reservation.transfer_id)
         return (
             prompt is not None
@@ -247,10 +235,10 @@ class PrefillEngine:
         Refuses if prompts may need the pages; the few for warming up a link are always available.
         """
         attempt, count = reservation.attempt, len(reservation.pages)
-        if attempt.transfer_id in self._table.prompts:
+        if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
-        may_start = not self._table.waiting or count <= FEW_PAGES
+        may_start = not self.table.waiting or count <= FEW_PAGES
         free = self._pool.num_free
         pages = self._pool.allocate_committed(count) if may_start and 2 * count <= free else None
         if pages is None:
@@ -258,7 +246,7 @@ class PrefillEngine:
             self._outbox.failed(attempt, "RESOURCE_EXHAUSTED", text, retryable=True)
             return
         rehearsal = make_rehearsal(attempt, pages)
-        self._table.add(rehearsal)
+        self.table.add(rehearsal)
         self._sender.begin(attempt)
         self._sender.address(reservation)
         # One more group of layers is final each time that the connector polls.
@@ -267,21 +255,21 @@ class PrefillEngine:
         self._sender.computed(attempt.transfer_id, rehearsal.boundary)
 
     def _abort(self, attempt: AttemptId) -> None:
-        self._table.over.add(attempt.transfer_id, self._now())
-        prompt = self._table.prompts.get(attempt.transfer_id)
+        self.table.over.add(attempt.transfer_id, self._now())
+        prompt = self.table.prompts.get(attempt.transfer_id)
         if prompt is None:
             self._outbox.abort_done(attempt, was_running=False)
             return
         if prompt.abort_due is None:
             prompt.abort_due = prompt.is_live
-        self._table.leave(prompt)
+        self.table.leave(prompt)
         self._sender.abort(attempt.transfer_id)
 
     def _end_late(self) -> bool:
         """Ends prompts that exceeded their time; True if there were any."""
         before = self._now() - self._config.max_request_s
         late = [
-            one for one in self._table.prompts.values() if one.is_live and one.arrived_s < before
+            one for one in self.table.prompts.values() if one.is_live and one.arrived_s < before
         ]
         text = f"the attempt ran longer than {self._config.max_request_s:g} s"
         for prompt in late:
@@ -293,37 +281,37 @@ class PrefillEngine:
         reports = self._sender.poll()
         has_applied = self._apply_ended()  # a pushed prompt was computed, which is reported first
         for report in reports:
-            prompt = self._table.prompts.get(report.transfer_id)
+            prompt = self.table.prompts.get(report.transfer_id)
             assert prompt is not None, "the sender reports nothing after Ended"
             match report:
                 case Ended():
-                    self._table.end(prompt)
+                    self.table.end(prompt)
                 case Pushed():
                     self._kv_bytes += 0 if prompt.is_rehearsal else report.num_bytes
                     self._outbox.say(prompt_pushed(prompt.attempt, report))
                 case PushFailed():
-                    self._table.leave(prompt)
+                    self.table.leave(prompt)
                     self._outbox.say(push_failed(prompt.attempt, report))
         return bool(reports) or has_applied
 
     def _admit(self, turn: PromptTurn) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
         has_admitted = False
-        while len(self._table.computing) < self._config.max_num_seqs:
-            if (prompt := self._table.begin_next(turn.begin_before, turn.pages_kept)) is None:
+        while len(self.table.computing) < self._config.max_num_seqs:
+            if (prompt := self.table.begin_next(turn.begin_before, turn.pages_kept)) is None:
                 break
             has_admitted = True
             if cached := prompt.take_final_pages(prompt.num_cached, self._config.page_size):
                 self._sender.pages_ready(prompt.attempt.transfer_id, cached)
             if not prompt.num_left:
                 self._sender.computed(prompt.attempt.transfer_id, prompt.boundary)
-                self._table.conclude(prompt)
+                self.table.conclude(prompt)
         return has_admitted
 
     def _launch(self, turn: PromptTurn) -> bool:
         """Launches a forward over as many prompts as fit; False if there is nothing to compute."""
         budget = int(min(self._config.max_num_batched_tokens, turn.most_tokens))
-        chunks = self._table.next_chunks(budget=budget, block_size=self._model.block_size)
+        chunks = self.table.next_chunks(budget=budget, block_size=self._model.block_size)
         if not chunks:
             return False
         try:
@@ -339,7 +327,7 @@ class PrefillEngine:
         while self._executor.has_ended():
             has_applied = True
             for chunk in self._executor.read():
-                self._table.computed(chunk)
+                self.table.computed(chunk)
         return has_applied
 
     def _fail(
@@ -351,6 +339,6 @@ class PrefillEngine:
         retryable: bool = False,
         field: str | None = None,
     ) -> None:
-        self._table.leave(prompt)
+        self.table.leave(prompt)
         self._sender.abort(prompt.attempt.transfer_id)
         self._outbox.failed(prompt.attempt, code, message, retryable=retryable, field=field)

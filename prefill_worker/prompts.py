@@ -211,6 +211,18 @@ class PromptTable:
         if not prompt.is_rehearsal:
             self.waiting.append(prompt)
 
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the oldest prompt in the next forward if it cannot be cut; else 0."""
+        first = self.computing[:1]
+        return sum(one.num_left for one in first if not one.can_split)
+
+    @property
+    def oldest(self) -> tuple[str, int] | None:
+        """The oldest prompt that has its pages, by transfer, and its tokens that are left."""
+        first = self.computing[:1]
+        return next(((one.attempt.transfer_id, one.num_left) for one in first), None)
+
     def begin_next(self, before: float, pages_kept: int) -> Prompt | None:
         """Gives the oldest waiting prompt its pages, with any known KV; None if none waits that
         arrived before this time, or if fewer than `pages_kept` pages would stay free.

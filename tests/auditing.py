@@ -23,12 +23,12 @@ def audit(engine: object) -> None:
         for replica in engine._engines:
             audit(replica)
     elif isinstance(engine, PrefillEngine):
-        held = [page for prompt in engine._table.prompts.values() for page in prompt.pages]
+        held = [page for prompt in engine.table.prompts.values() for page in prompt.pages]
         audit_cache(engine._cache)
         audit_pool(engine._pool, [*held, *cached_pages(engine._cache)])
     else:
         assert isinstance(engine, DecodeEngine)
-        held = [page for request in engine._roster.by_transfer.values() for page in request.pages]
+        held = [page for request in engine.roster.by_transfer.values() for page in request.pages]
         apart = [*engine._rehearsal._pages, *engine._handoffs.quarantined()]
         audit_cache(engine._cache)
         audit_pool(engine._pool, [*held, *apart, *cached_pages(engine._cache)])
@@ -36,7 +36,7 @@ def audit(engine: object) -> None:
 
 def cached_pages(cache: UnitCache) -> list[PageRef]:
     """Pages that a cache holds."""
-    return list(cache._held.values())
+    return list(cache.held.values())
 
 
 def audit_cache(cache: UnitCache) -> None:
@@ -44,7 +44,7 @@ def audit_cache(cache: UnitCache) -> None:
     exactly by it. Raises AuditError.
     """
     pool, pages = cache._pool, [page for unit in cache._units.values() for page in unit.pages]
-    if lost := [page for page in pages if cache._held.get(page.page_id) != page]:
+    if lost := [page for page in pages if cache.held.get(page.page_id) != page]:
         raise AuditError(f"pages of units that the cache does not hold: {lost}")
     idle = {key for key, unit in cache._units.items() if not unit.num_users}
     if idle != set(cache._idle):

@@ -22,7 +22,7 @@ def test_plain_pytorch_computes_what_the_engine_computes() -> None:
     bench = Bench("tiny", CPU, 200)
     messages = bench._messages(2, 70)
     compute(bench.engine, messages)
-    pages = {name: prompt.pages for name, prompt in bench.engine._table.prompts.items()}
+    pages = {name: prompt.pages for name, prompt in bench.engine.table.prompts.items()}
     handoffs = bench.engine._sender._handoffs.values()
     states = [handoff.boundary() for handoff in handoffs if handoff.boundary is not None]
     hidden = [state.hidden for state in states if state is not None]

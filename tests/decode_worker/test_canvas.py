@@ -247,8 +247,8 @@ def test_forwards_that_propose_nothing_may_run_as_graphs_of_prompts(
             answer = rig.start(run.request(f"{run.seed}"))
             for _ in range(3):
                 rig.step()
-            for request in list(rig.engine._roster.running):
-                rig.engine._roster.preempt(request)
+            for request in list(rig.engine.roster.running):
+                rig.engine.roster.preempt(request)
             rig.run()
             assert list(answer.token_ids) == run.tokens
     assert graphs.num_runs > 0

@@ -119,7 +119,7 @@ class Books:
         audit_cache(self.cache)
         audit_pool(self.pool, [*held, *apart, *cached_pages(self.cache)])
         reachable = {page.page_id for page in apart}
-        assert not reachable & self.cache._held.keys(), "a writer reaches a cached page"
+        assert not reachable & self.cache.held.keys(), "a writer reaches a cached page"
         counts = [self.pool.count(state) for state in PageState]
         assert sum(counts) == self.pool.num_pages
         assert self.pool.num_free == self.pool.count(PageState.FREE) + self.cache.num_pages

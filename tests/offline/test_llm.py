@@ -210,7 +210,9 @@ def test_limits_of_the_engine_can_be_set() -> None:
         assert answer.finish_reason == "stop" or answer.usage.completion_tokens == 8
     with pytest.raises(ValueError, match=r"max.window"):
         effuse.LLM(device="cpu", max_window=65)
-    with pytest.raises(TypeError, match=r"^LLM: expected options among device, .*; got 'port'$"):
+    with pytest.raises(
+        TypeError, match=r"^LLM: expected options among .*, device, .*; got 'port'$"
+    ):
         effuse.LLM(device="cpu", port=1)  # type: ignore[call-arg]
 
 

@@ -188,7 +188,7 @@ def test_storms_of_aborts_leave_nothing_behind(checkpoint: Path, seed: int) -> N
 
 
 def _reserve(rig: Rig, name: str) -> None:
-    prompt = rig.engine._table.prompts.get(f"transfer-{name}")
+    prompt = rig.engine.table.prompts.get(f"transfer-{name}")
     if prompt is not None and rig.target_pool.num_free > 6:
         rig.push_to(attempt_of(name), prompt.num_paged // 4)
         for report in rig.arrived():

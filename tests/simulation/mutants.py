@@ -150,7 +150,7 @@ def freed_pages_released_again() -> Patch:
         if self._handoffs.is_open(request.transfer_id):
             self._handoffs.abort(request.transfer_id)
             request.pages.clear()
-        self._roster.remove(request)
+        self.roster.remove(request)
 
     return patch.object(DecodeEngine, "_end", end)
 
