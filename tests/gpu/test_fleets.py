@@ -43,6 +43,7 @@ DRAWN, AT_LEAST = 6, 5  # jobs of each algorithm
 MOST_TOKENS = 40
 TURNS = 6  # in each of which a rehearsal may hold pages
 START_S = 180.0  # the first worker on a GPU compiles every kernel
+OWN_PAGES = ("--no-enable-prefix-caching",)  # each prompt's pages are handed over
 
 Case = tuple[int, str]  # GPUs, none of which is the CPU, and connector
 
@@ -100,7 +101,7 @@ def fleet_on(
     connector: str,
     prefill: int,
     decode: int,
-    prefill_flags: tuple[str, ...] = (),
+    flags: tuple[str, ...] = (),
 ) -> Iterator[Fleet]:
     """A fleet whose workers share a GPU if there are more of them than GPUs."""
     here = gpus_here()[:num_gpus]
@@ -119,8 +120,8 @@ def fleet_on(
             *("--max-num-batched-tokens", "512", "--max-num-seqs", "32"),
             *("--startup-timeout-s", str(START_S)),
             *("--hang-timeout-s", "60"),  # engines are stopped on purpose
+            *flags,
         ),
-        prefill_flags=prefill_flags,
         router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
         has_secret=False,  # tests ask workers, too
     )
@@ -144,7 +145,7 @@ def alone(num_gpus: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("case", cases([1, 2]))
 def test_tokens_are_those_of_one_process(case: Case) -> None:
     (num_gpus, connector), pairs = case, workload()
-    with fleet_on(num_gpus, connector, 1, 1) as fleet:
+    with fleet_on(num_gpus, connector, 1, 1, OWN_PAGES) as fleet:
         answers = ask(fleet, pairs)
         wait_until(lambda: _holds_nothing(fleet), "pages are left")
     assert [tuple(answer.token_ids) for answer in answers] == alone(min(num_gpus, 1))
@@ -157,9 +158,9 @@ def test_tokens_are_those_of_one_process(case: Case) -> None:
 
 @pytest.fixture(scope="module", params=cases([1], (0, "nixl")))
 def crowd(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """Two workers of each role. Each prompt holds pages of its own."""
+    """Two workers of each role."""
     num_gpus, connector = request.param
-    with fleet_on(num_gpus, connector, 2, 2, ("--no-enable-prefix-caching",)) as fleet:
+    with fleet_on(num_gpus, connector, 2, 2, OWN_PAGES) as fleet:
         yield fleet
 
 
