@@ -261,6 +261,15 @@ def test_texts_of_another_salt_share_nothing(models: Callable[[str], Transformer
         assert computed(rig, msgspec.structs.replace(request, cache_salt=salt)) == expected
 
 
+def test_answers_of_another_salt_are_no_siblings(models: Callable[[str], Transformer]) -> None:
+    rig = Rig(models("sdar"))
+    asked = [make_request(name, range(20, 36), max_tokens=8, group="g") for name in "abc"]
+    salted = [msgspec.structs.replace(asked[0], cache_salt="acme"), *asked[1:]]
+    assert computed(rig, *salted) == 2 * 16
+    assert rig.engine.load().prompts_shared == 1
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
 def test_nothing_stays_of_a_request_whose_forward_was_not_finite(
     models: Callable[[str], Transformer],
 ) -> None:
