@@ -105,6 +105,7 @@ class BothEngine:
             begin_before=decode.roster.oldest_waiting_s,
             pages_kept=decode.roster.pages_kept,
             most_tokens=max(decode.room.fits, least),
+            may_push_known=not decode.is_writing,
         )
 
     def _is_overdue(self, now: float) -> bool:

@@ -104,6 +104,11 @@ class DecodeEngine:
         return self._executor.is_running
 
     @property
+    def is_writing(self) -> bool:
+        """Whether pages that are known to be stored are still written by launched work."""
+        return self._executor.is_writing
+
+    @property
     def can_step(self) -> bool:
         """Whether some request could take part in the last step, and may in the next one."""
         return bool(self.roster.running) and not self._is_stalled

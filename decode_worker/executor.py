@@ -137,6 +137,11 @@ class Executor:
         """Whether a step was launched whose results were not read."""
         return bool(self._results or (self._slots and self._slots.stepper.num_ahead))
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a device may still write pages of prompts whose results are there."""
+        return not all(place.query() for place in self._writing.values())
+
     def launch(self, shares: Sequence[Share]) -> bool:
         """Launches a step; False if there was nothing to run. Each share has its pages. Requests
         on the device take part until they end."""

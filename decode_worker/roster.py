@@ -32,7 +32,7 @@ class Roster:
         self.waiting: list[DecodeRequest] = []  # hold no pages
         self.receiving: dict[str, DecodeRequest] = {}  # a remote writer is filling their pages
         self.running: list[DecodeRequest] = []  # oldest first
-        self._groups: dict[tuple[str, bytes], list[DecodeRequest]] = {}  # with equal prompts
+        self._groups: dict[tuple[str, str, bytes], list[DecodeRequest]] = {}  # of equal prompts
         self._executor = executor
         self._pool = pool
         self._cache = cache
@@ -53,7 +53,7 @@ class Roster:
         return self.num_holding * self._limits.pages_for(self._limits.block_size)
 
     def has_group(self, group: str) -> bool:
-        return any(name == group for name, _ in self._groups)
+        return any(name == group for name, *_ in self._groups)
 
     def add(self, request: DecodeRequest) -> None:
         """A request arrives, after all others."""
@@ -257,8 +257,9 @@ def _arrival(request: DecodeRequest) -> int:
     return request.arrival
 
 
-def _group_of(request: DecodeRequest) -> tuple[str, bytes]:
-    return request.asked.group, request.sequence.prompt_ids.tobytes()
+def _group_of(request: DecodeRequest) -> tuple[str, str, bytes]:
+    asked = request.asked
+    return asked.group, asked.cache_salt, request.sequence.prompt_ids.tobytes()
 
 
 def _source_of(request: DecodeRequest) -> DecodeRequest | None:

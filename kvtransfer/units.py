@@ -36,6 +36,7 @@ class Unit:
 
     pages: tuple[PageRef, ...]
     boundary: Tensor | None = None  # [hidden_size]
+    before: Key = b""  # the unit that comes before it; empty for the first one
     num_users: int = 0  # requests that also hold its pages
 
 
@@ -147,7 +148,8 @@ class UnitCache:
         for at in range(one.num_seen, end):
             if (key := one.keys[at]) not in self._units:
                 first = at * self._pages_per_unit
-                self._keep(one, key, Unit(tuple(pages[first : first + self._pages_per_unit])))
+                own = tuple(pages[first : first + self._pages_per_unit])
+                self._keep(one, key, Unit(own, before=one.keys[at - 1] if at else b""))
         one.num_seen = max(one.num_seen, end)
 
     def num_joint(self, num_tokens: int) -> int:
@@ -199,10 +201,20 @@ class UnitCache:
         one.num_found = one.num_seen = 0
 
     def drop(self, one: HeldUnits) -> None:
-        """The same, and no request finds these units any more, because they may be wrong."""
-        for key, unit in one.held.items():
-            if self._units.get(key) is unit:
-                del self._units[key]
+        """The same, and no request finds these units any more, because they may be wrong. Nor does
+        any find the units after them, because their KV was computed from it.
+        """
+        after: dict[Key, list[Key]] = {}
+        for key, unit in self._units.items():
+            after.setdefault(unit.before, []).append(key)
+        gone = [key for key, unit in one.held.items() if self._units.get(key) is unit]
+        while gone:
+            if (wrong := self._units.pop(key := gone.pop(), None)) is None:
+                continue
+            gone += after.get(key, ())
+            if self._idle.pop(key, None) is not None:
+                self.num_pages -= len(wrong.pages)
+                self._pool.release(self._let_go(wrong))
         self.end(one)
         one.keys.clear()
 

@@ -43,6 +43,7 @@ class PromptTurn:
     begin_before: float = math.inf  # prompts that arrived later do not begin
     pages_kept: int = 0  # free pages that beginning prompts leave free
     most_tokens: float = math.inf  # of a forward
+    may_push_known: bool = True  # no launched forward of answers writes pages of the cache
 
 
 ALONE = PromptTurn()
@@ -301,7 +302,8 @@ class PrefillEngine:
             if (prompt := self.table.begin_next(turn.begin_before, turn.pages_kept)) is None:
                 break
             has_admitted = True
-            if cached := prompt.take_final_pages(prompt.num_cached, self._config.page_size):
+            if turn.may_push_known:  # else they leave with the prompt's first forward
+                cached = prompt.take_final_pages(prompt.num_cached, self._config.page_size)
                 self._sender.pages_ready(prompt.attempt.transfer_id, cached)
             if not prompt.num_left:
                 self._sender.computed(prompt.attempt.transfer_id, prompt.boundary)

@@ -30,6 +30,7 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.marks import LayerMarks
+from effuse.kvtransfer.connector import Command, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
@@ -314,6 +315,45 @@ def test_answers_take_the_pages_that_only_the_cache_holds(two: Two) -> None:
     two.settle()
     assert source.said(AttemptId("request-own", 1, "transfer-own"), messages.Finished)
     source.check_idle()
+
+
+class Queue:
+    """A place in the queue of a device, whose work ends when a test lets it."""
+
+    is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_pages_that_a_device_may_still_write_do_not_leave_before(
+    two: Two, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    """An answer's own prompt is known when its forward is launched, which ends later on a GPU."""
+    source, target = two.each
+    queue, sent = Queue(), list[PushPages]()
+    monkeypatch.setattr(source.decode._executor, "_place", lambda: queue)
+    send = source.connector.send
+
+    def watch(command: Command) -> None:
+        if isinstance(command, PushPages) and command.source_pages:
+            sent.append(command)
+        send(command)
+
+    monkeypatch.setattr(source.prefill._sender._connector, "send", watch)
+    source.handle(asked_of("own", length=32))
+    source.decode.step()
+    assert source.cache.num_cached == 8
+    queue.is_over = is_over
+    two.start(asked_of("other", length=48), source, target)
+    two.settle()
+    assert source.cache.num_found == 32
+    assert [one.num_final is None for one in sent] == ([True, False] if is_over else [False])
+    assert target.said(AttemptId("request-other", 1, "transfer-other"), messages.Finished)
 
 
 def test_a_prompt_gets_no_pages_before_an_older_answer(two: Two) -> None:

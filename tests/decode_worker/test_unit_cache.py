@@ -261,6 +261,13 @@ def test_texts_of_another_salt_share_nothing(models: Callable[[str], Transformer
         assert computed(rig, msgspec.structs.replace(request, cache_salt=salt)) == expected
 
 
+def test_answers_of_another_salt_are_no_siblings(models: Callable[[str], Transformer]) -> None:
+    rig = Rig(models("sdar"))
+    asked = [make_request(name, range(20, 36), group="g") for name in "abc"]
+    assert computed(rig, msgspec.structs.replace(asked[0], cache_salt="acme"), *asked[1:]) == 32
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
 def test_nothing_stays_of_a_request_whose_forward_was_not_finite(
     models: Callable[[str], Transformer],
 ) -> None:

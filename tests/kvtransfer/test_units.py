@@ -155,3 +155,23 @@ def test_the_books_show_a_page_that_is_counted_twice(monkeypatch: pytest.MonkeyP
     with pytest.raises((AssertionError, RuntimeError)):
         for seed in range(20):
             test_the_pages_always_add_up(seed, True)
+
+
+def test_a_dropped_unit_takes_those_after_it_along() -> None:
+    """A longer text was computed from it, and has ended."""
+    pool = PagePool(8)
+    cache = UnitCache(pool, page_size=4, block_size=4)
+    wrong, longer, other = (cache.begin(salt, range(16), 16) for salt in ("", "", "other"))
+    for one, num_stored in ((wrong, 4), (longer, 16), (other, 16)):
+        pages = cache.take(one, num_stored)
+        new = pool.allocate_committed(num_stored // 4 - len(pages))
+        assert new is not None
+        cache.add(one, [*pages, *new], num_stored)
+        if one is not wrong:
+            cache.end(one)
+            pool.release([*pages, *new])
+    assert cache.num_cached == 8
+    cache.drop(wrong)
+    assert cache.num_cached == cache.num_pages == 4
+    assert len(cache.take(other, 16)) == 4
+    assert not cache.take(cache.begin("", range(16), 16), 16)
