@@ -302,8 +302,9 @@ class PrefillEngine:
             if (prompt := self.table.begin_next(turn.begin_before, turn.pages_kept)) is None:
                 break
             has_admitted = True
-            if turn.may_push_known:  # else they leave with the prompt's first forward
-                cached = prompt.take_final_pages(prompt.num_cached, self._config.page_size)
+            # Pages that are still written leave with the prompt's first forward.
+            known = prompt.num_cached if turn.may_push_known else 0
+            if cached := prompt.take_final_pages(known, self._config.page_size):
                 self._sender.pages_ready(prompt.attempt.transfer_id, cached)
             if not prompt.num_left:
                 self._sender.computed(prompt.attempt.transfer_id, prompt.boundary)
