@@ -106,7 +106,7 @@ class DecodeEngine:
     @property
     def is_writing(self) -> bool:
         """Whether pages that are known to be stored are still written by launched work."""
-        return self._executor.is_writing
+        return not all(place.query() for place in self._executor.writing.values())
 
     @property
     def can_step(self) -> bool:

@@ -125,7 +125,7 @@ class Executor:
         self._guard, self._slots_guard = ForwardGuard(), ForwardGuard()
         self._results: list[StepResult] = []  # of the host's forwards, and of failed launches
         # Work that may still write pages: those of a request, by transfer id, or named ones.
-        self._writing: dict[str | int, Place] = {}
+        self.writing: dict[str | int, Place] = {}
 
     @property
     def is_full(self) -> bool:
@@ -136,11 +136,6 @@ class Executor:
     def is_running(self) -> bool:
         """Whether a step was launched whose results were not read."""
         return bool(self._results or (self._slots and self._slots.stepper.num_ahead))
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a device may still write pages of prompts whose results are there."""
-        return not all(place.query() for place in self._writing.values())
 
     def launch(self, shares: Sequence[Share]) -> bool:
         """Launches a step; False if there was nothing to run. Each share has its pages. Requests
@@ -176,10 +171,10 @@ class Executor:
     def remove(self, request: DecodeRequest) -> bool:
         """Removes a request from steps that are launched from now on. True if steps with unread
         results may still write its pages; it waits for other writers."""
-        if self._writing:
+        if self.writing:
             keys: set[str | int] = {request.transfer_id, *request.page_ids}
-            for key in keys & self._writing.keys():
-                place = self._writing.pop(key)
+            for key in keys & self.writing.keys():
+                place = self.writing.pop(key)
                 self._wait(place.query)
                 place.synchronize()
         return self._slots is not None and self._slots.remove(request)
@@ -197,8 +192,8 @@ class Executor:
     def _note(self, keys: Iterable[str | int]) -> None:
         """Waits for all launched work before the pages of these requests change hands."""
         if self._place is not None:
-            writing = {key: place for key, place in self._writing.items() if not place.query()}
-            self._writing = writing | dict.fromkeys(keys, self._place())
+            writing = {key: place for key, place in self.writing.items() if not place.query()}
+            self.writing = writing | dict.fromkeys(keys, self._place())
 
     def _launch_slots(self, slots: DeviceSlots) -> None:
         """Launches a step of the slots; if that fails, only their requests fail."""
