@@ -27,6 +27,7 @@ import torch
 
 from effuse.benchmarks.fleet_figures import figures
 from effuse.benchmarks.fleet_load import Client, Shape, Window, client_of
+from effuse.benchmarks.fleet_plans import FULL
 from effuse.benchmarks.fleet_report import FIRST_S, GAPS, Objectives, as_table
 from effuse.benchmarks.fleet_runs import PAGE_SIZE, READY_S, row, timed
 from effuse.benchmarks.gpu_models import MODELS
@@ -82,13 +83,8 @@ class Plan:
 PLANS: Final = {
     "full": Plan(
         model="dream-7b",
-        closed=(
-            (Shape(512, 128), 32),
-            (Shape(2048, 128), 32),
-            (Shape(2048, 128), 64),
-            (Shape(4096, 64), 32),
-        ),
-        arriving=Shape(2048, 128),
+        closed=FULL.closed,
+        arriving=FULL.served,
         rates=(4, 8, 12, 16, 20, 24),
         max_num_seqs=64,
         prompt_rows=4096,
