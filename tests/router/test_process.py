@@ -143,7 +143,7 @@ def test_a_ready_file_that_cannot_be_written_ends_it_at_its_start_alone(tmp_path
             try:
                 assert process.stderr is not None
                 assert any("listening on" in line for line in process.stderr)
-                partial.mkdir()
+                asyncio.run(eventually(lambda: _is_made(partial)))
                 asyncio.run(_announce(redis.connection_url))
                 assert any("could not be written: " in line for line in process.stderr)
                 process.send_signal(signal.SIGTERM)
@@ -151,6 +151,15 @@ def test_a_ready_file_that_cannot_be_written_ends_it_at_its_start_alone(tmp_path
                 assert process.wait(30) == 0, rest
             finally:
                 process.kill()
+
+
+def _is_made(folder: Path) -> bool:
+    """Makes it; False while the router writes a file of that name."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 async def _announce(url: str) -> None:
