@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.tiered_cache import TieredCache
+from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
 from effuse.models.runner import ModelRunner
@@ -111,13 +113,15 @@ class Rig:
         max_window: int = 8,
         max_stop_ids: int = 16,
         caches: bool = True,
+        tiers: Callable[[PageMemory, Callable[[], float]], Tiers] | None = None,
     ) -> None:
         config = model.config
         self.clock = Clock()
         self.layout = layout_of(model, page_size, kv_layout)
         self.memory = PageMemory(self.layout, num_pages, model.device)
         self.pool = PagePool(num_pages)
-        self.cache = cache_of(model, self.pool, page_size, is_on=caches)
+        outside = tiers and tiers(self.memory, self.clock)
+        self.cache = cache_of(model, self.pool, page_size, is_on=caches, tiers=outside)
         self.fingerprint = fingerprint_of(model, self.layout)
         self.connector: Connector | None = None
         self.answers: dict[str, Answer] = {}
@@ -180,7 +184,8 @@ class Rig:
         return worked
 
     def _device_works(self) -> bool:
-        return self.model.device.type == "cuda" and self.engine.is_working()
+        is_copying = self.cache.is_copying
+        return is_copying or (self.model.device.type == "cuda" and self.engine.is_working())
 
     def run(self, most_steps: int = 5000) -> None:
         """Steps until nothing moves."""
@@ -204,15 +209,20 @@ def layout_of(model: Transformer, page_size: int, kind: str = "unified") -> KVLa
 
 
 def cache_of(
-    model: Transformer, pool: PagePool, page_size: int, *, is_on: bool = True
+    model: Transformer,
+    pool: PagePool,
+    page_size: int,
+    *,
+    is_on: bool = True,
+    tiers: Tiers | None = None,
 ) -> UnitCache:
-    return UnitCache(
-        pool,
-        page_size=page_size,
-        block_size=model.config.block_size,
-        is_causal=model.config.prompt_attention == "causal_blocks",
-        is_on=is_on,
-    )
+    is_causal = model.config.prompt_attention == "causal_blocks"
+    block_size = model.config.block_size
+    if tiers is None:
+        return UnitCache(
+            pool, page_size=page_size, block_size=block_size, is_causal=is_causal, is_on=is_on
+        )
+    return TieredCache(pool, tiers, page_size=page_size, block_size=block_size, is_causal=is_causal)
 
 
 def fingerprint_of(model: Transformer, layout: KVLayout) -> Fingerprint:
