@@ -78,8 +78,8 @@ class DecodeEngine:
         reports = self._handoffs.poll(self._now())
         for report in reports:
             self._take_report(report)
-        self._cache.poll()
-        has_changed = bool(reports) | self._end_late() | self._admit() | self.apply()
+        has_changed = bool(reports) | self._cache.poll()
+        has_changed |= self._end_late() | self._admit() | self.apply()
         if self._executor.is_full:
             return has_changed
         shares = self.roster.schedule(lambda: self.apply(waits=True), self.room, self._now)

@@ -21,6 +21,7 @@ from effuse.kvtransfer.units import HeldUnits, Key, Unit, UnitCache
 LOG = logging.getLogger(__name__)
 
 _SAVED_SHARE: Final = 16  # of the pool's pages, at most one in so many is being saved
+_SAVED_BYTES: Final = 256 << 20  # at most at once; some 5 ms on a GPU's bus
 
 
 @dataclass(slots=True, eq=False)
@@ -72,13 +73,15 @@ class TieredCache(UnitCache):
         """Waits for no file."""
         self.tiers.close()
 
-    def poll(self) -> None:
-        """Goes on with everything that moves; waits for nothing."""
+    def poll(self) -> bool:
+        """Goes on with everything that moves; waits for nothing. True if a copy began or ended."""
+        before = len(self._coming), self.tiers.counts.saved, len(self._saving)
         self._end_saves()
         for coming in dict.fromkeys(self._coming.values()):
             self._follow(coming)
         self.tiers.poll()
         self._save_due()
+        return before != (len(self._coming), self.tiers.counts.saved, len(self._saving))
 
     # From the pool to the host.
 
@@ -125,7 +128,8 @@ class TieredCache(UnitCache):
         """Starts to save units without a user, at most so many pages of them."""
         if most is None:
             moving = sum(len(unit.pages) for one in self._saving for _, unit, _ in one.units)
-            most = self._pool.num_pages // _SAVED_SHARE - moving
+            room = min(self._pool.num_pages // _SAVED_SHARE, _SAVED_BYTES // self._host.page_bytes)
+            most = room - moving
         units: list[tuple[Key, Unit, tuple[int, ...]]] = []
         while self._due and (most > 0 or not (units or self._saving)):
             key = next(iter(self._due))

@@ -116,8 +116,9 @@ class UnitCache:
         """Whether units are on their way from or to the pool."""
         return False
 
-    def poll(self) -> None:
-        """Goes on with everything that moves."""
+    def poll(self) -> bool:
+        """Goes on with everything that moves; True if something began or ended."""
+        return False
 
     def fetch(
         self, one: HeldUnits, num_tokens: int, rest: int, compute_s: Callable[[int], float]

@@ -94,8 +94,8 @@ class PrefillEngine:
         """Handles results of pushes, admits, launches a forward, and reports the results of ended
         ones. It waits for no forward.
         """
-        self._cache.poll()
-        has_changed = self._end_late() | self._take_reports() | self._admit(turn)
+        has_changed = self._cache.poll()
+        has_changed |= self._end_late() | self._take_reports() | self._admit(turn)
         if self._executor.is_full or not turn.may_launch:
             return has_changed
         has_launched = self._launch(turn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +187,22 @@ class Rig:
     def _device_works(self) -> bool:
         is_copying = self.cache.is_copying
         return is_copying or (self.model.device.type == "cuda" and self.engine.is_working())
+
+    def settle(self) -> None:
+        """Steps until no unit is on its way to another tier."""
+        cache = self.cache
+        while isinstance(cache, TieredCache) and (
+            cache.is_copying or cache._due or cache.tiers._writing
+        ):
+            self.step()
+            time.sleep(0.0005)
+
+    def evict(self) -> None:
+        """Others use all free pages once, after units have had the time to leave."""
+        self.settle()
+        pages = self.pool.allocate_committed(self.pool.num_free)
+        assert pages is not None
+        self.pool.release(pages)
 
     def run(self, most_steps: int = 5000) -> None:
         """Steps until nothing moves."""
