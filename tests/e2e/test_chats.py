@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-import pytest
 from e2e.client import all_at_once
 from e2e.processes import engine_of
 from e2e.test_metrics import scrape
@@ -71,10 +70,9 @@ def check_tokens(model: Path | str | None, chats: Sequence[int], turns: Sequence
                 assert [tuple(one.token_ids) for one in found] == [one for _, one in own]
 
 
-@pytest.mark.parametrize("connector", ["zmq", "nixl"])
-def test_only_the_rest_of_a_chat_is_handed_over(connector: str) -> None:
+def test_only_the_rest_of_a_chat_is_handed_over() -> None:
     chats = range(4)
-    with tiny_fleet("sdar", connector=connector, worker_flags=("--page-size", str(PAGE))) as fleet:
+    with tiny_fleet("sdar", connector="zmq", worker_flags=("--page-size", str(PAGE))) as fleet:
         turns, moved = talk(fleet, chats)
         held, hits = counted(fleet, "kv_held_bytes"), counted(fleet, "prefix_cache_hits")
         check_tokens(fleet.config.model, chats, turns)
@@ -98,11 +96,10 @@ def test_chats_go_on_from_host_memory_and_files(tmp_path: Path) -> None:
     assert loaded > 0 and read > 0
 
 
-@pytest.mark.parametrize("connector", ["zmq", "nixl"])
-def test_chats_go_on_without_killed_workers(connector: str) -> None:
+def test_chats_go_on_without_killed_workers() -> None:
     """Another worker knows nothing of the chats at first."""
     chats, kills = range(4), {3: "decode-0", 5: "prefill-1"}
-    with tiny_fleet("sdar", connector=connector, prefill=2, decode=2) as fleet:
+    with tiny_fleet("sdar", connector="nixl", prefill=2, decode=2) as fleet:
         turns, _ = talk(fleet, chats, kills)
         check_tokens(fleet.config.model, chats, turns)
 
