@@ -67,6 +67,12 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: U63 = 0  # tokens that were looked up in the prefix cache
     prefix_hits: U63 = 0  # those that were found
     prefix_evictions: U63 = 0  # units of the cache that made room
+    offload_saved: U63 = 0  # KV bytes copied from pages to host memory
+    offload_loaded: U63 = 0  # KV bytes copied back
+    offload_filed: U63 = 0  # KV bytes written to files
+    offload_read: U63 = 0  # KV bytes read from files
+    offload_corrupt: U63 = 0  # units that came back with a wrong digest
+    offload_failures: U63 = 0  # of files
     kv_bytes_held: U63 = 0  # KV bytes that were not received, because the cache had them
     prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
     prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
@@ -86,6 +92,8 @@ class Load(EngineCounts, frozen=True, kw_only=True):
     queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
     blocks_left: U63 = 0  # blocks still to denoise
     prefix_pages: U32 = 0  # pages that the prefix cache holds, free for others or in use
+    offload_pages: U32 = 0  # pages of host memory that hold kept KV
+    offload_file_bytes: U63 = 0  # of all files with KV
     prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
     prompt_rate: U63 = 0  # tokens a second of such pieces
 

@@ -200,10 +200,7 @@ def _run(
         except (ValueError, OSError) as error:
             tell(socket, [StartupFailed(message=str(error), permanent=True)])
             return 2
-        # All current objects stay. A full collection over them would stop every thread for 0.1 s,
-        # including the connector's, and all handoffs with it.
-        gc.collect()
-        gc.freeze()
+        end_start()
         loop = EngineLoop(
             engine.core, socket, pulse, wakes=engine.wakes, meanwhile=engine.meanwhile
         )
@@ -213,6 +210,15 @@ def _run(
         finally:
             engine.close()
     return 0
+
+
+def end_start() -> None:
+    """Collects garbage from now on, but never among the current objects, which stay: a search through
+    all of them would stop every thread for 0.1 s, including the connector's, and all handoffs with it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def listen_while_alive(host: str, port: int = 0) -> network.socket:

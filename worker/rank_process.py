@@ -5,7 +5,6 @@ It has a part of the weights, of each page, and a connector of its own. It ends 
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ from effuse.kvtransfer.messages import Shard
 from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import connect
-from effuse.worker.engine_process import die_with, read_config
+from effuse.worker.engine_process import die_with, end_start, read_config
 from effuse.worker.rank_messages import (
     COMMANDS,
     ENCODER,
@@ -276,8 +275,7 @@ def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -
         leader.answer(RankRefused(f"rank {orders.rank}: {error}"))
         status = 2
     else:
-        gc.collect()
-        gc.freeze()
+        end_start()
         rank.run()
         status = 0
     leader.close()

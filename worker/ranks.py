@@ -363,7 +363,7 @@ def _bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) ->
 def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
     kept = () if orders.alive_fd is None else (orders.alive_fd,)
     process = subprocess.Popen(
-        (sys.executable, "-P", "-m", f"effuse.{orders.role}_worker.rank"),
+        (sys.executable, "-P", "-m", "effuse.worker", f"effuse.{orders.role}_worker.rank"),
         stdin=subprocess.PIPE,
         pass_fds=kept,
     )

@@ -215,7 +215,7 @@ class EngineSocket:
 
 async def _start(module: str, orders: Orders) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", module), stdin=asyncio.subprocess.PIPE
+        *(sys.executable, "-P", "-m", "effuse.worker", module), stdin=asyncio.subprocess.PIPE
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(orders))

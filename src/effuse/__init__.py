@@ -9,7 +9,6 @@ name, so that one path is enough for an interpreter, a type checker and an edito
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,6 +67,9 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
+    # Imported only here: it takes a tenth of a short process's start.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("effuse")
     except PackageNotFoundError:  # a checkout on the path, which nothing has installed

@@ -38,7 +38,7 @@ from effuse.worker.config import WorkerConfig
 Generation: TypeAlias = "pb_grpc.GenerationServiceAsyncStub"
 NUM_DECODE, NUM_OTHERS, TIMES = 3, 6, 5
 PAUSE_S = 1.0  # of the poison's sender, once it has been refused
-OTHERS_PAUSE_S = 0.02  # of each other sender, so that they do not fill a core
+OTHERS_PAUSE_S = 0.05  # of each other sender, so that they do not fill a core
 OTHER = 5  # a prompt that the fake engine answers
 POISONS = {"crash": CRASH, "killed": KILLED, "hung": HANG}
 """By the fate of an engine in which it runs."""

@@ -21,7 +21,8 @@ from effuse.v1.generation_pb2 import GenerateResponse
 
 Call: TypeAlias = "grpc._CallFuture[GenerateResponse]"
 
-REQUESTS = 300
+REQUESTS = 150
+WARM_UP = 50
 IN_FLIGHT = 24
 RSS_SLACK_BYTES = 24 << 20
 
@@ -30,12 +31,14 @@ def test_requests_a_third_of_which_are_cancelled_leave_nothing() -> None:
     with tiny_fleet("sdar", connector="nixl", prefill=1, decode=1) as fleet:
         with connect(fleet.address) as client:
             jobs = draw_jobs(
-                7, REQUESTS + 100, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids
+                7, WARM_UP + REQUESTS, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids
             )
-            _storm(client, jobs[:100], seed=1)  # caches, arenas and connections are grown by then
+            _storm(
+                client, jobs[:WARM_UP], seed=1
+            )  # caches, arenas and connections are grown by then
             wait_until(lambda: _idle(fleet), "the warm-up leaves something running")
             before = _resources(fleet)
-            cancelled, finished = _storm(client, jobs[100:], seed=2)
+            cancelled, finished = _storm(client, jobs[WARM_UP:], seed=2)
         assert cancelled >= REQUESTS // 4, "the fault did not happen often enough"
         assert cancelled + finished == REQUESTS
         wait_until(lambda: _idle(fleet), "pages, requests or quarantine are left")

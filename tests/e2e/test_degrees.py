@@ -1,7 +1,8 @@
 """A sample of `e2e.degrees`: workers of several devices give the reference decoder's tokens.
 
-`make degrees` has all cases, among them replicas and the loops of LLaDA and Dream. For replicas,
-`worker/test_ranks.py` compares a group's tokens here.
+`make degrees` has all cases, among them replicas and the loops of LLaDA and Dream. Two ranks each
+are in `test_roles.py`; `worker/test_ranks.py` compares a group's tokens for replicas, Dream and
+experts.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from e2e.degrees import Case, differing
     "case",
     [
         Case("sdar", "nixl", 1, 2, ("d2f",)),
-        Case("dream", "zmq", 2, 1, ("block_diffusion",)),
-        Case("LLaDA2's loop, experts spread", "zmq", 2, 2),
+        Case("LLaDA2's loop, experts spread", "zmq", 2, 1),
     ],
     ids=str,
 )

@@ -45,7 +45,7 @@ class Served:
 
 
 SDAR: list[tuple[Architecture, str]] = [("sdar", "zmq"), ("sdar", "nixl")]
-DREAM: list[tuple[Architecture, str]] = [("dream", "zmq")]  # pages are the same to a connector
+DREAM: list[tuple[Architecture, str]] = [("dream", "nixl")]  # pages are the same to a connector
 
 
 @pytest.fixture(scope="module")
@@ -85,32 +85,23 @@ def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(served: Se
     assert sum(answer.stats.cached_prompt_tokens for answer in answers) > 4 * CONCURRENT
 
 
-def test_equal_prompts_of_a_bidirectional_model_hand_nothing_over() -> None:
+@pytest.mark.parametrize("served", DREAM, indirect=True, ids="-".join)
+def test_equal_prompts_of_a_bidirectional_model_hand_nothing_over(served: Served) -> None:
     """A push without a page still brings the boundary, and proves that the prompt is the same."""
-    with tiny_fleet("dream", connector="nixl") as fleet:
+    pairs = solid_jobs("dream", "d2f", seed=4)
+    jobs = [job for job, _ in pairs]
+    for is_known in (False, True):
+        answers = ask(served.fleet, jobs)
+        compare(pairs, answers)
+        assert all((one.stats.kv_pages == 0) is is_known for one in answers)
+
+
+def test_tokens_equal_the_oracles_with_another_attention() -> None:
+    with tiny_fleet("dream", connector="zmq", worker_flags=("--attention", "flex")) as fleet:
         pairs = solid_jobs("dream", "d2f", seed=4)
-        jobs = [job for job, _ in pairs]
-        for is_known in (False, True):
-            answers = ask(fleet, jobs)
-            compare(pairs, answers)
-            assert all((one.stats.kv_pages == 0) is is_known for one in answers)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "connector", "flags"),
-    [
-        ("sdar", "nixl", ("--kv-layout", "distinct")),
-        ("dream", "zmq", ("--attention", "flex")),
-    ],
-)
-def test_tokens_equal_the_oracles_with_another_layout_or_attention(
-    architecture: Architecture, connector: str, flags: tuple[str, ...]
-) -> None:
-    with tiny_fleet(architecture, connector=connector, worker_flags=flags) as fleet:
-        pairs = solid_jobs(architecture, "d2f", seed=4)
         answers = ask(fleet, [job for job, _ in pairs])
         compare(pairs, answers)
-        _all_handed_over(answers, connector)
+        _all_handed_over(answers, "zmq")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from e2e.workload import Job, draw_jobs
 from effuse.cli.fleet import Fleet
 
 ROUNDS = 2  # so that each engine is killed
-CONCURRENT = 8
+CONCURRENT = 4
 THINK_S = 0.3  # which leaves the engines that start some of a small machine
 DECODE = ("decode-0", "decode-1", "decode-2")
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
+import pytest
 from checkpoints import Architecture
+from e2e.client import all_at_once, connect
 from e2e.comparison import MARGIN, Pair, compare, margin, settings_of
-from e2e.test_equality import ask, raw_of, solid_jobs
+from e2e.routers import second_router
+from e2e.test_equality import raw_of, solid_jobs
 from e2e.test_metrics import scrape
 from e2e.tiny import TINY, tiny_fleet
 from oracle.decode import decode_with
 
 from effuse.cli.fleet import Fleet
+from effuse.v1.generation_pb2 import GenerateResponse
 
 AUTO = ("--prefill", "auto")
 PIECE = re.compile(r"a step has (\d+) prompt tokens, at most (\S+)")
@@ -44,33 +49,47 @@ def pieces(fleet: Fleet) -> list[tuple[int, float]]:
     return [(int(tokens), float(fit)) for tokens, fit in PIECE.findall(log)]
 
 
-def test_prompts_that_help_out_give_the_oracles_answers() -> None:
-    """Long prompts come while answers stream; the prefill worker has more to do.
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """Its router has no objective."""
+    flags = ("--log-level", "debug", "--no-enable-prefix-caching")
+    with tiny_fleet("sdar", connector="zmq", worker_flags=flags, router_flags=AUTO) as running:
+        yield running
 
-    `decode_worker/test_room.py` compares the tokens of a bidirectional model, without processes.
-    """
-    with tiny_fleet(
-        "sdar", connector="zmq",
-        worker_flags=("--log-level", "debug", "--no-enable-prefix-caching"),
-        router_flags=(*AUTO, "--gap-objective-s", "0.2"),
-    ) as fleet:  # fmt: skip
-        pairs = [*solid_jobs("sdar", "d2f", seed=2), *long_jobs("sdar")]
+
+@pytest.fixture(scope="module")
+def pairs() -> list[Pair]:
+    """Long prompts come while answers stream; the prefill worker has more to do."""
+    return [*solid_jobs("sdar", "d2f", seed=2), *long_jobs("sdar")]
+
+
+def test_without_an_objective_the_prefill_worker_computes_all_prompts(
+    fleet: Fleet, pairs: list[Pair]
+) -> None:
+    before = counted(fleet, "prompt_tokens")
+    for _ in range(4):
+        answers = ask(fleet.address, pairs)
+        assert all(answer.stats.prefill_worker == "prefill-0" for answer in answers)
+    assert counted(fleet, "prompt_tokens") == before
+
+
+def test_prompts_that_help_out_give_the_oracles_answers(fleet: Fleet, pairs: list[Pair]) -> None:
+    """`decode_worker/test_room.py` compares a bidirectional model's tokens, without processes."""
+    with second_router(fleet, *AUTO, "--gap-objective-s", "0.2") as router:
         for _ in range(40):  # until times are known, and prompts wait at the prefill worker
-            compare(pairs, ask(fleet, [job for job, _ in pairs]))
+            ask(router.address, pairs)
             is_bounded = any(most < math.inf for _, most in pieces(fleet))
             if is_bounded and counted(fleet, "prompt_tokens") > 500:
                 break
-        found = pieces(fleet)
-        assert sum(tokens for tokens, _ in found) == counted(fleet, "prompt_tokens") > 500
-        assert all(tokens <= most for tokens, most in found)
-        assert is_bounded, "no gap bounded a piece"
+    found = pieces(fleet)
+    assert sum(tokens for tokens, _ in found) == counted(fleet, "prompt_tokens") > 500
+    assert all(tokens <= most for tokens, most in found)
+    assert is_bounded, "no gap bounded a piece"
 
 
-def test_without_an_objective_the_prefill_worker_computes_all_prompts() -> None:
-    with tiny_fleet("sdar", connector="zmq", router_flags=AUTO) as fleet:
-        pairs = [*solid_jobs("sdar", "d2f", seed=2), *long_jobs("sdar")]
-        for _ in range(4):
-            answers = ask(fleet, [job for job, _ in pairs])
-            compare(pairs, answers)
-            assert all(answer.stats.prefill_worker == "prefill-0" for answer in answers)
-        assert counted(fleet, "prompt_tokens") == 0
+def ask(address: str, pairs: list[Pair]) -> list[GenerateResponse]:
+    """Answers, which are the oracle's."""
+    with connect(address) as client:
+        answers = all_at_once(lambda pair: client.generate(pair[0].message()), pairs)
+    compare(pairs, answers)
+    return answers

@@ -112,7 +112,7 @@ class Victim:
     def meet(self) -> None:
         """One transfer, so that both ends are connected and neither waits for the other. Starts a
         writer if the last one has ended."""
-        if self.writer.process.poll() is not None:
+        if self.writer.process.has_ended():
             self.writer = self._new_writer()
         met = self.reserve(1)
         self.writer.push(met, [0], WRITTEN)
@@ -140,11 +140,11 @@ class Victim:
 
     def kill_writer(self) -> None:
         self.signal_writer(signal.SIGKILL)
-        self.writer.process.wait(DEADLINE_S)
+        self.writer.process.wait()
 
     def let_writer_go_on(self) -> None:
         """If it lives."""
-        if self.writer.process.poll() is None:
+        if not self.writer.process.has_ended():
             self.signal_writer(signal.SIGCONT)
 
     def replace_writer(self) -> None:

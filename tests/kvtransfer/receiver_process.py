@@ -1,4 +1,5 @@
-"""A pool in a process of its own, driven by JSON lines: the connector tests' peer."""
+"""A pool in a process of its own, driven by JSON lines: the connector tests' peer. One process
+forks all of them."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import base64
 import json
 import os
 import select
+import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from kvtransfer.fixtures import (
@@ -168,5 +172,41 @@ def say(**words: object) -> None:
     print(json.dumps(words), flush=True)
 
 
+def fork_all(orders: socket.socket) -> None:
+    """Forks a receiver for each order until the other end is closed, and answers its process id.
+
+    An order has its arguments and environment, and the descriptors of its stdin and stdout.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes note of their ends
+    while True:
+        order, files, _, _ = socket.recv_fds(orders, 1 << 20, 2)
+        if not order:
+            return
+        if not (pid := os.fork()):
+            with orders:
+                fork(files, *json.loads(order))
+        for file in files:
+            os.close(file)
+        orders.send(str(pid).encode())
+
+
+def fork(files: Sequence[int], arguments: Sequence[str], environment: dict[str, str]) -> NoReturn:
+    """The life of a forked process, up to an end that the interpreter does not delay."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for standard, file in enumerate(files):
+        os.dup2(file, standard)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    kind, layout, num_pages, incarnation = arguments
+    try:
+        main(kind, layout, int(num_pages), incarnation)
+    finally:
+        if sys.exception() is not None:
+            traceback.print_exc()
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    fork_all(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)

@@ -1,14 +1,19 @@
-"""The test's side of receiver_process.py: starts it, sends commands, reads answers, and always ends
-it.
+"""The test's side of receiver_process.py: has it forked, sends commands, reads answers, and always
+ends it.
 """
 
 from __future__ import annotations
 
+import atexit
 import base64
+import contextlib
+import functools
 import itertools
 import json
 import os
 import queue
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,11 +22,67 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from eventually import is_readable
 from kvtransfer.fixtures import DEADLINE_S, LEASE_S
 
 from effuse.kvtransfer.messages import Reservation, decode_reservation, encode
 
 TESTS = Path(__file__).parents[1]
+
+
+@functools.cache
+def forker() -> socket.socket:
+    """Takes orders to a process that has imported torch, which takes two seconds, and forks."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvtransfer.receiver_process", str(theirs.fileno())],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    atexit.register(process.wait, DEADLINE_S)
+    atexit.register(ours.close)  # which ends it
+    ours.settimeout(DEADLINE_S)
+    return ours
+
+
+class Forked:
+    """A process that another one has forked, which does not wait for its end."""
+
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        (its_stdin, stdin), (stdout, its_stdout) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+        order = json.dumps([arguments, environment]).encode()
+        socket.send_fds(forker(), [order], [its_stdin, its_stdout])
+        os.close(its_stdin)
+        os.close(its_stdout)
+        self.pid = int(forker().recv(64))
+        self._descriptor = os.pidfd_open(self.pid)
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        return is_readable(self._descriptor, within_s)
+
+    def wait(self) -> None:
+        assert self.has_ended(DEADLINE_S), "it does not end"
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def end(self) -> None:
+        """For certain; its last output can still be read."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+
+    def close(self) -> None:
+        """Once it has ended."""
+        with contextlib.suppress(BrokenPipeError):  # an order that it did not read
+            self.stdin.close()
+        self.stdout.close()
+        os.close(self._descriptor)
 
 
 class RemoteReceiver:
@@ -35,16 +96,7 @@ class RemoteReceiver:
         incarnation: str = "decode-1",
         **environment: str,
     ) -> None:
-        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "kvtransfer.receiver_process"),
-                *(kind, layout, str(num_pages), incarnation),
-            ],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        self.process = Forked([kind, layout, str(num_pages), incarnation], os.environ | environment)
         self._numbers = itertools.count(1)
         self._heard: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -63,7 +115,6 @@ class RemoteReceiver:
 
     def ask(self, **command: object) -> None:
         """Sends one command."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
 
@@ -96,12 +147,9 @@ class RemoteReceiver:
 
     def close(self) -> None:
         """Ends it for certain."""
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
+        self.process.end()
         self._reader.join(DEADLINE_S)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
+        self.process.close()
 
     def reserve(
         self,
@@ -121,7 +169,6 @@ class RemoteReceiver:
                 return decode_reservation(base64.b64decode(words["reservation"]))
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(b"{"):
                 self._heard.put(json.loads(line))

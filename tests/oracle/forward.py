@@ -81,8 +81,8 @@ def load_raw(directory: Path | str) -> RawModel:
 def visible(length: int, origin: int, block_size: int) -> Tensor:
     """[length, length] bool: a position sees its own block and earlier ones; everything before
     the origin is one block."""
-    block = [max((p - origin) // block_size, -1) for p in range(length)]
-    return torch.tensor([[block[i] >= block[j] for j in range(length)] for i in range(length)])
+    block = torch.tensor([max((p - origin) // block_size, -1) for p in range(length)])
+    return block[:, None] >= block
 
 
 @torch.no_grad()
@@ -139,14 +139,9 @@ def _rotate(x: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half) / half)
     angle = torch.arange(len(x))[:, None, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
     first, second = x[..., :half], x[..., half:]
-    return torch.cat(
-        [
-            first * angle.cos() - second * angle.sin(),
-            second * angle.cos() + first * angle.sin(),
-        ],
-        dim=-1,
-    )
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _eos(directory: Path, config: dict[str, object]) -> tuple[int, ...]:

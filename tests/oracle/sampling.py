@@ -92,7 +92,7 @@ def _filtered(row: Tensor, settings: Settings, top_k_first: bool) -> Tensor:
     """-inf for tokens that top-p, then top-k drop, or top-k and then top-p of the rest. Top-p
     counts equal logits in the order of their ids; top-k keeps all that equal its last one.
     """
-    order = sorted(range(len(row)), key=lambda token: (-float(row[token]), token))
+    order: list[int] = row.sort(descending=True, stable=True).indices.tolist()
     filters = [_most_likely, _largest]
     for keep in reversed(filters) if top_k_first else filters:
         order = keep(row, order, settings)
@@ -113,7 +113,8 @@ def _largest(row: Tensor, order: list[int], settings: Settings) -> list[int]:
     """Top-k: tokens that fewer than k others exceed."""
     if not 0 < settings.top_k < len(order):
         return order
-    return [token for token in order if row[token] >= row[order[settings.top_k - 1]]]
+    values = row.tolist()
+    return [token for token in order if values[token] >= values[order[settings.top_k - 1]]]
 
 
 def _first_largest(row: Tensor) -> int:

@@ -17,7 +17,7 @@ from effuse.router import fleet as fleets
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import AttemptNeeds, Candidate, Placement
 
-NUM = 400
+NUM = 200
 SEATS = 64
 
 
