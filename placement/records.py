@@ -5,8 +5,9 @@ no clock.
 """
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -278,7 +279,45 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     steers: tuple[str, ...] = ()  # models for which it has a plan of roles that it may carry out
 
 
-Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord)
+KEY_BYTES = 16  # of a beginning's key
+MOST_HOLDERS = 64  # workers of each beginning, the latest; lives that are over would add up
+
+
+class PrefixHolder(msgspec.Struct, frozen=True, array_like=True):
+    """The life of a worker that has computed beginnings, and the time since it last used them."""
+
+    worker_id: Annotated[str, Meta(max_length=128)]
+    incarnation: Annotated[str, Meta(max_length=128)]
+    age_s: Amount
+
+
+class PrefixGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Beginnings of prompts that the same workers have. A key is a digest of tenant and tokens."""
+
+    keys: bytes  # one behind the other
+    holders: Annotated[tuple[PrefixHolder, ...], Meta(max_length=MOST_HOLDERS)]
+
+    def __post_init__(self) -> None:
+        if len(self.keys) % KEY_BYTES:
+            raise ValueError(f"keys: expected {KEY_BYTES} bytes each, got {len(self.keys)}")
+
+
+class PrefixNotes(msgspec.Struct, frozen=True):
+    """Beginnings that a router has sent to workers since it last wrote notes."""
+
+    groups: tuple[PrefixGroup, ...]
+
+
+class PrefixNews(NamedTuple):
+    """Notes of beginnings that other routers have added."""
+
+    epoch: bytes = b""  # another one than before once Redis has lost notes
+    read: bytes = b""  # the place of the last note that was looked at
+    has_more: bool = True
+    notes: Sequence[tuple[bytes, float]] = ()  # undecoded, and the seconds since each was written
+
+
+Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord, PrefixNotes)
 # msgspec's own error, a string that is not UTF-8, or values nested too deeply.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -287,7 +326,7 @@ class MalformedRecord(ValueError):
     """A stored value does not follow its schema."""
 
 
-def encode(record: WorkerRecord | PlacementRecord | RouterRecord) -> bytes:
+def encode(record: WorkerRecord | PlacementRecord | RouterRecord | PrefixNotes) -> bytes:
     """Returns the stored form: JSON, which a person can read with any Redis client."""
     return msgspec.json.encode(record)
 
@@ -312,3 +351,8 @@ def decode_placement(value: bytes) -> PlacementRecord:
 def decode_router(value: bytes) -> RouterRecord:
     """Reads a router's stored form; raises `MalformedRecord` that names the bad field."""
     return _decode(value, RouterRecord, "router record")
+
+
+def decode_prefixes(value: bytes) -> PrefixNotes:
+    """Reads the stored form of notes; raises `MalformedRecord` that names the bad field."""
+    return _decode(value, PrefixNotes, "prefix notes")

@@ -22,6 +22,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 from effuse.placement.access import RedisAccess, told
 from effuse.placement.records import (
     PlacementRecord,
+    PrefixNews,
     RouterRecord,
     WorkerRecord,
     check_name,
@@ -37,7 +38,7 @@ MOST_ANSWERS = 20_000
 MOST_ANSWER_BYTES = 64 << 20
 """Most answers that a fleet keeps, and their bytes together."""
 _MOST_LOOKUPS = 4  # at a time; clients cause them, and must never take the last connection
-MOST_CONNECTIONS = _MOST_LOOKUPS + 4
+MOST_CONNECTIONS = _MOST_LOOKUPS + 5
 """Connections of one process to Redis, for lookups and all loops."""
 
 
@@ -104,6 +105,8 @@ class Keys:
         self.answer_sizes = f"{tag}answer-bytes"  # a hash by id; the empty id has the sum
         # Digests of requests under which engines died, sorted by expiry in ms of Redis's clock.
         self.refused = f"{tag}refused"
+        self.prefixes = f"{tag}prefixes"  # a stream of routers' notes of beginnings
+        self.prefix_state = f"{tag}prefix-state"  # a hash of their epoch and bytes
 
     def worker(self, worker_id: str) -> str:
         """Key of a worker's lease: a hash of the process that holds it and the worker's record."""
@@ -138,6 +141,7 @@ class Store:
         self.keys = Keys(fleet)
         self.circuit = Circuit(now)  # of leases and the view of them
         self.placement_circuit = Circuit(now)
+        self.prefix_circuit = Circuit(now)
         self._most_ended = most_ended
         self._access = access or RedisAccess()
         self._timeout_s = timeout_s
@@ -150,10 +154,10 @@ class Store:
             **self._access.arguments(url),
         )
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
-        folder = resources.files(__package__)
         self._scripts: dict[str, AsyncScript] = {
-            name: self._redis.register_script(folder.joinpath(f"{name}.lua").read_text())
-            for name in ("announce", "workers", "place", "refused", "routers", "claim", "keep")
+            one.name.removesuffix(".lua"): self._redis.register_script(one.read_text())
+            for one in resources.files(__package__).iterdir()
+            if one.name.endswith(".lua")
         }
 
     async def __aenter__(self) -> Self:
@@ -304,6 +308,18 @@ class Store:
         keys, circuit = [self.keys.refused], self.placement_circuit
         answer = await self._run_script("refused", keys, args, circuit)
         return {one.decode("ascii", "replace"): left_s for one, left_s in _with_seconds(answer)}
+
+    async def share_prefixes(
+        self, router_id: str, last: PrefixNews, notes: bytes, most_bytes: int
+    ) -> PrefixNews:
+        """Adds a router's notes of beginnings, if any, and returns what others have added since
+        the `last` answer. Beyond `most_bytes` of all notes the oldest go. Raises `StoreFull`.
+        """
+        keys = [self.keys.prefixes, self.keys.prefix_state]
+        args = (router_id, last.epoch, last.read, notes, most_bytes)
+        answer = await self._run_script("prefixes", keys, args, self.prefix_circuit)
+        epoch, read, more, *found = cast(list[Any], answer)
+        return PrefixNews(epoch, read, bool(more), _with_seconds(found))
 
     async def _look_up(self, key: str, *fields: str) -> list[bytes | None]:
         async with self._turn():

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from e2e.client import Client, connect, load_of, wait_until
 from e2e.processes import engine_of
-from e2e.routers import SecondRouter, second_router
+from e2e.routers import Chats, SecondRouter, hit_rates, second_router
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import draw_jobs
 
@@ -129,3 +129,11 @@ def test_together_they_fill_a_worker_and_do_not_overfill_it(
     assert max(samples) >= SEATS
     # Until the two know of each other each takes all seats; without that it is always so.
     assert sum(load > SEATS for load in samples) < 0.3 * len(samples), samples
+
+
+def test_a_restarted_router_knows_which_worker_has_a_chat_and_so_it_does_after_a_flush() -> None:
+    with tiny_fleet("sdar", connector="zmq", prefill=3) as fleet:
+        rates = hit_rates(fleet, Chats(12))
+    assert rates.pop("before") > 0.9, rates
+    assert rates.pop("nothing shared") < 0.8, "any router would know"
+    assert min(rates.values()) >= 0.95, rates

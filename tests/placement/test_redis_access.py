@@ -15,6 +15,7 @@ from certificates import Authority
 from redis_server import PLACED, RECORD, ROUTER, running, running_placements
 
 from effuse.placement.access import CREDENTIALS_VARIABLE, RIGHTS, RedisAccess
+from effuse.placement.records import PrefixNews
 from effuse.placement.store import Claim, Store, StoreUnavailable
 from effuse.protos.tls import TlsFiles
 
@@ -79,6 +80,7 @@ def test_a_user_of_the_fleet_may_do_all_that_is_asked(url: str, tmp_path: Path) 
             await store.keep_answer("r1", "asked", b"said", 60.0)
             assert await store.answer("r1", "asked") == b"said"
             assert list(await store.share_refusals({"deadly": 60.0}, 8)) == ["deadly"]
+            assert (await store.share_prefixes("router-a", PrefixNews(), b"1", 9)).epoch
             await store.release_router("router-a")
 
     asyncio.run(main())
