@@ -137,6 +137,7 @@ class TieredCache(UnitCache):
                 if (slots := self.tiers.take_slots(len(unit.pages))) is None:
                     break
                 self._use(self._pins, key, unit)
+                self._pool.share(unit.pages)
                 units.append((key, unit, slots))
                 most -= len(slots)
             del self._due[key]  # if it is in use it comes again
@@ -166,7 +167,8 @@ class TieredCache(UnitCache):
                 self.tiers.keep(key, HostUnit(slots, digest, unit.before, unit.boundary))
             else:  # it was dropped meanwhile
                 self.tiers.give_slots(slots)
-            del self._pins.held[key]
+            self._pins.held.pop(key, None)  # of a second copy, if this unit was dropped meanwhile
+            self._pool.release(unit.pages)
             self._leave(key, unit)
 
     # Back into the pool.

@@ -278,3 +278,38 @@ def test_nothing_is_swapped_out_that_is_computed_faster() -> None:
     scene.cache.swap_out(one.units, lambda tokens: tokens * 0.9)
     scene.empty_pool()
     assert scene.run(TEXTS[0]) == [0]
+
+
+def held_back(scene: Scene, text: list[int]) -> None:
+    """A request computes a text and ends; copies that begin now end only after 50 polls."""
+    scene.host.polls = lambda: 50
+    one = scene.start(text)
+    scene.admit()
+    scene.store(one)
+    scene.end(one)
+    scene.poll()
+    assert scene.cache.is_copying
+
+
+def test_pages_that_are_being_saved_do_not_become_free_with_their_user() -> None:
+    """The scheduler of answers hands out what a preempted request is said to free."""
+    scene = Scene(random.Random(1), num_pages=64)
+    held_back(scene, TEXTS[0])
+    one = scene.start(TEXTS[0])
+    scene.admit()
+    assert one.units.num_found == 6
+    expected, before = scene.pool.count_freed([one.pages]), scene.pool.num_free
+    scene.end(one)
+    assert scene.pool.num_free - before == expected < 12
+
+
+def test_a_unit_is_dropped_and_computed_again_while_it_is_being_saved() -> None:
+    scene = Scene(random.Random(1), num_pages=64)
+    held_back(scene, TEXTS[0][:4])
+    one = scene.start(TEXTS[0][:4])
+    scene.admit()
+    scene.end(one, is_sound=False)
+    held_back(scene, TEXTS[0][:4])
+    assert len(scene.cache._saving) == 2
+    scene.settle()
+    assert scene.run(TEXTS[0][:4]) == [4]
