@@ -8,9 +8,9 @@ is forgotten and computed again.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Final
 
 from effuse.kvtransfer.digest import DigestJob, PieceDigests, pages_digest
@@ -104,15 +104,12 @@ class TieredCache(UnitCache):
         super().end(one)
         one.is_fetched = False
 
-    def drop(self, one: HeldUnits) -> None:
-        """As of the pool, and in every tier."""
-        gone = list(one.held)
-        while gone:
-            key = gone.pop()
-            gone += self.tiers.after(key)
-            gone += [other for other, unit in self._units.items() if unit.before == key]
-            self.tiers.forget(key)
-        super().drop(one)
+    def _befores(self) -> Iterator[tuple[Key, Key]]:
+        return chain(super()._befores(), self.tiers.befores())
+
+    def _forget(self, key: Key) -> None:
+        super()._forget(key)
+        self.tiers.forget(key)
 
     def _leave(self, key: Key, unit: Unit) -> None:
         super()._leave(key, unit)

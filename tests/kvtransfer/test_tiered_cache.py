@@ -313,3 +313,27 @@ def test_a_unit_is_dropped_and_computed_again_while_it_is_being_saved() -> None:
     assert len(scene.cache._saving) == 2
     scene.settle()
     assert scene.run(TEXTS[0][:4]) == [4]
+
+
+def test_a_wrong_whole_prompt_leaves_every_tier(tmp_path: Path) -> None:
+    """Its user has taken it out of the pool's part."""
+    scene = Scene(random.Random(1), is_causal=False, directory=tmp_path)
+    scene.run(TEXTS[0])
+    one = scene.start(TEXTS[0])
+    scene.admit()
+    scene.end(one, is_sound=False)
+    assert scene.run(TEXTS[0]) == [0]
+
+
+def test_a_wrong_unit_leaves_with_all_after_it_whichever_tiers_have_them() -> None:
+    scene = Scene(random.Random(1))
+    scene.run(TEXTS[0][:12])
+    keys = scene.cache.begin("", TEXTS[0], 12).keys
+    scene.cache._idle.move_to_end(keys[1], last=False)
+    pages = scene.pool.allocate_committed(20)
+    assert pages is not None and list(scene.cache._units) == [keys[0], keys[2]]
+    scene.pool.release(pages)
+    one = scene.start(TEXTS[0][:4])
+    scene.admit()
+    scene.end(one, is_sound=False)
+    assert not scene.cache._units and not scene.tiers.kept
