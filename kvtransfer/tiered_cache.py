@@ -8,7 +8,7 @@ is forgotten and computed again.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, takewhile
 from typing import Final
@@ -117,7 +117,7 @@ class TieredCache(UnitCache):
             return
         if key in self.tiers.kept:
             self.tiers.kept.move_to_end(key)
-        else:
+        elif len(unit.pages) <= self._host.num_slots:
             self._due[key] = None
             self._due.move_to_end(key)
 
@@ -167,6 +167,20 @@ class TieredCache(UnitCache):
             self._pins.held.pop(key, None)  # of a second copy, if this unit was dropped meanwhile
             self._pool.release(unit.pages)
             self._leave(key, unit)
+        self._keep_beginnings(unit for _, unit, _ in saving.units)
+
+    def _keep_beginnings(self, units: Iterable[Unit]) -> None:
+        """The units before these, which were used just now, leave every tier later than these."""
+        seen: set[Key] = set()
+        for unit in units:
+            key = unit.before
+            while key and key not in seen:
+                seen.add(key)
+                for tier in (self._idle, self.tiers.kept):
+                    if key in tier:
+                        tier.move_to_end(key)
+                one = self._units.get(key) or self.tiers.kept.get(key)
+                key = one.before if one else b""
 
     # Back into the pool.
 

@@ -325,6 +325,13 @@ def test_a_wrong_whole_prompt_leaves_every_tier(tmp_path: Path) -> None:
     assert scene.run(TEXTS[0]) == [0]
 
 
+def test_ends_leave_before_beginnings_that_were_saved_earlier() -> None:
+    scene = Scene(random.Random(1))
+    scene.run(TEXTS[0][:16], TEXTS[0])
+    keys = scene.cache.begin("", TEXTS[0], 24).keys
+    assert list(scene.cache._idle) == list(scene.tiers.kept) == keys[::-1]
+
+
 def test_a_wrong_unit_leaves_with_all_after_it_whichever_tiers_have_them() -> None:
     scene = Scene(random.Random(1))
     scene.run(TEXTS[0][:12])
@@ -337,3 +344,9 @@ def test_a_wrong_unit_leaves_with_all_after_it_whichever_tiers_have_them() -> No
     scene.admit()
     scene.end(one, is_sound=False)
     assert not scene.cache._units and not scene.tiers.kept
+
+
+def test_a_unit_larger_than_the_host_stops_no_other() -> None:
+    scene = Scene(random.Random(1), is_causal=False, num_slots=4)
+    scene.run(TEXTS[0], TEXTS[1][:4])
+    assert len(scene.tiers.kept) == 1
