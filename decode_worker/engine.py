@@ -121,9 +121,11 @@ class DecodeEngine:
 
     @property
     def is_short_of_pages(self) -> bool:
-        """Whether no request can go on, and those that are here have or wait for pages."""
+        """Whether no request can go on, and those that are here have or wait for pages. Those of
+        units that come or are saved are free soon."""
         roster = self.roster
-        return not (self.can_step or roster.receiving) and bool(roster.running or roster.waiting)
+        goes_on = self.can_step or roster.receiving or self._cache.is_copying
+        return not goes_on and bool(roster.running or roster.waiting)
 
     def handle(self, message: ToEngine) -> None:
         match message:

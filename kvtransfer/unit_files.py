@@ -10,6 +10,7 @@ import contextlib
 import os
 import struct
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,8 +95,8 @@ class UnitFiles:
 
     def written(self, key: bytes, before: bytes, size: int) -> None:
         """A file of so many bytes was written. Makes room for it."""
+        self.num_bytes += size - self._known.get(key, (before, 0))[1]
         self._known[key] = before, size
-        self.num_bytes += size
         while self.num_bytes > self._most_bytes:
             self.forget(next(iter(self._known)))
 
@@ -141,7 +142,7 @@ def _head(key: bytes, facts: FileFacts, views: Sequence[memoryview]) -> bytes:
 
 
 def _write(path: Path, head: bytes, views: Sequence[memoryview]) -> int:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "wb", buffering=0, opener=_private) as file:
             size = sum(_write_all(file.fileno(), part) for part in (memoryview(head), *views))
@@ -173,7 +174,8 @@ def _read(path: Path, key: bytes, views: Sequence[memoryview]) -> FileFacts:
             raise ValueError(f"{path.name}: its seal is wrong")
         for view in views:
             _fill(file.fileno(), view)
-    path.touch()  # the next process counts it as used
+        with contextlib.suppress(OSError):  # a disk that can only be read
+            os.utime(file.fileno())  # the next process counts it as used
     return facts
 
 

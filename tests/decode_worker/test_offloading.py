@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,3 +133,17 @@ def test_wrong_bytes_in_host_memory_are_computed_again(models: Models) -> None:
         rig.cache.tiers.host.views(first.slots)[0][7] ^= 1
     assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids
     assert rig.engine.load().offload_corrupt == 2
+
+
+def test_an_engine_whose_units_come_is_not_short_of_pages(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a prompt of the same worker would be failed for them."""
+    rig = Rig(models("sdar"), tiers=outside(100))
+    rig.start(make_request("a", range(20, 52), max_tokens=8))
+    rig.run()
+    rig.evict()
+    monkeypatch.setattr(HostPages, "load", lambda *_: SimpleNamespace(poll=lambda: None))
+    rig.start(make_request("b", range(20, 52), max_tokens=8))
+    rig.engine.step()
+    assert rig.engine.roster.waiting and not rig.engine.is_short_of_pages

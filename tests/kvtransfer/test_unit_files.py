@@ -122,3 +122,52 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         UnitFiles(tmp_path / "file" / "kv", 1000)
+
+
+def test_a_file_that_is_removed_while_it_is_read_stays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = UnitFiles(tmp_path, 1000)
+    write(files, KEYS[0])
+    (path,) = tmp_path.iterdir()
+
+    def remove(descriptor: int, into: list[memoryview]) -> int:
+        path.unlink(missing_ok=True)
+        return original(descriptor, into)
+
+    original = os.readv
+    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.readv", remove)
+    assert read(files, KEYS[0]) == (FACTS, b"x" * 100)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_a_disk_that_can_only_be_read_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    files = UnitFiles(tmp_path, 1000)
+    write(files, KEYS[0])
+    for name in ("utime", "open"):
+        monkeypatch.setattr(os, name, refuse)
+    assert read(files, KEYS[0]) == (FACTS, b"x" * 100)
+
+
+def test_two_processes_write_the_same_unit_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers often have equal process ids. Nor is a file counted twice."""
+    first, second = UnitFiles(tmp_path, 1000), UnitFiles(tmp_path, 1000)
+
+    def write_second(descriptor: int, data: memoryview) -> int:
+        monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", original)
+        write(second, KEYS[0])
+        return original(descriptor, data)
+
+    original = os.write
+    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", write_second)
+    write(first, KEYS[0])
+    write(first, KEYS[0])
+    assert read(first, KEYS[0]) == (FACTS, b"x" * 100)
+    assert first.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
