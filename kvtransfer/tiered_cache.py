@@ -30,7 +30,6 @@ class Saving:
 
     units: list[tuple[Key, Unit, tuple[int, ...]]]  # with their slots
     job: DigestJob
-    began_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +140,7 @@ class TieredCache(UnitCache):
         if units:
             page_ids = [page.page_id for _, unit, _ in units for page in unit.pages]
             job = self._host.save(page_ids, [slot for *_, slots in units for slot in slots])
-            self._saving.append(Saving(units, job, self._now()))
+            self._saving.append(Saving(units, job))
 
     def _end_saves(self) -> None:
         left = []
@@ -149,9 +148,7 @@ class TieredCache(UnitCache):
             if (found := saving.job.poll()) is None:
                 left.append(saving)
                 continue
-            now, num_bytes = self._now(), len(found) * self._host.page_bytes
-            self.tiers.counts.saved += num_bytes
-            self.tiers.copying.note(num_bytes, now - saving.began_s, now)
+            self.tiers.counts.saved += len(found) * self._host.page_bytes
             self._take_saved(saving, found)
         self._saving = left
 

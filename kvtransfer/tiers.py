@@ -135,7 +135,8 @@ class Tiers:
         """Rows are boundary rows; theirs in files become tensors of this type, on this device."""
         self.host = host
         self.counts = TierCounts()
-        self.copying, self.reading = Rate(), Rate()  # seconds of bytes
+        # Seconds of bytes. Copies to the host do not count: most are small, and seen to end late.
+        self.copying, self.reading = Rate(), Rate()
         self.kept: OrderedDict[Key, HostUnit] = OrderedDict()  # least recently used first
         self.now = now
         self._files = files
@@ -143,6 +144,7 @@ class Tiers:
         self._free = FreeRuns(host.num_slots)
         self._late: list[Read] = []  # that nobody waits for
         self._writing: list[Writing] = []
+        self._read_s = -math.inf  # when the last read ended
         self._files_back_s = -math.inf  # from when on files are used again
 
     def __contains__(self, key: Key) -> bool:
@@ -310,7 +312,8 @@ class Tiers:
         assert self._files is not None, "it was read"
         if not read.result.done():
             self.abandon([read])
-            self._fail_files(f"a read was not over after {READ_S:g} s")
+            if self._read_s < read.began_s:  # no other one has ended meanwhile
+                self._fail_files(f"a read was not over after {READ_S:g} s")
             return False
         try:
             facts = read.result.result()
@@ -330,11 +333,15 @@ class Tiers:
         self.keep(read.key, HostUnit(read.slots, facts.digest, before, row))
         num_bytes, now = len(read.slots) * self.host.page_bytes, self.now()
         self.counts.read += num_bytes
-        self.reading.note(num_bytes, now - read.began_s, now)
+        self.reading.note(num_bytes, now - max(read.began_s, self._read_s), now)
+        self._read_s = now
         return True
 
     def abandon(self, reads: Sequence[Read]) -> None:
-        """Nobody waits for these any more; their slots are free once they end."""
+        """Nobody waits for these any more; their slots are free once they end. Most have not begun
+        if there are many."""
+        for read in reads:
+            read.result.cancel()
         self._late += reads
 
     def _row(self, raw: bytes) -> Tensor | None:

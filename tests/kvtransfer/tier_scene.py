@@ -82,6 +82,7 @@ class StuckFiles(UnitFiles):
 
     def _hold(self) -> Future[Any]:
         self.stuck.append(Future())
+        self.stuck[-1].set_running_or_notify_cancel()
         return self.stuck[-1]
 
 
