@@ -133,12 +133,13 @@ class TieredCache(UnitCache):
                 if (slots := self.tiers.take_slots(len(unit.pages))) is None:
                     break
                 self._use(self._pins, key, unit)
-                self._pool.share(unit.pages)
                 units.append((key, unit, slots))
                 most -= len(slots)
             del self._due[key]  # if it is in use it comes again
         if units:
-            page_ids = [page.page_id for _, unit, _ in units for page in unit.pages]
+            pages = [page for _, unit, _ in units for page in unit.pages]
+            self._pool.share(pages)
+            page_ids = [page.page_id for page in pages]
             job = self._host.save(page_ids, [slot for *_, slots in units for slot in slots])
             self._saving.append(Saving(units, job))
 
@@ -153,6 +154,7 @@ class TieredCache(UnitCache):
         self._saving = left
 
     def _take_saved(self, saving: Saving, found: PieceDigests) -> None:
+        self._pool.release([page for _, unit, _ in saving.units for page in unit.pages])
         at = 0
         for key, unit, slots in saving.units:
             digest = pages_digest(found[at : at + len(slots)])
@@ -162,7 +164,6 @@ class TieredCache(UnitCache):
             else:  # it was dropped meanwhile
                 self.tiers.give_slots(slots)
             self._pins.held.pop(key, None)  # of a second copy, if this unit was dropped meanwhile
-            self._pool.release(unit.pages)
             self._leave(key, unit)
         self._keep_beginnings(unit for _, unit, _ in saving.units)
 
