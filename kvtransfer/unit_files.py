@@ -13,10 +13,13 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from queue import SimpleQueue
+from threading import Thread
+from typing import Final, TypeVar
 
 import xxhash
 
@@ -24,6 +27,7 @@ _MAGIC: Final = b"effuse1\n"
 _HEAD: Final = struct.Struct("<8s16s16sQQ")  # magic, seal, digest, boundary's bytes, KV bytes
 _MOST_BOUNDARY: Final = 1 << 20  # bytes
 _THREADS: Final = 2
+_Result = TypeVar("_Result")
 _LEFT_S: Final = 3600.0  # after which an unfinished file belongs to nobody
 
 
@@ -51,7 +55,7 @@ class UnitFiles:
         self._directory = directory
         self._most_bytes = most_bytes
         self._known: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()  # unit before, bytes
-        self._threads = ThreadPoolExecutor(_THREADS, "unit-files")
+        self._threads = _Threads(_THREADS)
         self._scan()
 
     def __contains__(self, key: bytes) -> bool:
@@ -115,7 +119,7 @@ class UnitFiles:
 
     def close(self) -> None:
         """Waits for no thread: one may be in a disk that never answers."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _path(self, key: bytes, before: bytes) -> Path:
         return self._directory / f"{key.hex()}.{before.hex()}"
@@ -133,6 +137,44 @@ class UnitFiles:
                 found.append((status.st_mtime, key, before, status.st_size))
         for _, key, before, size in sorted(found):
             self.written(key, before, size)
+
+
+class _Threads:
+    """Daemons that run functions. The interpreter waits at its end for an executor's threads, and
+    one of these may be in a disk that never answers.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._count = count
+        self._is_closed = False
+        for _ in range(count):
+            Thread(target=self._run, name="unit-files", daemon=True).start()
+
+    def submit(self, run: Callable[..., _Result], *values: object) -> "Future[_Result]":
+        """Runs it in a thread, unless the future is cancelled before."""
+        future: Future[_Result] = Future()
+        self._work.put(partial(self._do, future, partial(run, *values)))
+        return future
+
+    def close(self) -> None:
+        """What has not begun is cancelled."""
+        self._is_closed = True
+        for _ in range(self._count):
+            self._work.put(None)
+
+    def _do(self, future: "Future[_Result]", run: Callable[[], _Result]) -> None:
+        if self._is_closed:
+            future.cancel()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(run())
+            except Exception as error:  # noqa: BLE001  the reader of the result gets it
+                future.set_exception(error)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
 
 
 def _head(key: bytes, facts: FileFacts, views: Sequence[memoryview]) -> bytes:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +28,13 @@ def read(files: UnitFiles, key: bytes, size: int = 100) -> tuple[FileFacts, byte
     data = bytearray(size)
     facts = files.begin_read(key, [memoryview(data)[:30], memoryview(data)[30:]]).result(10)
     return facts, bytes(data)
+
+
+def settle(files: UnitFiles) -> None:
+    """Waits until each thread has done what it was given before."""
+    barrier = threading.Barrier(2)
+    for each in [files._threads.submit(barrier.wait, 10.0) for _ in range(2)]:
+        each.result(10)
 
 
 def test_a_unit_comes_back_with_its_facts(tmp_path: Path) -> None:
@@ -51,7 +61,7 @@ def test_the_least_recently_used_ones_make_room(tmp_path: Path) -> None:
     files.touch(KEYS[0])
     write(files, KEYS[2])
     assert [key in files for key in KEYS] == [True, False, True, False]
-    files._threads.shutdown()
+    settle(files)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -68,7 +78,7 @@ def test_a_later_process_finds_them_in_the_order_of_their_use(tmp_path: Path) ->
     (tmp_path / "0c.0d.12.partial").write_text("another process writes it now")
     later = UnitFiles(tmp_path, 400)
     assert [key in later for key in KEYS] == [True, False, True, False]
-    later._threads.shutdown()
+    settle(later)
     left = sorted(path.name for path in tmp_path.iterdir() if len(path.name) < 60)
     assert left == ["0c.0d.12.partial", "note.txt"]
     assert read(UnitFiles(tmp_path, 400), KEYS[2])[0] == FACTS
@@ -171,3 +181,19 @@ def test_two_processes_write_the_same_unit_at_the_same_time(
     write(first, KEYS[0])
     assert read(first, KEYS[0]) == (FACTS, b"x" * 100)
     assert first.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_a_process_ends_although_a_disk_does_not_answer(tmp_path: Path) -> None:
+    """A pipe that nobody writes blocks whoever opens it."""
+    os.mkfifo(tmp_path / f"{KEYS[1].hex()}.")
+    code = f"""
+import time
+from pathlib import Path
+from effuse.kvtransfer.unit_files import UnitFiles
+files = UnitFiles(Path({str(tmp_path)!r}), 1000)
+reads = [files.begin_read({KEYS[1]!r}, [memoryview(bytearray(8))]) for _ in range(3)]
+while not (reads[0].running() and reads[1].running()):
+    time.sleep(0.01)
+files.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
