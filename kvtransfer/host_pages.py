@@ -4,6 +4,7 @@ Copies of a GPU run on a stream of their own, behind all work that was launched 
 arrives is digested in the pool's pages, so wrong bytes are found wherever they came from.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,9 @@ class HostPages:
         self._stream: torch.cuda.Stream | None = None
         if memory.device.type == "cuda":
             _pin(flat)
+            # The addresses may be those of later memory, which could not be pinned.
+            unpin = torch.cuda.cudart().cudaHostUnregister  # type: ignore[no-untyped-call]
+            weakref.finalize(self, unpin, flat.data_ptr()).atexit = False
             self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self._digester = digester_of(memory, self._stream)
 

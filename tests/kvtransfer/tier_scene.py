@@ -199,12 +199,12 @@ class Scene:
         for _ in range(1000):
             self.await_reads()
             self.poll()
-            writes = [one for one in self.tiers._writing if not one.result.running()]
+            stuck = getattr(self.files, "stuck", ())
+            writes = [one for one in self.tiers._writing if one.result not in stuck]
             if not self.cache.is_copying and not self.cache._due and not writes:
                 return
             for one in writes:
-                if one.result not in getattr(self.files, "stuck", ()):
-                    one.result.exception(10)
+                one.result.exception(10)
             if self.files and self.files.is_stuck:
                 return
 
