@@ -175,7 +175,7 @@ class Tiers:
             key = next((key for key, kept in self.kept.items() if not kept.num_readers), None)
             if key is None:
                 return None
-            if (files := self._usable_files) is not None and key not in files:
+            if self._lacks_file(key):
                 self._write(key)
                 return None
             self._leave_host(key)
@@ -242,10 +242,17 @@ class Tiers:
         """Writes units that will leave the host next, while some of its room is left."""
         if len(self._free) >= self.host.num_slots // _FREE_SHARE:
             return
-        files = self._usable_files
         for key, kept in list(islice(self.kept.items(), _LOOKED_AT)):
-            if files is not None and key not in files and not kept.num_readers:
+            if not kept.num_readers and self._lacks_file(key):
                 self._write(key)
+
+    def _lacks_file(self, key: Key) -> bool:
+        """Whether a unit of the host could be written to a file now, and is in none."""
+        files, kept = self._usable_files, self.kept[key]
+        if files is None or key in files:
+            return False
+        num_row = 0 if kept.boundary is None else kept.boundary.nbytes
+        return files.has_room_for(len(kept.slots) * self.host.page_bytes + num_row)
 
     def _write(self, key: Key) -> None:
         if self._files is None or len(self._writing) >= _MOST_WRITES:

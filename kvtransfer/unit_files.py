@@ -68,6 +68,10 @@ class UnitFiles:
         """Bytes of the unit's file."""
         return self._known[key][1]
 
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether a unit with so many bytes of KV and boundary may be written at all."""
+        return _HEAD.size + num_bytes <= self._most_bytes
+
     def before(self, key: bytes) -> bytes:
         """Key of the unit before this one; empty for the first of a text."""
         return self._known[key][0]

@@ -130,6 +130,8 @@ class EngineSettings(Access):
                 "--kv-offloading-dir: expected --kv-offloading-size with it, because KV reaches "
                 "files through host memory"
             )
+        if self.kv_offloading_dir is not None and not self.kv_offloading_dir_size:
+            raise ValueError("--kv-offloading-dir-size: expected more than 0 GiB, got 0")
         if size and not self.enable_prefix_caching:
             raise ValueError("--kv-offloading-size: expected --enable-prefix-caching with it")
         if size and self.tensor_parallel_size > 1:

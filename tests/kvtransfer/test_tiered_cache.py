@@ -350,3 +350,13 @@ def test_a_unit_larger_than_the_host_stops_no_other() -> None:
     scene = Scene(random.Random(1), is_causal=False, num_slots=4)
     scene.run(TEXTS[0], TEXTS[1][:4])
     assert len(scene.tiers.kept) == 1
+
+
+def test_units_that_no_file_may_hold_leave_the_host(tmp_path: Path) -> None:
+    scene = Scene(
+        random.Random(1), is_causal=False, directory=tmp_path, num_slots=12, most_file_bytes=300
+    )
+    scene.run(*TEXTS)
+    (key,) = scene.tiers.kept
+    assert key == scene.cache.begin("", TEXTS[-1], 24).keys[0]
+    assert scene.tiers.counts.filed == 0

@@ -32,6 +32,14 @@ NAN = float("nan")
         ({"kv_offloading_size": -1.0}, "--kv-offloading-size: expected 0 or more GiB, got -1"),
         ({"kv_offloading_dir_size": NAN}, "--kv-offloading-dir-size: expected 0 or more GiB"),
         (
+            {
+                "kv_offloading_size": 1.0,
+                "kv_offloading_dir": Path("/tmp"),
+                "kv_offloading_dir_size": 0.0,
+            },
+            "--kv-offloading-dir-size: expected more than 0 GiB",
+        ),
+        (
             {"kv_offloading_dir": Path("/tmp")},
             "--kv-offloading-dir: expected --kv-offloading-size with it, because",
         ),
