@@ -54,6 +54,11 @@ def test_every_known_page_has_the_bytes_of_its_text(
         directory = tmp_path / str(seed) if has_files else None
         scene = Scene(random.Random(seed), is_causal=is_causal, directory=directory)
         storm(scene, 250)
+        scene.time += AGAIN_S
+        scene.empty_pool()
+        for key in list(scene.tiers.kept) if has_files else ():
+            scene.tiers._leave_host(key)
+        scene.run(*(text[: 4 * count] for text in TEXTS for count in range(1, 7)))
         for name in ("saved", "loaded", "filed", "read"):
             setattr(counts, name, getattr(counts, name) + getattr(scene.tiers.counts, name))
         assert scene.tiers.counts.corrupt == 0
