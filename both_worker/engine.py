@@ -29,9 +29,11 @@ GIVE_WAY_S: Final = 0.5
 """How long answers lack pages before a prompt without a destination gives up its own. A destination
 usually follows a computed prompt within milliseconds."""
 _OF_PUSHES: Final = (Pushed, PushFailed, PushCancelled)
-_COMMON: Final = ("prefix_queries", "prefix_hits", "prefix_evictions")  # of the cache of both
+_COMMON: Final = ("prefix_", "offload_")  # of the cache of both
 _SUMMED: Final = [
-    name for name in Load.__struct_fields__ if not (name.endswith("_pages") or name in _COMMON)
+    name
+    for name in Load.__struct_fields__
+    if not (name.endswith("_pages") or name.startswith(_COMMON))
 ]
 
 
@@ -97,7 +99,7 @@ class BothEngine:
         """The room that answers leave to prompts now. A prompt gets no pages before an older
         answer, and leaves each answer a block's. It takes no longer than their gaps allow."""
         decode = self._decode
-        is_next = decode.counters.steps > self._steps_before and not self._prefill.is_working()
+        is_next = decode.counters.steps > self._steps_before and not self._prefill.is_computing
         is_overdue = self._is_overdue(self._now())
         least = max(FIRST_PIECE, self._prefill.table.least_tokens) if is_overdue else 0
         return PromptTurn(

@@ -65,7 +65,7 @@ class DecodeEngine:
         self.room = Room(intake.limits.max_num_batched_tokens)
         self._aborted = Tombstones(KEEP_ABORTED_S)
         self._outbox = Outbox()
-        self.outbox, self.close = self._outbox.drain, handoffs.close
+        self.outbox = self._outbox.drain
         self._rehearsal = RehearsalReceiver(pool, handoffs, self._outbox)
         self._num_arrived = 0
         self._is_stalled = False  # the last step could advance no request
@@ -78,7 +78,8 @@ class DecodeEngine:
         reports = self._handoffs.poll(self._now())
         for report in reports:
             self._take_report(report)
-        has_changed = bool(reports) | self._end_late() | self._admit() | self.apply()
+        has_changed = bool(reports) | self._cache.poll()
+        has_changed |= self._end_late() | self._admit() | self.apply()
         if self._executor.is_full:
             return has_changed
         shares = self.roster.schedule(lambda: self.apply(waits=True), self.room, self._now)
@@ -101,7 +102,12 @@ class DecodeEngine:
         return has_launched
 
     def is_working(self) -> bool:
-        return self._executor.is_running
+        return self._executor.is_running or self._cache.is_copying
+
+    def close(self) -> None:
+        """Stops the connector."""
+        self._cache.close()
+        self._handoffs.close()
 
     @property
     def is_writing(self) -> bool:
@@ -174,11 +180,8 @@ class DecodeEngine:
             prompt_piece=self.room.offer[0],
             prompt_rate=self.room.offer[1],
             kv_bytes=self.counters.kv_bytes,
-            prefix_queries=self._cache.num_queried,
-            prefix_hits=self._cache.num_found,
-            prefix_pages=self._cache.num_cached,
-            prefix_evictions=self._cache.num_evicted,
             kv_bytes_held=self.counters.kv_bytes_held,
+            **self._cache.figures(),
         )
 
     # Arrivals.
@@ -256,7 +259,7 @@ class DecodeEngine:
         """Gives waiting requests their pages, which their writers or the engine fill; True if it
         did.
         """
-        admitted = self.roster.admissible()
+        admitted = self.roster.admissible(self.room)
         for request in admitted:
             attempt = request.asked.attempt
             if request.needs_remote:

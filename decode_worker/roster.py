@@ -108,9 +108,9 @@ class Roster:
 
     # Admission.
 
-    def admissible(self) -> list[DecodeRequest]:
+    def admissible(self, room: Room) -> list[DecodeRequest]:
         """The oldest waiting requests, as many as there is room for. Requests that wait for another
-        one's prompt let younger ones pass.
+        one's prompt, or for units from other tiers, let younger ones pass.
         """
         waiting = self._not_coming()
         if not waiting:
@@ -122,7 +122,21 @@ class Roster:
             growth=sum(request.demand(self._limits).growth for request in self.running),
             limits=self._limits,
         )
-        return waiting[:count]
+        return [one for one in waiting[:count] if not self._fetch(one, room)]
+
+    def _fetch(self, request: DecodeRequest, room: Room) -> bool:
+        """Whether units of a request are on their way from other tiers."""
+        if _source_of(request) is not None:
+            return False
+        return self._cache.fetch(request.units, *self._looked_up(request), room.prompt_s)
+
+    def _looked_up(self, request: DecodeRequest) -> tuple[int, int]:
+        """How many first tokens of a request the cache may have, and how many of them a forward
+        computes all the same."""
+        sequence = request.sequence
+        if request.needs_remote or not self._cache.is_causal:
+            return sequence.first_block_start, 0
+        return sequence.in_flight_start, int(request.model.shift_logits)
 
     def begin_remote(self, request: DecodeRequest) -> tuple[PageRef, ...]:
         """Gives a waiting request its pages; returns those that its writer fills, because the cache
@@ -169,8 +183,7 @@ class Roster:
         """A request begins with the pages that the cache has of its text."""
         sequence, units = request.sequence, request.units
         if self._cache.is_causal:
-            rest = int(request.model.shift_logits)
-            request.pages = list(self._cache.take(units, sequence.in_flight_start, rest))
+            request.pages = list(self._cache.take(units, *self._looked_up(request)))
             sequence.store(units.num_found * self._cache.unit_size)
         elif (unit := self._cache.take_whole(units, sequence.prompt_len)) is not None:
             request.take_prompt(unit.pages, unit.boundary)
@@ -185,10 +198,7 @@ class Roster:
             )
         if not self._cache.is_causal:
             return count
-        if request.needs_remote:
-            return count - self._cache.num_pinned(request.units, sequence.first_block_start)
-        rest = int(request.model.shift_logits)
-        return count - self._cache.num_pinned(request.units, sequence.in_flight_start, rest)
+        return count - self._cache.num_pinned(request.units, *self._looked_up(request))
 
     def _give_pages(self, request: DecodeRequest, count: int) -> None:
         pages = self._pool.allocate_committed(count)
@@ -231,7 +241,7 @@ class Roster:
             apply_all()
             return self.schedule(apply_all, room, now)
         for index in schedule.preempted:
-            self.preempt(running[index])
+            self.preempt(running[index], room)
         shares = []
         for request, demand, rows in zip(running, demands, schedule.rows, strict=True):
             if rows:
@@ -239,11 +249,12 @@ class Roster:
                 shares.append(Share(request, rows, demand.is_prompt))
         return shares
 
-    def preempt(self, request: DecodeRequest) -> None:
+    def preempt(self, request: DecodeRequest, room: Room) -> None:
         """A running request loses its pages and waits again, before all younger ones."""
         assert not self._executor.is_running, "its last step has been read"
         self._executor.remove(request)
         self._let_go(request)
+        self._cache.swap_out(request.units, room.prompt_s)
         request.preempt()
         if not request.settings.is_canvas:
             sequence = request.sequence

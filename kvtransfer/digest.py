@@ -105,9 +105,11 @@ class PageDigests:
         return pages_digest(self._found)
 
 
-def digester_of(memory: PageMemory) -> Digester:
-    """The object that computes digests of this memory."""
-    return DeviceDigester(memory) if memory.device.type == "cuda" else HostDigester(memory)
+def digester_of(memory: PageMemory, stream: torch.cuda.Stream | None = None) -> Digester:
+    """The object that computes digests of this memory, on a GPU on this stream or the pool's."""
+    if memory.device.type != "cuda":
+        return HostDigester(memory)
+    return DeviceDigester(memory, stream or memory.stream)
 
 
 class HostDigester:
@@ -177,21 +179,21 @@ class _OnHost:
 
 
 class DeviceDigester:
-    """Digests of pages on a GPU, on the pool's stream for transfers, without waits.
+    """Digests of pages on a GPU, on a stream, without waits.
 
     A job's input and output are in pinned memory of the host that is kept, and that the kernel
     itself reads and writes. A handoff waits for its host twice, and copies, new buffers and views
     of them took five times as long as the launch.
     """
 
-    def __init__(self, memory: PageMemory) -> None:
+    def __init__(self, memory: PageMemory, stream: torch.cuda.Stream) -> None:
         from effuse.kernels.pages_digests_triton import PoolDigests  # a CPU needs no Triton
 
         self._layout = memory.layout
         self._device = memory.device
-        self._stream = memory.stream
+        self._stream = stream
         piece_bytes = piece_bytes_of(memory.layout.head_bytes)
-        self._pool = PoolDigests(memory.byte_rows(), piece_bytes, memory.stream)
+        self._pool = PoolDigests(memory.byte_rows(), piece_bytes, stream)
         self._keys: dict[int, Tensor] = {}  # by seed, on the device
         self._free: list[_Buffers] = []
         # Jobs without readers: their memory belongs to the kernel until it has ended.

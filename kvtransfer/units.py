@@ -12,7 +12,7 @@ texts before their beginnings. Pure accounting like `kvtransfer/pool.py`, which 
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -51,6 +51,7 @@ class HeldUnits:
     held: dict[Key, Unit] = field(default_factory=dict)  # those whose cached pages are its own
     num_tokens: int = 0  # of the prompt that were found, before a decode worker computed the rest
     num_pages: int = 0  # of the prompt that no writer fills, because they were found
+    is_fetched: bool = False  # units outside of the pool were looked for
 
 
 class UnitCache:
@@ -74,6 +75,7 @@ class UnitCache:
         self.is_causal = is_causal
         self._is_on = is_on
         self._cuts = is_on and is_causal  # texts into units
+        self._page_size = page_size
         self._pages_per_unit = self.unit_size // page_size
         self._pool = pool
         self._units: dict[Key, Unit] = {}
@@ -90,6 +92,15 @@ class UnitCache:
         """Pages of all units."""
         return len(self.held)
 
+    def figures(self) -> dict[str, int]:
+        """Fields of a worker's `Load`."""
+        return {
+            "prefix_queries": self.num_queried,
+            "prefix_hits": self.num_found,
+            "prefix_pages": self.num_cached,
+            "prefix_evictions": self.num_evicted,
+        }
+
     def give_up(self) -> Sequence[PageRef]:
         """Forgets the unit that was used least recently; returns its pages."""
         key, unit = self._idle.popitem(last=False)
@@ -97,6 +108,29 @@ class UnitCache:
         self.num_pages -= len(unit.pages)
         self.num_evicted += 1
         return self._let_go(unit)
+
+    # Tiers outside of the pool, which `tiers.py` adds.
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether units are on their way from or to the pool."""
+        return False
+
+    def poll(self) -> bool:
+        """Goes on with everything that moves; True if something began or ended."""
+        return False
+
+    def fetch(
+        self, one: HeldUnits, num_tokens: int, rest: int, compute_s: Callable[[int], float]
+    ) -> bool:
+        """Whether a request should wait for units that are on their way into the pool."""
+        return False
+
+    def swap_out(self, one: HeldUnits, compute_s: Callable[[int], float]) -> None:
+        """A request has lost its pages; they are still as it left them."""
+
+    def close(self) -> None:
+        """Nothing moves any more."""
 
     # Keys.
 

@@ -5,8 +5,9 @@ no clock.
 """
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -66,6 +67,12 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: U63 = 0  # tokens that were looked up in the prefix cache
     prefix_hits: U63 = 0  # those that were found
     prefix_evictions: U63 = 0  # units of the cache that made room
+    offload_saved: U63 = 0  # KV bytes copied from pages to host memory
+    offload_loaded: U63 = 0  # KV bytes copied back
+    offload_filed: U63 = 0  # KV bytes written to files
+    offload_read: U63 = 0  # KV bytes read from files
+    offload_corrupt: U63 = 0  # units that came back with a wrong digest
+    offload_failures: U63 = 0  # of files
     kv_bytes_held: U63 = 0  # KV bytes that were not received, because the cache had them
     prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
     prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
@@ -85,6 +92,8 @@ class Load(EngineCounts, frozen=True, kw_only=True):
     queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
     blocks_left: U63 = 0  # blocks still to denoise
     prefix_pages: U32 = 0  # pages that the prefix cache holds, free for others or in use
+    offload_pages: U32 = 0  # pages of host memory that hold kept KV
+    offload_file_bytes: U63 = 0  # of all files with KV
     prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
     prompt_rate: U63 = 0  # tokens a second of such pieces
 
@@ -270,7 +279,45 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     steers: tuple[str, ...] = ()  # models for which it has a plan of roles that it may carry out
 
 
-Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord)
+KEY_BYTES = 16  # of a beginning's key
+MOST_HOLDERS = 64  # workers of each beginning, the latest; lives that are over would add up
+
+
+class PrefixHolder(msgspec.Struct, frozen=True, array_like=True):
+    """The life of a worker that has computed beginnings, and the time since it last used them."""
+
+    worker_id: Annotated[str, Meta(max_length=128)]
+    incarnation: Annotated[str, Meta(max_length=128)]
+    age_s: Amount
+
+
+class PrefixGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Beginnings of prompts that the same workers have. A key is a digest of tenant and tokens."""
+
+    keys: bytes  # one behind the other
+    holders: Annotated[tuple[PrefixHolder, ...], Meta(max_length=MOST_HOLDERS)]
+
+    def __post_init__(self) -> None:
+        if len(self.keys) % KEY_BYTES:
+            raise ValueError(f"keys: expected {KEY_BYTES} bytes each, got {len(self.keys)}")
+
+
+class PrefixNotes(msgspec.Struct, frozen=True):
+    """Beginnings that a router has sent to workers since it last wrote notes."""
+
+    groups: tuple[PrefixGroup, ...]
+
+
+class PrefixNews(NamedTuple):
+    """Notes of beginnings that other routers have added."""
+
+    epoch: bytes = b""  # another one than before once Redis has lost notes
+    read: bytes = b""  # the place of the last note that was looked at
+    has_more: bool = True
+    notes: Sequence[tuple[bytes, float]] = ()  # undecoded, and the seconds since each was written
+
+
+Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord, PrefixNotes)
 # msgspec's own error, a string that is not UTF-8, or values nested too deeply.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -279,7 +326,7 @@ class MalformedRecord(ValueError):
     """A stored value does not follow its schema."""
 
 
-def encode(record: WorkerRecord | PlacementRecord | RouterRecord) -> bytes:
+def encode(record: WorkerRecord | PlacementRecord | RouterRecord | PrefixNotes) -> bytes:
     """Returns the stored form: JSON, which a person can read with any Redis client."""
     return msgspec.json.encode(record)
 
@@ -304,3 +351,8 @@ def decode_placement(value: bytes) -> PlacementRecord:
 def decode_router(value: bytes) -> RouterRecord:
     """Reads a router's stored form; raises `MalformedRecord` that names the bad field."""
     return _decode(value, RouterRecord, "router record")
+
+
+def decode_prefixes(value: bytes) -> PrefixNotes:
+    """Reads the stored form of notes; raises `MalformedRecord` that names the bad field."""
+    return _decode(value, PrefixNotes, "prefix notes")

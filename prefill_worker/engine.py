@@ -6,6 +6,7 @@ kvtransfer's sender pushes pages. It never computes logits. Single-threaded.
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -82,23 +83,36 @@ class PrefillEngine:
         self._fingerprint = fingerprint
         self._now = now
         self._outbox = Outbox()
-        self.outbox, self.close = self._outbox.drain, sender.close
+        self.outbox = self._outbox.drain
         self._cache = cache
         self.table = PromptTable(pool, cache, self._outbox, now)
         self._kv_bytes = 0
+        self._launched: deque[float] = deque()  # when each running forward was
+        self._ended_s = -math.inf
 
     def step(self, turn: PromptTurn = ALONE) -> bool:
         """Handles results of pushes, admits, launches a forward, and reports the results of ended
         ones. It waits for no forward.
         """
-        has_changed = self._end_late() | self._take_reports() | self._admit(turn)
+        has_changed = self._cache.poll()
+        has_changed |= self._end_late() | self._take_reports() | self._admit(turn)
         if self._executor.is_full or not turn.may_launch:
             return has_changed
         has_launched = self._launch(turn)
         return self._apply_ended() or has_changed or has_launched
 
     def is_working(self) -> bool:
+        return self.is_computing or self._cache.is_copying
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a launched forward was not read."""
         return self._executor.is_running
+
+    def close(self) -> None:
+        """Stops the connector."""
+        self._cache.close()
+        self._sender.close()
 
     @property
     def num_tokens(self) -> int:
@@ -174,10 +188,7 @@ class PrefillEngine:
             step_requests=self._executor.num_prompts,
             step_tokens=self._executor.num_tokens,
             kv_bytes=self._kv_bytes,
-            prefix_queries=self._cache.num_queried,
-            prefix_hits=self._cache.num_found,
-            prefix_pages=self._cache.num_cached,
-            prefix_evictions=self._cache.num_evicted,
+            **self._cache.figures(),
         )
 
     # Arrivals.
@@ -317,11 +328,14 @@ class PrefillEngine:
         chunks = self.table.next_chunks(budget=budget, block_size=self._model.block_size)
         if not chunks:
             return False
+        began_s = self._now()
         try:
             self._executor.launch(chunks)
         except ForwardFailed as failure:
             for chunk in chunks:
                 self._fail(chunk.prompt, "INTERNAL", str(failure), retryable=True)
+        else:
+            self._launched.append(began_s)
         return True
 
     def _apply_ended(self) -> bool:
@@ -329,7 +343,11 @@ class PrefillEngine:
         has_applied = False
         while self._executor.has_ended():
             has_applied = True
-            for chunk in self._executor.read():
+            chunks, now = self._executor.read(), self._now()
+            began_s, self._ended_s = max(self._launched.popleft(), self._ended_s), now
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            self.table.computing_rate.note(num_tokens, now - began_s, now)
+            for chunk in chunks:
                 self.table.computed(chunk)
         return has_applied
 

@@ -15,6 +15,7 @@ from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.tiers import Rate
 from effuse.kvtransfer.units import HeldUnits, UnitCache
 from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
@@ -200,6 +201,7 @@ class PromptTable:
         self.waiting: list[Prompt] = []
         self.computing: list[Prompt] = []
         self.over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
+        self.computing_rate = Rate()  # seconds of tokens in forwards
         self._pool = pool
         self._cache = cache
         self._outbox = outbox
@@ -225,14 +227,18 @@ class PromptTable:
 
     def begin_next(self, before: float, pages_kept: int) -> Prompt | None:
         """Gives the oldest waiting prompt its pages, with any known KV; None if none waits that
-        arrived before this time, or if fewer than `pages_kept` pages would stay free.
+        arrived before this time, or if fewer than `pages_kept` pages would stay free. A prompt
+        whose KV is on its way from another tier lets younger ones pass.
         """
-        if not self.waiting or self.waiting[0].arrived_s >= before:
-            return None
-        prompt = self.waiting[0]
-        asked = prompt.units, prompt.num_paged, 1  # the boundary comes from a forward
-        num_pinned = self._cache.num_pinned(*asked)
-        if prompt.num_pages - num_pinned > self._pool.num_free - pages_kept:
+        for prompt in self.waiting:
+            asked = prompt.units, prompt.num_paged, 1  # the boundary comes from a forward
+            num_pinned = self._cache.num_pinned(*asked)
+            has_room = prompt.num_pages - num_pinned <= self._pool.num_free - pages_kept
+            if prompt.arrived_s >= before or not has_room:
+                return None
+            if not self._cache.fetch(*asked, self.computing_rate.seconds):
+                break
+        else:
             return None
         known = self._cache.take(*asked)
         new = self._pool.allocate_committed(prompt.num_pages - len(known))
@@ -241,7 +247,8 @@ class PromptTable:
         prompt.num_cached = prompt.units.num_found * self._cache.unit_size
         prompt.num_launched = prompt.num_computed = prompt.num_cached
         prompt.started_s = self._now()
-        self.computing.append(self.waiting.pop(0))
+        self.waiting.remove(prompt)
+        self.computing.append(prompt)
         return prompt
 
     def next_chunks(self, *, budget: int, block_size: int) -> list[PromptChunk]:

@@ -200,8 +200,11 @@ class AnswerRun:
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
-        for worker in filter(None, (placement.decode, placement.prefill)):
-            self._router.fleet.prompts.note(request.prompt.prefix_keys, worker.life)
+        keys, known = request.prompt.prefix_keys, self._router.fleet.prompts
+        computes = placement.prefill or placement.decode
+        if computes.load.prefix_queries and not placement.shares_prompt:
+            self._router.metrics.count_known(known.sources(keys, computes.life))
+        known.note(keys, [placement.decode.life, *([computes.life] if placement.prefill else ())])
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
         attempt = Attempt(self._router, request, placement, self._told, share)
         if not request.index:

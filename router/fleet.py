@@ -1,18 +1,16 @@
-"""The router's own account of the fleet: its attempts on each worker, the prompts that it sent to
-each, and the workers that take part or are out.
+"""The router's own account of the fleet: its attempts on each worker, and the workers that take
+part or are out.
 
-The view of live workers is in `placement/leases.py`, the choice in `policy.py`, channels in
-`calls.py`, and the lessons of failed calls in `failures.py`."""
+The view of live workers is in `placement/leases.py`, the choice in `policy.py`, known beginnings in
+`prefixes.py`, channels in `calls.py`, and the lessons of failed calls in `failures.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import random
-from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, get_args
 
@@ -36,15 +34,9 @@ from effuse.router.policy import (
     place,
     prospect,
 )
+from effuse.router.prefixes import SentPrefixes
 
 LOG: Final = logging.getLogger(__name__)
-
-UNIT: Final = 64
-"""Tokens that are looked at as one; a worker's own units are finer."""
-MOST_KNOWN: Final = 1 << 15
-"""Units that are remembered, the latest: 2 million tokens."""
-MOST_LIVES: Final = 64
-"""Workers of each, the latest; lives that are over would add up otherwise."""
 
 FEW: Final = 64
 """Workers of which each choice looks at all."""
@@ -90,7 +82,7 @@ class RoutedFleet:
         self.view = view
         self.mode: Final[PrefillMode] = mode  # the role that prefills
         self.standing = Standing(now)
-        self.prompts = SentPrefixes()
+        self.prompts = SentPrefixes(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
         self._addresses: dict[WorkerLife, str] = {}
@@ -340,46 +332,3 @@ def live_workers(
         if c.condition is Condition.READY and model in (None, c.record.model.name)
     ]
     return [r for r in ready if r.does("prefill")], [r for r in ready if r.does("decode")]
-
-
-def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:
-    """Of each whole unit of a prompt, by the tenant and all tokens up to its end."""
-    keys, key = [], tenant.encode()
-    for end in range(UNIT, len(token_ids) + 1, UNIT):
-        tokens = array("I", token_ids[end - UNIT : end]).tobytes()
-        key = hashlib.blake2b(key + tokens, digest_size=16).digest()
-        keys.append(key)
-    return tuple(keys)
-
-
-class SentPrefixes:
-    """Beginnings of prompts that this router sent to workers; it forgets the oldest first.
-
-    An estimate, so that a prompt goes to the worker that probably knows most of it. Workers drop
-    beginnings that they have not used for long, and other routers send prompts, too. The statistics
-    of an answer show the real number of tokens."""
-
-    def __init__(self, most: int = MOST_KNOWN) -> None:
-        self._most = most
-        self._lives: OrderedDict[bytes, tuple[WorkerLife, ...]] = OrderedDict()
-
-    def note(self, keys: Sequence[bytes], life: WorkerLife) -> None:
-        """A prompt of these keys goes to this worker."""
-        for key in reversed(keys):  # so that beginnings are remembered for longer
-            lives = self._lives.get(key, ())
-            self._lives[key] = lives if life in lives else (*lives, life)[-MOST_LIVES:]
-            self._lives.move_to_end(key)
-        while len(self._lives) > self._most:
-            self._lives.popitem(last=False)
-
-    def cached(self, keys: Sequence[bytes]) -> Mapping[WorkerLife, int]:
-        """Tokens at the beginning of such a prompt that each worker has computed before."""
-        found: dict[WorkerLife, int] = {}
-        alive: tuple[WorkerLife, ...] | None = None
-        for number, key in enumerate(keys, 1):
-            lives = self._lives.get(key, ())
-            alive = lives if alive is None else tuple(one for one in alive if one in lives)
-            if not alive:
-                break
-            found |= dict.fromkeys(alive, number * UNIT)
-        return found

@@ -49,7 +49,7 @@ from effuse.router.client import (
 )
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import REQUEST_ID
-from effuse.router.fleet import keys_of
+from effuse.router.prefixes import keys_of
 from effuse.router.request import AnswerState, EarlyRequest, EncodedPrompt, Request
 from effuse.router.request_states import Event
 from effuse.router.router import Router

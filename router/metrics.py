@@ -65,6 +65,9 @@ class RouterMetrics(ProcessMetrics):
         self.prompt_tokens = self.counter(
             "prompt_tokens", "Prompt tokens of answered requests", MODEL
         )
+        self.known_tokens = self.counter(
+            "prefix_known_tokens", "Prompt tokens that workers should have, by source", "source"
+        )
         self.generation_tokens = self.counter("generation_tokens", "Tokens generated", MODEL)
         self.within = self.counter(
             "requests_within_objectives",
@@ -125,6 +128,11 @@ class RouterMetrics(ProcessMetrics):
                 self.within.labels(*labels, name, str(is_kept).lower()).inc()
         if kept.all is not None:
             self.kept_shares.note(*labels, is_kept=kept.all)
+
+    def count_known(self, tokens: Mapping[str, int]) -> None:
+        """An attempt began at a worker that should have so many tokens of its prompt, by source."""
+        for source, number in tokens.items():
+            self.known_tokens.labels(source).inc(number)
 
     def count_refusal(self, tenant: str, status: str) -> None:
         """A request was refused before anything was held; `tenant` is empty without keys."""

@@ -67,6 +67,7 @@ FLUSH_S: Final = 1.0
 SHARE_S: Final = 1.0
 METRICS_S: Final = 1.0
 KNOW_S: Final = 10.0
+CATCH_UP_S: Final = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
-    access = RedisAccess(credentials=config.redis_credentials, ca=config.redis_ca)
+    access = RedisAccess.of(config)
     store_of_fleet = Store(config.redis_url, config.fleet, access=access)
     traces = Traces.to(config.otlp_traces_endpoint, "router")
     async with rpc.shutdown_signal() as stop, store_of_fleet as store:
@@ -118,6 +119,11 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             await router.seats.exchange(router.id, router.ports.address)
 
         await exchange_seats()  # before the first claim
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_S):
+                await router.prefixes.catch_up()
+        notes = _repeat(router.prefixes.exchange, lambda: router.prefixes.pause_s)
+        loops.append(beside.create_task(notes))
         others = router.seats.others
         loops.append(beside.create_task(_repeat(exchange_seats, lambda: others.pause_s)))
         with contextlib.ExitStack() as stack:

@@ -24,6 +24,7 @@ from effuse.router.failures import RetryBudget
 from effuse.router.fleet import RoutedFleet
 from effuse.router.metrics import MODEL, Monitor, RouterMetrics
 from effuse.router.poison import PoisonGuard, Verdicts
+from effuse.router.prefixes import SharedPrefixes
 from effuse.router.seats import Catalogue, OtherRouters, Seats
 from effuse.router.shared_request import KnownRequests, Sharing
 from effuse.router.steering import Steering
@@ -76,6 +77,7 @@ class Router:
         self.fleet = RoutedFleet(
             FleetView(store), config.prefill, now, seats=others.seats, peers=peers
         )
+        self.prefixes = SharedPrefixes(store, self.id, self.fleet.prompts, now)
         self.cleanup = Cleanup(peers)
         self.catalogue = Catalogue(self.fleet)
         lacking = partial(self.metrics.waiting, "worker")
@@ -129,6 +131,8 @@ class Router:
             ("retry_budget", "Retries that need not wait",
              lambda: self.budget.left(self.now())),
             ("other_routers", "Other live routers", lambda: self.seats.others.num_alive),
+            ("prefix_index_units", "Units of prompts that some worker should have",
+             lambda: len(self.fleet.prompts)),
             ("redis_full", "1 if Redis is full and refuses placements", lambda: placements.is_full),
         ):  # fmt: skip
             self.metrics.read_gauge(gauge, text, read)
@@ -142,6 +146,11 @@ class Router:
             ("aborts", "Attempts ended on workers", lambda: cleanup.num_aborts),
             ("calls_ended_late", "Calls that were ended at shutdown", lambda: cleanup.num_late),
             ("placements_dropped", "Placements that were not written", lambda: placements.dropped),
+            (
+                "prefix_index_failures",
+                "Exchanges of known prompts that Redis did not answer",
+                lambda: self.prefixes.num_failures,
+            ),
             ("answers_dropped", "Answers that were not kept", lambda: placements.dropped_answers),
         ):
             self.metrics.read_counter(counter, text, read)

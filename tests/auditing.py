@@ -9,6 +9,7 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.units import UnitCache
 from effuse.prefill_worker.engine import PrefillEngine
 
@@ -35,8 +36,10 @@ def audit(engine: object) -> None:
 
 
 def cached_pages(cache: UnitCache) -> list[PageRef]:
-    """Pages that a cache holds."""
-    return list(cache.held.values())
+    """Pages that a cache holds, those that it fills included."""
+    coming = cache._coming.values() if isinstance(cache, TieredCache) else ()
+    units = [unit for one in dict.fromkeys(coming) for unit in one.units.values()]
+    return [*cache.held.values(), *(page for unit in units for page in unit.pages)]
 
 
 def audit_cache(cache: UnitCache) -> None:
@@ -54,6 +57,27 @@ def audit_cache(cache: UnitCache) -> None:
         raise AuditError(f"{len(free)} pages are only cached, {cache.num_pages} are counted")
     if used := [page for page in free if pool._more_holders.get(page.page_id)]:
         raise AuditError(f"pages of units without a user have users: {used}")
+    if isinstance(cache, TieredCache):
+        _audit_tiers(cache)
+
+
+def _audit_tiers(cache: TieredCache) -> None:
+    """Every slot is free, or of one unit that is there, arrives, or leaves."""
+    tiers = cache.tiers
+    coming = dict.fromkeys(cache._coming.values())
+    kept = [*tiers.kept.values(), *(one.kept for one in tiers._writing)]
+    kept += [one for each in coming for one in each.kept.values()]
+    reads = [*tiers._late, *(read for one in coming for read in one.reads)]
+    groups = [one.slots for one in dict.fromkeys(kept)] + [read.slots for read in reads]
+    groups += [slots for one in cache._saving for *_, slots in one.units]
+    used = [slot for slots in groups for slot in slots]
+    if sorted([*used, *tiers._free.ids()]) != list(range(tiers.host.num_slots)):
+        raise AuditError(f"slots {sorted(used)} and free ones {tiers._free.ids()} are not all")
+    readers = [one for each in coming for one in each.kept.values()]
+    readers += [one.kept for one in tiers._writing]
+    for one in dict.fromkeys(kept):
+        if one.num_readers != readers.count(one):
+            raise AuditError(f"{one} has {readers.count(one)} readers")
 
 
 def audit_pool(pool: PagePool, held: Iterable[PageRef] | None = None) -> None:

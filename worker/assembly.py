@@ -5,6 +5,8 @@ parts.
 """
 
 import contextlib
+import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +16,13 @@ from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.kernels.marks import QueuedLayers
 from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.tiered_cache import TieredCache
+from effuse.kvtransfer.tiers import Tiers
+from effuse.kvtransfer.unit_files import UnitFiles
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
@@ -43,14 +49,15 @@ from effuse.worker.watchdog import Pulse
 
 # A block's KV is stored by the forward after the one in which it settled.
 _COMMIT_RULE = "settled_recompute"
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
     """The parts of an engine. `connect` starts the connector of its pages and returns it; it raises
     ValueError if that cannot be opened. `queued` are the runner's layers if they are followed on a
-    device. With other `ranks`, runner and memory send them the same commands. `caches`: KV may
-    outlive its request.
+    device. With other `ranks`, runner and memory send them the same commands. `tiers` are the
+    places of kept KV outside of the pool, if any.
     """
 
     model: Transformer
@@ -62,16 +69,23 @@ class Assembly:
     max_model_len: int
     ready: Ready
     ranks: Ranks | None
-    caches: bool
+    caches: bool  # KV may outlive its request
+    tiers: Tiers | None
 
     def make_cache(self, pool: PagePool) -> UnitCache:
         """The cache of a pool of these pages."""
-        return UnitCache(
-            pool,
-            page_size=self.memory.layout.page_size,
-            block_size=self.model.config.block_size,
-            is_causal=self.model.config.prompt_attention == "causal_blocks",
-            is_on=self.caches,
+        page_size, block_size = self.memory.layout.page_size, self.model.config.block_size
+        is_causal = self.model.config.prompt_attention == "causal_blocks"
+        if self.tiers is None:
+            return UnitCache(
+                pool,
+                page_size=page_size,
+                block_size=block_size,
+                is_causal=is_causal,
+                is_on=self.caches,
+            )
+        return TieredCache(
+            pool, self.tiers, page_size=page_size, block_size=block_size, is_causal=is_causal
         )
 
 
@@ -132,7 +146,35 @@ def assemble(
         ),
         ranks=ranks,
         caches=config.enable_prefix_caching,
+        tiers=_tiers(config, part.memory, model, agreed),
     )
+
+
+def _tiers(
+    config: WorkerConfig, memory: PageMemory, model: Transformer, agreed: Fingerprint
+) -> Tiers | None:
+    """Host memory and files for kept KV. Raises ValueError if the machine refuses them."""
+    num_slots = int(config.kv_offloading_size * _GIB) // memory.page_bytes
+    if not config.kv_offloading_size:
+        return None
+    if not num_slots:
+        raise ValueError(
+            f"--kv-offloading-size: expected room for a page of {memory.page_bytes} bytes, "
+            f"got {config.kv_offloading_size:g} GiB"
+        )
+    try:
+        host = HostPages(memory, num_slots)
+    except OSError as error:
+        raise ValueError(f"--kv-offloading-size {config.kv_offloading_size:g}: {error}") from error
+    files, directory = None, config.kv_offloading_dir
+    if directory is not None:
+        facts = agreed, memory.layout, model.config.block_size, config.batch_invariant
+        name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        try:
+            files = UnitFiles(directory / name, int(config.kv_offloading_dir_size * _GIB))
+        except OSError as error:
+            raise ValueError(f"--kv-offloading-dir: {error}") from error
+    return Tiers(host, files, now=time.monotonic, row_dtype=model.dtype, row_device=model.device)
 
 
 def _check_cuts(config: WorkerConfig, directory: Path) -> None:

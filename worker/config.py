@@ -14,6 +14,7 @@ import msgspec
 from effuse.config import checks
 from effuse.config.access import Access
 from effuse.config.decoding import WINDOW, Algorithm
+from effuse.config.flags import flag_of
 from effuse.kvtransfer.messages import MAX_LEASE_S, MAX_POOL_PAGES
 from effuse.placement.records import Role, check_name
 from effuse.telemetry.logs import LogFormat, LogLevel
@@ -75,6 +76,13 @@ class EngineSettings(Access):
     enable_prefix_caching: Annotated[
         bool, "keep the KV of ended requests for later ones that begin with the same tokens"
     ] = True
+    kv_offloading_size: Annotated[
+        float, "GiB of host memory for kept KV that has no room in the pool; 0 for none"
+    ] = 0.0
+    kv_offloading_dir: Annotated[
+        Path | None, "directory for kept KV that has no room in host memory either"
+    ] = None
+    kv_offloading_dir_size: Annotated[float, "most GiB of files in that directory"] = 64.0
 
     # Batching.
     block_size: Annotated[int | None, "tokens in a diffusion block (default: the model's)"] = None
@@ -98,6 +106,7 @@ class EngineSettings(Access):
                 f"--gpu-memory-utilization: expected a share in (0, 1], "
                 f"got {self.gpu_memory_utilization:g}"
             )
+        self._check_offloading()
         if self.attention == "flex" and self.kv_layout != "unified":
             raise ValueError(
                 f"--attention flex: expected --kv-layout unified, got {self.kv_layout}"
@@ -109,6 +118,25 @@ class EngineSettings(Access):
         checks.model_name("served_model_name", self.served_model_name)
         checks.directory("model", self.model)
         checks.directory("adapter", self.adapter)
+
+    def _check_offloading(self) -> None:
+        for name in ("kv_offloading_size", "kv_offloading_dir_size"):
+            found = getattr(self, name)
+            if not (math.isfinite(found) and found >= 0):
+                raise ValueError(f"{flag_of(name)}: expected 0 or more GiB, got {found:g}")
+        size = self.kv_offloading_size
+        if self.kv_offloading_dir is not None and not size:
+            raise ValueError(
+                "--kv-offloading-dir: expected --kv-offloading-size with it, because KV reaches "
+                "files through host memory"
+            )
+        if size and not self.enable_prefix_caching:
+            raise ValueError("--kv-offloading-size: expected --enable-prefix-caching with it")
+        if size and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "--kv-offloading-size: expected --tensor-parallel-size 1 with it, "
+                f"got {self.tensor_parallel_size}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +284,11 @@ class DecodeConfig(WorkerConfig):
             raise ValueError(
                 "--data-parallel-size: expected --tensor-parallel-size 1 with it, "
                 f"got {self.tensor_parallel_size}"
+            )
+        if self.data_parallel_size > 1 and self.kv_offloading_size:
+            raise ValueError(
+                "--kv-offloading-size: expected --data-parallel-size 1 with it, "
+                f"got {self.data_parallel_size}"
             )
         checks.whole("max_window", self.max_window, int(WINDOW.low), int(WINDOW.high))
         checks.whole("max_stop_ids", self.max_stop_ids, 1, _MOST_STOP_IDS)

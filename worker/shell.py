@@ -57,6 +57,12 @@ _COUNTED: Final = (
     ("prefix_cache_queries", "Tokens that were looked up in the prefix cache", "prefix_queries"),
     ("prefix_cache_hits", "Tokens whose KV the prefix cache had", "prefix_hits"),
     ("prefix_cache_evictions", "Units of the prefix cache that made room", "prefix_evictions"),
+    ("kv_offload_saved_bytes", "KV bytes copied from pages to host memory", "offload_saved"),
+    ("kv_offload_loaded_bytes", "KV bytes copied from host memory to pages", "offload_loaded"),
+    ("kv_offload_filed_bytes", "KV bytes written to files", "offload_filed"),
+    ("kv_offload_read_bytes", "KV bytes read from files", "offload_read"),
+    ("kv_offload_corrupt", "Units that came back with a wrong digest", "offload_corrupt"),
+    ("kv_offload_file_failures", "Errors and late answers of files", "offload_failures"),
     ("kv_held_bytes", "KV bytes not received, because the prefix cache had them", "kv_bytes_held"),
     ("prompts_shared", "Prompts whose KV came from another attempt", "prompts_shared"),
     ("own_prompt_tokens", "Prompt tokens that a decode worker computed", "prompt_tokens"),
@@ -134,6 +140,8 @@ class WorkerMetrics(ProcessMetrics):
                 used / max(1, load.total_pages),
             ),
             ("prefix_cache_pages", "Pages that the prefix cache holds", load.prefix_pages),
+            ("kv_offload_pages", "Pages of host memory that hold KV", load.offload_pages),
+            ("kv_offload_file_bytes", "Bytes of files with KV", load.offload_file_bytes),
             ("front_tasks", "Tasks of the front's event loop", now.tasks),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)

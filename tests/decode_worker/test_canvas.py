@@ -248,7 +248,7 @@ def test_forwards_that_propose_nothing_may_run_as_graphs_of_prompts(
             for _ in range(3):
                 rig.step()
             for request in list(rig.engine.roster.running):
-                rig.engine.roster.preempt(request)
+                rig.engine.roster.preempt(request, rig.engine.room)
             rig.run()
             assert list(answer.token_ids) == run.tokens
     assert graphs.num_runs > 0

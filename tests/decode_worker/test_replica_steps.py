@@ -67,6 +67,7 @@ class ReplicatedRig(DeviceRig):
             ready=None,  # type: ignore[arg-type]
             ranks=ranks,
             caches=True,
+            tiers=None,
         )
         config = DecodeConfig(data_parallel_size=size)
         built = replicated(config, "1ab", parts, self.limits, None, on_device=True)

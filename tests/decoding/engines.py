@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.tiered_cache import TieredCache
+from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
 from effuse.models.runner import ModelRunner
@@ -111,13 +114,15 @@ class Rig:
         max_window: int = 8,
         max_stop_ids: int = 16,
         caches: bool = True,
+        tiers: Callable[[PageMemory, Callable[[], float]], Tiers] | None = None,
     ) -> None:
         config = model.config
         self.clock = Clock()
         self.layout = layout_of(model, page_size, kv_layout)
         self.memory = PageMemory(self.layout, num_pages, model.device)
         self.pool = PagePool(num_pages)
-        self.cache = cache_of(model, self.pool, page_size, is_on=caches)
+        outside = tiers and tiers(self.memory, self.clock)
+        self.cache = cache_of(model, self.pool, page_size, is_on=caches, tiers=outside)
         self.fingerprint = fingerprint_of(model, self.layout)
         self.connector: Connector | None = None
         self.answers: dict[str, Answer] = {}
@@ -180,7 +185,24 @@ class Rig:
         return worked
 
     def _device_works(self) -> bool:
-        return self.model.device.type == "cuda" and self.engine.is_working()
+        is_copying = self.cache.is_copying
+        return is_copying or (self.model.device.type == "cuda" and self.engine.is_working())
+
+    def settle(self) -> None:
+        """Steps until no unit is on its way to another tier."""
+        cache = self.cache
+        while isinstance(cache, TieredCache) and (
+            cache.is_copying or cache._due or cache.tiers._writing
+        ):
+            self.step()
+            time.sleep(0.0005)
+
+    def evict(self) -> None:
+        """Others use all free pages once, after units have had the time to leave."""
+        self.settle()
+        pages = self.pool.allocate_committed(self.pool.num_free)
+        assert pages is not None
+        self.pool.release(pages)
 
     def run(self, most_steps: int = 5000) -> None:
         """Steps until nothing moves."""
@@ -204,15 +226,20 @@ def layout_of(model: Transformer, page_size: int, kind: str = "unified") -> KVLa
 
 
 def cache_of(
-    model: Transformer, pool: PagePool, page_size: int, *, is_on: bool = True
+    model: Transformer,
+    pool: PagePool,
+    page_size: int,
+    *,
+    is_on: bool = True,
+    tiers: Tiers | None = None,
 ) -> UnitCache:
-    return UnitCache(
-        pool,
-        page_size=page_size,
-        block_size=model.config.block_size,
-        is_causal=model.config.prompt_attention == "causal_blocks",
-        is_on=is_on,
-    )
+    is_causal = model.config.prompt_attention == "causal_blocks"
+    block_size = model.config.block_size
+    if tiers is None:
+        return UnitCache(
+            pool, page_size=page_size, block_size=block_size, is_causal=is_causal, is_on=is_on
+        )
+    return TieredCache(pool, tiers, page_size=page_size, block_size=block_size, is_causal=is_causal)
 
 
 def fingerprint_of(model: Transformer, layout: KVLayout) -> Fingerprint:

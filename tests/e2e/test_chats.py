@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from e2e.client import all_at_once
+from e2e.processes import engine_of
 from e2e.test_metrics import scrape
 from e2e.tiny import TINY, tiny_fleet
 
@@ -32,14 +33,18 @@ def talk(
     fleet: Fleet, chats: Sequence[int], kills: Mapping[int, str] = MappingProxyType({})
 ) -> tuple[list[Turns], int]:
     """Prompts and answers of these chats, and the KV bytes that were handed over. A worker of
-    `kills` is killed in the turn with this number.
+    `kills`, or with "engine of" its engine, is killed in the turn with this number.
     """
     turns, moved = [Turns() for _ in chats], 0
     with effuse.Client(fleet.address, timeout_s=120) as client:
         for turn in range(TURNS):
             for at, (chat, own) in enumerate(zip(chats, turns, strict=True)):
                 if at == 1 and turn in kills:
-                    fleet.processes[kills[turn]].send(signal.SIGKILL)
+                    process = fleet.processes[kills[turn].split()[-1]]
+                    if kills[turn].startswith("engine"):
+                        engine_of(process.pid).kill()
+                    else:
+                        process.send(signal.SIGKILL)
                 before = [*own[-1][0], *own[-1][1]] if own else []
                 prompt = [*before, *said(chat)[turn * USER : (turn + 1) * USER]]
                 answer = client.generate(prompt, params(chat))
@@ -76,6 +81,19 @@ def test_only_the_rest_of_a_chat_is_handed_over() -> None:
     assert 0 < moved <= pages * page_bytes / 3
     assert held == pages * page_bytes - moved
     assert hits > 0
+
+
+def test_chats_go_on_from_host_memory_and_files(tmp_path: Path) -> None:
+    """Of a decode worker with pages for little more than one chat. Its second engine finds the
+    files of the first one."""
+    chats = range(4)
+    flags = ["--kv-offloading-size", "0.0002", "--kv-offloading-dir", str(tmp_path)]
+    with tiny_fleet("sdar", connector="zmq", num_pages=20, worker_flags=tuple(flags)) as fleet:
+        turns, _ = talk(fleet, chats, {5: "engine of decode-0"})
+        loaded, read = (counted(fleet, f"kv_offload_{name}_bytes") for name in ("loaded", "read"))
+        assert counted(fleet, "kv_offload_corrupt") == 0
+        check_tokens(fleet.config.model, chats, turns)
+    assert loaded > 0 and read > 0
 
 
 def test_a_worker_by_itself_computes_only_the_rest() -> None:

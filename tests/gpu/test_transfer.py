@@ -49,7 +49,7 @@ def spin(milliseconds: float) -> None:
 
 def test_digests_are_those_of_the_host_and_wait_for_nothing() -> None:
     memory = filled(LARGE, 8, device="cuda")
-    digester = DeviceDigester(memory)
+    digester = DeviceDigester(memory, memory.stream)
     warm = digester.begin([0], GROUPS, SEED)  # compiles, which takes its time
     eventually(lambda: warm.poll() is not None, True, within_s=60.0)
     torch.cuda.synchronize()

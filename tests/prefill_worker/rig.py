@@ -14,12 +14,14 @@ from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Arrived
+from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
+from effuse.kvtransfer.tiers import Tiers
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
@@ -69,6 +71,7 @@ class Rig:
         mark: Mark | None = None,
         device: str = "cpu",
         caches: bool = True,
+        num_slots: int = 0,  # pages of host memory
     ) -> None:
         self.time = 1000.0
         self.model: Transformer = load_model(path, device=device)
@@ -106,6 +109,7 @@ class Rig:
         )
         self.on_layer: Callable[[], None] = lambda: None
         self.forward = Watched(runner)
+        tiers = Tiers(HostPages(self.memory, num_slots), None, now=self.now) if num_slots else None
         sender = HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now)
         self.beats: list[Heartbeat] = []
         self.pulse = Pulse(self.beats.append, now=self.now)
@@ -128,7 +132,7 @@ class Rig:
             ),
             config,
             self.pool,
-            cache_of(self.model, self.pool, page_size, is_on=caches),
+            cache_of(self.model, self.pool, page_size, is_on=caches, tiers=tiers),
             sender,
             self.fingerprint,
             now=self.now,

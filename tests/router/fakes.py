@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import msgspec
 from router.fake_model import byte_tokenizer, chat_template
 from router.fake_workers import FakeDecode, FakePrefill, FakeWorker, Handoffs
 
-from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
+from effuse.placement.records import PlacementRecord, PrefixNews, RouterRecord, WorkerRecord, encode
 from effuse.placement.store import Claim, Placing, Store, StoreUnavailable
 from effuse.protos import rpc
 from effuse.protos.channels import generation_stub, model_stub
@@ -34,6 +35,8 @@ class FakeStore(Store):
         self.answers: dict[str, tuple[str, bytes]] = {}
         self.routers: dict[str, RouterRecord] = {}
         self.leases: dict[str, float] = {}  # of routers that hold one, in seconds left
+        self.prefixes: list[tuple[str, bytes]] = []  # notes, by router
+        self.prefix_epoch = b""
         self.is_down = False
         self._changed = asyncio.Event()
 
@@ -103,6 +106,20 @@ class FakeStore(Store):
     async def release_router(self, router_id: str) -> None:
         self._check()
         del self.routers[router_id]
+
+    async def share_prefixes(
+        self, router_id: str, last: PrefixNews, notes: bytes, most_bytes: int
+    ) -> PrefixNews:
+        self._check()
+        if not self.prefix_epoch:
+            self.prefixes, self.prefix_epoch = [], f"{router_id} {secrets.token_hex(4)}".encode()
+        if notes:
+            self.prefixes.append((router_id, notes))
+        first = int(last.read) if last.read and last.epoch == self.prefix_epoch else 0
+        read = min(len(self.prefixes), first + 2)
+        new = [(value, 0.0) for by, value in self.prefixes[first:read] if by != router_id]
+        has_more = read < len(self.prefixes)
+        return PrefixNews(self.prefix_epoch, str(read).encode(), has_more, new)
 
     def _check(self) -> None:
         if self.is_down:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from msgspec.structs import replace
 from router.fake_model import model_info, worker_record
-from router.fakes import FakeFleet, run
+from router.fakes import FakeFleet, FakeStore, run
 
-from effuse.placement.records import Load
-from effuse.router.fleet import MOST_LIVES, UNIT, RoutedFleet, SentPrefixes, keys_of
+from effuse.placement.records import KEY_BYTES, MOST_HOLDERS, Load
+from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, place
+from effuse.router.prefixes import (
+    EXCHANGE_S,
+    MOST_TOGETHER,
+    REBUILD_S,
+    REFRESH_S,
+    RETRY_S,
+    UNIT,
+    SentPrefixes,
+    SharedPrefixes,
+    keys_of,
+)
 from effuse.v1 import generation_pb2 as pb
 
 PROMPT = list(range(3, 3 + 4 * UNIT))
@@ -27,10 +39,10 @@ def test_a_prompt_has_a_key_for_each_whole_unit_that_says_all_up_to_its_end() ->
 
 
 def test_each_worker_has_as_much_as_was_sent_to_it_from_the_beginning() -> None:
-    sent, keys = SentPrefixes(), keys_of(PROMPT, "")
+    sent, keys = SentPrefixes(float), keys_of(PROMPT, "")
     assert sent.cached(keys) == {}
-    sent.note(keys[:3], P0)
-    sent.note(keys[:1], P1)
+    sent.note(keys[:3], [P0])
+    sent.note(keys[:1], [P1])
     assert sent.cached(keys) == {P0: 3 * UNIT, P1: UNIT}
     others = keys_of([*PROMPT[: 2 * UNIT], *PROMPT[:UNIT]], "")
     assert sent.cached(others) == {P0: 2 * UNIT, P1: UNIT}
@@ -38,20 +50,20 @@ def test_each_worker_has_as_much_as_was_sent_to_it_from_the_beginning() -> None:
 
 
 def test_what_was_sent_longest_ago_is_forgotten_from_its_end() -> None:
-    sent, first = SentPrefixes(most=6), keys_of(PROMPT, "")
+    sent, first = SentPrefixes(float, most=6), keys_of(PROMPT, "")
     second = keys_of(PROMPT[::-1], "")
-    sent.note(first, P0)
-    sent.note(second, P0)
+    sent.note(first, [P0])
+    sent.note(second, [P0])
     assert sent.cached(second) == {P0: 4 * UNIT}
     assert sent.cached(first) == {P0: 2 * UNIT}
 
 
 def test_lives_of_workers_that_are_over_do_not_add_up() -> None:
-    sent, keys = SentPrefixes(), keys_of(PROMPT, "")
+    sent, keys = SentPrefixes(float), keys_of(PROMPT, "")
     for number in range(200):
-        sent.note(keys, ("p0", str(number)))
+        sent.note(keys, [("p0", str(number))])
     known = sent.cached(keys)
-    assert len(known) == MOST_LIVES and known["p0", "199"] == 4 * UNIT
+    assert len(known) == MOST_HOLDERS and known["p0", "199"] == 4 * UNIT
 
 
 def candidates(queued: int, *, keeps: bool = True) -> list[Candidate]:
@@ -137,3 +149,133 @@ def test_prompts_that_begin_alike_go_to_one_worker_and_others_in_turns() -> None
         assert {await ask(f"{number} {long}") for number in range(12)} == {"p0", "p1"}
 
     run(body, num_prefill=2)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Index:
+    """Routers' notes over one store, exchanged when a test says so."""
+
+    def __init__(self) -> None:
+        self.clock, self.store, self.routers = Clock(), FakeStore(), list[SharedPrefixes]()
+
+    def router(self, name: str) -> SentPrefixes:
+        sent = SentPrefixes(self.clock)
+        self.routers.append(SharedPrefixes(self.store, name, sent, self.clock))
+        return sent
+
+    def exchange(self, rounds: int = 2) -> None:
+        """All of them, one after the other."""
+
+        async def go() -> None:
+            for one in self.routers * rounds:
+                await one.catch_up()
+
+        asyncio.run(go())
+
+
+def test_routers_share_notes_and_a_new_one_reads_them_all() -> None:
+    index, keys = Index(), keys_of(PROMPT, "acme")
+    first, second = index.router("a"), index.router("b")
+    for at in range(1, 5):  # more than one answer of the store has
+        first.note(keys[:at], [P0])
+        index.exchange()
+    second.note(keys[:2], [P1])
+    index.exchange()
+    known = {P0: 4 * UNIT, P1: 2 * UNIT}
+    assert first.cached(keys) == second.cached(keys) == known
+    third = index.router("c")
+    index.exchange(1)
+    assert third.cached(keys) == known
+    assert third.cached(keys_of(PROMPT, "")) == {}, "another tenant's"
+    assert third.sources(keys, P1) == {"own": 0, "shared": 2 * UNIT}
+    assert first.sources(keys, P0) == {"own": 4 * UNIT, "shared": 0}
+
+
+def test_notes_that_are_young_are_not_written_again() -> None:
+    index, keys = Index(), keys_of(PROMPT, "")
+    first, second = index.router("a"), index.router("b")
+    for sent in (first, second, first):
+        sent.note(keys, [P0])
+        index.exchange()
+    assert len(index.store.prefixes) == 1
+    index.clock.now += REFRESH_S + 1
+    second.note(keys, [P0])
+    index.exchange()
+    assert len(index.store.prefixes) == 2
+    assert first.sources(keys, P0) == {"own": 0, "shared": 4 * UNIT}
+
+
+def test_after_a_flush_routers_write_all_that_is_missing_once() -> None:
+    index, keys = Index(), keys_of(PROMPT, "")
+    first, second = index.router("a"), index.router("b")
+    first.note(keys, [P0])
+    index.exchange()
+    del index.routers[0]  # the router that sent them has ended
+    second.note(keys, [P1])
+    third = index.router("c")
+    third.note(others := keys_of(PROMPT[::-1], ""), [P1])
+    index.exchange()
+    index.store.prefix_epoch = b""
+    index.exchange()
+    assert [router for router, _ in index.store.prefixes] == ["b"]
+    index.clock.now += REBUILD_S
+    index.exchange()
+    assert [router for router, _ in index.store.prefixes] == ["b"], "it knew all of them"
+    index.store.prefix_epoch, index.routers = b"", index.routers[::-1]
+    third.note(more := keys_of(PROMPT[1:], ""), [P0])
+    index.exchange()
+    fourth = index.router("d")
+    index.exchange()
+    for prompt, known in ((keys, {P0, P1}), (others, {P1}), (more, {P0})):
+        assert fourth.cached(prompt).keys() == known
+
+
+def test_while_redis_does_not_answer_a_router_has_its_own_notes_and_shares_them_later() -> None:
+    index, keys = Index(), keys_of(PROMPT, "")
+    first, second = index.router("a"), index.router("b")
+    index.exchange()
+    index.store.is_down = True
+    first.note(keys[:2], [P0])
+    index.exchange()
+    first.note(keys, [P1])
+    index.exchange()
+    assert (first.cached(keys), second.cached(keys)) == ({P0: 128, P1: 256}, {})
+    assert index.routers[0].num_failures == 4 and index.routers[0].pause_s == RETRY_S
+    index.store.is_down = False
+    index.exchange()
+    assert second.cached(keys) == {P0: 128, P1: 256}
+    assert index.routers[0].pause_s == EXCHANGE_S
+
+
+def test_a_large_memory_is_written_in_parts_and_stays_bounded() -> None:
+    index = Index()
+    first, second = index.router("a"), index.router("b")
+    for number in range(0, 3 * MOST_TOGETHER, 4):
+        first.note(keys_of([*PROMPT[:-1], number], ""), [P0])
+    assert first.num_unshared == len(first) == 3 + 3 * MOST_TOGETHER // 4
+    index.exchange()
+    assert len(index.store.prefixes) == 1 and len(second) == len(first)
+    small = SentPrefixes(index.clock, most=7)
+    for number in range(100):
+        small.note(keys_of([*PROMPT[:-1], number], ""), [P0])
+    assert len(small) == small.num_unshared == 7
+    assert sum(len(one.keys) for one in small.take_unshared().groups) == 7 * KEY_BYTES
+
+
+def test_notes_that_no_router_wrote_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    index, keys = Index(), keys_of(PROMPT, "")
+    sent = index.router("a")
+    index.exchange()
+    short = b'{"groups":[["YWJj",[["p0","one",1]]]]}'
+    for value in (b"\xff", b"{}", short, b'{"groups":[["",[["p0","one",-1]]]]}'):
+        index.store.prefixes.append(("b", value))
+    sent.note(keys, [P0])
+    index.exchange(3)
+    assert len(sent) == 4 and "expected 16 bytes each, got 3" in caplog.text

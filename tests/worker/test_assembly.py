@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -107,6 +107,42 @@ def test_pages_that_no_reservation_can_name_are_refused_at_the_start(
         return
     with pytest.raises(ValueError, match=told):
         parts.connect()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kv_offloading_size": 1e-9}, "--kv-offloading-size: expected room for a page of "),
+        ({"kv_offloading_size": 1e6}, "--kv-offloading-size 1e.06: .*memory"),
+        ({"kv_offloading_dir": Path("/dev/null/kv")}, "--kv-offloading-dir: .*Not a directory"),
+    ],
+)
+def test_places_for_kept_kv_that_cannot_be_are_refused(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    config = WorkerConfig(
+        model=path, device="cpu", num_pages=4, **{"kv_offloading_size": 0.01, **changes}
+    )
+    with pytest.raises(ValueError, match=told):
+        assemble(config, "life-1", "decode", None, Pulse())
+
+
+def test_files_of_another_model_are_not_found(tmp_path: Path) -> None:
+    """Nor those of another size of pages or blocks."""
+    for seed, page_size, block_size in ((1, 16, 4), (2, 16, 4), (1, 8, 4), (1, 16, 8)):
+        path = write_tiny_checkpoint(tmp_path / f"{seed}-{block_size}", "sdar", seed=seed)
+        config = WorkerConfig(
+            model=path,
+            device="cpu",
+            num_pages=4,
+            page_size=page_size,
+            block_size=block_size,
+            kv_offloading_size=0.01,
+            kv_offloading_dir=tmp_path / "kv",
+        )
+        assert assemble(config, "life-1", "decode", None, Pulse()).tiers is not None
+    assert len(list((tmp_path / "kv").iterdir())) == 4
 
 
 def test_a_model_is_served_under_a_name_that_clients_may_ask_for(tmp_path: Path) -> None:

@@ -29,6 +29,20 @@ NAN = float("nan")
             r"--gpu-memory-utilization: expected a share in \(0, 1\]",
         ),
         ({"gpu_memory_utilization": NAN}, "--gpu-memory-utilization"),
+        ({"kv_offloading_size": -1.0}, "--kv-offloading-size: expected 0 or more GiB, got -1"),
+        ({"kv_offloading_dir_size": NAN}, "--kv-offloading-dir-size: expected 0 or more GiB"),
+        (
+            {"kv_offloading_dir": Path("/tmp")},
+            "--kv-offloading-dir: expected --kv-offloading-size with it, because",
+        ),
+        (
+            {"kv_offloading_size": 1.0, "enable_prefix_caching": False},
+            "--kv-offloading-size: expected --enable-prefix-caching with it",
+        ),
+        (
+            {"kv_offloading_size": 1.0, "tensor_parallel_size": 2},
+            "--kv-offloading-size: expected --tensor-parallel-size 1 with it, got 2",
+        ),
         ({"drain_s": -1.0}, "--drain-s: expected seconds above 0, got -1"),
         ({"hang_timeout_s": float("inf")}, "--hang-timeout-s: expected seconds above 0, got inf"),
         ({"hang_timeout_s": 0.4}, "--hang-timeout-s: expected 1 s or more, because .* got 0.4"),

@@ -1,0 +1,82 @@
+"""Room in host memory for pages of a pool, and copies between both.
+
+Copies of a GPU run on a stream of their own, behind all work that was launched before them. What
+arrives is digested in the pool's pages, so wrong bytes are found wherever they came from.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from effuse.kvtransfer.digest import DigestJob, digester_of
+from effuse.kvtransfer.memory import PageMemory, bytes_of, huge_pages
+
+_SEED = 0  # digests are compared with those of earlier processes
+
+
+class HostPages:
+    """`num_slots` slots of a page each. Pinned if the pool is on a GPU."""
+
+    def __init__(self, memory: PageMemory, num_slots: int) -> None:
+        """Raises OSError if the machine does not have that much memory, or cannot pin it."""
+        self.num_slots = num_slots
+        self.page_bytes = memory.page_bytes
+        self._memory = memory
+        flat = torch.frombuffer(huge_pages(num_slots * memory.page_bytes), dtype=torch.uint8)
+        self._slots = flat.view(num_slots, memory.page_bytes)
+        self._rows = memory.byte_rows()
+        self._stream: torch.cuda.Stream | None = None
+        if memory.device.type == "cuda":
+            _pin(flat)
+            self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+        self._digester = digester_of(memory, self._stream)
+
+    def save(self, page_ids: Sequence[int], slots: Sequence[int]) -> DigestJob:
+        """Starts to copy pages to slots. The job has a row of digests for each page; once it is
+        done, nothing reads the pages.
+        """
+        self._copy(self._rows, page_ids, self._slots, slots)
+        return self._digests(page_ids)
+
+    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> DigestJob:
+        """Starts to copy slots to pages; the job is as in `save`, of what the pages have then."""
+        self._copy(self._slots, slots, self._rows, page_ids)
+        return self._digests(page_ids)
+
+    def views(self, slots: Sequence[int]) -> list[memoryview]:
+        """Writable bytes of these slots, without a copy."""
+        return [bytes_of(self._slots[slot]) for slot in slots]
+
+    def _copy(
+        self, rows: Tensor, sources: Sequence[int], into: Tensor, targets: Sequence[int]
+    ) -> None:
+        if self._stream is not None:
+            # Launched forwards may still write these pages, or read what was there before.
+            self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for source, target, count in _runs(sources, targets):
+                part = rows[source : source + count]
+                into[target : target + count].copy_(part, non_blocking=True)
+
+    def _digests(self, page_ids: Sequence[int]) -> DigestJob:
+        groups = range(self._memory.layout.num_groups)
+        return self._digester.begin(page_ids, groups, _SEED)
+
+
+def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Pairs as (source, target, count): runs of consecutive ids on both sides."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in zip(sources, targets, strict=True):
+        if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (source, target):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((source, target, 1))
+    return runs
+
+
+def _pin(memory: Tensor) -> None:
+    """Registers memory with CUDA as it is: an allocator would round its size up to twice of it."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(status):
+        raise OSError(f"CUDA could not pin {memory.nbytes} bytes of host memory: status {status}")

@@ -1,0 +1,305 @@
+"""A cache whose units also live in host memory and files.
+
+A unit is copied to host memory once it has no user, while its pages still lie in the pool, so that
+the pool can give them up at any time. Units come back before their request begins if that is faster
+than computing them, by measured times. Bytes that arrive are digested in their pages; a wrong unit
+is forgotten and computed again.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from typing import Final
+
+from effuse.kvtransfer.digest import DigestJob, PieceDigests, pages_digest
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.tiers import AGAIN_S, HostUnit, Read, Tiers
+from effuse.kvtransfer.units import HeldUnits, Key, Unit, UnitCache
+
+LOG = logging.getLogger(__name__)
+
+_SAVED_SHARE: Final = 16  # of the pool's pages, at most one in so many is being saved
+_SAVED_BYTES: Final = 256 << 20  # at most at once; some 5 ms on a GPU's bus
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """Units on their way to host memory."""
+
+    units: list[tuple[Key, Unit, tuple[int, ...]]]  # with their slots
+    job: DigestJob
+    began_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Coming:
+    """Successive units of a text on their way into the pool."""
+
+    units: dict[Key, Unit]  # with their new pages
+    began_s: float  # of them all, then of the copy
+    kept: dict[Key, HostUnit] = field(default_factory=dict)  # those that are in host memory by now
+    reads: list[Read] = field(default_factory=list)  # of the others, in order
+    job: DigestJob | None = None  # the copy, once all were read
+
+
+class TieredCache(UnitCache):
+    """A cache whose units move between the pool, host memory and files."""
+
+    def __init__(
+        self, pool: PagePool, tiers: Tiers, *, page_size: int, block_size: int, is_causal: bool
+    ) -> None:
+        super().__init__(pool, page_size=page_size, block_size=block_size, is_causal=is_causal)
+        self.tiers = tiers
+        self._host, self._now = tiers.host, tiers.now
+        self._due: OrderedDict[Key, None] = OrderedDict()  # units without a user to save
+        self._pins = HeldUnits()  # the cache's own use of units that are being saved
+        self._saving: list[Saving] = []
+        self._coming: dict[Key, Coming] = {}
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether units are on their way from or to the pool."""
+        return bool(self._saving or self._coming)
+
+    def figures(self) -> dict[str, int]:
+        """Fields of a worker's `Load`."""
+        counts = asdict(self.tiers.counts)
+        state = {"pages": self.tiers.num_slots, "file_bytes": self.tiers.file_bytes}
+        return super().figures() | {f"offload_{name}": n for name, n in (counts | state).items()}
+
+    def close(self) -> None:
+        """Waits for no file."""
+        self.tiers.close()
+
+    def poll(self) -> bool:
+        """Goes on with everything that moves; waits for nothing. True if a copy began or ended."""
+        before = len(self._coming), self.tiers.counts.saved, len(self._saving)
+        self._end_saves()
+        for coming in dict.fromkeys(self._coming.values()):
+            self._follow(coming)
+        self.tiers.poll()
+        self._save_due()
+        return before != (len(self._coming), self.tiers.counts.saved, len(self._saving))
+
+    # From the pool to the host.
+
+    def swap_out(self, one: HeldUnits, compute_s: Callable[[int], float]) -> None:
+        """A request has lost its pages, which others take at once: saves its units first if that,
+        and loading them, is faster than computing them. Waits for the copies.
+        """
+        keys = [key for key in one.keys if key in self._due and key in self._idle]
+        num_pages = sum(len(self._idle[key].pages) for key in keys)
+        both_s = 2 * self.tiers.copying.seconds(num_pages * self._host.page_bytes)
+        if 0 < compute_s(num_pages * self._page_size) < both_s:
+            return
+        for key in keys:
+            self._due.move_to_end(key, last=False)
+        self._save_due(num_pages)
+        while self._saving:
+            self._end_saves()
+
+    def end(self, one: HeldUnits) -> None:
+        super().end(one)
+        one.is_fetched = False
+
+    def drop(self, one: HeldUnits) -> None:
+        """As of the pool, and in every tier."""
+        gone = list(one.held)
+        while gone:
+            key = gone.pop()
+            gone += self.tiers.after(key)
+            gone += [other for other, unit in self._units.items() if unit.before == key]
+            self.tiers.forget(key)
+        super().drop(one)
+
+    def _leave(self, key: Key, unit: Unit) -> None:
+        super()._leave(key, unit)
+        if key not in self._idle:
+            return
+        if key in self.tiers.kept:
+            self.tiers.kept.move_to_end(key)
+        else:
+            self._due[key] = None
+            self._due.move_to_end(key)
+
+    def _save_due(self, most: int | None = None) -> None:
+        """Starts to save units without a user, at most so many pages of them."""
+        if most is None:
+            moving = sum(len(unit.pages) for one in self._saving for _, unit, _ in one.units)
+            room = min(self._pool.num_pages // _SAVED_SHARE, _SAVED_BYTES // self._host.page_bytes)
+            most = room - moving
+        units: list[tuple[Key, Unit, tuple[int, ...]]] = []
+        while self._due and (most > 0 or not (units or self._saving)):
+            key = next(iter(self._due))
+            if (unit := self._idle.get(key)) is not None:
+                if (slots := self.tiers.take_slots(len(unit.pages))) is None:
+                    break
+                self._use(self._pins, key, unit)
+                units.append((key, unit, slots))
+                most -= len(slots)
+            del self._due[key]  # if it is in use it comes again
+        if units:
+            page_ids = [page.page_id for _, unit, _ in units for page in unit.pages]
+            job = self._host.save(page_ids, [slot for *_, slots in units for slot in slots])
+            self._saving.append(Saving(units, job, self._now()))
+
+    def _end_saves(self) -> None:
+        left = []
+        for saving in self._saving:
+            if (found := saving.job.poll()) is None:
+                left.append(saving)
+                continue
+            now, num_bytes = self._now(), len(found) * self._host.page_bytes
+            self.tiers.counts.saved += num_bytes
+            self.tiers.copying.note(num_bytes, now - saving.began_s, now)
+            self._take_saved(saving, found)
+        self._saving = left
+
+    def _take_saved(self, saving: Saving, found: PieceDigests) -> None:
+        at = 0
+        for key, unit, slots in saving.units:
+            digest = pages_digest(found[at : at + len(slots)])
+            at += len(slots)
+            if self._units.get(key) is unit:
+                self.tiers.keep(key, HostUnit(slots, digest, unit.before, unit.boundary))
+            else:  # it was dropped meanwhile
+                self.tiers.give_slots(slots)
+            del self._pins.held[key]
+            self._leave(key, unit)
+
+    # Back into the pool.
+
+    def fetch(
+        self, one: HeldUnits, num_tokens: int, rest: int, compute_s: Callable[[int], float]
+    ) -> bool:
+        """Whether units among a request's first tokens are on their way into the pool, so that it
+        should wait. Starts that once for a request that is about to begin. Arguments as of `take`;
+        `compute_s` gives the seconds to compute so many tokens, 0 if unknown.
+        """
+        if self._coming and any(key in self._coming for key in one.keys):
+            return True
+        if not self.is_causal and any(key in self._pins.held for key in one.keys):
+            return True  # a whole prompt can only be taken once it was saved
+        if one.is_fetched or not one.keys:
+            return False
+        one.is_fetched = True
+        keys = self._elsewhere(one, num_tokens - rest)
+        per_unit = self._pages_per_unit if self.is_causal else -(-num_tokens // self._page_size)
+        keys = keys[: self._num_worthwhile(keys, per_unit, compute_s)]
+        return bool(keys) and self._begin(keys, per_unit)
+
+    def _elsewhere(self, one: HeldUnits, num_tokens: int) -> list[Key]:
+        """The units that only other tiers have, as far as none is missing. Those that the pool has
+        leave it later than all others."""
+        end = max(0, num_tokens) // self.unit_size if self.is_causal else 1
+        found = list(takewhile(lambda key: key in self._units or key in self.tiers, one.keys[:end]))
+        for key in reversed(found):
+            if key in self._idle:
+                self._idle.move_to_end(key)
+        return [key for key in found if key not in self._units]
+
+    def _num_worthwhile(
+        self, keys: Sequence[Key], per_unit: int, compute_s: Callable[[int], float]
+    ) -> int:
+        """How many of these units come back faster than they are computed: all, or those in host
+        memory, or none."""
+        in_host = self.tiers.kept.__contains__
+        for count in (len(keys), len(list(takewhile(in_host, keys)))):
+            num_read = count - sum(map(in_host, keys[:count]))
+            if count and self._is_faster(count * per_unit, num_read * per_unit, compute_s):
+                return count
+        return 0
+
+    def _is_faster(self, num_pages: int, num_read: int, compute_s: Callable[[int], float]) -> bool:
+        """Whether so many pages come faster than they are computed, or that should be measured."""
+        tiers, size = self.tiers, self._host.page_bytes
+        ways = [(tiers.copying, num_pages * size), (tiers.reading, num_read * size)]
+        load_s = sum(rate.seconds(num_bytes) for rate, num_bytes in ways)
+        compute = compute_s(num_pages * self._page_size)
+        measured_s = min(rate.measured_s for rate, num_bytes in ways if num_bytes)
+        return not compute or load_s < compute or self._now() - measured_s > AGAIN_S
+
+    def _begin(self, keys: Sequence[Key], per_unit: int) -> bool:
+        """Starts to bring units into new pages; False if none can come."""
+        pages = self._pool.allocate_committed(len(keys) * per_unit)
+        if pages is None:
+            return False
+        cuts = range(0, len(pages), per_unit)
+        units = [Unit(pages[at : at + per_unit]) for at in cuts]
+        coming = Coming(dict(zip(keys, units, strict=True)), self._now())
+        self._coming.update(dict.fromkeys(keys, coming))
+        in_host = [key for key in keys if key in self.tiers.kept]
+        coming.kept = {key: self.tiers.use(key) for key in in_host}
+        for key in keys:
+            if key in coming.kept:
+                continue
+            if (read := self.tiers.begin_read(key, per_unit)) is None:
+                self._cut(coming, key)
+                break
+            coming.reads.append(read)
+        self._follow(coming)
+        return any(key in self._coming for key in keys)
+
+    def _follow(self, coming: Coming) -> None:
+        """The next part of units' way, if the one before is over."""
+        if coming.job is None:
+            if not self._take_reads(coming) or not coming.units:
+                return
+            slots = [slot for key in coming.units for slot in coming.kept[key].slots]
+            page_ids = [page.page_id for unit in coming.units.values() for page in unit.pages]
+            coming.began_s = self._now()
+            coming.job = self._host.load(slots, page_ids)
+        if (found := coming.job.poll()) is not None:
+            now, num_bytes = self._now(), len(found) * self._host.page_bytes
+            self.tiers.counts.loaded += num_bytes
+            self.tiers.copying.note(num_bytes, now - coming.began_s, now)
+            self._arrive(coming, found)
+
+    def _take_reads(self, coming: Coming) -> bool:
+        """Takes files that were read; True once none is awaited."""
+        while coming.reads:
+            if self.tiers.is_awaited(coming.reads[0]):
+                return False
+            read = coming.reads.pop(0)
+            if not self.tiers.end_read(read):
+                self._cut(coming, read.key)
+                break
+            coming.kept[read.key] = self.tiers.use(read.key)
+        return True
+
+    def _cut(self, coming: Coming, first: Key) -> None:
+        """This unit does not come, nor do those after it."""
+        keys = list(coming.units)
+        for key in keys[keys.index(first) :]:
+            self._pool.release(coming.units.pop(key).pages)
+            del self._coming[key]
+            if (kept := coming.kept.pop(key, None)) is not None:
+                self.tiers.unread(kept)
+        self.tiers.abandon([one for one in coming.reads if one.key not in coming.units])
+        coming.reads = [one for one in coming.reads if one.key in coming.units]
+
+    def _arrive(self, coming: Coming, found: PieceDigests) -> None:
+        """The bytes of all units are in their pages: right ones are there for requests."""
+        end = len(found)
+        for key, unit in reversed(coming.units.items()):
+            del self._coming[key]
+            kept, rows = coming.kept[key], found[end - len(unit.pages) : end]
+            end -= len(unit.pages)
+            is_right = pages_digest(rows) == kept.digest
+            if not is_right:
+                self.tiers.counts.corrupt += 1
+                LOG.warning("a unit of KV came back with wrong bytes, and is computed again")
+                self.tiers.forget(key)
+            if kept.is_gone or key in self._units:
+                self._pool.release(unit.pages)
+            else:
+                self._enter(key, unit, kept)
+            self.tiers.unread(kept)
+
+    def _enter(self, key: Key, unit: Unit, kept: HostUnit) -> None:
+        unit.before, unit.boundary = kept.before, kept.boundary
+        self._units[key] = self._idle[key] = unit
+        self.held.update((page.page_id, page) for page in unit.pages)
+        self.num_pages += len(unit.pages)

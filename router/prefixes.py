@@ -1,0 +1,276 @@
+"""Which worker has which beginnings of prompts: what this router has sent, and what others have.
+
+An estimate, so that a prompt goes to the worker that probably knows most of it. Without Redis it is
+of this router's own prompts. Not here: its weight in a choice (`policy.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, islice
+from typing import Final, NamedTuple
+
+from effuse.placement.records import (
+    KEY_BYTES,
+    MOST_HOLDERS,
+    MalformedRecord,
+    PrefixGroup,
+    PrefixHolder,
+    PrefixNews,
+    PrefixNotes,
+    decode_prefixes,
+    encode,
+)
+from effuse.placement.store import Store, StoreUnavailable
+from effuse.router.policy import WorkerLife
+
+LOG: Final = logging.getLogger(__name__)
+
+UNIT: Final = 64
+"""Tokens that are looked at as one; a worker's own units are finer."""
+MOST_KNOWN: Final = 1 << 16
+"""Units that are remembered, the latest: 4 million tokens."""
+
+EXCHANGE_S: Final = 0.25
+"""How often routers exchange notes."""
+CATCH_UP_S: Final = 0.02
+"""The same, while more than fits into one exchange is to be read or written."""
+RETRY_S: Final = 1.0
+"""The same, after Redis did not answer."""
+REFRESH_S: Final = 30.0
+"""A note that is younger is not made again, so times of notes may be so much too early."""
+REBUILD_S: Final = 3.0
+"""Once Redis has lost all notes, the router that finds it writes its own at once. After so long the
+others write those that are still missing."""
+MOST_TOGETHER: Final = 1024
+"""Units in one exchange."""
+MOST_BYTES: Final = 2 << 20
+"""Most bytes of all routers' notes in Redis, at 22 for a unit and 60 for a worker of a group."""
+
+
+class Note(NamedTuple):
+    """When a worker last used a unit, on this router's clock, and whether this router sent it."""
+
+    used_at: float
+    is_own: bool
+
+
+def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:
+    """Of each whole unit of a prompt, by the tenant and all tokens up to its end."""
+    keys, key = [], tenant.encode()
+    for end in range(UNIT, len(token_ids) + 1, UNIT):
+        tokens = array("I", token_ids[end - UNIT : end]).tobytes()
+        key = hashlib.blake2b(key + tokens, digest_size=KEY_BYTES).digest()
+        keys.append(key)
+    return tuple(keys)
+
+
+class SentPrefixes:
+    """Beginnings of prompts that were sent to workers; those that were sent longest ago are
+    forgotten first.
+
+    Workers drop beginnings that they have not used for long. The statistics of an answer show the
+    real number of tokens. Lives of workers that are over match no worker."""
+
+    def __init__(self, now: Callable[[], float], most: int = MOST_KNOWN) -> None:
+        self._now = now
+        self._most = most
+        self._notes: OrderedDict[bytes, dict[WorkerLife, Note]] = OrderedDict()
+        self._unshared: dict[bytes, tuple[WorkerLife, ...]] = {}  # that Redis lacks
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    @property
+    def num_unshared(self) -> int:
+        """Units with notes that Redis lacks."""
+        return len(self._unshared)
+
+    def note(self, keys: Sequence[bytes], lives: Sequence[WorkerLife]) -> None:
+        """A prompt of these keys goes to these workers."""
+        note, lives = Note(self._now(), is_own=True), tuple(lives)
+        stale_at = note.used_at - REFRESH_S
+        for key in reversed(keys):  # so that beginnings are remembered for longer
+            new, notes = lives, self._notes.get(key)
+            if notes is None:
+                self._notes[key] = dict.fromkeys(lives, note)
+            else:
+                self._notes.move_to_end(key)
+                new = tuple(
+                    one for one in lives if one not in notes or notes[one].used_at < stale_at
+                )
+                _renew(notes, new, note)
+            if new:
+                before = self._unshared.get(key)
+                self._unshared[key] = new if before is None else (*before, *new)[-MOST_HOLDERS:]
+        self._forget_oldest()
+
+    def cached(self, keys: Sequence[bytes]) -> Mapping[WorkerLife, int]:
+        """Tokens at the beginning of such a prompt that each worker has computed before."""
+        found: dict[WorkerLife, int] = {}
+        alive, number = set(self._notes.get(keys[0], ())) if keys else set(), 0
+        for number, key in enumerate(keys):
+            notes = self._notes.get(key, {}).keys()
+            if not alive <= notes:
+                found |= dict.fromkeys(alive - notes, number * UNIT)
+                alive &= notes
+            if not alive:
+                return found
+        return found | dict.fromkeys(alive, (number + 1) * UNIT)
+
+    def sources(self, keys: Sequence[bytes], life: WorkerLife) -> Mapping[str, int]:
+        """Tokens at the beginning of such a prompt that this worker has computed before, by whose
+        notes say so: `own` or `shared`."""
+        num_found = num_own = 0
+        for key in keys:
+            if (note := self._notes.get(key, {}).get(life)) is None:
+                break
+            num_found += UNIT
+            num_own += UNIT if note.is_own else 0
+        return {"own": num_own, "shared": num_found - num_own}
+
+    # Of several routers.
+
+    def take_unshared(self) -> PrefixNotes:
+        """Notes for other routers, which count as shared from now on."""
+        taken = list(islice(self._unshared.items(), MOST_TOGETHER))
+        groups, now = [], self._now()
+        for key, _ in taken:
+            del self._unshared[key]
+
+        def holders(one: tuple[bytes, tuple[WorkerLife, ...]]) -> list[tuple[WorkerLife, Note]]:
+            notes = self._notes[one[0]]
+            return [(life, notes[life]) for life in one[1] if life in notes]
+
+        for held, units in groupby(taken, holders):
+            told = tuple(PrefixHolder(*life, round(now - at, 3)) for life, (at, _) in held)
+            groups.append(PrefixGroup(b"".join([key for key, _ in units]), told))
+        return PrefixNotes(tuple(groups))
+
+    def give_back(self, notes: PrefixNotes) -> None:
+        """These notes were not shared after all."""
+        for group in notes.groups:
+            lives = _lives_of(group)
+            for key in _split(group.keys):
+                if key in self._notes:
+                    self._unshared[key] = (*lives, *self._unshared.get(key, ()))[-MOST_HOLDERS:]
+
+    def share_all(self, but: PrefixNotes) -> None:
+        """Redis lacks all notes except these. It gets those first that were made last."""
+        self._unshared = {key: tuple(self._notes[key]) for key in reversed(self._notes)}
+        for group in but.groups:
+            self._mark_shared(group)
+
+    def learn(self, notes: PrefixNotes, age_s: float) -> None:
+        """Another router's notes, which it wrote so many seconds ago."""
+        then = self._now() - age_s
+        for group in notes.groups:
+            lives = _lives_of(group)
+            news = [Note(then - one.age_s, is_own=False) for one in group.holders]
+            for key in _split(group.keys):
+                if (known := self._notes.get(key)) is None:
+                    self._notes[key] = dict(zip(lives, news, strict=True))
+                    continue
+                self._notes.move_to_end(key)
+                for life, note in zip(lives, news, strict=True):
+                    if life not in known or known[life].used_at < note.used_at:
+                        _renew(known, (life,), note)
+            self._mark_shared(group)
+        self._forget_oldest()
+
+    def _mark_shared(self, group: PrefixGroup) -> None:
+        lives = _lives_of(group) if self._unshared else ()
+        for key in _split(group.keys) if lives else ():
+            if left := [one for one in self._unshared.pop(key, ()) if one not in lives]:
+                self._unshared[key] = tuple(left)
+
+    def _forget_oldest(self) -> None:
+        while len(self._notes) > self._most:
+            key, _ = self._notes.popitem(last=False)
+            self._unshared.pop(key, None)
+
+
+def _renew(notes: dict[WorkerLife, Note], lives: Sequence[WorkerLife], note: Note) -> None:
+    """The note of these lives, as the latest of at most `MOST_HOLDERS`."""
+    for life in lives:
+        notes.pop(life, None)
+        notes[life] = note
+    while len(notes) > MOST_HOLDERS:
+        del notes[next(iter(notes))]
+
+
+def _lives_of(group: PrefixGroup) -> tuple[WorkerLife, ...]:
+    return tuple((one.worker_id, one.incarnation) for one in group.holders)
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+class SharedPrefixes:
+    """Exchanges notes with other routers through Redis. One per router; `now` is a monotonic clock
+    in seconds."""
+
+    def __init__(
+        self, store: Store, router_id: str, sent: SentPrefixes, now: Callable[[], float]
+    ) -> None:
+        self.num_failures = 0  # exchanges without an answer
+        self._store = store
+        self._id = router_id
+        self._sent = sent
+        self._now = now
+        self._last = PrefixNews()
+        self._may_write_at = 0.0
+        self._is_cut_off = False
+        self._faults: set[str] = set()  # of notes that could not be read, already logged
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next exchange."""
+        if self._is_cut_off:
+            return RETRY_S
+        is_behind = self._last.has_more or self._sent.num_unshared > MOST_TOGETHER
+        return CATCH_UP_S if is_behind else EXCHANGE_S
+
+    async def catch_up(self) -> None:
+        """Reads what others have written so far, as long as Redis answers."""
+        while await self.exchange():
+            pass  # the caller brings the deadline
+
+    async def exchange(self) -> bool:
+        """Writes our latest notes, and reads others'. Returns whether there is more to read;
+        without Redis both stay for the next exchange."""
+        may_write = self._now() >= self._may_write_at
+        notes = self._sent.take_unshared() if may_write else PrefixNotes(())
+        try:
+            news = await self._store.share_prefixes(
+                self._id, self._last, encode(notes) if notes.groups else b"", MOST_BYTES
+            )
+        except StoreUnavailable as error:
+            LOG.debug("notes of beginnings are not shared: %s", error)
+            self.num_failures += 1
+            self._sent.give_back(notes)
+            self._is_cut_off = True
+            return False
+        self._is_cut_off = False
+        if news.epoch != self._last.epoch:
+            self._sent.share_all(but=notes)
+            if self._sent.num_unshared and not news.epoch.startswith(f"{self._id} ".encode()):
+                self._may_write_at = self._now() + REBUILD_S
+        self._last = news._replace(notes=())
+        for value, age_s in news.notes:
+            self._learn(value, age_s)
+        return news.has_more
+
+    def _learn(self, value: bytes, age_s: float) -> None:
+        try:
+            notes = decode_prefixes(value)
+        except MalformedRecord as error:
+            if (fault := str(error)) not in self._faults:
+                LOG.warning("ignored %s", fault)
+            self._faults = {fault}
+        else:
+            self._sent.learn(notes, age_s)

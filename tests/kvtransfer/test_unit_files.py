@@ -1,0 +1,124 @@
+"""Files of units: whole, private, bounded, and refused if they are damaged."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from effuse.kvtransfer.unit_files import FileFacts, UnitFiles
+
+KEYS = [bytes([number]) * 32 for number in range(4)]
+FACTS = FileFacts(b"d" * 16, b"row")
+
+
+def write(files: UnitFiles, key: bytes, before: bytes = b"", data: bytes = b"x" * 100) -> None:
+    views = [memoryview(bytearray(data[:60])), memoryview(bytearray(data[60:]))]
+    size = files.begin_write(key, before, lambda: FACTS, views).result(10)
+    files.written(key, before, size)
+
+
+def read(files: UnitFiles, key: bytes, size: int = 100) -> tuple[FileFacts, bytes]:
+    data = bytearray(size)
+    facts = files.begin_read(key, [memoryview(data)[:30], memoryview(data)[30:]]).result(10)
+    return facts, bytes(data)
+
+
+def test_a_unit_comes_back_with_its_facts(tmp_path: Path) -> None:
+    files = UnitFiles(tmp_path / "a" / "b", 1000)
+    write(files, KEYS[0])
+    write(files, KEYS[1], KEYS[0], b"y" * 100)
+    assert read(files, KEYS[1]) == (FACTS, b"y" * 100)
+    assert files.before(KEYS[1]) == KEYS[0] and files.after(KEYS[0]) == [KEYS[1]]
+    assert files.num_bytes == sum(path.stat().st_size for path in files._directory.iterdir())
+
+
+def test_only_this_user_reads_them(tmp_path: Path) -> None:
+    files = UnitFiles(tmp_path / "kv", 1000)
+    write(files, KEYS[0])
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+    (path,) = (tmp_path / "kv").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_least_recently_used_ones_make_room(tmp_path: Path) -> None:
+    files = UnitFiles(tmp_path, 400)
+    write(files, KEYS[0])
+    write(files, KEYS[1])
+    files.touch(KEYS[0])
+    write(files, KEYS[2])
+    assert [key in files for key in KEYS] == [True, False, True, False]
+    files._threads.shutdown()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_later_process_finds_them_in_the_order_of_their_use(tmp_path: Path) -> None:
+    files = UnitFiles(tmp_path, 1000)
+    for key in KEYS[:3]:
+        write(files, key)
+    for number, path in enumerate(sorted(tmp_path.iterdir())):
+        os.utime(path, (number, number))
+    read(files, KEYS[0])
+    (tmp_path / "note.txt").write_text("not ours")
+    (tmp_path / "0a.0b.12.partial").write_text("")
+    os.utime(tmp_path / "0a.0b.12.partial", (time.time() - 7200,) * 2)
+    (tmp_path / "0c.0d.12.partial").write_text("another process writes it now")
+    later = UnitFiles(tmp_path, 400)
+    assert [key in later for key in KEYS] == [True, False, True, False]
+    later._threads.shutdown()
+    left = sorted(path.name for path in tmp_path.iterdir() if len(path.name) < 60)
+    assert left == ["0c.0d.12.partial", "note.txt"]
+    assert read(UnitFiles(tmp_path, 400), KEYS[2])[0] == FACTS
+
+
+@pytest.mark.parametrize("at", [0, 8, 24, 40, 48, 57])
+def test_a_damaged_head_is_refused(tmp_path: Path, at: int) -> None:
+    """Of magic, seal, digest, both sizes and the boundary row."""
+    files = UnitFiles(tmp_path, 1000)
+    write(files, KEYS[0])
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError):
+        read(files, KEYS[0])
+
+
+def test_cut_swapped_and_missing_files_are_refused(tmp_path: Path) -> None:
+    files = UnitFiles(tmp_path, 1000)
+    for key in KEYS[:3]:
+        write(files, key)
+    paths = sorted(tmp_path.iterdir())
+    whole = paths[0].read_bytes()
+    for size in (0, 20, 56, len(whole) - 1):
+        paths[0].write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="shorter"):
+            read(files, KEYS[0])
+    paths[1].write_bytes(whole)
+    with pytest.raises(ValueError, match="seal"):
+        read(files, KEYS[1])
+    with pytest.raises(ValueError, match="expected 99 bytes of KV, got 100"):
+        read(files, KEYS[2], 99)
+    paths[2].unlink()
+    with pytest.raises(FileNotFoundError):
+        read(files, KEYS[2])
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    files = UnitFiles(tmp_path, 1000)
+    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write(files, KEYS[0])
+    assert KEYS[0] not in files and not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        UnitFiles(tmp_path / "file" / "kv", 1000)
