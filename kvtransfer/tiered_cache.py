@@ -8,9 +8,9 @@ is forgotten and computed again.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Final
 
 from effuse.kvtransfer.digest import DigestJob, PieceDigests, pages_digest
@@ -104,15 +104,12 @@ class TieredCache(UnitCache):
         super().end(one)
         one.is_fetched = False
 
-    def drop(self, one: HeldUnits) -> None:
-        """As of the pool, and in every tier."""
-        gone = list(one.held)
-        while gone:
-            key = gone.pop()
-            gone += self.tiers.after(key)
-            gone += [other for other, unit in self._units.items() if unit.before == key]
-            self.tiers.forget(key)
-        super().drop(one)
+    def _befores(self) -> Iterator[tuple[Key, Key]]:
+        return chain(super()._befores(), self.tiers.befores())
+
+    def _forget(self, key: Key) -> None:
+        super()._forget(key)
+        self.tiers.forget(key)
 
     def _leave(self, key: Key, unit: Unit) -> None:
         super()._leave(key, unit)
@@ -120,7 +117,7 @@ class TieredCache(UnitCache):
             return
         if key in self.tiers.kept:
             self.tiers.kept.move_to_end(key)
-        else:
+        elif len(unit.pages) <= self._host.num_slots:
             self._due[key] = None
             self._due.move_to_end(key)
 
@@ -137,6 +134,7 @@ class TieredCache(UnitCache):
                 if (slots := self.tiers.take_slots(len(unit.pages))) is None:
                     break
                 self._use(self._pins, key, unit)
+                self._pool.share(unit.pages)
                 units.append((key, unit, slots))
                 most -= len(slots)
             del self._due[key]  # if it is in use it comes again
@@ -166,8 +164,23 @@ class TieredCache(UnitCache):
                 self.tiers.keep(key, HostUnit(slots, digest, unit.before, unit.boundary))
             else:  # it was dropped meanwhile
                 self.tiers.give_slots(slots)
-            del self._pins.held[key]
+            self._pins.held.pop(key, None)  # of a second copy, if this unit was dropped meanwhile
+            self._pool.release(unit.pages)
             self._leave(key, unit)
+        self._keep_beginnings(unit for _, unit, _ in saving.units)
+
+    def _keep_beginnings(self, units: Iterable[Unit]) -> None:
+        """The units before these, which were used just now, leave every tier later than these."""
+        seen: set[Key] = set()
+        for unit in units:
+            key = unit.before
+            while key and key not in seen:
+                seen.add(key)
+                for tier in (self._idle, self.tiers.kept):
+                    if key in tier:
+                        tier.move_to_end(key)
+                one = self._units.get(key) or self.tiers.kept.get(key)
+                key = one.before if one else b""
 
     # Back into the pool.
 

@@ -8,7 +8,7 @@ not answer count as absent for a while. Accounting and policy: `host_pages.py` c
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -205,10 +205,10 @@ class Tiers:
         if kept.is_gone and not kept.num_readers:
             self.give_slots(kept.slots)
 
-    def after(self, key: Key) -> list[Key]:
-        """Keys of the units that come directly after this one."""
-        in_files = [] if self._files is None else self._files.after(key)
-        return in_files + [other for other, kept in self.kept.items() if kept.before == key]
+    def befores(self) -> Iterator[tuple[Key, Key]]:
+        """Each unit, and the unit before it; some twice."""
+        yield from () if self._files is None else self._files.befores()
+        yield from ((key, kept.before) for key, kept in self.kept.items())
 
     def forget(self, key: Key) -> None:
         """Nobody finds the unit any more."""

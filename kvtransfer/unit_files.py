@@ -11,7 +11,7 @@ import os
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +69,9 @@ class UnitFiles:
         """Key of the unit before this one; empty for the first of a text."""
         return self._known[key][0]
 
-    def after(self, key: bytes) -> list[bytes]:
-        """Keys of the units that come directly after this one."""
-        return [one for one, (before, _) in self._known.items() if before == key]
+    def befores(self) -> Iterator[tuple[bytes, bytes]]:
+        """Each unit, and the unit before it."""
+        return ((key, before) for key, (before, _) in self._known.items())
 
     def touch(self, key: bytes) -> None:
         """The unit was used."""

@@ -12,7 +12,7 @@ texts before their beginnings. Pure accounting like `kvtransfer/pool.py`, which 
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -239,18 +239,27 @@ class UnitCache:
         any find the units after them, because their KV was computed from it.
         """
         after: dict[Key, list[Key]] = {}
-        for key, unit in self._units.items():
-            after.setdefault(unit.before, []).append(key)
+        for key, before in self._befores():
+            after.setdefault(before, []).append(key)
         gone = [key for key, unit in one.held.items() if self._units.get(key) is unit]
+        if not self.is_causal:  # it has taken the pages of its whole prompt
+            gone += one.keys
         while gone:
-            if (wrong := self._units.pop(key := gone.pop(), None)) is None:
-                continue
-            gone += after.get(key, ())
-            if self._idle.pop(key, None) is not None:
-                self.num_pages -= len(wrong.pages)
-                self._pool.release(self._let_go(wrong))
+            gone += after.pop(key := gone.pop(), ())
+            self._forget(key)
         self.end(one)
         one.keys.clear()
+
+    def _befores(self) -> Iterator[tuple[Key, Key]]:
+        """Each unit, and the unit before it."""
+        return ((key, unit.before) for key, unit in self._units.items())
+
+    def _forget(self, key: Key) -> None:
+        """No request finds this unit any more."""
+        unit = self._units.pop(key, None)
+        if unit is not None and self._idle.pop(key, None) is not None:
+            self.num_pages -= len(unit.pages)
+            self._pool.release(self._let_go(unit))
 
     def _known(self, one: HeldUnits, num_tokens: int) -> list[Unit]:
         found: list[Unit] = []

@@ -10,7 +10,7 @@ from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.tiered_cache import TieredCache
-from effuse.kvtransfer.units import UnitCache
+from effuse.kvtransfer.units import Unit, UnitCache
 from effuse.prefill_worker.engine import PrefillEngine
 
 
@@ -36,9 +36,12 @@ def audit(engine: object) -> None:
 
 
 def cached_pages(cache: UnitCache) -> list[PageRef]:
-    """Pages that a cache holds, those that it fills included."""
-    coming = cache._coming.values() if isinstance(cache, TieredCache) else ()
-    units = [unit for one in dict.fromkeys(coming) for unit in one.units.values()]
+    """Pages that a cache holds, with those that it fills, and those that it saves once more."""
+    units: list[Unit] = []
+    if isinstance(cache, TieredCache):
+        coming = dict.fromkeys(cache._coming.values())
+        units = [unit for one in coming for unit in one.units.values()]
+        units += [unit for saving in cache._saving for _, unit, _ in saving.units]
     return [*cache.held.values(), *(page for unit in units for page in unit.pages)]
 
 

@@ -278,3 +278,75 @@ def test_nothing_is_swapped_out_that_is_computed_faster() -> None:
     scene.cache.swap_out(one.units, lambda tokens: tokens * 0.9)
     scene.empty_pool()
     assert scene.run(TEXTS[0]) == [0]
+
+
+def held_back(scene: Scene, text: list[int]) -> None:
+    """A request computes a text and ends; copies that begin now end only after 50 polls."""
+    scene.host.polls = lambda: 50
+    one = scene.start(text)
+    scene.admit()
+    scene.store(one)
+    scene.end(one)
+    scene.poll()
+    assert scene.cache.is_copying
+
+
+def test_pages_that_are_being_saved_do_not_become_free_with_their_user() -> None:
+    """The scheduler of answers hands out what a preempted request is said to free."""
+    scene = Scene(random.Random(1), num_pages=64)
+    held_back(scene, TEXTS[0])
+    one = scene.start(TEXTS[0])
+    scene.admit()
+    assert one.units.num_found == 6
+    expected, before = scene.pool.count_freed([one.pages]), scene.pool.num_free
+    scene.end(one)
+    assert scene.pool.num_free - before == expected < 12
+
+
+def test_a_unit_is_dropped_and_computed_again_while_it_is_being_saved() -> None:
+    scene = Scene(random.Random(1), num_pages=64)
+    held_back(scene, TEXTS[0][:4])
+    one = scene.start(TEXTS[0][:4])
+    scene.admit()
+    scene.end(one, is_sound=False)
+    held_back(scene, TEXTS[0][:4])
+    assert len(scene.cache._saving) == 2
+    scene.settle()
+    assert scene.run(TEXTS[0][:4]) == [4]
+
+
+def test_a_wrong_whole_prompt_leaves_every_tier(tmp_path: Path) -> None:
+    """Its user has taken it out of the pool's part."""
+    scene = Scene(random.Random(1), is_causal=False, directory=tmp_path)
+    scene.run(TEXTS[0])
+    one = scene.start(TEXTS[0])
+    scene.admit()
+    scene.end(one, is_sound=False)
+    assert scene.run(TEXTS[0]) == [0]
+
+
+def test_ends_leave_before_beginnings_that_were_saved_earlier() -> None:
+    scene = Scene(random.Random(1))
+    scene.run(TEXTS[0][:16], TEXTS[0])
+    keys = scene.cache.begin("", TEXTS[0], 24).keys
+    assert list(scene.cache._idle) == list(scene.tiers.kept) == keys[::-1]
+
+
+def test_a_wrong_unit_leaves_with_all_after_it_whichever_tiers_have_them() -> None:
+    scene = Scene(random.Random(1))
+    scene.run(TEXTS[0][:12])
+    keys = scene.cache.begin("", TEXTS[0], 12).keys
+    scene.cache._idle.move_to_end(keys[1], last=False)
+    pages = scene.pool.allocate_committed(20)
+    assert pages is not None and list(scene.cache._units) == [keys[0], keys[2]]
+    scene.pool.release(pages)
+    one = scene.start(TEXTS[0][:4])
+    scene.admit()
+    scene.end(one, is_sound=False)
+    assert not scene.cache._units and not scene.tiers.kept
+
+
+def test_a_unit_larger_than_the_host_stops_no_other() -> None:
+    scene = Scene(random.Random(1), is_causal=False, num_slots=4)
+    scene.run(TEXTS[0], TEXTS[1][:4])
+    assert len(scene.tiers.kept) == 1

@@ -32,7 +32,7 @@ def test_a_unit_comes_back_with_its_facts(tmp_path: Path) -> None:
     write(files, KEYS[0])
     write(files, KEYS[1], KEYS[0], b"y" * 100)
     assert read(files, KEYS[1]) == (FACTS, b"y" * 100)
-    assert files.before(KEYS[1]) == KEYS[0] and files.after(KEYS[0]) == [KEYS[1]]
+    assert files.before(KEYS[1]) == KEYS[0] == dict(files.befores())[KEYS[1]]
     assert files.num_bytes == sum(path.stat().st_size for path in files._directory.iterdir())
 
 
