@@ -33,13 +33,15 @@ class Home:
         self._lock = (self.path / _LOCK).open("w")
         with suppress(OSError):  # a file system without locks, on which nothing is cleaned up
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        given, credentials, ca = (
-            value_of(flags, flag)
-            for flag in ("--fleet-secret", "--redis-credentials", "--redis-ca")
+        self.secret_file, credentials, sentinel_credentials, ca = (
+            Path(given) if (given := value_of(flags, flag)) else None
+            for flag in (
+                *("--fleet-secret", "--redis-credentials"),
+                *("--sentinel-credentials", "--redis-ca"),
+            )
         )
-        self.secret_file = Path(given) if given else None
         self.redis_access = RedisAccess(
-            credentials=Path(credentials) if credentials else None, ca=Path(ca) if ca else None
+            credentials=credentials, sentinel_credentials=sentinel_credentials, ca=ca
         )
 
     def make_secret(self) -> None:

@@ -46,8 +46,11 @@ class Access:
         Path | None,
         "file with user:password of Redis (default: the variable EFFUSE_REDIS_CREDENTIALS)",
     ] = None
+    sentinel_credentials: Annotated[
+        Path | None, "file with user:password of Redis's Sentinels, if they ask for one"
+    ] = None
     redis_ca: Annotated[
-        Path | None, "PEM certificates of the authorities that sign Redis's, for rediss://"
+        Path | None, "PEM certificates of the authorities that sign Redis's, for URLs with rediss"
     ] = None
 
     def __post_init__(self) -> None:
@@ -55,7 +58,7 @@ class Access:
         checks.together(self, "fleet_cert", "fleet_key", "fleet_ca")
         for name in (
             *("fleet_cert", "fleet_key", "fleet_ca", "fleet_secret"),
-            *("redis_credentials", "redis_ca"),
+            *("redis_credentials", "sentinel_credentials", "redis_ca"),
         ):
             checks.file(name, getattr(self, name))
         checks.whole("metrics_port", self.metrics_port, 0, 65535)

@@ -8,8 +8,9 @@ import ipaddress
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 from effuse.config.flags import flag_of
@@ -77,12 +78,54 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+_SERVER: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_SEVERAL: Final = {
+    "sentinel": re.compile(r"redis(s?)\+sentinel://([^/]+)/([A-Za-z0-9._-]+)(?:/([0-9]{1,4}))?"),
+    "cluster": re.compile(r"redis(s?)\+cluster://([^/]+)(?:/0?)?"),
+}
+_FORMS: Final = {
+    "": "redis://host:port/db",
+    "sentinel": "redis+sentinel://host:port,host:port/service/db",
+    "cluster": "redis+cluster://host:port,host:port",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServers:
+    """Sentinels that name the primary of a service, or nodes of a cluster."""
+
+    addresses: tuple[tuple[str, int], ...]  # host and port
+    has_tls: bool
+    service: str = ""  # empty for a cluster
+    database: int = 0
+
+    @classmethod
+    def of(cls, url: str) -> Self | None:
+        """The servers that a URL names; None if it is no URL of several ones."""
+        for kind, form in _SEVERAL.items():
+            if found := form.fullmatch(url):
+                tls, servers, *rest = found.groups()
+                addresses = []
+                for one in servers.split(","):
+                    named = _SERVER.fullmatch(one)
+                    port = int((named and named[2]) or (6379 if kind == "cluster" else 26379))
+                    if named is None or not 0 < port < 65536:
+                        return None
+                    addresses.append((named[1].strip("[]"), port))
+                service, database = rest or ("", None)
+                return cls(tuple(addresses), bool(tls), service, int(database or 0))
+        return None
+
+
 def redis_url(name: str, url: str | None) -> None:
     """Refuses an address, if there is one, that is not a Redis URL or has a password in it: every
     user of the machine can read a command line.
     """
     if url is not None and not is_redis_url(url):
-        form = "expected redis://host:port/db"
+        several = re.match(r"rediss?\+(sentinel|cluster)://", url)
+        form = f"expected {_FORMS[several[1] if several else '']}"
+        if several and "@" in url:
+            form += " without a user; --redis-credentials names a file with it"
         raise ValueError(f"{flag_of(name)}: {form}, got {without_password(url)!r}")
     if url is not None and _has_password(url):
         raise ValueError(
@@ -103,12 +146,14 @@ def without_password(url: str) -> str:
     """
     if "@" not in url and "?" not in url:
         return url
-    scheme = re.match("rediss?|unix", url)
+    scheme = re.match(r"rediss?(\+(sentinel|cluster))?|unix", url)
     return f"{scheme[0]}://.." if scheme else ".."
 
 
 def is_redis_url(url: str) -> bool:
     """Whether a Redis client can be made for the URL."""
+    if re.match(r"rediss?\+", url):
+        return RedisServers.of(url) is not None
     with contextlib.suppress(ValueError):  # a bad port, or half of an IPv6 address
         parts = urlsplit(url)
         _ = parts.port

@@ -15,7 +15,7 @@ from typing import Final
 
 from effuse.kvtransfer.digest import DigestJob, PieceDigests, pages_digest
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.tiers import AGAIN_S, Kept, Read, Tiers
+from effuse.kvtransfer.tiers import AGAIN_S, HostUnit, Read, Tiers
 from effuse.kvtransfer.units import HeldUnits, Key, Unit, UnitCache
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Coming:
 
     units: dict[Key, Unit]  # with their new pages
     began_s: float  # of them all, then of the copy
-    kept: dict[Key, Kept] = field(default_factory=dict)  # those that are in host memory by now
+    kept: dict[Key, HostUnit] = field(default_factory=dict)  # those that are in host memory by now
     reads: list[Read] = field(default_factory=list)  # of the others, in order
     job: DigestJob | None = None  # the copy, once all were read
 
@@ -163,7 +163,7 @@ class TieredCache(UnitCache):
             digest = pages_digest(found[at : at + len(slots)])
             at += len(slots)
             if self._units.get(key) is unit:
-                self.tiers.keep(key, Kept(slots, digest, unit.before, unit.boundary))
+                self.tiers.keep(key, HostUnit(slots, digest, unit.before, unit.boundary))
             else:  # it was dropped meanwhile
                 self.tiers.give_slots(slots)
             del self._pins.held[key]
@@ -298,7 +298,7 @@ class TieredCache(UnitCache):
                 self._enter(key, unit, kept)
             self.tiers.unread(kept)
 
-    def _enter(self, key: Key, unit: Unit, kept: Kept) -> None:
+    def _enter(self, key: Key, unit: Unit, kept: HostUnit) -> None:
         unit.before, unit.boundary = kept.before, kept.boundary
         self._units[key] = self._idle[key] = unit
         self.held.update((page.page_id, page) for page in unit.pages)

@@ -76,7 +76,7 @@ class Rate:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class HostUnit:
     """A unit in host memory."""
 
     slots: tuple[int, ...]
@@ -102,7 +102,7 @@ class Writing:
     """A unit on its way to a file."""
 
     key: Key
-    kept: Kept
+    kept: HostUnit
     result: "Future[int]"
     began_s: float
     is_late: bool = False
@@ -136,7 +136,7 @@ class Tiers:
         self.host = host
         self.counts = TierCounts()
         self.copying, self.reading = Rate(), Rate()  # seconds of bytes
-        self.kept: OrderedDict[Key, Kept] = OrderedDict()  # least recently used first
+        self.kept: OrderedDict[Key, HostUnit] = OrderedDict()  # least recently used first
         self.now = now
         self._files = files
         self._row_dtype, self._row_device = row_dtype, row_device
@@ -184,7 +184,7 @@ class Tiers:
         for slot in slots:
             self._free.give(slot)
 
-    def keep(self, key: Key, kept: Kept) -> None:
+    def keep(self, key: Key, kept: HostUnit) -> None:
         """A unit is in host memory. It may have come there from pool and files at the same time:
         then the first one stays."""
         if key in self.kept:
@@ -192,14 +192,14 @@ class Tiers:
         else:
             self.kept[key] = kept
 
-    def use(self, key: Key) -> Kept:
+    def use(self, key: Key) -> HostUnit:
         """A unit of the host, whose slots have one more reader."""
         kept = self.kept[key]
         kept.num_readers += 1
         self.kept.move_to_end(key)
         return kept
 
-    def unread(self, kept: Kept) -> None:
+    def unread(self, kept: HostUnit) -> None:
         """One reader less."""
         kept.num_readers -= 1
         if kept.is_gone and not kept.num_readers:
@@ -327,7 +327,7 @@ class Tiers:
             self.give_slots(read.slots)
             return False
         before, row = self._files.before(read.key), self._row(facts.boundary)
-        self.keep(read.key, Kept(read.slots, facts.digest, before, row))
+        self.keep(read.key, HostUnit(read.slots, facts.digest, before, row))
         num_bytes, now = len(read.slots) * self.host.page_bytes, self.now()
         self.counts.read += num_bytes
         self.reading.note(num_bytes, now - read.began_s, now)
@@ -343,7 +343,7 @@ class Tiers:
         return torch.frombuffer(bytearray(raw), dtype=self._row_dtype).to(self._row_device)
 
 
-def _facts(kept: Kept) -> FileFacts:
+def _facts(kept: HostUnit) -> FileFacts:
     """In the file's thread, because a row on a GPU comes only after queued work."""
     row = kept.boundary
     raw = b"" if row is None else row.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -6,27 +6,42 @@ addresses. Each connection reads the file again, so that a password can change w
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self, TypeAlias, cast
 
-import redis
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AuthenticationError,
     ClusterError,
     InvalidResponse,
+    MovedError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
+    RedisError,
     ResponseError,
 )
-from redis.retry import Retry
 
+from effuse.config.access import Access
+from effuse.config.checks import RedisServers
+
+Client: TypeAlias = Redis | RedisCluster
 CREDENTIALS_VARIABLE: Final = "EFFUSE_REDIS_CREDENTIALS"
 RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
-"""The rights of a fleet's user, in Redis's own form: only those that the fleet needs."""
+"""The rights of a fleet's user, in Redis's own form: only those that the fleet needs. In a
+cluster it also needs `+cluster|slots`."""
+FAULTS: Final = (RedisError, RedisClusterException, OSError)
+"""What a client raises if Redis does not answer or refuses."""
 _WRITE: Final = "return redis.call('set', KEYS[1], '', 'PX', 1)"
 _FINAL: Final = (AuthenticationError, ResponseError, InvalidResponse)
 _PASSING: Final = (ReadOnlyError, OutOfMemoryError, ClusterError)
@@ -37,12 +52,22 @@ _PASSING: Final = (ReadOnlyError, OutOfMemoryError, ClusterError)
 class RedisAccess:
     """How one process reaches Redis. `credentials`: a file with `user:password`, or only a
     password, which is the default user's. If absent, the variable EFFUSE_REDIS_CREDENTIALS has the
-    same content. `ca`: PEM certificates of the authorities for a `rediss://` server; the system's
-    if absent.
+    same content. `sentinel_credentials`: the same for Sentinels. `ca`: PEM certificates of the
+    authorities for a server with TLS; the system's if absent.
     """
 
     credentials: Path | None = None
+    sentinel_credentials: Path | None = None
     ca: Path | None = None
+
+    @classmethod
+    def of(cls, config: Access) -> Self:
+        """The access that the flags of a process give."""
+        return cls(
+            credentials=config.redis_credentials,
+            sentinel_credentials=config.sentinel_credentials,
+            ca=config.redis_ca,
+        )
 
     @property
     def has_credentials(self) -> bool:
@@ -50,26 +75,127 @@ class RedisAccess:
         return self.credentials is not None or bool(os.environ.get(CREDENTIALS_VARIABLE))
 
     def arguments(self, url: str) -> dict[str, Any]:
-        """For `from_url` of redis's clients, of both kinds."""
+        """For the connections of redis's clients to servers of a fleet."""
         found: dict[str, Any] = {}
         if self.has_credentials:
             found["credential_provider"] = _Credentials(self.credentials)
-        if self.ca is not None and url.startswith("rediss://"):
+        if self.ca is not None and url.startswith("rediss"):
             found["ssl_ca_certs"] = str(self.ca)
         return found
 
+    def connect(self, url: str, timeout_s: float, most_connections: int) -> Client:
+        """A client of the server, of the primary that Sentinels name, or of the cluster at `url`.
+
+        Each exchange with one server may take `timeout_s`, and none is repeated. Connects later;
+        `close` closes it.
+        """
+        once: dict[str, Any] = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        known = {**once, **self.arguments(url), "max_connections": most_connections}
+        if (servers := RedisServers.of(url)) is None:
+            return Redis.from_url(url, **known)
+        if servers.has_tls:
+            once["ssl"] = known["ssl"] = True
+        if servers.service:
+            if "ssl_ca_certs" in known:
+                once["ssl_ca_certs"] = known["ssl_ca_certs"]
+            if self.sentinel_credentials is not None:
+                once["credential_provider"] = _Credentials(self.sentinel_credentials)
+            untyped: Any = _Sentinels
+            sentinels = untyped(servers.addresses, sentinel_kwargs=once)
+            return cast(Redis, sentinels.master_for(servers.service, db=servers.database, **known))
+        return RedisCluster(
+            startup_nodes=[ClusterNode(host, port) for host, port in servers.addresses],
+            dynamic_startup_nodes=False,  # nodes may move, and names lead to their new addresses
+            require_full_coverage=False,  # a fleet uses one slot,
+            reinitialize_steps=0,  # of which each redirection names the node
+            **known,
+        )
+
     def silence(self, url: str, fleet: str) -> Silence | None:
         """Asks a Redis once, a second for each question; None if the fleet may write there."""
+        with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
+            return thread.submit(asyncio.run, self._silence(url, fleet)).result()
+
+    async def _silence(self, url: str, fleet: str) -> Silence | None:
+        client = self.connect(url, 1.0, 1)
         try:
-            # Its own retries would take seconds, and would wait for a password to become right.
-            once = {"socket_timeout": 1.0, "retry": Retry(NoBackoff(), 0), **self.arguments(url)}
-            with redis.Redis.from_url(url, **once) as client:
-                client.ping()
-                client.eval(_WRITE, 1, f"effuse:{{{fleet}}}:may-write")
-        except (redis.RedisError, OSError) as error:
-            is_final = isinstance(error, _FINAL) and not isinstance(error, _PASSING)
+            key = f"effuse:{{{fleet}}}:may-write"
+            await client.execute_command("EVAL", _WRITE, 1, key)
+        except FAULTS as error:
+            cause = _cause(error)
+            is_final = isinstance(cause, _FINAL) and not isinstance(cause, _PASSING)
             return Silence(told(error, self), is_final)
+        finally:
+            await close(client)
         return None
+
+
+async def close(client: Client) -> None:
+    """Closes all connections of a client of `RedisAccess.connect`."""
+    await client.aclose()
+    if isinstance(client, Redis) and isinstance(client.connection_pool, SentinelConnectionPool):
+        for one in client.connection_pool.sentinel_manager.sentinels:
+            await one.aclose()
+
+
+class _Sentinels(Sentinel):
+    """Names the primary of a service, or the reason why there is none."""
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        try:
+            return cast(tuple[str, int], await super().discover_master(service_name))
+        except MasterNotFoundError:
+            asked = ("SENTINEL", "CKQUORUM", service_name)
+            sentinels = cast(list[Any], self.sentinels)
+            told = await asyncio.gather(
+                *(one.execute_command(*asked) for one in sentinels), return_exceptions=True
+            )
+        raise MasterNotFoundError(_no_primary(service_name, told))
+
+
+def _no_primary(service: str, told: Sequence[object]) -> str:
+    """The reason, from each Sentinel's answer or error about the quorum of a service."""
+    refused = [one for one in told if isinstance(one, AuthenticationError)]
+    faults = [one for one in told if isinstance(one, ResponseError)]
+    if any(not isinstance(one, BaseException) for one in told):
+        return f"the primary of {service!r} is down, and the Sentinels have not replaced it yet"
+    if faults:
+        names = "No such master" in str(faults[0])
+        return f"no Sentinel knows the service {service!r}" if names else f"Sentinel: {faults[0]}"
+    if refused:
+        return f"a Sentinel refuses --sentinel-credentials, or misses them ({refused[0]})"
+    return f"no Sentinel answers ({told[0]})"
+
+
+@dataclass(slots=True)
+class Circuit:
+    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
+    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
+    """
+
+    now: Callable[[], float]  # monotonic seconds
+    first_s: float = 0.1
+    most_s: float = 2.0
+    failures: int = 0
+    open_until: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True while callers should not ask."""
+        return self.now() < self.open_until
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.open_until = 0.0
+
+    def failed(self) -> None:
+        pause = min(self.first_s * 2.0**self.failures, self.most_s)
+        self.failures = min(self.failures + 1, 32)
+        self.open_until = self.now() + pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +225,14 @@ class _Credentials(CredentialProvider):
         return self.get_credentials()
 
 
-def told(error: Exception, access: RedisAccess) -> str:
+def told(error: BaseException, access: RedisAccess) -> str:
     """Why Redis does not answer, in one line that names the flag that helps."""
+    error = _cause(error)
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, InvalidResponse):
         return f"the server there is not Redis ({text})"
+    if isinstance(error, MovedError):
+        return f"the server is a node of a cluster, which needs redis+cluster:// ({text})"
     if not isinstance(error, AuthenticationError):
         return text
     if not access.has_credentials:
@@ -112,3 +241,12 @@ def told(error: Exception, access: RedisAccess) -> str:
         "Redis refuses the user or the password of --redis-credentials (write a password that "
         "contains a colon as default:PASSWORD)"
     )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The answer of a node behind the error of a cluster's client, if there is one."""
+    while isinstance(error, RedisClusterException):
+        if (before := error.__cause__ or error.__context__) is None:
+            break
+        error = before
+    return error

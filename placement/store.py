@@ -10,16 +10,16 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha1
 from importlib import resources
 from typing import Any, Literal, Self, cast
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.commands.core import AsyncScript
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
-from effuse.placement.access import RedisAccess, told
+from effuse.config.checks import RedisServers
+from effuse.placement.access import FAULTS, Circuit, RedisAccess, close, told
 from effuse.placement.records import (
     PlacementRecord,
     PrefixNews,
@@ -58,33 +58,6 @@ class Claim:
     earlier: bytes | None = None  # the placement of a router that is gone, undecoded
     elsewhere: bytes | None = None  # the placement of another live router, undecoded
     lease_s: float = 0.0  # for as long as the other router's lease holds
-
-
-@dataclass(slots=True)
-class Circuit:
-    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
-    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
-    """
-
-    now: Callable[[], float]  # monotonic seconds
-    first_s: float = 0.1
-    most_s: float = 2.0
-    failures: int = 0
-    open_until: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """True while callers should not ask."""
-        return self.now() < self.open_until
-
-    def succeeded(self) -> None:
-        self.failures = 0
-        self.open_until = 0.0
-
-    def failed(self) -> None:
-        pause = min(self.first_s * 2.0**self.failures, self.most_s)
-        self.failures = min(self.failures + 1, 32)
-        self.open_until = self.now() + pause
 
 
 class Keys:
@@ -145,17 +118,13 @@ class Store:
         self._most_ended = most_ended
         self._access = access or RedisAccess()
         self._timeout_s = timeout_s
-        self._redis = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            max_connections=MOST_CONNECTIONS,
-            **self._access.arguments(url),
-        )
+        servers = RedisServers.of(url)
+        # An exchange, and one more if a script must be loaded; others to find the right server.
+        self._limit_s = timeout_s * (2 + (len(servers.addresses) if servers else 0))
+        self._redis = self._access.connect(url, timeout_s, MOST_CONNECTIONS)
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
-        self._scripts: dict[str, AsyncScript] = {
-            one.name.removesuffix(".lua"): self._redis.register_script(one.read_text())
+        self._scripts = {
+            one.name.removesuffix(".lua"): one.read_text()
             for one in resources.files(__package__).iterdir()
             if one.name.endswith(".lua")
         }
@@ -168,7 +137,7 @@ class Store:
 
     async def close(self) -> None:
         async with asyncio.timeout(1.0):
-            await self._redis.aclose()
+            await close(self._redis)
 
     async def announce(
         self, record: WorkerRecord, lease_s: float, holder: str, *, takes: bool
@@ -210,7 +179,7 @@ class Store:
                 for number, (record, lifetime_s) in enumerate(placements):
                     keys, args = self._placing(record, lifetime_s, record.request_id in held)
                     # The first one loads the script, so that no further call is needed.
-                    script = ("EVALSHA", place.sha) if number else ("EVAL", place.script)
+                    script = ("EVALSHA", _sha(place)) if number else ("EVAL", place)
                     pipeline.execute_command(*script, len(keys), *keys, *args)  # only put into it
                 return await pipeline.execute()
 
@@ -294,9 +263,7 @@ class Store:
     async def release_router(self, router_id: str) -> None:
         """Ends a router's lease; other routers may take its requests from now on."""
         key = self.keys.router(router_id)
-        await self._ask_redis(
-            lambda: cast(Awaitable[object], self._redis.delete(key)), self.circuit
-        )
+        await self._ask_redis(lambda: self._redis.execute_command("DEL", key), self.circuit)
 
     async def share_refusals(self, refused: Mapping[str, float], most: int) -> dict[str, float]:
         """Adds digests that Redis lacks, each for a number of seconds, and returns all digests with
@@ -324,7 +291,7 @@ class Store:
     async def _look_up(self, key: str, *fields: str) -> list[bytes | None]:
         async with self._turn():
             answer = await self._ask_redis(
-                lambda: cast(Awaitable[object], self._redis.hmget(key, fields)),
+                lambda: self._redis.execute_command("HMGET", key, *fields),
                 self.placement_circuit,
             )
         return cast(list[bytes | None], answer)
@@ -348,8 +315,17 @@ class Store:
         args: Sequence[str | bytes | int],
         circuit: Circuit | None = None,
     ) -> Awaitable[object]:
-        circuit, script = circuit or self.circuit, self._scripts[name]
-        return self._ask_redis(lambda: script(keys=list(keys), args=list(args)), circuit)
+        script = self._scripts[name]
+
+        async def run() -> object:
+            try:
+                return await self._redis.execute_command(
+                    "EVALSHA", _sha(script), len(keys), *keys, *args
+                )
+            except NoScriptError:  # on this server
+                return await self._redis.execute_command("EVAL", script, len(keys), *keys, *args)
+
+        return self._ask_redis(run, circuit or self.circuit)
 
     async def _ask_redis(
         self, command: Callable[[], Awaitable[object]], circuit: Circuit
@@ -359,16 +335,15 @@ class Store:
         task = asyncio.current_task()
         cancelled = task.cancelling() if task else 0
         try:
-            # Twice the socket's timeout, because an unknown script is loaded and called again.
-            async with asyncio.timeout(2 * self._timeout_s):
+            async with asyncio.timeout(self._limit_s):
                 answer = await command()
         except OutOfMemoryError as error:
             circuit.succeeded()  # Redis answers, and read-only calls still succeed
             raise StoreFull(f"Redis is full: {error}") from error
-        except (RedisError, OSError, TimeoutError) as error:
+        except (*FAULTS, TimeoutError) as error:
             if not str(error).startswith("WRONGTYPE"):  # the value is not ours, but Redis answers
                 circuit.failed()
-            if isinstance(error, ReadOnlyError):
+            if isinstance(error, ReadOnlyError) or str(error).startswith("NOREPLICAS"):
                 await self._let_go()
             raise StoreUnavailable(f"Redis: {told(error, self._access)}") from error
         finally:
@@ -379,18 +354,25 @@ class Store:
         return answer
 
     async def _let_go(self) -> None:
-        """Closes connections to a replica that was the master when they were made; its address may
-        lead elsewhere by now.
+        """Closes connections to a server that was the primary when they were made, and may be cut
+        off or a replica by now: its address, or Sentinel, leads elsewhere then.
         """
-        with contextlib.suppress(RedisError, OSError, TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                await self._redis.connection_pool.disconnect(inuse_connections=False)
+        if isinstance(self._redis, Redis):  # a cluster redirects
+            with contextlib.suppress(*FAULTS, TimeoutError):
+                async with asyncio.timeout(self._timeout_s):
+                    await self._redis.connection_pool.disconnect(inuse_connections=False)
 
 
 def _with_seconds(answer: object) -> list[tuple[bytes, float]]:
     """The values of a script's answer, in which the milliseconds left of each stand behind it."""
     flat = iter(cast(list[Any], answer))
     return [(value, left_ms / 1000) for value, left_ms in zip(flat, flat, strict=True)]
+
+
+@cache
+def _sha(script: str) -> str:
+    """The name of a script once a server has loaded it."""
+    return sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
 def _ms(seconds: float) -> int:

@@ -50,7 +50,9 @@ class Connections(Access):
     ] = 60.0
 
     # The fleet.
-    redis_url: Annotated[str, "the fleet's Redis, redis://host:port/db"] = "redis://127.0.0.1:6379"
+    redis_url: Annotated[
+        str, "the fleet's Redis, redis://host:port/db, redis+sentinel:// or redis+cluster://"
+    ] = "redis://127.0.0.1:6379"
     fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
     prefill: Annotated[
         PrefillMode,

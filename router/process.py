@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
-    access = RedisAccess(credentials=config.redis_credentials, ca=config.redis_ca)
+    access = RedisAccess.of(config)
     store_of_fleet = Store(config.redis_url, config.fleet, access=access)
     traces = Traces.to(config.otlp_traces_endpoint, "router")
     async with rpc.shutdown_signal() as stop, store_of_fleet as store:

@@ -213,8 +213,8 @@ def _run(
 
 
 def end_start() -> None:
-    """Collects garbage from now on, but never among the current objects, which stay: a search through
-    all of them would stop every thread for 0.1 s, including the connector's, and all handoffs with it.
+    """Collects garbage from now on, but never among the current objects, which stay. A search
+    through all of them would stop every thread for 0.1 s, and all handoffs with the connector's.
     """
     gc.collect()
     gc.freeze()

@@ -224,7 +224,7 @@ class Front:
         config = self._config
         if not config.redis_url:
             return []
-        access = RedisAccess(credentials=config.redis_credentials, ca=config.redis_ca)
+        access = RedisAccess.of(config)
         store = await stack.enter_async_context(
             Store(config.redis_url, config.fleet, access=access)
         )

@@ -93,7 +93,7 @@ def one_without_room() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("there", "why"),
     [
-        (nobody, "Connection refused"),
+        (nobody, "Connect call failed"),
         (a_copy_that_cannot_be_written, "read only replica"),
         (one_without_room, "maxmemory"),
     ],
@@ -129,7 +129,7 @@ def test_a_redis_that_does_not_answer_is_told_at_once_and_why(
             "Redis refuses the user or the password of --redis-credentials",
         ),
         (one_with_a_password, "its-pass:word", "a colon as default:PASSWORD"),
-        (one_that_allows_nothing, WORD, "no permissions to run the 'ping' command"),
+        (one_that_allows_nothing, WORD, "no permissions to run the 'eval' command"),
         (one_that_only_answers_pings, WORD, "no permissions to run the 'eval' command"),
         (one_without_rights_on_our_keys, WORD, "No permissions to access a key"),
         (a_web_server, None, "the server there is not Redis"),

@@ -23,6 +23,9 @@ def test_good_values(tmp_path: Path) -> None:
     checks.redis_url("redis_url", "unix:///run/redis")
     checks.redis_url("redis_url", "redis://host")
     checks.redis_url("redis_url", "rediss://[::1]:6379/15")
+    checks.redis_url("redis_url", "redis+sentinel://a:1,b/mymaster/3")
+    checks.redis_url("redis_url", "rediss+sentinel://[::1]:26379/my-master.x")
+    checks.redis_url("redis_url", "rediss+cluster://a.b,c:7000/0")
     checks.redis_url("redis_url", None)
 
 
@@ -65,6 +68,37 @@ def test_a_redis_without_its_scheme() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"^--redis-url: expected redis://"):
             checks.redis_url("redis_url", broken)
+
+
+def test_several_servers_of_redis() -> None:
+    assert checks.RedisServers.of("redis+sentinel://a,[::1]:1/m/3") == checks.RedisServers(
+        (("a", 26379), ("::1", 1)), False, "m", 3
+    )
+    assert checks.RedisServers.of("rediss+cluster://a:7000,b") == checks.RedisServers(
+        (("a", 7000), ("b", 6379)), True
+    )
+    assert checks.RedisServers.of("redis://a") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "form"),
+    [
+        ("redis+sentinel://host:26379", "service"),
+        ("redis+sentinel://host:0/m", "service"),
+        ("redis+sentinel://a,,b/m", "service"),
+        ("redis+sentinel://host/m/x", "service"),
+        ("redis+sentinel://user:hidden@host/m", "without a user"),
+        ("redis+cluster://host:65536", "cluster://host:port,host:port"),
+        ("redis+cluster://host/1", "cluster://host:port,host:port"),
+        ("rediss+cluster://hidden@host", "without a user"),
+        ("redis+cluster://host?password=hidden", "got 'redis.cluster://..'"),
+        ("redis+other://host", "://host:port/db, got"),
+    ],
+)
+def test_several_servers_of_redis_in_a_wrong_form(url: str, form: str) -> None:
+    with pytest.raises(ValueError, match=f"^--redis-url: expected redis.*{form}") as refused:
+        checks.redis_url("redis_url", url)
+    assert "hidden" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

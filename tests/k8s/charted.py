@@ -54,7 +54,12 @@ ALL: Values = {
         "podLabels": {"team": "one"},
         "service": {"type": "LoadBalancer", "annotations": {"c": "d"}},
     },
-    "redis": {"url": "rediss://cache.example:6379/0", "caSecret": "ca", "credentialsSecret": "db"},
+    "redis": {
+        "url": "rediss+sentinel://cache.example/main/0",
+        "caSecret": "ca",
+        "credentialsSecret": "db",
+        "sentinelSecret": "watch",
+    },
     "tls": {"enabled": True, "clientCertificates": True},
     "metrics": {"enabled": True, "port": 9999, "operator": True},
     "networkPolicy": {"egress": True},

@@ -53,8 +53,12 @@ def test_every_process_takes_its_flags_and_files(files: Path) -> None:
     assert isinstance(decode, DecodeConfig)
     assert (decode.max_window, decode.max_num_seqs) == (3, 64)  # its file instead of the common one
     for config in configs.values():
-        assert (config.fleet, config.redis_url) == ("night", "rediss://cache.example:6379/0")
+        assert (config.fleet, config.redis_url) == (
+            "night",
+            "rediss+sentinel://cache.example/main/0",
+        )
         assert config.fleet_secret and config.fleet_cert and config.redis_credentials
+        assert config.sentinel_credentials
         assert (config.metrics_port, config.model) == (9999, files / "Org/M-1")
     router = configs["router"]
     assert (router.max_queue, router.http_port) == (4, 8000)

@@ -8,15 +8,20 @@ import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from certificates import Authority
+from redis.asyncio.sentinel import SentinelConnectionPool, SentinelManagedSSLConnection
+from redis.crc import key_slot
+from redis_groups import SERVICE, servers, until
 from redis_server import PLACED, RECORD, ROUTER, running, running_placements
 
+from effuse.cli.ports import free_port
 from effuse.placement.access import CREDENTIALS_VARIABLE, RIGHTS, RedisAccess
 from effuse.placement.records import PrefixNews
-from effuse.placement.store import Claim, Store, StoreUnavailable
+from effuse.placement.store import Claim, Keys, Store, StoreUnavailable
 from effuse.protos.tls import TlsFiles
 
 
@@ -141,3 +146,79 @@ def test_tls_trusts_the_authority_that_it_is_given(url: str, tmp_path: Path) -> 
                     await workers(sealed, RedisAccess(credentials=path, ca=ca))
 
     asyncio.run(main())
+
+
+def test_all_keys_of_a_fleet_are_in_one_slot_whatever_clients_name_requests() -> None:
+    keys = Keys("blue")
+    names = list(vars(keys).values())
+    names += [keys.request("{green}"), keys.answer("a{b}c"), keys.worker("w"), keys.router("r")]
+    assert {key_slot(name.encode()) for name in names} == {key_slot(b"blue")}
+
+
+def silence(url: str, access: RedisAccess | None = None) -> str:
+    """Why Redis does not answer; empty if it does."""
+    found = (access or RedisAccess()).silence(url, "blue")
+    return "" if found is None else found.why
+
+
+def test_what_is_wrong_with_a_sentinel_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "word").write_text("hidden")
+    with servers(tmp_path) as group:
+        redis_port = group.start()
+        config = (
+            f"requirepass hidden\nsentinel monitor {SERVICE} 127.0.0.1 {redis_port} 2\n"
+            f"sentinel down-after-milliseconds {SERVICE} 200\n"
+        )
+        port = group.start("--sentinel", config=config)
+        url = f"redis+sentinel://127.0.0.1:{port}/{SERVICE}"
+        access = RedisAccess(sentinel_credentials=path)
+        until(lambda: not silence(url, access), "the Sentinel does not know its primary")
+        assert "refuses --sentinel-credentials, or misses them" in silence(url)
+        assert silence(f"{url}s", access) == f"no Sentinel knows the service '{SERVICE}s'"
+        group.kill(redis_port)
+        until(lambda: "NOQUORUM" in silence(url, access), "the lack of a quorum is not named")
+        group.kill(port)
+        assert silence(url, access).startswith("no Sentinel answers (Error 111 connecting to 127")
+
+
+def test_a_cluster_with_users_and_tls(tmp_path: Path) -> None:
+    ours = Authority.make(tmp_path / "ours")
+    (path := tmp_path / "credentials").write_text("fleet:word")
+    access = RedisAccess(credentials=path, ca=ours.cert)
+
+    async def ask(port: int, admin: Any) -> None:
+        async with tls_before(f"redis://127.0.0.1:{port}", ours.sign("redis")) as sealed:
+            place = sealed.removeprefix("rediss://").removesuffix("/0")
+            admin.config_set("cluster-announce-port", place.rpartition(":")[2])
+            url = f"rediss+cluster://{place}"
+            assert "'cluster|slots' command" in await asyncio.to_thread(silence, url, access)
+            admin.execute_command("ACL", "SETUSER", "fleet", "+cluster|slots")
+            assert await workers(url, access) == []
+            theirs = RedisAccess(credentials=path)
+            assert "certificate verify failed" in await asyncio.to_thread(silence, url, theirs)
+
+    with servers(tmp_path) as group:
+        port = group.start("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+        plain = group.start()
+        with group.client(port) as admin:
+            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            admin.acl_setuser("fleet", enabled=True, passwords=["+word"], keys="*",
+                              commands=RIGHTS.split())  # fmt: skip
+            until(lambda: admin.cluster("INFO")["cluster_state"] == "ok", "the cluster is down")
+            asyncio.run(ask(port, admin))
+        assert "cluster support disabled" in silence(f"redis+cluster://127.0.0.1:{plain}")
+
+
+def test_sentinels_and_their_primary_are_called_with_tls(tmp_path: Path) -> None:
+    ca = Authority.make(tmp_path / "ours").cert
+
+    async def go() -> None:
+        async with Store("rediss+sentinel://one,two/x", "f", access=RedisAccess(ca=ca)) as store:
+            assert isinstance(store._redis, redis.asyncio.Redis)
+            pool = store._redis.connection_pool
+            assert isinstance(pool, SentinelConnectionPool)
+            assert pool.connection_class is SentinelManagedSSLConnection
+            for each in (pool, *(one.connection_pool for one in pool.sentinel_manager.sentinels)):
+                assert each.connection_kwargs["ssl_ca_certs"] == str(ca)
+
+    asyncio.run(go())

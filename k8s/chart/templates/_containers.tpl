@@ -39,6 +39,9 @@ livenessProbe:
 {{- if $values.redis.credentialsSecret }}
 - --redis-credentials=/redis-credentials/credentials
 {{- end }}
+{{- if $values.redis.sentinelSecret }}
+- --sentinel-credentials=/sentinel-credentials/credentials
+{{- end }}
 {{- if $values.redis.caSecret }}
 - --redis-ca=/redis-ca/ca.crt
 {{- end }}

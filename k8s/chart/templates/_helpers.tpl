@@ -29,8 +29,11 @@
 {{- if and $values.tls.clientCertificates (not $values.tls.enabled) -}}
 {{- fail "tls.clientCertificates: expected tls.enabled with it" -}}
 {{- end -}}
-{{- if and $values.redis.caSecret (not (hasPrefix "rediss://" $values.redis.url)) -}}
-{{- fail "redis.caSecret: expected a redis.url that begins with rediss://" -}}
+{{- if and $values.redis.caSecret (not (hasPrefix "rediss" $values.redis.url)) -}}
+{{- fail "redis.caSecret: expected a redis.url that begins with rediss" -}}
+{{- end -}}
+{{- if and $values.redis.sentinelSecret (not (contains "+sentinel://" $values.redis.url)) -}}
+{{- fail "redis.sentinelSecret: expected a redis.url with +sentinel://" -}}
 {{- end -}}
 {{- end }}
 
@@ -86,6 +89,7 @@ app.kubernetes.io/name: {{ .role }}
 {{- $_ := set $secrets "redis-users" (list $values.redis.credentialsSecret "users.acl") -}}
 {{- else if ne .role "redis" -}}
 {{- $_ := set $secrets "redis-credentials" (list $values.redis.credentialsSecret "credentials") -}}
+{{- $_ := set $secrets "sentinel-credentials" (list $values.redis.sentinelSecret "credentials") -}}
 {{- $_ := set $secrets "redis-ca" (list $values.redis.caSecret "ca.crt") -}}
 {{- $_ := set $secrets "fleet-secret" (list $values.fleetSecret "secret") -}}
 {{- if eq .role "router" -}}
