@@ -91,8 +91,11 @@ def _audit_tiers(cache: TieredCache) -> None:
 
 
 def audit_users(cache: UnitCache, requests: Iterable[HeldUnits]) -> None:
-    """Checks that each unit has as many users as requests hold it. Raises AuditError."""
-    users = Counter(id(unit) for one in requests for unit in one.held.values())
+    """Checks that each unit has as many users as requests hold it, and the cache itself while it
+    saves the unit. Raises AuditError.
+    """
+    holders = [*requests, *([cache._pins] if isinstance(cache, TieredCache) else [])]
+    users = Counter(id(unit) for one in holders for unit in one.held.values())
     for key, unit in cache._units.items():
         if unit.num_users != users[id(unit)]:
             raise AuditError(f"{key!r} has {unit.num_users} users, {users[id(unit)]} hold it")
