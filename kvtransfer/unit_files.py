@@ -22,7 +22,7 @@ import xxhash
 _MAGIC: Final = b"effuse1\n"
 _HEAD: Final = struct.Struct("<8s16s16sQQ")  # magic, seal, digest, boundary's bytes, KV bytes
 _MOST_BOUNDARY: Final = 1 << 20  # bytes
-_THREADS: Final = 2
+_READERS: Final = 2
 _LEFT_S: Final = 3600.0  # after which an unfinished file belongs to nobody
 
 
@@ -50,7 +50,9 @@ class UnitFiles:
         self._directory = directory
         self._most_bytes = most_bytes
         self._known: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()  # unit before, bytes
-        self._threads = ThreadPoolExecutor(_THREADS, "unit-files")
+        # A unit may be forgotten and written again while its first write goes on.
+        self._writer = ThreadPoolExecutor(1, "unit-files-write")
+        self._readers = ThreadPoolExecutor(_READERS, "unit-files-read")
         self._scan()
 
     def __contains__(self, key: bytes) -> bool:
@@ -90,7 +92,7 @@ class UnitFiles:
         def write() -> int:
             return _write(self._path(key, before), _head(key, facts(), views), views)
 
-        return self._threads.submit(write)
+        return self._writer.submit(write)
 
     def written(self, key: bytes, before: bytes, size: int) -> None:
         """A file of so many bytes was written. Makes room for it."""
@@ -103,18 +105,19 @@ class UnitFiles:
         """Starts to read a unit. The result raises OSError or ValueError for a file that is gone,
         cut or foreign.
         """
-        return self._threads.submit(_read, self._path(key, self._known[key][0]), key, views)
+        return self._readers.submit(_read, self._path(key, self._known[key][0]), key, views)
 
     def forget(self, key: bytes) -> None:
         """Removes a file, if there is one."""
         before, size = self._known.pop(key, (b"", -1))
         if size >= 0:
             self.num_bytes -= size
-            self._threads.submit(_remove, self._path(key, before))
+            self._writer.submit(_remove, self._path(key, before))
 
     def close(self) -> None:
         """Waits for no thread: one may be in a disk that never answers."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._writer, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _path(self, key: bytes, before: bytes) -> Path:
         return self._directory / f"{key.hex()}.{before.hex()}"

@@ -48,6 +48,7 @@ LONGEST = (
     "decode_worker/test_engine_storm.py",
     "gpu/test_fleets.py",
     "e2e/test_absence.py",
+    "chaos/test_injector.py",
     "e2e/test_links.py",
     "decode_worker/test_canvas.py",
     "worker/test_front_process.py",

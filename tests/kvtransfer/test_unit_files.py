@@ -51,7 +51,7 @@ def test_the_least_recently_used_ones_make_room(tmp_path: Path) -> None:
     files.touch(KEYS[0])
     write(files, KEYS[2])
     assert [key in files for key in KEYS] == [True, False, True, False]
-    files._threads.shutdown()
+    files._writer.shutdown()
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -68,7 +68,7 @@ def test_a_later_process_finds_them_in_the_order_of_their_use(tmp_path: Path) ->
     (tmp_path / "0c.0d.12.partial").write_text("another process writes it now")
     later = UnitFiles(tmp_path, 400)
     assert [key in later for key in KEYS] == [True, False, True, False]
-    later._threads.shutdown()
+    later._writer.shutdown()
     left = sorted(path.name for path in tmp_path.iterdir() if len(path.name) < 60)
     assert left == ["0c.0d.12.partial", "note.txt"]
     assert read(UnitFiles(tmp_path, 400), KEYS[2])[0] == FACTS
@@ -116,6 +116,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space left"):
         write(files, KEYS[0])
     assert KEYS[0] not in files and not list(tmp_path.iterdir())
+
+
+def test_two_writes_of_one_unit_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
+    files = UnitFiles(tmp_path, 10 << 20)
+    views = [[memoryview(bytearray([number]) * (1 << 20))] for number in range(2)]
+    for _ in range(20):
+        both = [files.begin_write(KEYS[0], b"", lambda: FACTS, one) for one in views]
+        sizes = [one.result(10) for one in both]
+        files.written(KEYS[0], b"", sizes[1])
+        assert len(set(read(files, KEYS[0], 1 << 20)[1])) == 1
+        files.forget(KEYS[0])
+    files._writer.shutdown()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
