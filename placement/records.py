@@ -92,6 +92,11 @@ class Load(EngineCounts, frozen=True, kw_only=True):
     queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
     blocks_left: U63 = 0  # blocks still to denoise
     prefix_pages: U32 = 0  # pages that the prefix cache holds, free for others or in use
+    prefix_units: U32 = 0  # units of these pages
+    # Of all requests that hold pages; a page of two counts twice, and only full ones have two.
+    kv_tokens: U63 = 0  # tokens whose KV is in their pages
+    kv_room_partial: U63 = 0  # places for tokens that are free in partly filled pages
+    kv_room_empty: U63 = 0  # places in pages without any token
     offload_pages: U32 = 0  # pages of host memory that hold kept KV
     offload_file_bytes: U63 = 0  # of all files with KV
     prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
@@ -106,6 +111,29 @@ class Load(EngineCounts, frozen=True, kw_only=True):
             "quarantined": self.quarantined_pages,
         }
         return {**pages, "committed": self.total_pages - sum(pages.values())}
+
+
+class Waste(NamedTuple):
+    """Shares of memory for KV that hold no KV, from 0 to 1."""
+
+    reserved: float = 0.0  # of a pool: pages of requests that have no token yet
+    internal: float = 0.0  # the rest of partly filled pages
+    external: float = 0.0  # pages that neither requests nor new ones may use
+    paged: float = 0.0  # of the pages of requests
+    contiguous: float = 0.0  # of as many buffers of the greatest length as there are requests
+
+
+def waste_of(load: Load, page_size: int, max_model_len: int) -> Waste:
+    """Waste of a worker; the greatest length is `max_model_len` tokens."""
+    size, empty = load.total_pages * page_size, load.kv_room_partial + load.kv_room_empty
+    held, longest = load.kv_tokens + empty, load.running * max_model_len
+    return Waste(
+        reserved=load.kv_room_empty / size if size else 0.0,
+        internal=load.kv_room_partial / size if size else 0.0,
+        external=load.quarantined_pages * page_size / size if size else 0.0,
+        paged=empty / held if held else 0.0,
+        contiguous=1 - load.kv_tokens / longest if longest else 0.0,
+    )
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
