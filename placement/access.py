@@ -1,4 +1,5 @@
-"""How a process reaches Redis: user, password and authorities; and why it cannot, in one line.
+"""How a process reaches Redis: servers, user, password and authorities; when it asks again, and why
+it gets no answer, in one line.
 
 User, password and authorities are not in the address, because command lines and logs show
 addresses. Each connection reads the file again, so that a password can change without a restart.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,33 @@ def _no_primary(service: str, told: Sequence[object]) -> str:
     if refused:
         return f"a Sentinel refuses --sentinel-credentials, or misses them ({refused[0]})"
     return f"no Sentinel answers ({told[0]})"
+
+
+@dataclass(slots=True)
+class Circuit:
+    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
+    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
+    """
+
+    now: Callable[[], float]  # monotonic seconds
+    first_s: float = 0.1
+    most_s: float = 2.0
+    failures: int = 0
+    open_until: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True while callers should not ask."""
+        return self.now() < self.open_until
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.open_until = 0.0
+
+    def failed(self) -> None:
+        pause = min(self.first_s * 2.0**self.failures, self.most_s)
+        self.failures = min(self.failures + 1, 32)
+        self.open_until = self.now() + pause
 
 
 @dataclass(frozen=True, slots=True)

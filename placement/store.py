@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
 from effuse.config.checks import RedisServers
-from effuse.placement.access import FAULTS, RedisAccess, close, told
+from effuse.placement.access import FAULTS, Circuit, RedisAccess, close, told
 from effuse.placement.records import (
     PlacementRecord,
     RouterRecord,
@@ -58,33 +58,6 @@ class Claim:
     earlier: bytes | None = None  # the placement of a router that is gone, undecoded
     elsewhere: bytes | None = None  # the placement of another live router, undecoded
     lease_s: float = 0.0  # for as long as the other router's lease holds
-
-
-@dataclass(slots=True)
-class Circuit:
-    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
-    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
-    """
-
-    now: Callable[[], float]  # monotonic seconds
-    first_s: float = 0.1
-    most_s: float = 2.0
-    failures: int = 0
-    open_until: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """True while callers should not ask."""
-        return self.now() < self.open_until
-
-    def succeeded(self) -> None:
-        self.failures = 0
-        self.open_until = 0.0
-
-    def failed(self) -> None:
-        pause = min(self.first_s * 2.0**self.failures, self.most_s)
-        self.failures = min(self.failures + 1, 32)
-        self.open_until = self.now() + pause
 
 
 class Keys:

