@@ -1,4 +1,5 @@
-"""How a process reaches Redis: user, password and authorities; and why it cannot, in one line.
+"""How a process reaches Redis: servers, user, password and authorities; when it asks again, and why
+it gets no answer, in one line.
 
 User, password and authorities are not in the address, because command lines and logs show
 addresses. Each connection reads the file again, so that a password can change without a restart.

@@ -6,8 +6,8 @@ no clock.
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from functools import cached_property, lru_cache
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -164,6 +164,8 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
         return self.bytes_per_second / 1e9
 
 
+_Links = Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)]
+
 MOST_QUARANTINES = 64  # of one worker, only the oldest ones
 
 
@@ -197,7 +199,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     capacity: Capacity
     load: Load
     # Of a prefill worker: the decode workers that it can push to, as far as they were measured,
-    links: Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)] = ()
+    links: _Links = ()
     # and the rate below which no prompt may take a link; 0 is no limit.
     min_handoff_gbps: float = 0.0
     # Of a prefill worker: whether prompts only take the links in `links`, which are warm.
@@ -366,9 +368,36 @@ def _decode(value: bytes, schema: type[Record], name: str) -> Record:
         raise MalformedRecord(f"{name}: {error}") from error
 
 
-def decode_worker(value: bytes) -> WorkerRecord:
+class StoredWorker(NamedTuple):
+    """A worker's record, and its links, as they are stored. Links are apart, because they are most
+    of the bytes and seldom change."""
+
+    record: bytes
+    links: bytes = b""
+
+    @classmethod
+    def of(cls, record: WorkerRecord) -> Self:
+        """The stored form of a record."""
+        links = msgspec.json.encode(record.links) if record.links else b""
+        return cls(encode(msgspec.structs.replace(record, links=())), links)
+
+
+def decode_worker(value: bytes | StoredWorker) -> WorkerRecord:
     """Reads a worker's stored form; raises `MalformedRecord` that names the bad field."""
-    return _decode(value, WorkerRecord, "worker record")
+    if isinstance(value, bytes):
+        return _decode(value, WorkerRecord, "worker record")
+    record = _decode(value.record, WorkerRecord, "worker record")
+    if value.links:
+        record = msgspec.structs.replace(record, links=_decode_links(value.links))
+    return record
+
+
+@lru_cache(maxsize=4096)
+def _decode_links(value: bytes) -> tuple[Link, ...]:
+    try:
+        return msgspec.json.decode(value, type=_Links)
+    except _UNREADABLE as error:
+        raise MalformedRecord(f"worker record: {error} of its links") from error
 
 
 def decode_placement(value: bytes) -> PlacementRecord:
