@@ -35,9 +35,8 @@ Placing = Literal["placed", "stale", "duplicate", "foreign"]
 
 MOST_ENDED = 50_000
 """Most placements of ended requests that a fleet keeps, the newest ones; about 50 MB in Redis."""
-MOST_ANSWERS = 20_000
-MOST_ANSWER_BYTES = 64 << 20
-"""Most answers that a fleet keeps, and their bytes together."""
+MOST_ANSWERS = 20_000  # that a fleet keeps
+MOST_ANSWER_BYTES = 64 << 20  # of these together
 _MOST_LOOKUPS = 4  # at a time; clients cause them, and must never take the last connection
 MOST_CONNECTIONS = _MOST_LOOKUPS + 5
 """Connections of one process to Redis, for lookups and all loops."""

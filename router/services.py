@@ -13,7 +13,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from effuse.client.params import NAMES
 from effuse.config.decoding import ALGORITHMS, DecodingDefaults
-from effuse.placement.records import ModelInfo, waste_of
+from effuse.placement.records import ModelInfo
+from effuse.placement.waste import waste_of
 from effuse.protos.channels import filled, numbers_of
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.protos.rpc import Context

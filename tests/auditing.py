@@ -11,7 +11,7 @@ from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.units import HeldUnits, Unit, UnitCache
-from effuse.placement.records import waste_of
+from effuse.placement.waste import waste_of
 from effuse.prefill_worker.engine import PrefillEngine
 
 Pages = Sequence[PageRef]

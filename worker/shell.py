@@ -24,11 +24,10 @@ from effuse.placement.records import (
     Load,
     Quarantine,
     Role,
-    Waste,
     WorkerRecord,
     WorkerState,
-    waste_of,
 )
+from effuse.placement.waste import Waste, waste_of
 from effuse.protos.channels import OPEN, FleetAccess
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
 from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics, gauges
