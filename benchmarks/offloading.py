@@ -116,7 +116,7 @@ class Bench:
         return taken_ms
 
     def _evict(self) -> None:
-        """Waits until all units are saved, and gives their pages to nobody."""
+        """Waits until all units are saved, and empties the pool."""
         while self.cache.is_copying or self.cache._due:
             self.engine.step()
         pages = self.pool.allocate_committed(self.pool.num_free)

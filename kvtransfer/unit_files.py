@@ -1,7 +1,7 @@
 """Files of units: KV that outlives the memory of its worker, and its process.
 
 One file for each unit, in a directory for one model and layout. Its name has the unit's key and
-that of the unit before, so a process that starts finds what earlier ones left. Threads read and
+that of the unit before, so a process that starts finds the files of earlier ones. Threads read and
 write, because a disk may take any time. A file appears whole or not at all, and its bytes are
 checked by their digest where they arrive.
 """
@@ -23,12 +23,12 @@ _MAGIC: Final = b"effuse1\n"
 _HEAD: Final = struct.Struct("<8s16s16sQQ")  # magic, seal, digest, boundary's bytes, KV bytes
 _MOST_BOUNDARY: Final = 1 << 20  # bytes
 _READERS: Final = 2
-_LEFT_S: Final = 3600.0  # after which an unfinished file belongs to nobody
+_LEFT_S: Final = 3600.0  # after which an unfinished file has no writer any more
 
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file has beside the KV: the digest of its pages, and a raw boundary row if any."""
+    """Content of a file beside the KV: the digest of its pages, and a raw boundary row if any."""
 
     digest: bytes
     boundary: bytes = b""

@@ -42,7 +42,7 @@ RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
 """The rights of a fleet's user, in Redis's own form: only those that the fleet needs. In a
 cluster it also needs `+cluster|slots`."""
 FAULTS: Final = (RedisError, RedisClusterException, OSError)
-"""What a client raises if Redis does not answer or refuses."""
+"""Errors of a client if Redis does not answer or refuses."""
 _WRITE: Final = "return redis.call('set', KEYS[1], '', 'PX', 1)"
 _FINAL: Final = (AuthenticationError, ResponseError, InvalidResponse)
 _PASSING: Final = (ReadOnlyError, OutOfMemoryError, ClusterError)

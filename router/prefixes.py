@@ -1,4 +1,4 @@
-"""Which worker has which beginnings of prompts: what this router has sent, and what others have.
+"""Which worker has which beginnings of prompts, by the prompts of this router and of others.
 
 An estimate, so that a prompt goes to the worker that probably knows most of it. Without Redis it is
 of this router's own prompts. Not here: its weight in a choice (`policy.py`)."""
@@ -43,7 +43,7 @@ RETRY_S: Final = 1.0
 REFRESH_S: Final = 30.0
 """A note that is younger is not made again, so times of notes may be so much too early."""
 REFUTED_S: Final = 60.0
-"""Age from which on a note must be true, or the worker has dropped what it used before."""
+"""Age from which on a wrong note shows that the worker has dropped its older beginnings."""
 REBUILD_S: Final = 3.0
 """Once Redis has lost all notes, the router that finds it writes its own at once. After so long the
 others write those that are still missing."""
@@ -61,7 +61,7 @@ class Note(NamedTuple):
 
 
 class KnownPrefix(NamedTuple):
-    """What a worker should have of a prompt, by notes of this router and of others, in tokens."""
+    """Tokens of a prompt that a worker should have, by notes of this router and of others."""
 
     own: int = 0
     shared: int = 0
@@ -150,7 +150,7 @@ class SentPrefixes:
         return found
 
     def claim(self, keys: Sequence[bytes], life: WorkerLife) -> KnownPrefix:
-        """What this worker should have of such a prompt."""
+        """Tokens of such a prompt that this worker should have."""
         number, num_own, used_at = self.cached(keys).get(life, 0) // UNIT, 0, 0.0
         for key in keys[:number]:
             used_at, is_own = self._notes[key][life]
@@ -270,7 +270,7 @@ class SharedPrefixes:
         return CATCH_UP_S if is_behind else EXCHANGE_S
 
     async def catch_up(self) -> None:
-        """Reads what others have written so far, as long as Redis answers."""
+        """Reads all notes of others, as long as Redis answers."""
         while await self.exchange():
             pass  # the caller brings the deadline
 
