@@ -23,6 +23,8 @@ KUBERNETES := 1.30
 
 # Files of tests that run at the same time: many wait for processes, so three keep two cores busy.
 AT_ONCE ?= 3
+# Files that need the machine to themselves.
+ALONE := tests/chaos/test_chaos.py tests/chaos/test_network.py
 # Of tests/clients, as .ci/tool names them. CLIENTS=guidellm adds that load generator, which takes 6 GB.
 CLIENTS := buf grpcurl grpc-js go-client ghz langchain smg triton
 
@@ -72,8 +74,8 @@ test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itsel
 	  echo "$(BIN)/python -m pytest $$*"
 	  $(BIN)/python -m pytest "$$@" || failed="$$failed$${failed:+ and }$$name"
 	}
-	name="the tests at once" suite -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder --ignore tests/chaos $(PYTEST_FLAGS)
-	name="tests/chaos" suite tests/chaos $(PYTEST_FLAGS)
+	name="the tests at once" suite -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder $(addprefix --ignore ,$(ALONE)) $(PYTEST_FLAGS)
+	name="tests/chaos" suite $(ALONE) $(PYTEST_FLAGS)
 	[ -z "$$failed" ] || { echo "failed: $$failed" >&2; exit 1; }
 
 .PHONY: gpu

@@ -123,10 +123,17 @@ class NoConnector:
         return -1
 
 
-def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngine:
-    """A prefill worker's engine without readers of its results."""
+def prefill_engine(
+    parts: Paged,
+    *,
+    max_num_batched_tokens: int,
+    pool: PagePool | None = None,
+    cache: UnitCache | None = None,
+) -> PrefillEngine:
+    """A prefill worker's engine without readers of its results, and its `pool` and `cache` if they
+    are not given."""
     config, memory, agreed = parts.model.config, parts.memory, parts.fingerprint
-    pool = PagePool(memory.num_pages)
+    pool = pool or PagePool(memory.num_pages)
     sender = HandoffSender(NoConnector(), reservation_s=_MOST_S, now=time.monotonic)
     executor = PromptExecutor(
         parts.runner,
@@ -144,7 +151,7 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
         ),
         config,
         pool,
-        parts.make_cache(pool),
+        cache or parts.make_cache(pool),
         sender,
         agreed,
         now=time.monotonic,

@@ -25,7 +25,7 @@ from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
-from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.pool import PagePool, PageState, room_in
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.kvtransfer.units import UnitCache
 from effuse.placement.records import Load
@@ -160,7 +160,7 @@ class DecodeEngine:
 
     def load(self) -> Load:
         roster = self.roster
-        requests = roster.by_transfer.values()
+        requests, page_size = roster.by_transfer.values(), self._intake.limits.page_size
         return Load(
             running=roster.num_holding,
             waiting=len(roster.waiting),
@@ -184,6 +184,9 @@ class DecodeEngine:
             kv_bytes=self.counters.kv_bytes,
             kv_bytes_held=self.counters.kv_bytes_held,
             **self._cache.figures(),
+            **room_in(
+                ((len(r.pages), r.num_stored(page_size)) for r in requests if r.pages), page_size
+            ),
         )
 
     # Arrivals.

@@ -101,6 +101,13 @@ class DecodeRequest:
         """Whether pages hold the surroundings of the canvas' current generation block."""
         return self.cache_of is not None and self.cache_of == self.canvas_step().block_start
 
+    def num_stored(self, page_size: int) -> int:
+        """Tokens whose KV is in its pages. Before a prompt has arrived, those that were found."""
+        if self.settings.is_canvas:
+            return canvas.num_cached(self.canvas_step()) if self.has_cache else 0
+        found = min(self.units.num_pages * page_size, self.sequence.first_block_start)
+        return max(self.sequence.committed_len, found)
+
     def canvas_step(self) -> CanvasStep:
         """The inputs of the canvas' coming step."""
         canvas.append_blocks(self.sequence)

@@ -1,7 +1,7 @@
 """Room in host memory for pages of a pool, and copies between both.
 
-Copies of a GPU run on a stream of their own, behind all work that was launched before them. What
-arrives is digested in the pool's pages, so wrong bytes are found wherever they came from.
+Copies of a GPU run on a stream of their own, behind all work that was launched before them. Bytes
+that arrive are digested in the pool's pages, so wrong ones are found wherever they came from.
 """
 
 import weakref
@@ -44,7 +44,7 @@ class HostPages:
         return self._digests(page_ids)
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> DigestJob:
-        """Starts to copy slots to pages; the job is as in `save`, of what the pages have then."""
+        """Starts to copy slots to pages; the job is as in `save`, of the pages' new bytes."""
         self._copy(self._slots, slots, self._rows, page_ids)
         return self._digests(page_ids)
 
@@ -56,7 +56,7 @@ class HostPages:
         self, rows: Tensor, sources: Sequence[int], into: Tensor, targets: Sequence[int]
     ) -> None:
         if self._stream is not None:
-            # Launched forwards may still write these pages, or read what was there before.
+            # Launched forwards may still write these pages, or read their earlier bytes.
             self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for source, target, count in _runs(sources, targets):

@@ -200,6 +200,17 @@ class PagePool:
             )
 
 
+def room_in(held: Iterable[tuple[int, int]], page_size: int) -> dict[str, int]:
+    """Fields of a worker's `Load`, for requests that hold so many pages with so many tokens."""
+    tokens = partial = empty = 0
+    for num_pages, num_stored in held:
+        rest = -num_stored % page_size
+        tokens += num_stored
+        partial += rest
+        empty += num_pages * page_size - num_stored - rest
+    return {"kv_tokens": tokens, "kv_room_partial": partial, "kv_room_empty": empty}
+
+
 class FreeRuns:
     """A set of page ids kept as maximal runs; taking prefers the tightest run that fits."""
 

@@ -110,7 +110,7 @@ class Writing:
 
 @dataclass(slots=True)
 class TierCounts:
-    """What has moved so far, in bytes of KV."""
+    """Bytes of KV that have moved so far, and faults."""
 
     saved: int = 0  # to host memory
     loaded: int = 0  # into the pool
@@ -142,7 +142,7 @@ class Tiers:
         self._files = files
         self._row_dtype, self._row_device = row_dtype, row_device
         self._free = FreeRuns(host.num_slots)
-        self._late: list[Read] = []  # that nobody waits for
+        self._late: list[Read] = []  # no request waits for them
         self._writing: list[Writing] = []
         self._read_s = -math.inf  # when the last read ended
         self._files_back_s = -math.inf  # from when on files are used again
@@ -213,7 +213,7 @@ class Tiers:
         yield from ((key, kept.before) for key, kept in self.kept.items())
 
     def forget(self, key: Key) -> None:
-        """Nobody finds the unit any more."""
+        """No request finds the unit any more."""
         if key in self.kept:
             self._leave_host(key)
         if self._files:
@@ -264,7 +264,7 @@ class Tiers:
         self._writing.append(Writing(key, kept, result, self.now()))
 
     def _end_files(self) -> None:
-        """Takes the results of writes, and of reads that nobody waits for."""
+        """Takes the results of writes, and of abandoned reads."""
         now, left = self.now(), []
         for one in self._writing:
             if one.result.done():
@@ -345,8 +345,8 @@ class Tiers:
         return True
 
     def abandon(self, reads: Sequence[Read]) -> None:
-        """Nobody waits for these any more; their slots are free once they end. Most have not begun
-        if there are many."""
+        """No request waits for these any more; their slots are free once they end. Most
+        have not begun if there are many."""
         for read in reads:
             read.result.cancel()
         self._late += reads

@@ -1,7 +1,7 @@
 """Files of units: KV that outlives the memory of its worker, and its process.
 
 One file for each unit, in a directory for one model and layout. Its name has the unit's key and
-that of the unit before, so a process that starts finds what earlier ones left. Threads read and
+that of the unit before, so a process that starts finds the files of earlier ones. Threads read and
 write, because a disk may take any time. A file appears whole or not at all, and its bytes are
 checked by their digest where they arrive.
 """
@@ -26,14 +26,14 @@ import xxhash
 _MAGIC: Final = b"effuse1\n"
 _HEAD: Final = struct.Struct("<8s16s16sQQ")  # magic, seal, digest, boundary's bytes, KV bytes
 _MOST_BOUNDARY: Final = 1 << 20  # bytes
-_THREADS: Final = 2
+_READERS: Final = 2
 _Result = TypeVar("_Result")
-_LEFT_S: Final = 3600.0  # after which an unfinished file belongs to nobody
+_LEFT_S: Final = 3600.0  # after which an unfinished file has no writer any more
 
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file has beside the KV: the digest of its pages, and a raw boundary row if any."""
+    """Content of a file beside the KV: the digest of its pages, and a raw boundary row if any."""
 
     digest: bytes
     boundary: bytes = b""
@@ -55,7 +55,9 @@ class UnitFiles:
         self._directory = directory
         self._most_bytes = most_bytes
         self._known: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()  # unit before, bytes
-        self._threads = _Threads(_THREADS)
+        # A unit may be forgotten and written again while its first write goes on.
+        self._writer = _Threads(1)
+        self._readers = _Threads(_READERS)
         self._scan()
 
     def __contains__(self, key: bytes) -> bool:
@@ -99,7 +101,7 @@ class UnitFiles:
         def write() -> int:
             return _write(self._path(key, before), _head(key, facts(), views), views)
 
-        return self._threads.submit(write)
+        return self._writer.submit(write)
 
     def written(self, key: bytes, before: bytes, size: int) -> None:
         """A file of so many bytes was written. Makes room for it."""
@@ -112,18 +114,19 @@ class UnitFiles:
         """Starts to read a unit. The result raises OSError or ValueError for a file that is gone,
         cut or foreign.
         """
-        return self._threads.submit(_read, self._path(key, self._known[key][0]), key, views)
+        return self._readers.submit(_read, self._path(key, self._known[key][0]), key, views)
 
     def forget(self, key: bytes) -> None:
         """Removes a file, if there is one."""
         before, size = self._known.pop(key, (b"", -1))
         if size >= 0:
             self.num_bytes -= size
-            self._threads.submit(_remove, self._path(key, before))
+            self._writer.submit(_remove, self._path(key, before))
 
     def close(self) -> None:
         """Waits for no thread: one may be in a disk that never answers."""
-        self._threads.close()
+        for threads in (self._writer, self._readers):
+            threads.close()
 
     def _path(self, key: bytes, before: bytes) -> Path:
         return self._directory / f"{key.hex()}.{before.hex()}"

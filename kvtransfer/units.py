@@ -98,6 +98,7 @@ class UnitCache:
             "prefix_queries": self.num_queried,
             "prefix_hits": self.num_found,
             "prefix_pages": self.num_cached,
+            "prefix_units": len(self._units),
             "prefix_evictions": self.num_evicted,
         }
 

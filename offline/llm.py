@@ -41,8 +41,7 @@ from effuse.worker.config import Attention, DecodeConfig, Device, Dtype, KVLayou
 from effuse.worker.gpus import check_device
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
-Progress = Callable[[int, int], None]
-"""Called with the number of finished answers and of all answers."""
+Progress = Callable[[int, int], None]  # of the number of finished answers and of all
 _DEFAULTS = Params()
 _MOST_REQUEST_S = 1e9  # the caller waits for its batch, for days on a slow machine
 Result = TypeVar("Result")
@@ -72,6 +71,8 @@ class EngineOptions(GroupOptions, total=False):
     gpu_memory_utilization: float
     kv_layout: KVLayoutKind
     enable_prefix_caching: bool
+    kv_offloading_size: float
+    kv_offloading_dir_size: float
     attention: Attention
     batch_invariant: bool
     enforce_eager: bool
@@ -89,6 +90,7 @@ class LLM:
         model: Path | str | None = None,
         *,
         adapter: Path | str | None = None,
+        kv_offloading_dir: Path | str | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         """model: checkpoint directory, or None for the bundled one. Raises TypeError for an unknown
@@ -102,6 +104,7 @@ class LLM:
         config = DecodeConfig(
             model=directory,
             adapter=None if adapter is None else Path(adapter),
+            kv_offloading_dir=None if kv_offloading_dir is None else Path(kv_offloading_dir),
             max_request_s=_MOST_REQUEST_S,
             connector="zmq",  # pages never leave the process, so no connector is needed
             **options,
@@ -361,8 +364,7 @@ def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> Star
 
 
 def _result_of(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, in its own thread: this one may have a loop, as in a notebook."""
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread:  # this one may have a loop, as in a notebook
         return thread.submit(asyncio.run, work).result()
 
 
@@ -389,11 +391,10 @@ def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 def _each(params: Params | Iterable[Params], count: int) -> list[Params]:
     if isinstance(params, Params):
         return [params] * count
-    each: list[Params] = []
-    for one in [params] if isinstance(params, Mapping | str) else params:
+    each: list[Any] = list([params] if isinstance(params, Mapping | str) else params)
+    for one in each:
         if not isinstance(one, Params):
             raise TypeError(f"params: expected effuse.Params, got {type(one).__name__}")
-        each.append(one)
     if len(each) != count:
         raise ValueError(f"expected params for {count} prompts, got {len(each)}")
     return each

@@ -1,4 +1,5 @@
-"""How a process reaches Redis: user, password and authorities; and why it cannot, in one line.
+"""How a process reaches Redis: servers, user, password and authorities; when it asks again, and why
+it gets no answer, in one line.
 
 User, password and authorities are not in the address, because command lines and logs show
 addresses. Each connection reads the file again, so that a password can change without a restart.
@@ -41,7 +42,7 @@ RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
 """The rights of a fleet's user, in Redis's own form: only those that the fleet needs. In a
 cluster it also needs `+cluster|slots`."""
 FAULTS: Final = (RedisError, RedisClusterException, OSError)
-"""What a client raises if Redis does not answer or refuses."""
+"""Errors of a client if Redis does not answer or refuses."""
 _WRITE: Final = "return redis.call('set', KEYS[1], '', 'PX', 1)"
 _FINAL: Final = (AuthenticationError, ResponseError, InvalidResponse)
 _PASSING: Final = (ReadOnlyError, OutOfMemoryError, ClusterError)

@@ -15,14 +15,19 @@ seconds of this process; no timestamp leaves it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
 from msgspec import structs
 
-from effuse.placement.records import MalformedRecord, WorkerRecord, decode_worker
+from effuse.placement.records import (
+    MalformedRecord,
+    StoredWorker,
+    WorkerRecord,
+    decode_worker,
+)
 from effuse.placement.store import Store, StoreUnavailable
 
 LOG = logging.getLogger(__name__)
@@ -247,7 +252,10 @@ class Snapshot:
 
 
 def merge(
-    before: Snapshot, answer: list[tuple[bytes, float]], asked_at: float, now: float
+    before: Snapshot,
+    answer: Sequence[tuple[bytes | StoredWorker, float]],
+    asked_at: float,
+    now: float,
 ) -> Snapshot:
     """Returns the view after one poll; `answer` is (stored record, lease left in seconds).
 
@@ -289,8 +297,15 @@ class FleetView:
     """Polls Redis in `run`, and answers from memory."""
 
     def __init__(
-        self, store: Store, *, poll_s: float = 0.5, now: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        *,
+        poll_s: float = 0.5,
+        with_links: bool = True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """with_links: whether records have links, which need Redis' and the reader's time."""
+        self._with_links = with_links
         self._store = store
         self._poll_s = poll_s
         self._now = now
@@ -317,7 +332,7 @@ class FleetView:
         that reading the records used."""
         used_s, asked_at = 0.0, self._now()
         try:
-            answer = await self._store.workers()
+            answer = await self._store.workers(with_links=self._with_links)
         except StoreUnavailable as error:
             if self._snapshot.is_current:
                 LOG.warning("keeping the last known view of the fleet: %s", error)

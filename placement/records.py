@@ -6,8 +6,8 @@ no clock.
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from functools import cached_property, lru_cache
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -92,6 +92,11 @@ class Load(EngineCounts, frozen=True, kw_only=True):
     queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
     blocks_left: U63 = 0  # blocks still to denoise
     prefix_pages: U32 = 0  # pages that the prefix cache holds, free for others or in use
+    prefix_units: U32 = 0  # units of these pages
+    # Of all requests that hold pages; a page of two counts twice, and only full ones have two.
+    kv_tokens: U63 = 0  # tokens whose KV is in their pages
+    kv_room_partial: U63 = 0  # places for tokens that are free in partly filled pages
+    kv_room_empty: U63 = 0  # places in pages without any token
     offload_pages: U32 = 0  # pages of host memory that hold kept KV
     offload_file_bytes: U63 = 0  # of all files with KV
     prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
@@ -136,6 +141,8 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
         return self.bytes_per_second / 1e9
 
 
+_Links = Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)]
+
 MOST_QUARANTINES = 64  # of one worker, only the oldest ones
 
 
@@ -169,7 +176,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     capacity: Capacity
     load: Load
     # Of a prefill worker: the decode workers that it can push to, as far as they were measured,
-    links: Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)] = ()
+    links: _Links = ()
     # and the rate below which no prompt may take a link; 0 is no limit.
     min_handoff_gbps: float = 0.0
     # Of a prefill worker: whether prompts only take the links in `links`, which are warm.
@@ -338,9 +345,36 @@ def _decode(value: bytes, schema: type[Record], name: str) -> Record:
         raise MalformedRecord(f"{name}: {error}") from error
 
 
-def decode_worker(value: bytes) -> WorkerRecord:
+class StoredWorker(NamedTuple):
+    """A worker's record, and its links, as they are stored. Links are apart, because they are most
+    of the bytes and seldom change."""
+
+    record: bytes
+    links: bytes = b""
+
+    @classmethod
+    def of(cls, record: WorkerRecord) -> Self:
+        """The stored form of a record."""
+        links = msgspec.json.encode(record.links) if record.links else b""
+        return cls(encode(msgspec.structs.replace(record, links=())), links)
+
+
+def decode_worker(value: bytes | StoredWorker) -> WorkerRecord:
     """Reads a worker's stored form; raises `MalformedRecord` that names the bad field."""
-    return _decode(value, WorkerRecord, "worker record")
+    if isinstance(value, bytes):
+        return _decode(value, WorkerRecord, "worker record")
+    record = _decode(value.record, WorkerRecord, "worker record")
+    if value.links:
+        record = msgspec.structs.replace(record, links=_decode_links(value.links))
+    return record
+
+
+@lru_cache(maxsize=4096)
+def _decode_links(value: bytes) -> tuple[Link, ...]:
+    try:
+        return msgspec.json.decode(value, type=_Links)
+    except _UNREADABLE as error:
+        raise MalformedRecord(f"worker record: {error} of its links") from error
 
 
 def decode_placement(value: bytes) -> PlacementRecord:

@@ -24,6 +24,7 @@ from effuse.placement.records import (
     PlacementRecord,
     PrefixNews,
     RouterRecord,
+    StoredWorker,
     WorkerRecord,
     check_name,
     encode,
@@ -34,9 +35,8 @@ Placing = Literal["placed", "stale", "duplicate", "foreign"]
 
 MOST_ENDED = 50_000
 """Most placements of ended requests that a fleet keeps, the newest ones; about 50 MB in Redis."""
-MOST_ANSWERS = 20_000
-MOST_ANSWER_BYTES = 64 << 20
-"""Most answers that a fleet keeps, and their bytes together."""
+MOST_ANSWERS = 20_000  # that a fleet keeps
+MOST_ANSWER_BYTES = 64 << 20  # of these together
 _MOST_LOOKUPS = 4  # at a time; clients cause them, and must never take the last connection
 MOST_CONNECTIONS = _MOST_LOOKUPS + 5
 """Connections of one process to Redis, for lookups and all loops."""
@@ -122,6 +122,7 @@ class Store:
         # An exchange, and one more if a script must be loaded; others to find the right server.
         self._limit_s = timeout_s * (2 + (len(servers.addresses) if servers else 0))
         self._redis = self._access.connect(url, timeout_s, MOST_CONNECTIONS)
+        self._links: dict[bytes, bytes] = {}  # of workers, by digest, as far as they are alive
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
         self._scripts = {
             one.name.removesuffix(".lua"): one.read_text()
@@ -150,15 +151,31 @@ class Store:
         """
         keys = [self.keys.worker(record.worker_id), self.keys.workers]
         action = "take" if takes else "renew"
-        args = (record.worker_id, holder, encode(record), _ms(lease_s), action)
-        answer = await self._run_script("announce", keys, args)
+        stored = StoredWorker.of(record)
+        digest = _digest(stored.links) if stored.links else ""
+        args = (record.worker_id, holder, stored.record, _ms(lease_s), action, digest)
+        answer = await self._run_script("announce", keys, (*args, b""))
+        if answer == b"unknown":
+            answer = await self._run_script("announce", keys, (*args, stored.links))
         return cast(Announcement, cast(bytes, answer).decode())
 
-    async def workers(self) -> list[tuple[bytes, float]]:
-        """Returns every live worker: its stored record, undecoded, and seconds left."""
-        keys = self.keys
-        answer = await self._run_script("workers", [keys.workers], [keys.worker_prefix])
-        return _with_seconds(answer)
+    async def workers(self, *, with_links: bool = True) -> list[tuple[StoredWorker, float]]:
+        """Returns every live worker: its stored record, undecoded, and seconds left. Links travel
+        only if they have changed since the last call."""
+        keys, before = self.keys, self._links
+        has = before if with_links else ["*"]
+        answer = await self._run_script("workers", [keys.workers], [keys.worker_prefix, *has])
+        flat = iter(cast(list[Any], answer))
+        parts = list(zip(flat, flat, flat, flat, strict=True))
+        if not with_links:
+            return [(StoredWorker(record), left_ms / 1000) for record, _, _, left_ms in parts]
+        links = {digest: found or before.get(digest, b"") for _, digest, found, _ in parts}
+        links.pop(b"", None)
+        self._links = links
+        return [
+            (StoredWorker(record, links.get(digest, b"")), left_ms / 1000)
+            for record, digest, _, left_ms in parts
+        ]
 
     async def place(
         self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()
@@ -179,7 +196,7 @@ class Store:
                 for number, (record, lifetime_s) in enumerate(placements):
                     keys, args = self._placing(record, lifetime_s, record.request_id in held)
                     # The first one loads the script, so that no further call is needed.
-                    script = ("EVALSHA", _sha(place)) if number else ("EVAL", place)
+                    script = ("EVALSHA", _name(place)) if number else ("EVAL", place)
                     pipeline.execute_command(*script, len(keys), *keys, *args)  # only put into it
                 return await pipeline.execute()
 
@@ -320,7 +337,7 @@ class Store:
         async def run() -> object:
             try:
                 return await self._redis.execute_command(
-                    "EVALSHA", _sha(script), len(keys), *keys, *args
+                    "EVALSHA", _name(script), len(keys), *keys, *args
                 )
             except NoScriptError:  # on this server
                 return await self._redis.execute_command("EVAL", script, len(keys), *keys, *args)
@@ -370,9 +387,13 @@ def _with_seconds(answer: object) -> list[tuple[bytes, float]]:
 
 
 @cache
-def _sha(script: str) -> str:
+def _name(script: str) -> str:
     """The name of a script once a server has loaded it."""
-    return sha1(script.encode(), usedforsecurity=False).hexdigest()
+    return _digest(script.encode())
+
+
+def _digest(value: bytes) -> str:
+    return sha1(value, usedforsecurity=False).hexdigest()
 
 
 def _ms(seconds: float) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from effuse.kvtransfer.connector import Pushed, PushFailed
 from effuse.kvtransfer.layout import Fingerprint, mismatch
 from effuse.kvtransfer.messages import AttemptId, Reservation
-from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.pool import PagePool, PageState, room_in
 from effuse.kvtransfer.sender import Ended, HandoffSender
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
@@ -189,6 +189,10 @@ class PrefillEngine:
             step_tokens=self._executor.num_tokens,
             kv_bytes=self._kv_bytes,
             **self._cache.figures(),
+            **room_in(
+                ((len(one.pages), one.num_computed) for one in self.table.prompts.values()),
+                self._config.page_size,
+            ),
         )
 
     # Arrivals.

@@ -47,6 +47,7 @@ from effuse.router.policy import (
     is_alone,
     what_is_missing,
 )
+from effuse.router.prefixes import NOTHING_KNOWN
 from effuse.router.request import Request
 from effuse.router.request_states import Event, State
 from effuse.router.router import Router
@@ -202,8 +203,10 @@ class AnswerRun:
         prefill = placement.prefill.worker_id if placement.prefill else ""
         keys, known = request.prompt.prefix_keys, self._router.fleet.prompts
         computes = placement.prefill or placement.decode
+        request.costs.known = NOTHING_KNOWN
         if computes.load.prefix_queries and not placement.shares_prompt:
-            self._router.metrics.count_known(known.sources(keys, computes.life))
+            request.costs.known = known.claim(keys, computes.life)
+            self._router.metrics.count_known(request.costs.known)
         known.note(keys, [placement.decode.life, *([computes.life] if placement.prefill else ())])
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
         attempt = Attempt(self._router, request, placement, self._told, share)

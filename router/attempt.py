@@ -10,6 +10,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from msgspec.structs import asdict
@@ -234,14 +235,17 @@ class Attempt:
         self._moved_on_at = now
         measured = self._router.steering.of(request.asked.model.name).measured
         costs, tokens = request.costs, len(request.prompt.token_ids)
+        check = partial(self._router.fleet.prompts.check, costs.known)
         if placement.prefill is None:
             if verified.compute_s and not (placement.shares_prompt or request.answer.token_ids):
                 cached, compute_s = verified.cached_tokens, verified.compute_s
                 measured.note_prompt(None, tokens, cached, compute_s, now)
+                check(placement.decode.life, cached)
         elif costs.compute_s:
             life, end = placement.prefill.life, costs.prefilled
             measured.note_prompt(life, tokens, costs.cached_tokens, costs.compute_s, end)
             measured.note_handoff(tokens, verified.bytes)
+            check(life, costs.cached_tokens)
 
     def _measure_commit(self, before: int, commit: worker_pb2.DecodeCommit, now: float) -> None:
         """before: tokens of the answer before the commit that came now. Time for prompts does not

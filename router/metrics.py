@@ -18,6 +18,7 @@ from effuse.protos.errors import Overloaded
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.measures import KeptShares
 from effuse.router.policy import Candidate, Condition
+from effuse.router.prefixes import KnownPrefix
 from effuse.router.request import Request
 from effuse.router.steering import ModelPlan
 from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics
@@ -129,10 +130,10 @@ class RouterMetrics(ProcessMetrics):
         if kept.all is not None:
             self.kept_shares.note(*labels, is_kept=kept.all)
 
-    def count_known(self, tokens: Mapping[str, int]) -> None:
-        """An attempt began at a worker that should have so many tokens of its prompt, by source."""
-        for source, number in tokens.items():
-            self.known_tokens.labels(source).inc(number)
+    def count_known(self, claim: KnownPrefix) -> None:
+        """An attempt began at a worker that should have this of its prompt."""
+        self.known_tokens.labels("own").inc(claim.own)
+        self.known_tokens.labels("shared").inc(claim.shared)
 
     def count_refusal(self, tenant: str, status: str) -> None:
         """A request was refused before anything was held; `tenant` is empty without keys."""

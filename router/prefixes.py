@@ -1,4 +1,4 @@
-"""Which worker has which beginnings of prompts: what this router has sent, and what others have.
+"""Which worker has which beginnings of prompts, by the prompts of this router and of others.
 
 An estimate, so that a prompt goes to the worker that probably knows most of it. Without Redis it is
 of this router's own prompts. Not here: its weight in a choice (`policy.py`)."""
@@ -42,6 +42,8 @@ RETRY_S: Final = 1.0
 """The same, after Redis did not answer."""
 REFRESH_S: Final = 30.0
 """A note that is younger is not made again, so times of notes may be so much too early."""
+REFUTED_S: Final = 60.0
+"""Age from which on a wrong note shows that the worker has dropped its older beginnings."""
 REBUILD_S: Final = 3.0
 """Once Redis has lost all notes, the router that finds it writes its own at once. After so long the
 others write those that are still missing."""
@@ -56,6 +58,23 @@ class Note(NamedTuple):
 
     used_at: float
     is_own: bool
+
+
+class KnownPrefix(NamedTuple):
+    """Tokens of a prompt that a worker should have, by notes of this router and of others."""
+
+    own: int = 0
+    shared: int = 0
+    used_at: float = 0.0  # the last use of the last unit of these
+
+    def is_refuted(self, found: int, now: float) -> bool:
+        """Whether the worker had so few tokens that it has dropped the rest. A younger claim may
+        be of a prompt that is still computed. Units of workers may be larger than ours."""
+        is_old = now - self.used_at > REFUTED_S
+        return is_old and 2 * (found + UNIT) < self.own + self.shared
+
+
+NOTHING_KNOWN: Final = KnownPrefix()
 
 
 def keys_of(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:
@@ -80,6 +99,8 @@ class SentPrefixes:
         self._most = most
         self._notes: OrderedDict[bytes, dict[WorkerLife, Note]] = OrderedDict()
         self._unshared: dict[bytes, tuple[WorkerLife, ...]] = {}  # that Redis lacks
+        self._dropped: dict[WorkerLife, float] = {}  # what they used until then, they have dropped
+        self.num_refuted = 0  # claims
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -118,19 +139,32 @@ class SentPrefixes:
                 found |= dict.fromkeys(alive - notes, number * UNIT)
                 alive &= notes
             if not alive:
-                return found
-        return found | dict.fromkeys(alive, (number + 1) * UNIT)
-
-    def sources(self, keys: Sequence[bytes], life: WorkerLife) -> Mapping[str, int]:
-        """Tokens at the beginning of such a prompt that this worker has computed before, by whose
-        notes say so: `own` or `shared`."""
-        num_found = num_own = 0
-        for key in keys:
-            if (note := self._notes.get(key, {}).get(life)) is None:
                 break
-            num_found += UNIT
-            num_own += UNIT if note.is_own else 0
-        return {"own": num_own, "shared": num_found - num_own}
+        else:
+            found |= dict.fromkeys(alive, (number + 1) * UNIT)
+        for life in found.keys() & self._dropped.keys():
+            last = found[life] // UNIT
+            while last and self._notes[keys[last - 1]][life].used_at <= self._dropped[life]:
+                last -= 1
+            found[life] = last * UNIT
+        return found
+
+    def claim(self, keys: Sequence[bytes], life: WorkerLife) -> KnownPrefix:
+        """Tokens of such a prompt that this worker should have."""
+        number, num_own, used_at = self.cached(keys).get(life, 0) // UNIT, 0, 0.0
+        for key in keys[:number]:
+            used_at, is_own = self._notes[key][life]
+            num_own += UNIT if is_own else 0
+        return KnownPrefix(num_own, number * UNIT - num_own, used_at)
+
+    def check(self, claim: KnownPrefix, life: WorkerLife, found: int) -> None:
+        """A worker had so many tokens of a prompt. If a claim was wrong, so are older ones, because
+        workers drop first what they have not used for longest."""
+        if claim.is_refuted(found, self._now()):
+            self.num_refuted += 1
+            self._dropped[life] = max(claim.used_at, self._dropped.get(life, 0.0))
+            while len(self._dropped) > self._most:
+                del self._dropped[next(iter(self._dropped))]
 
     # Of several routers.
 
@@ -236,7 +270,7 @@ class SharedPrefixes:
         return CATCH_UP_S if is_behind else EXCHANGE_S
 
     async def catch_up(self) -> None:
-        """Reads what others have written so far, as long as Redis answers."""
+        """Reads all notes of others, as long as Redis answers."""
         while await self.exchange():
             pass  # the caller brings the deadline
 

@@ -21,6 +21,7 @@ from effuse.placement.records import Kind
 from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import Setbacks
 from effuse.router.policy import Fingerprint, Holder, WorkerLife
+from effuse.router.prefixes import NOTHING_KNOWN, KnownPrefix
 from effuse.router.request_states import (
     ENDED,
     TRANSITIONS,
@@ -177,6 +178,7 @@ class Costs:
     handoff_s: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
+    known: KnownPrefix = NOTHING_KNOWN  # of the prompt, where the running attempt computes it
     cached_tokens: int = 0  # tokens of the prompt that a worker had in its cache
     connector: str = ""
     earlier_forwards: int = 0  # of attempts that are over

@@ -147,6 +147,11 @@ class Router:
             ("calls_ended_late", "Calls that were ended at shutdown", lambda: cleanup.num_late),
             ("placements_dropped", "Placements that were not written", lambda: placements.dropped),
             (
+                "prefix_claims_refuted",
+                "Prompts of which workers had dropped most of what they should have",
+                lambda: self.fleet.prompts.num_refuted,
+            ),
+            (
                 "prefix_index_failures",
                 "Exchanges of known prompts that Redis did not answer",
                 lambda: self.prefixes.num_failures,

@@ -14,6 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from effuse.client.params import NAMES
 from effuse.config.decoding import ALGORITHMS, DecodingDefaults
 from effuse.placement.records import ModelInfo
+from effuse.placement.waste import waste_of
 from effuse.protos.channels import filled, numbers_of
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.protos.rpc import Context
@@ -198,6 +199,7 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
 def describe_worker(candidate: Candidate) -> model_pb2.Worker:
     """A worker, as clients read it."""
     record = candidate.record
+    waste = waste_of(record.load, record.capacity.page_size, record.model.max_model_len)
     return filled(
         model_pb2.Worker,
         record.load,
@@ -207,6 +209,8 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
         model=record.model.name,
         state=_STATES[candidate.condition.value],
         routed=candidate.in_flight.requests + candidate.in_flight.prompts,
+        paged_waste=waste.paged,
+        contiguous_waste=waste.contiguous,
         links=[
             filled(
                 model_pb2.WorkerLink,

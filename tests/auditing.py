@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.tiered_cache import TieredCache
-from effuse.kvtransfer.units import Unit, UnitCache
+from effuse.kvtransfer.units import HeldUnits, Unit, UnitCache
+from effuse.placement.waste import waste_of
 from effuse.prefill_worker.engine import PrefillEngine
+
+Pages = Sequence[PageRef]
 
 
 class AuditError(AssertionError):
@@ -24,12 +27,19 @@ def audit(engine: object) -> None:
         for replica in engine._engines:
             audit(replica)
     elif isinstance(engine, PrefillEngine):
-        held = [page for prompt in engine.table.prompts.values() for page in prompt.pages]
+        prompts = engine.table.prompts.values()
+        held = [page for prompt in prompts for page in prompt.pages]
         audit_cache(engine._cache)
+        audit_users(engine._cache, [one.units for one in prompts])
+        audit_room(engine, [(one.pages, one.num_computed) for one in prompts])
         audit_pool(engine._pool, [*held, *cached_pages(engine._cache)])
     else:
         assert isinstance(engine, DecodeEngine)
-        held = [page for request in engine.roster.by_transfer.values() for page in request.pages]
+        requests = engine.roster.by_transfer.values()
+        held = [page for request in requests for page in request.pages]
+        size = engine._intake.limits.page_size
+        audit_users(engine._cache, [one.units for one in requests])
+        audit_room(engine, [(one.pages, one.num_stored(size)) for one in requests])
         apart = [*engine._rehearsal._pages, *engine._handoffs.quarantined()]
         audit_cache(engine._cache)
         audit_pool(engine._pool, [*held, *apart, *cached_pages(engine._cache)])
@@ -81,6 +91,40 @@ def _audit_tiers(cache: TieredCache) -> None:
     for one in dict.fromkeys(kept):
         if one.num_readers != readers.count(one):
             raise AuditError(f"{one} has {readers.count(one)} readers")
+
+
+def audit_users(cache: UnitCache, requests: Iterable[HeldUnits]) -> None:
+    """Checks that each unit has as many users as requests hold it, and the cache itself while it
+    saves the unit. Raises AuditError.
+    """
+    holders = [*requests, *([cache._pins] if isinstance(cache, TieredCache) else [])]
+    users = Counter(id(unit) for one in holders for unit in one.held.values())
+    for key, unit in cache._units.items():
+        if unit.num_users != users[id(unit)]:
+            raise AuditError(f"{key!r} has {unit.num_users} users, {users[id(unit)]} hold it")
+
+
+def audit_room(engine: DecodeEngine | PrefillEngine, held: Sequence[tuple[Pages, int]]) -> None:
+    """Checks the waste that an engine reports against its pages, one by one. Raises AuditError.
+
+    held: the pages of each request, and the number of tokens in them.
+    """
+    load, pool = engine.load(), engine._pool
+    size = engine._cache._page_size
+    filled: dict[int, int] = {}
+    for pages, num_tokens in held:
+        for at, page in enumerate(pages):
+            inside = min(max(num_tokens - at * size, 0), size)
+            if filled.setdefault(page.page_id, inside) != inside:
+                raise AuditError(f"page {page.page_id} has {inside} tokens of one request only")
+    counted = Counter(filled.values())
+    partial = sum((size - inside) * count for inside, count in counted.items() if inside)
+    waste = waste_of(load, size, 1)  # a longest text matters to none of the three
+    in_quarantine = sum(state is PageState.QUARANTINED for state in pool._states)
+    found = [size * counted[0], partial, size * in_quarantine]
+    told = [waste.reserved, waste.internal, waste.external]
+    if [room / (size * pool.num_pages) for room in found] != told:
+        raise AuditError(f"empty, partly empty and in quarantine are {found} tokens, not {told}")
 
 
 def audit_pool(pool: PagePool, held: Iterable[PageRef] | None = None) -> None:

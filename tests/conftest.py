@@ -4,6 +4,7 @@ without another project's client or without the right to make networks.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _R
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 
+gc.disable()  # until all tests are collected, which makes a million objects that stay
+
 # The parent of the tests may ignore both (nohup, a job in the background). Child processes would
 # inherit that, but not a handler.
 for _number in (signal.SIGINT, signal.SIGHUP):
@@ -29,61 +32,72 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
 _MARKS = ("gpu", "client", "chart", "network", "rdma")
-# The files that take longest, in turns those that wait and those that compute. They come first, so
-# that at the end no core is idle because one of them still runs.
+# The files that take longest come first, so that at the end no core is idle because one of them
+# still runs.
 LONGEST = (
     "kernels/test_device_code.py",
     "e2e/test_roles.py",
     "cli/test_up_process.py",
     "e2e/test_equality.py",
-    "decode_worker/test_engine_oracle.py",
-    "e2e/test_rolling.py",
     "kernels/test_interpreter.py",
-    "worker/test_front_process.py",
+    "e2e/test_rolling.py",
+    "decode_worker/test_unit_cache.py",
+    "decode_worker/test_engine_oracle.py",
     "worker/test_ranks.py",
-    "e2e/test_degrees.py",
-    "simulation/test_simulation.py",
-    "kvtransfer/test_fence.py",
-    "gpu/test_fleets.py",
-    "e2e/test_detection.py",
     "fuzz/test_fuzz.py",
-    "worker/test_front.py",
-    "e2e/test_absence.py",
-    "decode_worker/test_shared_prompts.py",
-    "e2e/test_quarantine.py",
-    "kvtransfer/test_connectors.py",
-    "e2e/test_links.py",
-    "decode_worker/test_engine_handoff.py",
-    "kvtransfer/test_ranks.py",
-    "e2e/test_own_prompts.py",
-    "kernels/test_step_advance.py",
-    "benchmarks/test_gpu_fleet.py",
-    "decode_worker/test_room.py",
-    "e2e/test_lost_engines.py",
     "decode_worker/test_engine_storm.py",
-    "kvtransfer/test_fence_alive.py",
-    "kvtransfer/test_source_pages.py",
-    "e2e/test_sealed.py",
-    "e2e/test_bundled.py",
-    "offline/test_llm.py",
-    "e2e/test_poison_request.py",
-    "benchmarks/test_gpu_step.py",
-    "simulation/test_day.py",
-    "client/test_client.py",
-    "kvtransfer/test_exit_status.py",
+    "gpu/test_fleets.py",
+    "e2e/test_absence.py",
+    "chaos/test_injector.py",
+    "e2e/test_links.py",
+    "decode_worker/test_canvas.py",
+    "worker/test_front_process.py",
+    "e2e/test_lost_engines.py",
+    "kernels/test_step_advance.py",
+    "e2e/test_degrees.py",
     "k8s/test_manifests.py",
     "k8s/test_chart.py",
-    "router/test_large_fleets.py",
-    "cli/test_d2f_repo.py",
-    "simulation/test_search.py",
-    "e2e/test_canvas.py",
+    "e2e/test_chats.py",
+    "e2e/test_detection.py",
+    "e2e/test_bundled.py",
+    "simulation/test_day.py",
     "e2e/test_published_blocks.py",
-    "e2e/test_answers.py",
-    "decode_worker/test_group_steps.py",
-    "e2e/test_cancel_storm.py",
-    "e2e/test_overlapping.py",
-    "cli/test_fleet_gpus.py",
+    "simulation/test_search.py",
+    "simulation/test_simulation.py",
+    "telemetry/test_output.py",
+    "decode_worker/test_engine_handoff.py",
+    "benchmarks/test_gpu_fleet.py",
+    "client/test_client.py",
+    "e2e/test_own_prompts.py",
+    "e2e/test_two_routers.py",
+    "offline/test_llm.py",
+    "kvtransfer/test_ranks.py",
+    "decode_worker/test_device_executor.py",
+    "decode_worker/test_shared_prompts.py",
     "cli/test_demo.py",
+    "e2e/test_canvas.py",
+    "models/test_prompt_graphs.py",
+    "cli/test_fleet_gpus.py",
+    "worker/test_front.py",
+    "e2e/test_answers.py",
+    "kvtransfer/test_fence.py",
+    "training/test_train.py",
+    "cli/test_d2f_repo.py",
+    "e2e/test_poison_request.py",
+    "e2e/test_waiting.py",
+    "kvtransfer/test_exit_status.py",
+    "e2e/test_quarantine.py",
+    "benchmarks/test_gpu_step.py",
+    "load/test_up.py",
+    "e2e/test_cancel_storm.py",
+    "e2e/test_sealed.py",
+    "e2e/test_listening.py",
+    "e2e/test_bad_input.py",
+    "e2e/test_metrics.py",
+    "kernels/test_attention_flex.py",
+    "decode_worker/test_llada21.py",
+    "e2e/test_sharing.py",
+    "models/test_load_memory.py",
 )
 _TESTS = Path(__file__).parent
 _RULE = f"only tests marked {', '.join(_MARKS)} may be skipped"
@@ -108,6 +122,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     for item in items:
         item.add_marker(pytest.mark.timeout(patient(_limit_of(item))), append=False)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,7 +16,6 @@ from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.kernels.marks import QueuedLayers
 from effuse.kvtransfer.connector import Connector
-from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
@@ -33,10 +32,11 @@ from effuse.models.weights import weights_digest
 from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import choose_connector, connect, why_no_nixl
-from effuse.worker.group_parts import GroupConnector, GroupRunner
+from effuse.worker.group_parts import GroupConnector, GroupHost, GroupRunner
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open
 from effuse.worker.rank_part import (
+    GIB,
     RankPart,
     device_of,
     join,
@@ -49,7 +49,6 @@ from effuse.worker.watchdog import Pulse
 
 # A block's KV is stored by the forward after the one in which it settled.
 _COMMIT_RULE = "settled_recompute"
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,40 +140,37 @@ def assemble(
             model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
             fingerprint=tuple((field.name, field.value) for field in agreed),
             page_size=layout.page_size,
+            page_bytes=part.memory.page_bytes,
             total_pages=part.memory.num_pages * config.num_replicas,
             connector=connector,
         ),
         ranks=ranks,
         caches=config.enable_prefix_caching,
-        tiers=_tiers(config, part.memory, model, agreed),
+        tiers=_tiers(config, part, agreed, ranks),
     )
 
 
 def _tiers(
-    config: WorkerConfig, memory: PageMemory, model: Transformer, agreed: Fingerprint
+    config: WorkerConfig, part: RankPart, agreed: Fingerprint, ranks: Ranks | None
 ) -> Tiers | None:
-    """Host memory and files for kept KV. Raises ValueError if the machine refuses them."""
-    num_slots = int(config.kv_offloading_size * _GIB) // memory.page_bytes
-    if not config.kv_offloading_size:
+    """Host memory and files for kept KV. Raises ValueError if there can be no files."""
+    if part.host is None:
         return None
-    if not num_slots:
-        raise ValueError(
-            f"--kv-offloading-size: expected room for a page of {memory.page_bytes} bytes, "
-            f"got {config.kv_offloading_size:g} GiB"
-        )
-    try:
-        host = HostPages(memory, num_slots)
-    except OSError as error:
-        raise ValueError(f"--kv-offloading-size {config.kv_offloading_size:g}: {error}") from error
     files, directory = None, config.kv_offloading_dir
     if directory is not None:
-        facts = agreed, memory.layout, model.config.block_size, config.batch_invariant
+        facts = agreed, part.memory.layout, part.model.config.block_size, config.batch_invariant
         name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
         try:
-            files = UnitFiles(directory / name, int(config.kv_offloading_dir_size * _GIB))
+            files = UnitFiles(directory / name, int(config.kv_offloading_dir_size * GIB))
         except OSError as error:
             raise ValueError(f"--kv-offloading-dir: {error}") from error
-    return Tiers(host, files, now=time.monotonic, row_dtype=model.dtype, row_device=model.device)
+    return Tiers(
+        part.host if ranks is None else GroupHost(part.host, ranks),
+        files,
+        now=time.monotonic,
+        row_dtype=part.model.dtype,
+        row_device=part.model.device,
+    )
 
 
 def _check_cuts(config: WorkerConfig, directory: Path) -> None:

@@ -77,7 +77,7 @@ class EngineSettings(Access):
         bool, "keep the KV of ended requests for later ones that begin with the same tokens"
     ] = True
     kv_offloading_size: Annotated[
-        float, "GiB of host memory for kept KV that has no room in the pool; 0 for none"
+        float, "GiB of host memory, of all devices together, for kept KV without room in the pool"
     ] = 0.0
     kv_offloading_dir: Annotated[
         Path | None, "directory for kept KV that has no room in host memory either"
@@ -134,9 +134,9 @@ class EngineSettings(Access):
             raise ValueError("--kv-offloading-dir-size: expected more than 0 GiB, got 0")
         if size and not self.enable_prefix_caching:
             raise ValueError("--kv-offloading-size: expected --enable-prefix-caching with it")
-        if size and self.tensor_parallel_size > 1:
+        if self.kv_offloading_dir is not None and self.tensor_parallel_size > 1:
             raise ValueError(
-                "--kv-offloading-size: expected --tensor-parallel-size 1 with it, "
+                "--kv-offloading-dir: expected --tensor-parallel-size 1 with it, "
                 f"got {self.tensor_parallel_size}"
             )
 

@@ -231,7 +231,7 @@ class Front:
         self._announcer = Announcer(store, self.shell.record, new_incarnation())
         beside: list[Coroutine[None, None, None]] = [self._keep_lease(self._announcer)]
         if self._role.beside is not None:
-            view = FleetView(store, poll_s=_POLL_S)
+            view = FleetView(store, poll_s=_POLL_S, with_links=False)
             beside += [view.run(), self._role.beside(self.shell, view, self._announcer.wake.set)]
         return [self._tasks.create_task(one) for one in beside]
 

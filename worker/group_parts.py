@@ -7,6 +7,7 @@ import select
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from effuse.kvtransfer.connector import (
@@ -23,6 +24,8 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     PushPages,
 )
+from effuse.kvtransfer.digest import DigestJob, PieceDigests
+from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
@@ -32,6 +35,7 @@ from effuse.worker.rank_messages import (
     CopyPage,
     ForReplica,
     ForwardProgress,
+    MovePages,
     RunParts,
     ZeroTail,
 )
@@ -125,6 +129,53 @@ class GroupMemory(PageMemory):
         """Zeroes the slots of a page from `num_used` on, on every rank."""
         self._ranks.send(ZeroTail(page_id, num_used))
         super().zero_tail(page_id, num_used)
+
+
+class GroupHost:
+    """The leader's host memory; slots of the same numbers on the other ranks have the rest of each
+    page.
+    """
+
+    def __init__(self, own: HostPages, ranks: Ranks) -> None:
+        self.num_slots = own.num_slots
+        self.page_bytes = own.page_bytes * ranks.size
+        self._own = own
+        self._ranks = ranks
+        self._number = 0  # of the next copy
+
+    def save(self, page_ids: Sequence[int], slots: Sequence[int]) -> DigestJob:
+        """As of `HostPages`, on every rank."""
+        return self._move(page_ids, slots, loads=False)
+
+    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> DigestJob:
+        """As of `HostPages`, on every rank."""
+        return self._move(page_ids, slots, loads=True)
+
+    def views(self, slots: Sequence[int]) -> list[memoryview]:
+        """Only files need them, which workers of several ranks do not have."""
+        raise NotImplementedError
+
+    def _move(self, page_ids: Sequence[int], slots: Sequence[int], *, loads: bool) -> DigestJob:
+        number, self._number = self._number, self._number + 1
+        self._ranks.send(MovePages(number, tuple(page_ids), tuple(slots), loads))
+        own = self._own.load(slots, page_ids) if loads else self._own.save(page_ids, slots)
+        return _GroupCopy(own, self._ranks, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupCopy:
+    own: DigestJob
+    ranks: Ranks
+    number: int
+
+    def poll(self) -> PieceDigests | None:
+        """[pages, pieces of all ranks]."""
+        own = self.own.poll()
+        others = None if own is None else self.ranks.moved(self.number)
+        if own is None or others is None:
+            return None
+        rows = [np.frombuffer(one, np.int64).reshape(len(own), -1) for one in others]
+        return np.hstack([own, *rows])
 
 
 class GroupConnector:

@@ -64,6 +64,15 @@ class ZeroTail(msgspec.Struct, frozen=True, tag=True):
     num_used: int
 
 
+class MovePages(msgspec.Struct, frozen=True, tag=True):
+    """Copies pages to slots of host memory, or back. The answer has the same number."""
+
+    number: int
+    page_ids: tuple[int, ...]
+    slots: tuple[int, ...]
+    loads: bool  # into the pages
+
+
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Makes the slots of a decode rank's device and captures its graphs, together with the
     leader."""
@@ -121,7 +130,18 @@ class ForReplica(msgspec.Struct, frozen=True, tag=True):
     command: Transfer | CopyPage | Slots
 
 
-Command = RunParts | CopyPage | ZeroTail | Transfer | ForReplica | Slots | Prepare | Open | Quit
+Command = (
+    RunParts
+    | CopyPage
+    | ZeroTail
+    | MovePages
+    | Transfer
+    | ForReplica
+    | Slots
+    | Prepare
+    | Open
+    | Quit
+)
 
 # To the leader.
 
@@ -159,13 +179,20 @@ class Computed(msgspec.Struct, frozen=True, tag=True):
     results: list[PartResult]
 
 
+class PagesMoved(msgspec.Struct, frozen=True, tag=True):
+    """The copies of a `MovePages` have ended. digests: [pages, pieces] int64 of this rank."""
+
+    number: int
+    digests: bytes
+
+
 class Readdressed(msgspec.Struct, frozen=True, tag=True):
     """The rank's connector is reached in another way from now on."""
 
     shard: Shard
 
 
-FromRank = Reached | RankRefused | Taken | Moved | Computed | Readdressed
+FromRank = Reached | RankRefused | Taken | Moved | Computed | PagesMoved | Readdressed
 
 
 class RankOrders(msgspec.Struct, frozen=True, kw_only=True):

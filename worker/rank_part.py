@@ -13,6 +13,7 @@ import effuse.models
 from effuse.config.decoding import Sampling
 from effuse.kernels.attention import block_attention
 from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
+from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
@@ -34,6 +35,7 @@ CPU_THREADS = 1
 the end of every operator, and are many times slower.
 """
 
+GIB = 1 << 30
 _JOIN_S = 60.0  # for processes that all wait to meet
 _CPU_POOL_BYTES = 256 << 20  # if the config does not set it; touched page by page at first use
 
@@ -47,6 +49,7 @@ class RankPart:
     runner: ModelRunner
     queued: QueuedLayers | None
     max_model_len: int
+    host: HostPages | None  # for kept KV without room in the pages
 
 
 def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
@@ -115,8 +118,31 @@ def make_part(
         runner, model.config.max_position_embeddings, model.config.block_size, config.num_replicas
     )
     return RankPart(
-        model=model, memory=memory, runner=runner, queued=queued, max_model_len=max_model_len
+        model=model,
+        memory=memory,
+        runner=runner,
+        queued=queued,
+        max_model_len=max_model_len,
+        host=_host_pages(config, memory),
     )
+
+
+def _host_pages(config: WorkerConfig, memory: PageMemory) -> HostPages | None:
+    """This rank's share of the host memory for kept KV. Raises ValueError if the machine refuses
+    it."""
+    size = config.kv_offloading_size
+    if not size:
+        return None
+    num_slots = int(size * GIB) // (memory.page_bytes * config.num_ranks)
+    if not num_slots:
+        raise ValueError(
+            f"--kv-offloading-size: expected room for a page of {memory.page_bytes} bytes "
+            f"on each device, got {size:g} GiB"
+        )
+    try:
+        return HostPages(memory, num_slots)
+    except OSError as error:
+        raise ValueError(f"--kv-offloading-size {size:g}: {error}") from error
 
 
 def warm_up(runner: Forward, most: int, num_rows: int, num_replicas: int = 1) -> None:

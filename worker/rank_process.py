@@ -20,6 +20,7 @@ import zmq
 
 from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import Connector, Expect, Pending, PushPages
+from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.messages import Shard
 from effuse.telemetry import logs
@@ -41,7 +42,9 @@ from effuse.worker.rank_messages import (
     LaunchStep,
     LeaveSlot,
     Moved,
+    MovePages,
     Open,
+    PagesMoved,
     Prepare,
     Quit,
     RankOrders,
@@ -58,6 +61,7 @@ from effuse.worker.rank_messages import (
 from effuse.worker.rank_part import RankPart, device_of, join, load_shard, make_part
 from effuse.worker.watchdog import Pulse
 
+_COPYING_MS: Final = 1  # no descriptor shows that a copy has ended
 _MOST_FORWARDS: Final = 8  # of which it is known how far they are; two may be running
 
 Opener = Callable[[Fingerprint], Connector]
@@ -109,12 +113,12 @@ class Leader:
         self._num_confirmed = self._digests.count
         self.answer(Taken(self._digests.count, self._digests.value))
 
-    def wait(self, others: Sequence[int]) -> None:
-        """Returns once a command has come, or one of these descriptors is readable."""
+    def wait(self, others: Sequence[int], most_ms: int | None = None) -> None:
+        """Returns once a command has come, one of these descriptors is readable, or it is late."""
         poller = zmq.Poller()
         for source in (self._commands, *others):
             poller.register(source, zmq.POLLIN)
-        poller.poll()
+        poller.poll(most_ms)
 
     def close(self) -> None:
         """Returns once the last answer has left."""
@@ -155,6 +159,7 @@ class Rank:
         self._inbox: deque[Command] = deque()
         self._next = 0  # number of the next forward
         self._progress: dict[int, Pending[int]] = {}  # of forwards, by number
+        self._copying: dict[int, DigestJob] = {}  # copies from and to host memory, by number
 
     def run(self) -> None:
         """Returns after `Quit`."""
@@ -166,7 +171,8 @@ class Rank:
                     break
                 self._obey(command)
             else:
-                self._leader.wait(() if self._connector is None else (self._connector.fileno(),))
+                signals = () if self._connector is None else (self._connector.fileno(),)
+                self._leader.wait(signals, _COPYING_MS if self._copying else None)
         if self._connector is not None:
             self._connector.close()
 
@@ -189,6 +195,10 @@ class Rank:
                 self._inbox.append(command)
             self._leader.confirm()
         self._leader.confirm()
+        for number, job in list(self._copying.items()):
+            if (found := job.poll()) is not None:
+                del self._copying[number]
+                self._leader.answer(PagesMoved(number, found.tobytes()))
         if self._connector is None:
             return
         for event in self._connector.poll():
@@ -213,6 +223,11 @@ class Rank:
                 self._part.memory.copy_page(source, target)
             case ZeroTail(page_id=page_id, num_used=num_used):
                 self._part.memory.zero_tail(page_id, num_used)
+            case MovePages(number=number, page_ids=page_ids, slots=slots, loads=loads):
+                host = self._part.host
+                assert host is not None, "the leader has one, too"
+                copies = host.load(slots, page_ids) if loads else host.save(page_ids, slots)
+                self._copying[number] = copies
             case JoinSlot() | LeaveSlot() | GrowSlot() | LaunchStep():
                 assert self._steps is not None, "they are prepared before a step"
                 self._steps.obey(command)

@@ -40,6 +40,7 @@ from effuse.worker.rank_messages import (
     Digests,
     FromRank,
     Moved,
+    PagesMoved,
     Quit,
     RankOrders,
     RankRefused,
@@ -107,6 +108,7 @@ class Ranks:
         self._answers = _bound(self._context, zmq.PULL, answers_path(self.home))
         self._events = {rank: deque[ConnectorEvent]() for rank in range(1, self.size)}
         self._computed: dict[int, Computed] = {}  # by rank: the last forward's
+        self._moved: dict[int, dict[int, bytes]] = {}  # digests by copy and rank
         # Shared with the watching thread, under the condition's lock.
         self._changed = threading.Condition()
         self._sent: dict[int, int] = {}  # digest by count, until every rank has answered
@@ -202,6 +204,16 @@ class Ranks:
             raise GroupBroken(f"a replica has computed nothing for {_CONFIRM_S:g} s")
         return [self._computed[rank].results for rank in self._others]
 
+    def moved(self, number: int) -> list[bytes] | None:
+        """Digests of a `MovePages`, by rank from 1 on; None until every rank has sent them. Raises
+        GroupBroken.
+        """
+        self.check()
+        if len(self._moved.get(number, ())) < len(self._others):
+            return None
+        found = self._moved.pop(number)
+        return [found[rank] for rank in self._others]
+
     def events(self, rank: int) -> Sequence[ConnectorEvent]:
         """Events of a rank's connector since the last call. It clears the signal of all ranks, so a
         caller takes the events of each of them."""
@@ -295,6 +307,8 @@ class Ranks:
                 with self._changed:
                     self._computed[rank] = answer
                     self._changed.notify_all()
+            case PagesMoved(number=number, digests=digests):
+                self._moved.setdefault(number, {})[rank] = digests
             case Readdressed(shard=shard):
                 other.shard = shard
             case Reached(stage=stage, shard=shard):

@@ -27,6 +27,7 @@ from effuse.placement.records import (
     WorkerRecord,
     WorkerState,
 )
+from effuse.placement.waste import Waste, waste_of
 from effuse.protos.channels import OPEN, FleetAccess
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
 from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics, gauges
@@ -48,6 +49,9 @@ class WorkerReadings:
     load: Load
     restarts: int  # of the engine, so far
     tasks: int  # of the front's event loop
+    page_size: int = 1  # tokens
+    page_bytes: int = 0
+    max_model_len: int = 0  # tokens
     links: Sequence[Link] = ()
     quarantines: Sequence[Quarantine] = ()
 
@@ -140,15 +144,19 @@ class WorkerMetrics(ProcessMetrics):
                 used / max(1, load.total_pages),
             ),
             ("prefix_cache_pages", "Pages that the prefix cache holds", load.prefix_pages),
+            ("prefix_cache_units", "Units that the prefix cache holds", load.prefix_units),
             ("kv_offload_pages", "Pages of host memory that hold KV", load.offload_pages),
             ("kv_offload_file_bytes", "Bytes of files with KV", load.offload_file_bytes),
             ("front_tasks", "Tasks of the front's event loop", now.tasks),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         restarts = ("engine_restarts", "Engines that were replaced", now.restarts)
+        text = "KV bytes neither computed nor received, because the prefix cache had them"
+        reused = ("kv_reused_bytes", text, load.prefix_hits * now.page_bytes // now.page_size)
         counted = ((name, text, getattr(load, field)) for name, text, field in _COUNTED)
-        for name, text, value in (*counted, restarts):
+        for name, text, value in (*counted, reused, restarts):
             yield CounterMetricFamily(PREFIX + name, text, value)
+        yield from _waste(waste_of(load, now.page_size, now.max_model_len))
         pages = (([state], count) for state, count in load.pages_by_state().items())
         yield gauges("kv_pages", "KV pages by state", ["state"], pages)
         rates = (([one.peer, one.transport], one.bytes_per_second) for one in now.links)
@@ -160,6 +168,16 @@ class WorkerMetrics(ProcessMetrics):
         ages = (([one.writer], one.age_s) for one in now.quarantines)
         text = "Time that the oldest of these pages have waited"
         yield gauges("kv_quarantine_age_seconds", text, ["writer"], ages)
+
+
+def _waste(waste: Waste) -> Iterator[Metric]:
+    """Pages without tokens, and beside them the buffers of a server without pages."""
+    shares = (([kind], getattr(waste, kind)) for kind in ("reserved", "internal", "external"))
+    text = "Share of the pool that has room for tokens and none in it, by cause"
+    yield gauges("kv_waste_ratio", text, ["cause"], shares)
+    shares = (([kind], getattr(waste, kind)) for kind in ("paged", "contiguous"))
+    text = "Share of the memory of requests without tokens, in pages or in buffers of most tokens"
+    yield gauges("kv_unused_ratio", text, ["allocation"], shares)
 
 
 LOG = logging.getLogger(__name__)
@@ -339,9 +357,13 @@ class Shell:
     def _readings(self) -> WorkerReadings:
         """The current state; called from another thread than the event loop's."""
         life, last = self.supervisor.life, self.supervisor.last_life
+        ready = None if last is None else last.ready
         return WorkerReadings(
             role=self.duty.role,
-            model_name="" if last is None else last.ready.model.name,
+            model_name="" if ready is None else ready.model.name,
+            page_size=1 if ready is None else ready.page_size,
+            page_bytes=0 if ready is None else ready.page_bytes,
+            max_model_len=0 if ready is None else ready.model.max_model_len,
             load=Load() if life is None else life.load,
             restarts=self.supervisor.restarts,
             tasks=len(asyncio.all_tasks(self._loop)),

@@ -90,12 +90,19 @@ def looked_up(client: Client, name: str) -> pb.GetRequestResponse:
 
 
 class Clients:
-    """This many, which send until they are stopped."""
+    """This many, which send until they are stopped, with pauses of so many seconds on average."""
 
     def __init__(
-        self, address: str, jobs: list[Job], ledger: Ledger, *, count: int = CLIENTS
+        self,
+        address: str,
+        jobs: list[Job],
+        ledger: Ledger,
+        *,
+        count: int = CLIENTS,
+        think_s: float = MEAN_THINK_S,
     ) -> None:
         self._count = count
+        self._think_s = think_s
         self._address = address
         self._jobs = jobs
         self._ledger = ledger
@@ -134,7 +141,7 @@ class Clients:
                     found = looked_up(client, exchange.name)
                     exchange.attempts = found.attempt
                     exchange.workers = f"{found.prefill_worker or 'local'} -> {found.decode_worker}"
-                time.sleep(chance.expovariate(1 / MEAN_THINK_S))
+                time.sleep(chance.expovariate(1 / self._think_s))
 
     def _try(self, client: Client, exchange: Exchange, chance: random.Random) -> bool:
         """Asks once; whether that was the last time."""

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from chaos import report
-from chaos.clients import CLIENTS, Clients, answer_of, draw_all, draw_problems
+from chaos.clients import CLIENTS, MEAN_THINK_S, Clients, answer_of, draw_all, draw_problems
 from chaos.injector import Injector
 from chaos.ledger import FleetState, Injected, Ledger
 from chaos.plan import KILLS, Fault, Kind, Targets, draw_plan, targets_of
@@ -96,6 +96,7 @@ def carry_out(
     tell: Tell,
     *,
     clients: int = CLIENTS,
+    think_s: float = MEAN_THINK_S,
     overlaps: bool = False,
 ) -> None:
     """One run, recorded in `ledger`; its logs and its checkpoint are in `home`. Raises UpError if
@@ -114,7 +115,7 @@ def carry_out(
         subject = Subject(up, targets)
         ledger.expected = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         ledger.before = _settled(subject)
-        senders = Clients(up.address, jobs, ledger, count=clients)
+        senders = Clients(up.address, jobs, ledger, count=clients, think_s=think_s)
         injector = Injector(subject, proxy, client, ledger, overlaps=overlaps)
         with senders.sending():
             injector.carry_out(_in_time(plan, ledger), partial(_progress, ledger, tell))

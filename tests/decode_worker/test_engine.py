@@ -15,6 +15,7 @@ from effuse.models.part import Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import BlockState, Resume
+from effuse.worker.shell import WorkerMetrics, WorkerReadings
 
 PROMPT = tuple(range(20, 33))
 
@@ -287,3 +288,42 @@ def test_messages_survive_their_encoding(rig: Rig) -> None:
     for event in rig.answers["transfer-a"].events:
         data = msgspec.msgpack.encode(event)
         assert msgspec.msgpack.decode(data, type=type(event)) == event
+
+
+def test_waste_by_the_metrics_is_what_the_memory_shows(model: Transformer) -> None:
+    """Free pages are made new, so a place for a token has been written if it has other bits."""
+    rig, new = Rig(model, page_size=6, num_pages=64, caches=False), 123.0
+    rig.memory.tensor.fill_(new)
+    size, longest = rig.limits.page_size, rig.limits.max_model_len
+    metrics = WorkerMetrics(
+        lambda: WorkerReadings(
+            role="decode", model_name="tiny", load=rig.engine.load(), restarts=0, tasks=0,
+            page_size=size, max_model_len=longest,
+        )
+    )  # fmt: skip
+    for number in range(4):
+        rig.start(make_request(str(number), PROMPT[: 5 + number], max_tokens=24))
+    seen = set[tuple[float, ...]]()
+    while rig.step():
+        rig.memory.tensor[rig.pool._free.ids()] = new
+        requests = [one for one in rig.engine.roster.by_transfer.values() if one.pages]
+        pages = rig.memory.tensor[[page for one in requests for page in one.page_ids]]
+        written = (pages != new).all(dim=-1).all(dim=4).flatten(1, 3).all(dim=1).sum(dim=-1)
+        empty = size * int((written == 0).sum())
+        partial = len(pages) * size - empty - int(written.sum())
+        tokens, held = int(written.sum()), len(pages) * size
+        found = (
+            metrics.value("effuse_kv_waste_ratio", {"cause": "reserved"}),
+            metrics.value("effuse_kv_waste_ratio", {"cause": "internal"}),
+            metrics.value("effuse_kv_unused_ratio", {"allocation": "paged"}),
+            metrics.value("effuse_kv_unused_ratio", {"allocation": "contiguous"}),
+        )
+        pool, buffers = 64 * size, len(requests) * longest
+        assert found == (
+            empty / pool,
+            partial / pool,
+            (empty + partial) / held if held else 0,
+            1 - tokens / buffers if requests else 0,
+        )
+        seen.add(found)
+    assert len(seen) > 4

@@ -97,7 +97,7 @@ def test_answers_below_a_block_take_no_more_steps_than_tokens(checkpoint: Path, 
     """As in the authors' `generate`, which takes `min(steps, gen_length)` steps for each block."""
     torch.set_num_threads(1)
     dense = PagedModel(checkpoint, page_size=16, block_size=block)
-    rig, unequal = Rig(load_model(checkpoint, block_size=block)), 0
+    rig, is_seen = Rig(load_model(checkpoint, block_size=block)), False
     for number, (of_block, prompt_len, max_tokens, steps) in enumerate(SHORT):
         if of_block != block:
             continue
@@ -122,8 +122,8 @@ def test_answers_below_a_block_take_no_more_steps_than_tokens(checkpoint: Path, 
         rig.run()
         found = list(answer.token_ids)
         assert found == by_the_authors(dense, prompt, replace(settings, caps_steps=True)), settings
-        unequal += found != by_the_authors(dense, prompt, settings)
-    assert unequal, "the rule would not be seen"
+        is_seen = is_seen or found != by_the_authors(dense, prompt, settings)
+    assert is_seen, "the rule would not be seen"
 
 
 def by_the_authors(dense: PagedModel, prompt: list[int], settings: Settings) -> list[int]:

@@ -33,6 +33,7 @@ from effuse.v1 import worker_pb2, worker_pb2_grpc
 from effuse.worker.attempts import ROLES
 
 CONCURRENT = 6
+PAUSE_S = 0.1  # of each client, which leaves the processes that start some of a small machine
 
 
 @dataclass
@@ -112,6 +113,7 @@ class Clients:
                         self._ledger.num_equal += 1
                     else:
                         self._ledger.different.append(job)
+                time.sleep(PAUSE_S)
 
     def stop(self) -> None:
         """Nothing more is sent."""

@@ -96,14 +96,6 @@ def test_chats_go_on_from_host_memory_and_files(tmp_path: Path) -> None:
     assert loaded > 0 and read > 0
 
 
-def test_chats_go_on_without_killed_workers() -> None:
-    """Another worker knows nothing of the chats at first."""
-    chats, kills = range(4), {3: "decode-0", 5: "prefill-1"}
-    with tiny_fleet("sdar", connector="nixl", prefill=2, decode=2) as fleet:
-        turns, _ = talk(fleet, chats, kills)
-        check_tokens(fleet.config.model, chats, turns)
-
-
 def test_a_worker_by_itself_computes_only_the_rest() -> None:
     """Seven eighths in common."""
     rng = random.Random(7)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import redis
 from certificates import Authority
+from e2e.client import all_at_once
 from e2e.processes import tree
 from e2e.tiny import tiny_checkpoint
 
@@ -78,12 +79,15 @@ def test_no_port_tells_a_stranger_anything(fleet: Fleet, authority: Authority) -
     names = [ports[port] for port in sorted(ports)]
     assert {"redis", "router", "prefill-0", "decode-0"} == set(names)
     assert names.count("prefill-0") >= 3  # calls, pages, and the engine's sign of life
-    for port, name in ports.items():
-        address = f"127.0.0.1:{port}"
+    trusting = grpc.ssl_channel_credentials(authority.cert.read_bytes())
+
+    def is_silent(port: int) -> None:
+        name, address = ports[port], f"127.0.0.1:{port}"
         assert not _answers_calls(grpc.insecure_channel(address)), (name, "plain text")
-        trusting = grpc.ssl_channel_credentials(authority.cert.read_bytes())
         assert not _answers_calls(_sealed(address, trusting)), (name, "TLS, showing nothing")
         assert _tells_nothing(port), (name, "bytes")
+
+    all_at_once(is_silent, list(ports))  # each is waited for
 
 
 def _listening(fleet: Fleet) -> Iterator[tuple[int, str]]:

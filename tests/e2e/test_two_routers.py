@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import cast
 
 import grpc
@@ -15,12 +16,15 @@ from e2e.routers import Chats, SecondRouter, hit_rates, second_router
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import draw_jobs
 
+import effuse
 from effuse.cli.fleet import Fleet
 from effuse.protos.errors import AlreadyRunning, from_rpc_error
 from effuse.v1 import generation_pb2 as pb
 
 SEATS = 2
 (JOB,) = draw_jobs(5, 1, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=6)
+LONG = replace(JOB, max_tokens=160)
+"""So long that its engine can be stopped between its first block and its end."""
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +61,61 @@ def runs_at(client: Client, name: str) -> str:
 def test_who_asks_again_after_his_router_died_is_answered_once(
     fleet: Fleet, second: SecondRouter
 ) -> None:
+    """In the middle of a stream, of which his second answer has the same beginning."""
     engine = engine_of(fleet.processes["decode-0"].pid)
     with connect(fleet.address) as client, connect(second.address) as doomed:
-        expected = client.generate(JOB.message())
-        with ThreadPoolExecutor(2) as threads:
-            engine.suspend()  # nothing is answered meanwhile
+        expected = client.generate(LONG.message())
+        with ThreadPoolExecutor(1) as threads:
+            stream = doomed.stream(LONG.message("mine"))
+            begun = first_tokens(stream)
+            engine.suspend()  # no answer ends meanwhile
             try:
-                first = threads.submit(doomed.generate, JOB.message("mine"))
-                wait_until(lambda: requests_in(fleet) == 1, "it does not run")
                 wait_until(
                     lambda: runs_at(client, "mine") == second.address, "it is not told where"
                 )
                 assert client.look_up("mine").state == pb.REQUEST_STATE_RUNNING
                 second.kill()
-                again = threads.submit(client.generate, JOB.message("mine"))
-                assert isinstance(first.exception(30), grpc.RpcError)
+                again = threads.submit(client.generate, LONG.message("mine"))
+                with pytest.raises(grpc.RpcError):
+                    for event in stream:
+                        begun += event.commit.token_ids
             finally:
                 engine.resume()
             answer = again.result(60)
+        assert begun == expected.token_ids[: len(begun)]
         assert answer.token_ids == expected.token_ids
         wait_until(lambda: client.look_up("mine").HasField("answer"), "it is not kept")
         assert client.look_up("mine").answer == answer
+
+
+def test_our_own_client_goes_on_with_a_stream_at_the_next_router(
+    fleet: Fleet, second: SecondRouter
+) -> None:
+    engine = engine_of(fleet.processes["decode-0"].pid)
+    prompt, params = list(LONG.prompt), effuse.Params(max_tokens=LONG.max_tokens, ignore_eos=True)
+    with (
+        connect(fleet.address) as other,
+        effuse.Client(f"ipv4:{second.address},{fleet.address}") as client,
+    ):
+        stream = client.stream(prompt, params, request_id="ours")
+        pieces = iter(stream)
+        texts = [next(pieces)]
+        engine.suspend()
+        try:
+            running = pb.REQUEST_STATE_RUNNING
+            wait_until(lambda: other.look_up("ours").state == running, "it is not written")
+            second.kill()
+        finally:
+            engine.resume()
+        texts += pieces
+        answer = stream.answer
+        assert "".join(texts) == answer.text
+        assert answer.token_ids == client.generate(prompt, params).token_ids
+
+
+def first_tokens(stream: Iterator[pb.GenerateStreamResponse]) -> list[int]:
+    """Those of the first final part of an answer."""
+    return next(list(event.commit.token_ids) for event in stream if event.commit.token_ids)
 
 
 def test_a_request_is_taken_over_from_a_router_that_stands_still(

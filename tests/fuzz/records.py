@@ -26,6 +26,7 @@ from effuse.placement.records import (
     Role,
     RoutedLoad,
     RouterRecord,
+    StoredWorker,
     WorkerRecord,
 )
 from effuse.placement.store import Claim
@@ -111,8 +112,8 @@ class Readers:
         fleet, store = self.fleet, self.fleet.store
         own = store.workers
 
-        async def workers() -> list[tuple[bytes, float]]:
-            return [*await own(), (stored, 0.5)]
+        async def workers(*, with_links: bool = True) -> list[tuple[StoredWorker, float]]:
+            return [*await own(with_links=with_links), (StoredWorker(stored), 0.5)]
 
         store.workers = workers  # type: ignore[method-assign]
         try:

@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -31,10 +30,8 @@ def read(files: UnitFiles, key: bytes, size: int = 100) -> tuple[FileFacts, byte
 
 
 def settle(files: UnitFiles) -> None:
-    """Waits until each thread has done what it was given before."""
-    barrier = threading.Barrier(2)
-    for each in [files._threads.submit(barrier.wait, 10.0) for _ in range(2)]:
-        each.result(10)
+    """Waits until everything before is written and removed."""
+    files._writer.submit(int).result(10)
 
 
 def test_a_unit_comes_back_with_its_facts(tmp_path: Path) -> None:
@@ -126,6 +123,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space left"):
         write(files, KEYS[0])
     assert KEYS[0] not in files and not list(tmp_path.iterdir())
+
+
+def test_two_writes_of_one_unit_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
+    files = UnitFiles(tmp_path, 10 << 20)
+    views = [[memoryview(bytearray([number]) * (1 << 20))] for number in range(2)]
+    for _ in range(20):
+        both = [files.begin_write(KEYS[0], b"", lambda: FACTS, one) for one in views]
+        sizes = [one.result(10) for one in both]
+        files.written(KEYS[0], b"", sizes[1])
+        assert len(set(read(files, KEYS[0], 1 << 20)[1])) == 1
+        files.forget(KEYS[0])
+    settle(files)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from redis_server import PLACED, RECORD, ROUTER, running, running_placements
 
 from effuse.cli.ports import free_port
 from effuse.placement.access import CREDENTIALS_VARIABLE, RIGHTS, RedisAccess
-from effuse.placement.records import PrefixNews
+from effuse.placement.records import PrefixNews, StoredWorker
 from effuse.placement.store import Claim, Keys, Store, StoreUnavailable
 from effuse.protos.tls import TlsFiles
 
@@ -36,7 +36,7 @@ def url() -> Iterator[str]:
         yield server.connection_url
 
 
-async def workers(url: str, access: RedisAccess) -> list[tuple[bytes, float]]:
+async def workers(url: str, access: RedisAccess) -> list[tuple[StoredWorker, float]]:
     async with Store(url, "blue", access=access, timeout_s=20.0) as store:
         return await store.workers()
 

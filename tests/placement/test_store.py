@@ -274,7 +274,7 @@ def test_values_of_a_wrong_kind_are_left_out(server: ValkeyServer, plain: redis.
             await store.announce(redis_server.RECORD, LONG_S, "process-1", takes=True)
             plain.set(store.keys.worker("text"), "hello", px=60_000)
             plain.sadd(store.keys.workers, "text")
-            assert [v for v, _ in await store.workers()] == [encode(redis_server.RECORD)]
+            assert [v.record for v, _ in await store.workers()] == [encode(redis_server.RECORD)]
 
     asyncio.run(go())
 

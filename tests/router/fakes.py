@@ -13,7 +13,14 @@ import msgspec
 from router.fake_model import byte_tokenizer, chat_template
 from router.fake_workers import FakeDecode, FakePrefill, FakeWorker, Handoffs
 
-from effuse.placement.records import PlacementRecord, PrefixNews, RouterRecord, WorkerRecord, encode
+from effuse.placement.records import (
+    PlacementRecord,
+    PrefixNews,
+    RouterRecord,
+    StoredWorker,
+    WorkerRecord,
+    encode,
+)
 from effuse.placement.store import Claim, Placing, Store, StoreUnavailable
 from effuse.protos import rpc
 from effuse.protos.channels import generation_stub, model_stub
@@ -46,9 +53,9 @@ class FakeStore(Store):
             self._changed.clear()
             await self._changed.wait()
 
-    async def workers(self) -> list[tuple[bytes, float]]:
+    async def workers(self, *, with_links: bool = True) -> list[tuple[StoredWorker, float]]:
         self._check()
-        return [(encode(record), 60.0) for record in self.records.values()]
+        return [(StoredWorker.of(record), 60.0) for record in self.records.values()]
 
     async def place(
         self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()

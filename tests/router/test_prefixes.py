@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -17,8 +18,10 @@ from effuse.router.prefixes import (
     MOST_TOGETHER,
     REBUILD_S,
     REFRESH_S,
+    REFUTED_S,
     RETRY_S,
     UNIT,
+    KnownPrefix,
     SentPrefixes,
     SharedPrefixes,
     keys_of,
@@ -151,6 +154,26 @@ def test_prompts_that_begin_alike_go_to_one_worker_and_others_in_turns() -> None
     run(body, num_prefill=2)
 
 
+def test_a_router_learns_from_an_answer_that_a_prompt_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fakes report 2 tokens."""
+
+    async def body(fleet: FakeFleet) -> None:
+        known, asked = fleet.router.fleet.prompts, pb.GenerateRequest(prompt="how many? " * 22)
+        for worker in fleet.workers:
+            load = replace(worker.record.load, prefix_queries=1)
+            model = replace(model_info(), prompt_attention="causal_blocks")
+            worker.record = replace(worker.record, model=model, load=load)
+        await fleet.announce()
+        for later_s, refuted in ((0.0, 0), (1.0, 0), (2 * REFUTED_S, 1)):
+            monkeypatch.setattr(known, "_now", lambda later_s=later_s: time.monotonic() + later_s)
+            await fleet.generation.Generate(asked, timeout=30)
+            assert known.num_refuted == refuted
+
+    run(body)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
@@ -194,8 +217,8 @@ def test_routers_share_notes_and_a_new_one_reads_them_all() -> None:
     index.exchange(1)
     assert third.cached(keys) == known
     assert third.cached(keys_of(PROMPT, "")) == {}, "another tenant's"
-    assert third.sources(keys, P1) == {"own": 0, "shared": 2 * UNIT}
-    assert first.sources(keys, P0) == {"own": 4 * UNIT, "shared": 0}
+    assert third.claim(keys, P1)[:2] == (0, 2 * UNIT)
+    assert first.claim(keys, P0)[:2] == (4 * UNIT, 0)
 
 
 def test_notes_that_are_young_are_not_written_again() -> None:
@@ -209,7 +232,7 @@ def test_notes_that_are_young_are_not_written_again() -> None:
     second.note(keys, [P0])
     index.exchange()
     assert len(index.store.prefixes) == 2
-    assert first.sources(keys, P0) == {"own": 0, "shared": 4 * UNIT}
+    assert first.claim(keys, P0)[:2] == (0, 4 * UNIT)
 
 
 def test_after_a_flush_routers_write_all_that_is_missing_once() -> None:
@@ -279,3 +302,25 @@ def test_notes_that_no_router_wrote_are_ignored(caplog: pytest.LogCaptureFixture
     sent.note(keys, [P0])
     index.exchange(3)
     assert len(sent) == 4 and "expected 16 bytes each, got 3" in caplog.text
+
+
+def test_a_worker_that_had_dropped_a_prompt_has_dropped_older_ones_too() -> None:
+    clock = Clock()
+    sent = SentPrefixes(clock)
+    old, middle, new = (keys_of([at, *PROMPT[1:]], "") for at in range(3))
+    for keys in (old, middle, new):
+        sent.note(keys, [P0, P1])
+        clock.now += 50
+    young = sent.claim(new, P0)
+    sent.check(young, P0, found=0)
+    assert sent.cached(old) == {P0: 4 * UNIT, P1: 4 * UNIT}, "it may still be computed"
+    claim = sent.claim(middle, P0)
+    sent.check(claim, P0, found=2 * UNIT)
+    assert sent.num_refuted == 0, "a worker's units may be larger"
+    sent.note(middle, [P0])
+    sent.check(claim, P0, found=UNIT // 2)
+    assert sent.num_refuted == 1
+    assert sent.cached(old) == {P0: 0, P1: 4 * UNIT} and sent.claim(old, P0) == KnownPrefix()
+    assert sent.cached(middle) == sent.cached(new) == {P0: 4 * UNIT, P1: 4 * UNIT}
+    sent.note(old, [P0])
+    assert sent.cached(old)[P0] == 4 * UNIT, "it was computed again"

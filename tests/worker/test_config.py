@@ -48,8 +48,12 @@ NAN = float("nan")
             "--kv-offloading-size: expected --enable-prefix-caching with it",
         ),
         (
-            {"kv_offloading_size": 1.0, "tensor_parallel_size": 2},
-            "--kv-offloading-size: expected --tensor-parallel-size 1 with it, got 2",
+            {
+                "kv_offloading_size": 1.0,
+                "kv_offloading_dir": Path("/tmp"),
+                "tensor_parallel_size": 2,
+            },
+            "--kv-offloading-dir: expected --tensor-parallel-size 1 with it, got 2",
         ),
         ({"drain_s": -1.0}, "--drain-s: expected seconds above 0, got -1"),
         ({"hang_timeout_s": float("inf")}, "--hang-timeout-s: expected seconds above 0, got inf"),

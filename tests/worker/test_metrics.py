@@ -38,6 +38,22 @@ def test_a_load_as_gauges_and_counters() -> None:
     assert pages == {"free": 2, "reserved": 1, "receiving": 1, "committed": 3, "quarantined": 1}
 
 
+def test_waste_of_the_pool_and_of_buffers_and_what_the_cache_saved() -> None:
+    load = Load(
+        running=3, total_pages=10, quarantined_pages=1, prefix_hits=64, prefix_units=5,
+        kv_tokens=70, kv_room_partial=10, kv_room_empty=20,
+    )  # fmt: skip
+    now = replace(NOW, load=load, page_size=16, page_bytes=4096, max_model_len=100)
+    shares = values(now, "effuse_kv_waste_ratio", "cause")
+    assert shares == {"reserved": 0.125, "internal": 0.0625, "external": 0.1}
+    unused = values(now, "effuse_kv_unused_ratio", "allocation")
+    assert unused == {"paged": 0.3, "contiguous": 1 - 70 / 300}
+    metrics = WorkerMetrics(lambda: now)
+    assert metrics.value("effuse_kv_reused_bytes_total") == 4 * 4096
+    assert metrics.value("effuse_prefix_cache_units") == 5
+    assert set(values(NOW, "effuse_kv_unused_ratio", "allocation").values()) == {0.0}
+
+
 def test_every_sample_says_of_which_worker_it_is() -> None:
     samples = [s for family in WorkerMetrics(lambda: NOW).collect() for s in family.samples]
     assert {(s.labels["role"], s.labels["model_name"]) for s in samples} == {("decode", "tiny")}

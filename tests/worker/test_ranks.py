@@ -21,13 +21,17 @@ from slowness import patient
 from worker.planted import plant, ranks_of
 
 import effuse
+from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.replicas import ReplicatedEngine
+from effuse.decode_worker.room import Room
 from effuse.kvtransfer.connector import FinishPush, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress
+from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.models.group import ProcessGroup
 from effuse.protos.errors import EngineLost
 from effuse.worker import assembly, ranks, supervisor
+from effuse.worker.group_parts import GroupHost
 from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, ForwardProgress, RankOrders
 from effuse.worker.watchdog import BROKEN_STATUS, GroupBroken
 
@@ -74,6 +78,38 @@ def test_a_group_answers_as_one_process_does(
         pids = [one.process.pid for one in ranks_of(group)._others.values()]
         assert len(pids) == size - 1
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_kept_kv_comes_back_from_the_host_memory_of_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Room, "prompt_s", lambda *_: 0.0)  # computing is never known to be faster
+    path = write_tiny_checkpoint(tmp_path, "sdar", seed=2, block_size=4)
+    options: dict[str, Any] = {"device": "cpu", "num_pages": 24, "page_size": 8}
+    prompts = [[20 + seed, *range(30, 69)] for seed in range(4)]
+    asked = effuse.Params(max_tokens=8, ignore_eos=True)
+    with effuse.LLM(path, enable_prefix_caching=False, max_model_len=64, **options) as one:
+        expected = [one.generate(prompt, asked)[0].token_ids for prompt in prompts]
+    with effuse.LLM(
+        path, tensor_parallel_size=2, kv_offloading_size=0.001, max_model_len=64, **options
+    ) as group:
+        core = group._core
+        assert isinstance(core, DecodeEngine) and isinstance(core._cache, TieredCache)
+        for loaded, corrupt in ((0, 0), (4 * 4, 0), (4 * 4, 4)):
+            assert [group.generate(p, asked)[0].token_ids for p in prompts] == expected
+            load, host = core.load(), core._cache.tiers.host
+            page_bytes = host.page_bytes
+            assert isinstance(host, GroupHost)
+            assert load.offload_loaded >= loaded * page_bytes
+            assert (load.offload_corrupt >= corrupt) if corrupt else not load.offload_corrupt
+            while core._cache.is_copying or core._cache._due:
+                core.step()
+            pages = core._pool.allocate_committed(24)
+            assert pages is not None
+            core._pool.release(pages)
+            if loaded:
+                for kept in core._cache.tiers.kept.values():
+                    host._own.views(kept.slots)[0][3] ^= 1
 
 
 @pytest.fixture

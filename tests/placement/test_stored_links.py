@@ -1,0 +1,56 @@
+"""Links of a worker, which are most of its record: when they go to Redis and to its readers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import redis
+import redis_server
+
+from effuse.placement.records import Link, WorkerRecord, decode_worker, encode
+from effuse.placement.store import Store
+
+LONG_S = 60.0
+
+
+def test_links_travel_only_where_they_are_not_known() -> None:
+    links = tuple(Link(f"decode-{number}", "life-1", "cuda_ipc", 1e11) for number in range(500))
+    few, size = links[:1], len(encode(redis_server.worker(links=links)))
+
+    def moved(plain: redis.Redis) -> tuple[int, int]:
+        stats = plain.info("stats")
+        return stats["total_net_input_bytes"], stats["total_net_output_bytes"]
+
+    async def go(url: str, plain: redis.Redis) -> None:
+        async with (
+            Store(url, "blue", timeout_s=20.0) as store,
+            Store(url, "blue", timeout_s=20.0) as reader,
+        ):
+
+            async def announce(links: tuple[Link, ...]) -> None:
+                record = redis_server.worker(links=links)
+                assert await store.announce(record, LONG_S, "process-1", takes=False) == "held"
+
+            async def found(store: Store = reader, *, with_links: bool = True) -> WorkerRecord:
+                ((value, _),) = await store.workers(with_links=with_links)
+                return decode_worker(value)
+
+            await announce(links)
+            assert (await found()).links == links
+            before = moved(plain)
+            for _ in range(4):
+                await announce(links)
+                assert (await found()).links == links
+                assert (await found(with_links=False)).links == ()
+            assert all(now - was < 2 * size for was, now in zip(before, moved(plain), strict=True))
+            assert (await found(store)).links == links, "another reader has them, too"
+            await announce(few)
+            assert (await found()).links == few
+            plain.flushall()
+            await announce(few)
+            assert (await found()).links == few
+            await announce(())
+            assert (await found()).links == ()
+
+    with redis_server.running() as server, redis.Redis(port=server.port) as plain:
+        asyncio.run(go(server.connection_url, plain))
