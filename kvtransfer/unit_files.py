@@ -165,7 +165,7 @@ class _Threads:
         return future
 
     def close(self) -> None:
-        """What has not begun is cancelled."""
+        """Cancels the work that has not begun."""
         self._is_closed = True
         for _ in range(self._count):
             self._work.put(None)
