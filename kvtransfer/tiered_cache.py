@@ -22,6 +22,7 @@ LOG = logging.getLogger(__name__)
 
 _SAVED_SHARE: Final = 16  # of the pool's pages, at most one in so many is being saved
 _SAVED_BYTES: Final = 256 << 20  # at most at once; some 5 ms on a GPU's bus
+_SAVED_UNITS: Final = 64  # at most in one copy, whose begin and end then take a step 1 ms or less
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +92,7 @@ class TieredCache(UnitCache):
         keys = [key for key in one.keys if key in self._due and key in self._idle]
         num_pages = sum(len(self._idle[key].pages) for key in keys)
         both_s = 2 * self.tiers.copying.seconds(num_pages * self._host.page_bytes)
-        if 0 < compute_s(num_pages * self._page_size) < both_s:
+        if not keys or 0 < compute_s(num_pages * self._page_size) < both_s:
             return
         for key in keys:
             self._due.move_to_end(key, last=False)
@@ -121,13 +122,14 @@ class TieredCache(UnitCache):
             self._due.move_to_end(key)
 
     def _save_due(self, most: int | None = None) -> None:
-        """Starts to save units without a user, at most so many pages of them."""
+        """Starts to save units without a user, by default a few, at most so many pages of them."""
+        limit = self._host.num_slots if most else _SAVED_UNITS
         if most is None:
             moving = sum(len(unit.pages) for one in self._saving for _, unit, _ in one.units)
             room = min(self._pool.num_pages // _SAVED_SHARE, _SAVED_BYTES // self._host.page_bytes)
             most = room - moving
         units: list[tuple[Key, Unit, tuple[int, ...]]] = []
-        while self._due and (most > 0 or not (units or self._saving)):
+        while self._due and len(units) < limit and (most > 0 or not (units or self._saving)):
             key = next(iter(self._due))
             if (unit := self._idle.get(key)) is not None:
                 if (slots := self.tiers.take_slots(len(unit.pages))) is None:
@@ -172,7 +174,8 @@ class TieredCache(UnitCache):
         seen: set[Key] = set()
         for unit in units:
             key = unit.before
-            while key and key not in seen:
+            # Those that are saved later are touched then.
+            while key and not (key in seen or key in self._due or key in self._pins.held):
                 seen.add(key)
                 for tier in (self._idle, self.tiers.kept):
                     if key in tier:

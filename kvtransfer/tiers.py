@@ -146,6 +146,7 @@ class Tiers:
         self._writing: list[Writing] = []
         self._read_s = -math.inf  # when the last read ended
         self._files_back_s = -math.inf  # from when on files are used again
+        self._writes_back_s = -math.inf  # the same for writes: a full disk can still be read
 
     def __contains__(self, key: Key) -> bool:
         return key in self.kept or ((files := self._usable_files) is not None and key in files)
@@ -249,7 +250,7 @@ class Tiers:
     def _lacks_file(self, key: Key) -> bool:
         """Whether a unit of the host could be written to a file now, and is in none."""
         files, kept = self._usable_files, self.kept[key]
-        if files is None or key in files:
+        if files is None or key in files or self.now() < self._writes_back_s:
             return False
         num_row = 0 if kept.boundary is None else kept.boundary.nbytes
         return files.has_room_for(len(kept.slots) * self.host.page_bytes + num_row)
@@ -284,13 +285,19 @@ class Tiers:
         try:
             size = one.result.result()
         except OSError as error:
-            self._fail_files(str(error))
+            self._fail_writes(str(error))
         else:
             self._files.written(one.key, one.kept.before, size)
             self.counts.filed += size
             if one.kept.is_gone:
                 self._files.forget(one.key)
         self.unread(one.kept)
+
+    def _fail_writes(self, text: str) -> None:
+        self.counts.failures += 1
+        if self.now() >= self._writes_back_s:
+            LOG.warning("no KV is written to files for %g s: %s", AGAIN_S, text)
+        self._writes_back_s = self.now() + AGAIN_S
 
     def _fail_files(self, text: str) -> None:
         self.counts.failures += 1
@@ -325,6 +332,10 @@ class Tiers:
         try:
             facts = read.result.result()
         except FileNotFoundError:  # another process has removed it
+            self._files.forget(read.key)
+        except PermissionError as error:  # of another user
+            self.counts.failures += 1
+            LOG.warning("a unit of KV could not be read, and is computed again: %s", error)
             self._files.forget(read.key)
         except OSError as error:
             self._fail_files(str(error))

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.kernels.marks import QueuedLayers
@@ -158,7 +160,11 @@ def _tiers(
         return None
     files, directory = None, config.kv_offloading_dir
     if directory is not None:
-        facts = agreed, part.memory.layout, part.model.config.block_size, config.batch_invariant
+        # Other kernels compute other bits.
+        device = part.model.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        kernels = config.attention, config.batch_invariant, gpu
+        facts = agreed, part.memory.layout, part.model.config.block_size, kernels
         name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
         try:
             files = UnitFiles(directory / name, int(config.kv_offloading_dir_size * GIB))

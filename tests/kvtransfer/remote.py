@@ -97,6 +97,7 @@ class RemoteReceiver:
         **environment: str,
     ) -> None:
         self.process = Forked([kind, layout, str(num_pages), incarnation], os.environ | environment)
+        self._is_closed = False
         self._numbers = itertools.count(1)
         self._heard: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -146,10 +147,12 @@ class RemoteReceiver:
         self.ask(do="push", reservation=given, pages=list(pages), value=value)
 
     def close(self) -> None:
-        """Ends it for certain."""
-        self.process.end()
-        self._reader.join(DEADLINE_S)
-        self.process.close()
+        """Ends it for certain. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.process.end()
+            self._reader.join(DEADLINE_S)
+            self.process.close()
 
     def reserve(
         self,

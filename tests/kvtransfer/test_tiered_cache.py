@@ -261,6 +261,22 @@ def test_a_full_disk_costs_one_line(
     assert scene.tiers.counts.saved > 0
 
 
+def test_a_full_disk_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(random.Random(1), directory=tmp_path, num_slots=12)
+    scene.run(*TEXTS)
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", refuse)
+    scene.run([8] * 24)
+    assert scene.tiers.counts.failures > 0
+    late = next(text for text in TEXTS if _is_filed_only(scene, text))
+    scene.empty_pool()
+    before = scene.tiers.counts.read
+    assert scene.run(late)[0] > 0 and scene.tiers.counts.read > before
+
+
 def test_a_preempted_request_finds_its_units_again() -> None:
     """Its pages are taken in the same moment."""
     scene = Scene(random.Random(1), most_polls=5)
