@@ -99,7 +99,7 @@ class SentPrefixes:
         self._most = most
         self._notes: OrderedDict[bytes, dict[WorkerLife, Note]] = OrderedDict()
         self._unshared: dict[bytes, tuple[WorkerLife, ...]] = {}  # that Redis lacks
-        self._dropped: dict[WorkerLife, float] = {}  # what they used until then, they have dropped
+        self._dropped: dict[WorkerLife, float] = {}  # they have dropped all that they used before
         self.num_refuted = 0  # claims
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ class SentPrefixes:
 
     def check(self, claim: KnownPrefix, life: WorkerLife, found: int) -> None:
         """A worker had so many tokens of a prompt. If a claim was wrong, so are older ones, because
-        workers drop first what they have not used for longest."""
+        workers drop the least recently used ones first."""
         if claim.is_refuted(found, self._now()):
             self.num_refuted += 1
             self._dropped[life] = max(claim.used_at, self._dropped.get(life, 0.0))
