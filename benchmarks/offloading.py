@@ -213,7 +213,8 @@ def report(name: str, num_bytes: int, times: Times) -> list[str]:
         f"{found['from_files']:.2f} ms ({found['computed'] / found['from_files']:.2f}x)",
         f"out {found['out']:.2f} ms and back {found['back']:.2f} ms: "
         f"{found['computed'] / both:.2f}x as fast as computing again",
-        f"from host memory over the better of its copy and computing: {found['from_host'] / best:.2f}",
+        f"from host memory over the better of copying and computing: "
+        f"{found['from_host'] / best:.2f}",
     ]
     for ours, bare in (("out", "bare_out"), ("back", "bare_back"), ("read", "bare_read")):
         share = gbps[ours] / gbps[bare]
@@ -227,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, help="a directory on the disk to measure")
     asked = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = {"sdar-8b": SDAR_8B, "dream-7b": DREAM_7B} if device.type == "cuda" else {"small": SMALL}
+    shapes = (
+        {"sdar-8b": SDAR_8B, "dream-7b": DREAM_7B} if device.type == "cuda" else {"small": SMALL}
+    )
     for name, config in shapes.items():
         with tempfile.TemporaryDirectory(dir=asked.directory) as home:
             bench = Bench(replace(config), Path(home) / "kv", device)
