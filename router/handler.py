@@ -91,7 +91,7 @@ class Serving:
         """The request of a client's message, every setting resolved, with `seed` if it sets none;
         raises `EffuseError` with all that speaks against it."""
         router, tokenizer = self.router, self.router.tokenizer
-        model = router.catalogue.find(message.model if message.HasField("model") else None)
+        model = router.seats.catalogue.find(message.model if message.HasField("model") else None)
         return validate(
             message,
             model,
@@ -134,7 +134,7 @@ class Serving:
         limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
         tenant = self.tenant()
         router.quotas.check(tenant)
-        if router.catalogue.is_empty:
+        if router.seats.catalogue.is_empty:
             await self._wait_for_models(EarlyRequest(id=request_id, tenant=tenant, limit_s=limit_s))
         if not admission.knows_seats:
             router.seats.count(router.fleet.candidates())
@@ -169,7 +169,7 @@ class Serving:
             with router.admission.early(), router.requests.running(request):
                 async with asyncio.timeout(request.limit_s) as limit:
                     with router.requests.limited_by(request, limit):
-                        while router.catalogue.is_empty:
+                        while router.seats.catalogue.is_empty:
                             if (left_s := ends - router.now()) <= 0:
                                 text = f"no worker could begin within {recovery_s:.3g} s"
                                 why = f"{text}: no worker has announced a model"

@@ -220,7 +220,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._seats = serving.router.seats
-        self._catalogue = serving.router.catalogue
+        self._catalogue = serving.router.seats.catalogue
 
     async def ServerLive(
         self, request: kserve.ServerLiveRequest, context: Context

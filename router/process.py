@@ -350,7 +350,7 @@ def _tell_health(router: Router, server: RpcServer, candidates: Sequence[Candida
     can_serve = router.seats.can_serve()
     for name in (GENERATION, VLLM_ENGINE, KSERVE, "router"):
         server.health.set(name, serving=can_serve)
-    server.health.set(MODELS, serving=bool(router.catalogue.live()))
+    server.health.set(MODELS, serving=bool(router.seats.catalogue.live()))
     server.health.set("prefill", serving=bool(prefill))
     server.health.set("decode", serving=bool(decode))
 

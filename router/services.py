@@ -98,7 +98,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._fleet = serving.router.fleet
-        self._catalogue = serving.router.catalogue
+        self._catalogue = serving.router.seats.catalogue
         # The file that the chat template was read from, if there is one.
         self._chat_template = serving.router.tokenizer.chat_template_origin
 

@@ -224,7 +224,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> engine.HealthCheckResponse:
         """The same as gRPC's own health of this service; raises `Unavailable` as long as no model
         is known, so that a gateway asks again before it asks for one."""
-        self._router.catalogue.find(None)
+        self._router.seats.catalogue.find(None)
         healthy = self._router.seats.can_serve()
         return engine.HealthCheckResponse(healthy=healthy, message="" if healthy else CANNOT_SERVE)
 
@@ -232,7 +232,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: engine.GetModelInfoRequest, context: Context
     ) -> engine.GetModelInfoResponse:
         """The one model of the fleet; raises `Unavailable`, and `InvalidRequest` if it has more."""
-        return describe_model(self._router.catalogue.find(None))
+        return describe_model(self._router.seats.catalogue.find(None))
 
     async def GetServerInfo(
         self, request: engine.GetServerInfoRequest, context: Context
