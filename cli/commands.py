@@ -116,7 +116,6 @@ class FleetConfig(Members):
 
 
 def new_name() -> str:
-    """A name for a fleet that has none."""
     return f"fleet-{secrets.token_hex(4)}"
 
 

@@ -83,7 +83,6 @@ def _carrying(kind: str) -> Callable[..., Any]:
 
 
 def _inner(name: str) -> Callable[..., Any]:
-    """The inner channel's method of this name."""
     return lambda channel, *args, **kwargs: getattr(channel.inner, name)(*args, **kwargs)
 
 
@@ -154,7 +153,6 @@ class FleetOnly:
         self._address = address
 
     def admit(self, shown: dict[str, str | bytes]) -> None:
-        """Raises `Unauthenticated`."""
         token, address = shown.get(TOKEN_KEY), self._address()
         if not (isinstance(token, str) and address and token.isascii()):
             raise Unauthenticated(TOLD)

@@ -78,7 +78,6 @@ class Malformed:
     num_bytes: int
 
     def error(self) -> InvalidRequest:
-        """The message to the caller."""
         return InvalidRequest.of(
             "",
             f"the {self.num_bytes} bytes received are not a valid protobuf message of this method "

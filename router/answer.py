@@ -268,7 +268,6 @@ class AnswerRun:
             raise error
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
-        """UNAVAILABLE, with the request's progress and setbacks."""
         retry_after_s = RETRY_AFTER_S if retryable else None
         return failed(
             Unavailable, why, self._request, retryable=retryable, retry_after_s=retry_after_s
@@ -331,7 +330,6 @@ class SideBySide(Listener):
         return None
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Sends one event; raises `ClientGone`."""
         async with self._writing:
             await self._client.send(event)
 

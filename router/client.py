@@ -73,7 +73,6 @@ def commit_of(request: Request, piece: Piece) -> pb.GenerateStreamResponse | Non
 def draft_of(
     request: Request, draft: worker_pb2.DecodeDraft, tokenizer: Tokenizer
 ) -> pb.GenerateStreamResponse:
-    """A block in flight."""
     block = draft.block
     skipped = max(0, -draft.token_offset)  # the prompt's ragged tail
     masked = [bool(block.masks[at // 8] >> at % 8 & 1) for at in range(len(block.token_ids))]
@@ -86,7 +85,6 @@ def draft_of(
 
 
 def finished_of(request: Request, reason: pb.FinishReason, now: float) -> pb.GenerateStreamResponse:
-    """The good end of an answer."""
     finished = pb.Finished(
         finish_reason=reason,
         usage=usage_of(request),
@@ -110,7 +108,6 @@ def usage_of(request: Request) -> pb.Usage:
 
 
 def stats_of(request: Request, now: float) -> pb.GenerationStats:
-    """The costs of a request that has ended."""
     costs, attempts, arrived = request.costs, request.attempts, request.arrived
     forwards = costs.all_forwards
     first_block = costs.commit_times[0] if costs.commit_times else arrived
@@ -138,7 +135,6 @@ def _duration(seconds: float) -> Duration:
 
 
 def describe(request: AnyRequest) -> pb.GetRequestResponse:
-    """Where a request is, or how it ended."""
     if isinstance(request, EarlyRequest):
         return pb.GetRequestResponse(request_id=request.id, state=pb.REQUEST_STATE_QUEUED)
     state = STATES.get(request.answer.state.value, pb.REQUEST_STATE_RUNNING)

@@ -292,8 +292,6 @@ class RoutedFleet:
 
 
 class AttemptShare:
-    """What an attempt has on its workers."""
-
     def __init__(self, fleet: RoutedFleet, placement: Placement) -> None:
         self._fleet = fleet
         self._placement = placement

@@ -203,7 +203,6 @@ class Serving:
             return await self.answer_accepted(accepted)
 
     async def answer_accepted(self, request: Request) -> pb.GenerateResponse:
-        """The same of a request that is accepted."""
         answer = WholeAnswer()
         answer.take(await self.serve(request, answer))
         return answer.response(request.id)
@@ -377,7 +376,6 @@ class _Handler:
         self._note_end(status, stats_of(request, now))
 
     def _note_end(self, status: str, stats: pb.GenerationStats) -> None:
-        """Counts a request that ended, and logs one line about it."""
         request, cost = self._request, Stats.of(stats)
         self._router.metrics.count_end(request, status, cost)
         if status == "OK" and request.kept_prompt_tokens is None:

@@ -297,7 +297,6 @@ class ReadyWorkers:
         self._cold_since: dict[WorkerLife, float] = {}
 
     def look(self, candidates: Sequence[Candidate]) -> None:
-        """Counts anew."""
         prefill, decode = live_workers(candidates)
         now = self._now()
         cold = cold_lives(prefill, decode)

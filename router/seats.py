@@ -114,16 +114,13 @@ class OtherRouters:
 
     @property
     def num_alive(self) -> int:
-        """Other live routers, by the latest records."""
         return len(self._others)
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next exchange."""
         return EXCHANGE_S if self._others else ALONE_S
 
     def workloads(self, model: str) -> list[Workload]:
-        """The load of a model at other routers."""
         told = (one.workloads.get(model) for one in self._others.values())
         return [Workload(*one) for one in told if one is not None]
 

@@ -124,7 +124,6 @@ class ModelPlan:
         held.follow(held.plan if after_s is None else planner.least(rate), now, after_s)
 
     def lines(self) -> list[str]:
-        """Both plans and their reasons, for operators."""
         if self.planner is None or self.roles.plan is None or self.desired.plan is None:
             return ["no plan yet: too few requests have been measured"]
         wanted = self.desired.plan
@@ -174,7 +173,6 @@ class Steering:
         self._looked_at = float("-inf")
 
     def of(self, model: str) -> ModelPlan:
-        """The plans of a model."""
         return self.models.setdefault(model, ModelPlan())
 
     def goals(self, model: str) -> Goals:
@@ -190,7 +188,6 @@ class Steering:
         return None if planner is None else planner.times.prompt_s(tokens)
 
     def workloads(self) -> dict[str, Workload]:
-        """The load at this router, by model."""
         return {name: one.workload for name, one in self.models.items() if one.workload is not None}
 
     def steered(self) -> tuple[str, ...]:

@@ -85,7 +85,6 @@ def request_of(
 
 
 def chunk_of(event: pb.GenerateStreamResponse, prompt_tokens: int) -> engine.GenerateResponse:
-    """Final tokens as a chunk."""
     commit = event.commit
     chunk = engine.GenerateStreamChunk(
         token_ids=commit.token_ids,
@@ -190,8 +189,6 @@ def _translator(asked: engine.GenerateRequest, request: Request) -> Translate:
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """VllmEngine."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._router = serving.router
@@ -237,7 +234,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: engine.GetServerInfoRequest, context: Context
     ) -> engine.GetServerInfoResponse:
-        """This router, described like one engine."""
         return engine.GetServerInfoResponse(
             active_requests=self._router.requests.num_running,
             uptime_seconds=time.monotonic() - self._began,

@@ -307,8 +307,6 @@ class Front:
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """Answers for one worker."""
-
     def __init__(self, front: Front) -> None:
         self._front = front
         self._shell = front.shell

@@ -124,7 +124,6 @@ class WorkerMetrics(ProcessMetrics):
         )
 
     def count_handoff(self, transport: str, num_bytes: int, seconds: float) -> None:
-        """A prompt's KV has moved from worker to worker."""
         self.handoff.labels(transport).observe(seconds)
         self.kv_bytes.labels(transport).inc(num_bytes)
 
@@ -255,7 +254,6 @@ class Shell:
         return attempt
 
     def send(self, attempt: OpenAttempt, message: ToEngine) -> None:
-        """Sends a message about an attempt to its engine, if that still lives."""
         self.supervisor.send(message, attempt.incarnation)
 
     def time_left(self, remaining_s: float | None) -> float:
