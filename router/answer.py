@@ -35,7 +35,6 @@ from effuse.router.client import (
     time_is_over,
     together,
 )
-from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import AttemptShare
 from effuse.router.own_prompts import PromptCost
@@ -51,6 +50,7 @@ from effuse.router.prefixes import NOTHING_KNOWN
 from effuse.router.request import Request
 from effuse.router.request_states import Event, State
 from effuse.router.router import Router
+from effuse.router.tokenizer import AnswerText
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ from effuse.protos.errors import (
     EffuseError,
     EndedById,
 )
-from effuse.router.detokenizer import draft_text
 from effuse.router.policy import Placement
 from effuse.router.request import AnyRequest, EarlyRequest, Piece, Request
 from effuse.router.request_states import State
@@ -28,6 +27,7 @@ from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
 
+MASK_GLYPH: Final = "\N{LIGHT SHADE}"
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
@@ -82,6 +82,20 @@ def draft_of(
         num_masks=sum(masked),
     )
     return pb.GenerateStreamResponse(request_id=request.id, answer_index=request.index, draft=shown)
+
+
+def draft_text(decoder: Tokenizer, token_ids: Sequence[int], masked: Sequence[bool]) -> str:
+    """The text of a block in flight: each run between masks by itself, each mask as U+2591."""
+    parts: list[str] = []
+    run: list[int] = []
+    for token_id, is_mask in zip(token_ids, masked, strict=True):
+        if is_mask:
+            parts += [decoder.decode(run) if run else "", MASK_GLYPH]
+            run = []
+        elif decoder.is_text(token_id):
+            run.append(token_id)
+    parts.append(decoder.decode(run) if run else "")
+    return "".join(parts)
 
 
 def finished_of(request: Request, reason: pb.FinishReason, now: float) -> pb.GenerateStreamResponse:

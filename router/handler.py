@@ -47,7 +47,6 @@ from effuse.router.client import (
     usage_of,
     why_gone,
 )
-from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import REQUEST_ID
 from effuse.router.prefixes import keys_of
 from effuse.router.request import AnswerState, EarlyRequest, EncodedPrompt, Request
@@ -55,8 +54,8 @@ from effuse.router.request_states import Event
 from effuse.router.router import Router
 from effuse.router.shared_request import SharedRequest
 from effuse.router.tenants import NOBODY, QuotaShare, Tenant
-from effuse.router.tokenizer import encode_prompt
-from effuse.router.validation import Asked, fit, validate
+from effuse.router.tokenizer import AnswerText
+from effuse.router.validation import Asked, encode_prompt, fit, validate
 from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1.model_pb2 import TokenizeRequest

@@ -167,6 +167,7 @@ class Steering:
         self.models: dict[str, ModelPlan] = {}
         self.carries_out = carries_out
         self._objectives = objectives
+        self._gap_limit_s = objectives.gap_limit_s(())  # before any gap is measured
         self._mode: PrefillMode = mode
         self._now = now
         self._others = others
@@ -178,9 +179,10 @@ class Steering:
     def goals(self, model: str) -> Goals:
         """The router's objectives for one request: a relative gap is of those measured so far. One
         that no request may ask for counts as none."""
-        own, planner = self._objectives, self.of(model).planner
-        limit_s = own.gap_limit_s(()) if planner is None else planner.gap_limit_s
-        return Goals(own.first_block_s or math.inf, limit_s if limit_s in WITHIN else math.inf)
+        planner = self.of(model).planner
+        limit_s = self._gap_limit_s if planner is None else planner.gap_limit_s
+        limit_s = limit_s if limit_s in WITHIN else math.inf
+        return Goals(self._objectives.first_block_s or math.inf, limit_s)
 
     def prompt_s(self, model: str, tokens: int) -> float | None:
         """Seconds in which a worker without answers computes a prompt, once that is known."""
