@@ -125,6 +125,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # or each full collection would search all that was collected here: up to a second
+    gc.set_threshold(50_000, 20, 100)
     gc.enable()
 
 
