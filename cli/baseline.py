@@ -23,7 +23,6 @@ from effuse.client.params import Params
 from effuse.config.decoding import Algorithm, DecodeSettings
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
-from effuse.models.family import Family
 from effuse.models.preflight import check_checkpoint
 from effuse.offline.llm import LLM
 from effuse.router.tokenizer import Tokenizer
@@ -43,10 +42,6 @@ class Rivals:
     prompts: tuple[tuple[int, ...], ...]  # token ids
     params: Params
     concurrency: int
-
-    @property
-    def family(self) -> Family:
-        return self.config.family
 
     @property
     def device(self) -> Device:
@@ -92,7 +87,7 @@ class Rivals:
     def described(self) -> str:
         adapter = "" if self.adapter is None else f" with adapter {self.adapter.name}"
         threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''} each"
-        loop = f"base model: {self.family.algorithm}, after {self.family.origin}"
+        loop = f"base model: {self.config.family.algorithm}, after {self.config.family.origin}"
         return f"{self.directory.name}{adapter} on {self.device}, {self.dtype}, {threads}; {loop}"
 
     def taken(self) -> list[int]:
@@ -125,7 +120,7 @@ def check(
 def base_model(rivals: Rivals, tally: Tally) -> None:
     """The model without its adapter, greedy, with the defaults of its authors' loop."""
     params = Params(max_tokens=rivals.params.max_tokens, temperature=0.0)
-    _answer_and_free(rivals, None, params, rivals.family.algorithm, tally)
+    _answer_and_free(rivals, None, params, rivals.config.family.algorithm, tally)
 
 
 def single_process(rivals: Rivals, tally: Tally) -> None:

@@ -118,8 +118,10 @@ class Front:
         )
         duty = Duty(role.name, role.may_change)
         self.shell = Shell(duty, config, attempts, supervisor, tasks, access)
+        secret = access.secret
+        doorkeeper = None if secret is None else FleetOnly(secret, self.shell.where)
         self.server = rpc.RpcServer(
-            rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=self._doorkeeper(access)
+            rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=doorkeeper
         )
         self._facts: dict[str, str] = {}  # for the process that waits for the ready file
         self._is_told = False  # it was written at least once
@@ -189,15 +191,10 @@ class Front:
         for attempt in self.shell.attempts.leaving(duty):
             attempt.deliver(duty.refusal("this worker hands the request over"))
 
-    def _doorkeeper(self, access: FleetAccess) -> FleetOnly | None:
-        if access.secret is None:
-            return None
-        return FleetOnly(access.secret, lambda: self.shell.address)
-
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         config, role = self._config, self._role
         if (secret := self.shell.access.secret) is not None:
-            proof = ProofServicer(secret, lambda: self.shell.address)
+            proof = ProofServicer(secret, self.shell.where)
             add_ProofServiceServicer_to_server(proof, self.server.server)
         role.add(self.shell, self.server.server)
         worker = WorkerServicer(self)
@@ -227,19 +224,14 @@ class Front:
         store = await stack.enter_async_context(
             Store(config.redis_url, config.fleet, access=access)
         )
-        self._announcer = Announcer(store, self.shell.record, new_incarnation())
-        beside: list[Coroutine[None, None, None]] = [self._keep_lease(self._announcer)]
+        self._announcer = Announcer(
+            store, self.shell.record, new_incarnation(), on_superseded=self._end_engine
+        )
+        beside: list[Coroutine[None, None, None]] = [self._announcer.run()]
         if self._role.beside is not None:
             view = FleetView(store, poll_s=_POLL_S, with_links=False)
             beside += [view.run(), self._role.beside(self.shell, view, self._announcer.wake.set)]
         return [self._tasks.create_task(one) for one in beside]
-
-    async def _keep_lease(self, announcer: Announcer) -> None:
-        try:
-            await announcer.run()
-        except Superseded:
-            await self._end_engine()
-            raise
 
     async def _follow_changes(self) -> None:
         """Updates health, the lease and the ready file: whether the worker can work."""
