@@ -45,12 +45,10 @@ class Rivals:
 
     @property
     def device(self) -> Device:
-        """The device of all rows in this process."""
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
     def dtype(self) -> Dtype:
-        """Data type of weights and KV in those rows."""
         return "bfloat16" if torch.cuda.is_available() else "float32"
 
     @property
@@ -124,7 +122,6 @@ def base_model(rivals: Rivals, tally: Tally) -> None:
 
 
 def single_process(rivals: Rivals, tally: Tally) -> None:
-    """D2F by one engine, which prefills for itself."""
     _answer_and_free(rivals, rivals.adapter, rivals.params, "d2f", tally)
 
 

@@ -315,7 +315,6 @@ class FleetView:
 
     @property
     def is_current(self) -> bool:
-        """True while Redis answers."""
         return self._snapshot.is_current
 
     def workers(self) -> list[WorkerRecord]:

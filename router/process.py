@@ -190,7 +190,6 @@ def _listen_http(router: Router) -> HttpServer | None:
 
 
 def _tls_files(config: RouterConfig) -> TlsFiles | None:
-    """The certificates of the public ports, of gRPC and of HTTP."""
     if config.tls_cert is None:
         return None
     return TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca)

@@ -76,7 +76,6 @@ def _is_free(record: WorkerRecord) -> bool:
 
 
 def is_cooling(record: WorkerRecord) -> bool:
-    """Whether its role changed so recently that it stays."""
     return record.role_age_s is not None and record.role_age_s < COOL_S
 
 

@@ -197,7 +197,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: engine.GenerateRequest,
         context: Context,
     ) -> None:
-        """The answer as it grows, or at its end."""
         await self._serving.stream(
             lambda: request_of(request, self._router.tokenizer.chat_end_ids),
             context,

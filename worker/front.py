@@ -68,7 +68,6 @@ class Role:
 
 
 def main(kind: type[Config], make_role: Callable[[Config], Role], prog: str, about: str) -> int:
-    """Runs a worker with the flags of the command line; returns its exit status."""
     config = flags.parse(kind, sys.argv[1:], prog=prog, about=about)
     return run(config, make_role(config))
 
@@ -260,7 +259,6 @@ class Front:
         self._is_told = True
 
     async def _end_all(self) -> None:
-        """The drain of a process that will exit."""
         self.shell.is_draining = self._is_ending = True
         self._changed.set()
         await self._end_after(self._config.drain_s)
@@ -352,7 +350,6 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         )
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
-        """Begins to drain; attempts that still run after the deadline are ended."""
         if not request.deadline_s >= 0:  # also NaN
             raise InvalidRequest.of(
                 "deadline_s", f"expected 0 seconds or more, got {request.deadline_s}"
@@ -366,7 +363,6 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         return pb.UndrainResponse(running=len(self._shell.attempts))
 
     async def SetRole(self, request: pb.SetRoleRequest, context: _Context) -> pb.SetRoleResponse:
-        """Changes the role; attempts of the former role go on, or are handed over."""
         hand_over_s = request.hand_over_s if request.HasField("hand_over_s") else None
         self._front.set_role(request.role, hand_over_s, is_planned=request.planned)
         leaving = self._shell.attempts.leaving(self._shell.duty)
