@@ -31,7 +31,7 @@ from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.openai_api import OpenAiApi
 from effuse.router.policy import Candidate, WorkerLife
-from effuse.router.role_driver import RoleDriver
+from effuse.router.role_changes import RoleDriver
 from effuse.router.router import Router
 from effuse.router.services import GenerationServicer, ModelServicer, MonitorServicer
 from effuse.router.steering import LOOK_S
