@@ -186,7 +186,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def life(self) -> tuple[str, str]:
-        """A life of a worker: its id and incarnation."""
         return self.worker_id, self.incarnation
 
     def does(self, kind: Kind) -> bool:
@@ -194,12 +193,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def may_ever_decode(self) -> bool:
-        """Whether it accepts answers now, or after a change of its role."""
         return self.may_change_role or self.does("decode")
 
     @cached_property
     def fingerprint_text(self) -> str:
-        """The fingerprint as one value, for fast comparison and lookup."""
         return repr(self.fingerprint)
 
     @cached_property

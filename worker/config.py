@@ -222,7 +222,6 @@ class WorkerConfig(EngineSettings):
 
     @property
     def longest_end_s(self) -> float:
-        """Longest time from SIGTERM to the worker's end."""
         return self.drain_s + 2 * END_S + STOP_S
 
     def reachable_host(self) -> str:
@@ -290,7 +289,6 @@ class DecodeConfig(WorkerConfig):
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that compute requests of their own."""
         return self.data_parallel_size
 
 
