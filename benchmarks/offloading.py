@@ -71,7 +71,7 @@ class Bench:
         self.memory = parts.memory
         self.host = HostPages(self.memory, 2 * PAGES)
         self.files = UnitFiles(directory, 1 << 40)
-        self.tiers = Tiers(self.host, self.files, now=time.monotonic)
+        self.tiers = Tiers(self.host, [self.files], now=time.monotonic)
         self.pool = PagePool(self.memory.num_pages)
         self.cache = TieredCache(
             self.pool,
@@ -139,7 +139,7 @@ class Bench:
             if free := [key for key in left if not kept[key].num_readers]:
                 self.tiers._write(free[0])
             self.tiers.poll()
-        while self.tiers._writing:
+        while self.tiers.stores[0].writing:
             self.tiers.poll()
         for key in list(kept):
             self.tiers._leave_host(key)
@@ -152,9 +152,7 @@ class Bench:
         views = [self.host.views([slot]) for slot in range(len(keys))]
 
         def read() -> None:
-            reads = [
-                self.files.begin_read(key, view) for key, view in zip(keys, views, strict=True)
-            ]
+            reads = [self.files.load(key, view) for key, view in zip(keys, views, strict=True)]
             for one in reads:
                 one.result()
 

@@ -17,9 +17,11 @@ from auditing import audit_cache, audit_pool, cached_pages
 from effuse.kvtransfer.digest import PieceDigests
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.store_tier import StoreCounts, Writing
+from effuse.kvtransfer.stores import UnitFacts
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
-from effuse.kvtransfer.unit_files import FileFacts, UnitFiles
+from effuse.kvtransfer.unit_files import UnitFiles
 from effuse.kvtransfer.units import HeldUnits
 
 PAGE_BYTES = 64
@@ -74,11 +76,11 @@ class StuckFiles(UnitFiles):
         super().__init__(directory, most_bytes)
         self.stuck: list[Future[Any]] = []
 
-    def begin_read(self, key: bytes, views: Sequence[memoryview]) -> Future[FileFacts]:
-        return self._hold() if self.is_stuck else super().begin_read(key, views)
+    def load(self, key: bytes, views: Sequence[memoryview]) -> Future[UnitFacts]:
+        return self._hold() if self.is_stuck else super().load(key, views)
 
-    def begin_write(self, *told: Any) -> Future[int]:
-        return self._hold() if self.is_stuck else super().begin_write(*told)
+    def keep(self, *told: Any) -> Future[int]:
+        return self._hold() if self.is_stuck else super().keep(*told)
 
     def _hold(self) -> Future[Any]:
         self.stuck.append(Future())
@@ -113,13 +115,24 @@ class Scene:
         self.pool = PagePool(num_pages)
         self.host = FakeHost(num_pages, num_slots, lambda: draw.randint(0, most_polls))
         self.files = None if directory is None else StuckFiles(directory, most_file_bytes)
-        self.tiers = Tiers(self.host, self.files, now=lambda: self.time)
+        self.tiers = Tiers(
+            self.host, [] if self.files is None else [self.files], now=lambda: self.time
+        )
         self.cache = TieredCache(
             self.pool, self.tiers, page_size=2, block_size=4, is_causal=is_causal
         )
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.compute_s: Callable[[int], float] = lambda _: 0.0
+
+    @property
+    def counts(self) -> StoreCounts:
+        """Of the only store; zero without one."""
+        return next((one.counts for one in self.tiers.stores), StoreCounts())
+
+    @property
+    def writing(self) -> list[Writing]:
+        return [one for tier in self.tiers.stores for one in tier.writing]
 
     def start(self, ids: list[int], salt: str = "") -> Request:
         self.waiting.append(Request(ids, self.cache.begin(salt, ids, len(ids))))
@@ -200,7 +213,7 @@ class Scene:
             self.await_reads()
             self.poll()
             stuck = getattr(self.files, "stuck", ())
-            writes = [one for one in self.tiers._writing if one.result not in stuck]
+            writes = [one for one in self.writing if one.result not in stuck]
             if not self.cache.is_copying and not self.cache._due and not writes:
                 return
             for one in writes:

@@ -109,7 +109,7 @@ class Rig:
         )
         self.on_layer: Callable[[], None] = lambda: None
         self.forward = Watched(runner)
-        tiers = Tiers(HostPages(self.memory, num_slots), None, now=self.now) if num_slots else None
+        tiers = Tiers(HostPages(self.memory, num_slots), now=self.now) if num_slots else None
         sender = HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now)
         self.beats: list[Heartbeat] = []
         self.pulse = Pulse(self.beats.append, now=self.now)

@@ -1,0 +1,162 @@
+"""The process that speaks to Mooncake Store for an engine.
+
+Mooncake's client holds Python's lock while it connects, for 90 s if its master is dead, and a call
+to a master that stands still may last minutes. So an engine kills this process if it does not
+answer. It moves bytes between the store and the engine's host memory, which both map. Each lane of
+calls has a thread and a socket of its own.
+"""
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from threading import Thread
+from typing import Any, Final, Literal, NoReturn
+
+import msgspec
+
+MISSING: Final = (-703, -704)
+"""Codes of Mooncake for an object that is not there, or not whole."""
+PRESENT: Final = -705
+"""Its code for one that is there already."""
+FULL: Final = -200
+"""Its code for a pool without room."""
+_CONNECT_S: Final = 2.0
+
+
+class PoolOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process gets at its start."""
+
+    host: str
+    port: int
+    protocol: str
+    devices: str
+    parent: int  # process that it ends with
+    memory: int  # descriptor of the engine's host memory
+    memory_bytes: int
+    lanes: tuple[int, ...]  # descriptors of sockets
+    most_head: int  # bytes before the KV of a unit
+
+
+class PoolCall(msgspec.Struct, frozen=True, array_like=True):
+    """One call, on objects of these names."""
+
+    kind: Literal["find", "load", "keep", "remove"]
+    names: tuple[str, ...] = ()
+    head: bytes = b""  # of a unit to keep
+    extents: tuple[tuple[int, int], ...] = ()  # its KV: offsets in the memory, and bytes
+
+
+class PoolAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Its result: a number, or a code of Mooncake below 0."""
+
+    code: int
+    head: bytes = b""  # of a unit that was loaded
+    error: str = ""  # of the start
+
+
+class _Lane:
+    """Calls of one socket, one after the other."""
+
+    def __init__(self, store: Any, base: int, most_head: int, connection: Connection) -> None:
+        self._store, self._base, self._most_head = store, base, most_head
+        self._connection = connection
+        self._head = mmap.mmap(-1, most_head)
+        self._head_at = address_of(self._head)
+        store.register_buffer(self._head_at, most_head)
+
+    def run(self) -> None:
+        """Until the engine closes the socket, which ends the process."""
+        decode = msgspec.msgpack.Decoder(PoolCall).decode
+        with suppress(EOFError, OSError):
+            while True:
+                answer = self._answer(decode(self._connection.recv_bytes()))
+                self._connection.send_bytes(msgspec.msgpack.encode(answer))
+        os._exit(0)
+
+    def _answer(self, call: PoolCall) -> PoolAnswer:
+        names = list(call.names)
+        match call.kind:
+            case "find":
+                return PoolAnswer(_count(self._store.batch_is_exist(names)))
+            case "remove":
+                return PoolAnswer(self._store.remove(names[0], True))
+            case "keep":
+                self._head[: len(call.head)] = call.head
+                parts = self._parts(call, len(call.head))
+                return PoolAnswer(self._store.batch_put_from_multi_buffers(names, *parts)[0])
+            case "load":
+                return self._load(names, call)
+
+    def _load(self, names: list[str], call: PoolCall) -> PoolAnswer:
+        size = self._store.get_size(names[0])
+        num_head = size - sum(size for _, size in call.extents)
+        if size < 0 or not 0 < num_head <= self._most_head:
+            return PoolAnswer(min(size, 0))
+        parts = self._parts(call, num_head)
+        code = self._store.batch_get_into_multi_buffers(names, *parts)[0]
+        return PoolAnswer(code, self._head[:num_head])
+
+    def _parts(self, call: PoolCall, num_head: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Addresses and sizes of an object's parts."""
+        addresses = [self._head_at, *(self._base + at for at, _ in call.extents)]
+        return [addresses], [[num_head, *(size for _, size in call.extents)]]
+
+
+def address_of(memory: "mmap.mmap | memoryview") -> int:
+    """Address of writable memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _count(codes: list[int]) -> int:
+    """How many first objects exist, or the code of an error."""
+    count = next((at for at, code in enumerate(codes) if code != 1), len(codes))
+    return min(codes) if codes and min(codes) < 0 else count
+
+
+def _connect(orders: PoolOrders) -> Any:
+    """Mooncake's client. Raises OSError or ImportError with the reason."""
+    peer = orders.host, orders.port
+    with socket.create_connection(peer, _CONNECT_S) as probe:  # its own would take 90 s
+        own_host = probe.getsockname()[0]
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    master = f"{orders.host}:{orders.port}"
+    # Without memory of its own in the store, so that no unit ends with a worker.
+    code = store.setup(own_host, "P2PHANDSHAKE", 0, 0, orders.protocol, orders.devices, master)
+    if code:
+        raise OSError(f"Mooncake's setup failed with code {code}")
+    return store
+
+
+def main() -> NoReturn:
+    """Runs until the engine ends or closes its sockets."""
+    orders = msgspec.json.decode(sys.argv[1], type=PoolOrders)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != orders.parent:
+        sys.exit("the parent process has ended")
+    lanes = [Connection(lane) for lane in orders.lanes]
+    try:
+        store, answer = _connect(orders), PoolAnswer(0)
+    except (OSError, ImportError) as error:
+        store, answer = None, PoolAnswer(-1, error=str(error))
+    if store is not None:
+        memory = mmap.mmap(orders.memory, orders.memory_bytes)
+        base = address_of(memory)
+        store.register_buffer(base, orders.memory_bytes)
+        for lane in lanes:
+            one = _Lane(store, base, orders.most_head, lane)
+            Thread(target=one.run, daemon=True).start()
+    lanes[0].send_bytes(msgspec.msgpack.encode(answer))
+    while store is not None:
+        signal.pause()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
