@@ -40,7 +40,6 @@ _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait les
 _KILLED_S: Final = 5.0
 _MOST_KNOWN: Final = 1 << 18  # units; those of the pool are forgotten here beyond that
 _PROBE: Final = "effuse/probe"
-_QUIET: Final = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR", "MC_YLT_LOG_LEVEL": "critical"}
 
 
 def check_package() -> None:
@@ -78,7 +77,8 @@ class _Client:
             (sys.executable, "-P", "-m", "effuse.kvtransfer.mooncake_process", text),
             stdin=subprocess.DEVNULL,
             pass_fds=(host.descriptor, *orders.lanes),
-            env=_QUIET | os.environ,
+            # Mooncake logs each call; reasons come as answers.
+            stderr=None if "MC_LOG_LEVEL" in os.environ else subprocess.DEVNULL,
         )
         self._lanes: SimpleQueue[Connection] = SimpleQueue()
         for ours, theirs in pairs:
