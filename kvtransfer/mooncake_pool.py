@@ -32,7 +32,7 @@ from effuse.kvtransfer.mooncake_process import (
     PoolOrders,
     address_of,
 )
-from effuse.kvtransfer.stores import HEAD, MOST_BOUNDARY, Store, Threads, UnitFacts, unpack
+from effuse.kvtransfer.stores import HEAD, MOST_BOUNDARY, Threads, UnitFacts, UnitStore, unpack
 from effuse.kvtransfer.units import Key
 
 _READERS: Final = 2
@@ -116,7 +116,7 @@ class _Client:
         return self._process.poll() is not None
 
 
-class MooncakePool(Store):
+class MooncakePool(UnitStore):
     """Units in Mooncake Store. Not all that it has are known here."""
 
     kind = "pool"

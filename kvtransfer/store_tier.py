@@ -16,13 +16,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from effuse.kvtransfer.stores import Store, UnitFacts
+from effuse.kvtransfer.stores import UnitFacts, UnitStore
 from effuse.kvtransfer.units import Key
 
 LOG = logging.getLogger(__name__)
 
+FIND_S: Final = 0.5
+"""Time for units to be found; then they are computed."""
 READ_S: Final = 1.0
-"""Time to find units or to read them; then they are computed."""
+"""The same for units that are read."""
 WRITE_S: Final = 10.0
 """Time for one to be written."""
 AGAIN_S: Final = 30.0
@@ -105,7 +107,7 @@ class StoreCounts:
 class StoreTier:
     """One store, as far as it can be used."""
 
-    def __init__(self, store: Store, now: Callable[[], float]) -> None:
+    def __init__(self, store: UnitStore, now: Callable[[], float]) -> None:
         self.store = store
         self.counts = StoreCounts()
         self.reading = Rate()  # seconds of bytes
@@ -221,8 +223,8 @@ class StoreTier:
         for search in list(self.searches):
             if search.result.done():
                 self._end_search(search)
-            elif self._now() - search.began_s > READ_S:
-                self._fail(f"a search was not over after {READ_S:g} s")
+            elif self._now() - search.began_s > FIND_S:
+                self._fail(f"a search was not over after {FIND_S:g} s")
             else:
                 continue
             self.searches.remove(search)

@@ -68,7 +68,7 @@ def unpack(raw: bytes, key: Key, num_bytes: int) -> UnitFacts:
     return facts
 
 
-class Store(ABC):
+class UnitStore(ABC):
     """Units by key outside of host memory, as far as they are known here: least recently used ones
     first, which are removed beyond `most_bytes`.
 

@@ -74,14 +74,18 @@ class TieredCache(UnitCache):
         self.tiers.close()
 
     def poll(self) -> bool:
-        """Goes on with everything that moves; waits for nothing. True if a copy began or ended."""
-        before = len(self._coming), self.tiers.counts.saved, len(self._saving)
+        """Goes on with all that moves, and waits for nothing. True if something began or ended."""
+        before = self._moving()
         self._end_saves()
         for coming in dict.fromkeys(self._coming.values()):
             self._follow(coming)
         self.tiers.poll()
         self._save_due()
-        return before != (len(self._coming), self.tiers.counts.saved, len(self._saving))
+        return before != self._moving()
+
+    def _moving(self) -> tuple[int, ...]:
+        counts = map(len, (self._coming, self._saving, self.tiers.searches))
+        return self.tiers.counts.saved, *counts
 
     # From the pool to the host.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.pool import FreeRuns
 from effuse.kvtransfer.store_tier import HostUnit, Rate, Read, Search, StoreTier
-from effuse.kvtransfer.stores import Store
+from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.units import Key
 
 _FREE_SHARE: Final = 8  # of the host's slots, one in so many is kept free by writing to files
@@ -58,7 +58,7 @@ class Tiers:
     def __init__(
         self,
         host: Host,
-        stores: Iterable[Store] = (),
+        stores: Iterable[UnitStore] = (),
         *,
         now: Callable[[], float],
         row_dtype: torch.dtype = torch.float32,

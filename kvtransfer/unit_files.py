@@ -15,14 +15,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
-from effuse.kvtransfer.stores import HEAD, Store, Threads, UnitFacts, size_of_boundary, unpack
+from effuse.kvtransfer.stores import HEAD, Threads, UnitFacts, UnitStore, size_of_boundary, unpack
 from effuse.kvtransfer.units import Key
 
 _READERS: Final = 2
 _LEFT_S: Final = 3600.0  # after which an unfinished file has no writer any more
 
 
-class UnitFiles(Store):
+class UnitFiles(UnitStore):
     """The files of one directory, at most `most_bytes` of them. All are known."""
 
     kind = "file"

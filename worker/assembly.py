@@ -23,7 +23,7 @@ from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.mooncake_pool import MooncakePool, check_package
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.stores import Store
+from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
@@ -108,13 +108,8 @@ def assemble(
     now and in all later forwards. Without `connects` no rank opens a connector, and a broken group
     raises GroupBroken and does not end the process. Ranks end if the start fails.
     """
-    if config.kv_pool is not None:
-        check_package()
     device = device_of(config)
-    connector = choose_connector(
-        config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
-    )
-    config = replace(config, connector=connector)
+    config = _settled(config, device)
     directory = model_directory(config)
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
@@ -149,12 +144,22 @@ def assemble(
             page_size=layout.page_size,
             page_bytes=part.memory.page_bytes,
             total_pages=part.memory.num_pages * config.num_replicas,
-            connector=connector,
+            connector=config.connector,
         ),
         ranks=ranks,
         caches=config.enable_prefix_caching,
         tiers=_tiers(config, part, agreed, ranks),
     )
+
+
+def _settled(config: WorkerConfig, device: torch.device) -> WorkerConfig:
+    """The config with its connector. Raises ValueError if a package is missing that it needs."""
+    if config.kv_pool is not None:
+        check_package()
+    connector = choose_connector(
+        config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
+    )
+    return replace(config, connector=connector)
 
 
 def _tiers(
@@ -163,7 +168,7 @@ def _tiers(
     """Host memory and stores for kept KV. Raises ValueError if there can be no files."""
     if part.host is None:
         return None
-    stores: list[Store] = []
+    stores: list[UnitStore] = []
     directory = config.kv_offloading_dir
     if directory is not None or config.kv_pool is not None:
         # Other kernels compute other bits.

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from effuse.kvtransfer.stores import HEAD, Store, UnitFacts, size_of_boundary, unpack
+from effuse.kvtransfer.stores import HEAD, UnitFacts, UnitStore, size_of_boundary, unpack
 
 
 @dataclass
@@ -20,7 +20,7 @@ class SharedUnits:
     calls: list[str] = field(default_factory=list)
 
 
-class FakePool(Store):
+class FakePool(UnitStore):
     """One worker's access to it."""
 
     kind = "pool"

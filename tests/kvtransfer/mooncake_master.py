@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,7 +48,7 @@ class Mooncake:
             "mooncake_master",
             *("--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"),
             *(f"--rpc_port={self.port}", f"--metrics_port={self._metrics_port}"),
-            *("--default_kv_lease_ttl=500", "--client_ttl=5"),
+            *("--default_kv_lease_ttl=60000", "--client_ttl=5"),
         )
         self._await_port(self.port, self.master)
         self.memory = self._run(
@@ -74,24 +73,39 @@ class Mooncake:
         finally:
             self.master.send_signal(signal.SIGCONT)
 
-    def client(self) -> Any:
-        """A client of the test's own process cannot hold its lock here: a script that runs in a
-        process with Mooncake's client as `store`."""
-        return None
+    def idle(self) -> contextlib.AbstractContextManager[None]:
+        """As `paused`, without the pause."""
+        return contextlib.nullcontext()
+
+    def fill(self) -> None:
+        """Fills all room with objects that may not be evicted now."""
+        self.run(
+            "import time\n"
+            "for size in (1 << 19, 1 << 14, 1 << 9):\n"
+            "    failed = number = 0\n"
+            "    while failed < 4:\n"
+            "        number += 1\n"
+            "        name = f'full/{size}/{number}'\n"
+            "        if store.put(name, b'x' * size):\n"
+            "            failed += 1\n"
+            "            time.sleep(0.1)  # older objects are evicted meanwhile\n"
+            "        store.is_exist(name)\n"
+        )
 
     def run(self, script: str) -> str:
         """Output of Python code with Mooncake's own client as `store`."""
         head = (
             "from mooncake.store import MooncakeDistributedStore\n"
             "store = MooncakeDistributedStore()\n"
-            f"store.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 24, 'tcp', '', '127.0.0.1:{self.port}')\n"
+            "store.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 24, 'tcp', '', "
+            f"'127.0.0.1:{self.port}')\n"
         )
         command = [sys.executable, "-P", "-c", head + script + "\nimport os; os._exit(0)"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return ended.stdout
 
     def _run(self, program: str, *flags: str) -> subprocess.Popen[bytes]:
-        with open(self._home / f"{program}.log", "ab") as log:
+        with (self._home / f"{program}.log").open("ab") as log:
             command = [str(self._programs / program), *flags]
             return subprocess.Popen(command, stdout=log, stderr=log, cwd=self._home)
 

@@ -13,6 +13,7 @@ from kvtransfer.tier_scene import PAGE_BYTES, TEXTS, Scene
 
 from effuse.kvtransfer import tiered_cache
 from effuse.kvtransfer.store_tier import AGAIN_S, READ_S, WRITE_S
+from effuse.kvtransfer.stores import UnitFacts
 from effuse.kvtransfer.tiers import Tiers
 from kvtransfer import fake_pool
 
@@ -92,7 +93,7 @@ def test_planted_bugs_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, bug: 
             units[key] = units[first]
             return original(pool, key, views)
 
-        monkeypatch.setattr(fake_pool, "unpack", lambda raw, *_: fake_pool.UnitFacts(raw[24:40]))
+        monkeypatch.setattr(fake_pool, "unpack", lambda raw, *_: UnitFacts(raw[24:40]))
         monkeypatch.setattr(FakePool, "load", load)
     elif bug == "no digest":
         monkeypatch.setattr(tiered_cache, "pages_digest", lambda _: b"")
@@ -146,7 +147,7 @@ def test_a_pool_that_fails_costs_one_request_a_second_and_one_line(
         before = list(shared.calls)
         assert scene.run(TEXTS[1], TEXTS[1], TEXTS[2]) == [0, 24, 0]
         assert shared.calls == before  # nobody asks it
-    reason = "it is dead" if fault == "dead" else "a search was not over after 1 s"
+    reason = "it is dead" if fault == "dead" else "a search was not over after 0.5 s"
     (record,) = caplog.records
     assert record.getMessage() == f"KV in the shared pool is not used for 30 s: {reason}"
     assert scene.counts.failures == 1
