@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Final
 
@@ -26,7 +26,9 @@ from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.mooncake_process import (
     FULL,
     MISSING,
+    MOST_UNITS,
     PRESENT,
+    Extents,
     PoolAnswer,
     PoolCall,
     PoolOrders,
@@ -35,7 +37,10 @@ from effuse.kvtransfer.mooncake_process import (
 from effuse.kvtransfer.stores import HEAD, MOST_BOUNDARY, Threads, UnitFacts, UnitStore, unpack
 from effuse.kvtransfer.units import Key
 
+_Wanted = tuple[Key, Sequence[memoryview], "Future[UnitFacts]"]
+
 _READERS: Final = 2
+_MOST_BYTES: Final = 64 << 20  # in one call to load, or one unit
 _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait less
 _KILLED_S: Final = 5.0
 _MOST_KNOWN: Final = 1 << 18  # units; those of the pool are forgotten here beyond that
@@ -70,6 +75,7 @@ class _Client:
             memory=host.descriptor,
             memory_bytes=host.num_slots * host.page_bytes,
             lanes=tuple(theirs.fileno() for _, theirs in pairs),
+            least_head=HEAD.size,
             most_head=HEAD.size + MOST_BOUNDARY,
         )
         text = msgspec.json.encode(orders).decode()
@@ -130,6 +136,7 @@ class MooncakePool(UnitStore):
         self._address, self._host = address, host
         self._prefix = "/".join(part for part in ("effuse", address.namespace, content) if part)
         self._readers, self._writer = Threads(_READERS), Threads(1)
+        self._loads: SimpleQueue[_Wanted] = SimpleQueue()
         self._client: _Client | None = None
         self._lock = Lock()
         self._base = address_of(host.views([0])[0])
@@ -146,7 +153,10 @@ class MooncakePool(UnitStore):
         return self._readers.submit(self._find, [self._name(key) for key in units])
 
     def load(self, key: Key, views: Sequence[memoryview]) -> "Future[UnitFacts]":
-        return self._readers.submit(self._load, key, views)
+        result: Future[UnitFacts] = Future()
+        self._loads.put((key, views, result))
+        self._readers.submit(self._load_some)
+        return result
 
     def keep(
         self,
@@ -176,19 +186,37 @@ class MooncakePool(UnitStore):
         self._find([_PROBE])
 
     def _find(self, names: Sequence[str]) -> int:
-        return _checked(self._call(PoolCall("find", tuple(names))).code)
+        return _checked(self._call(PoolCall("find", tuple(names))).codes[0])
 
-    def _load(self, key: Key, views: Sequence[memoryview]) -> UnitFacts:
-        call = PoolCall("load", (self._name(key),), extents=self._extents(views))
-        answer = self._call(call)
-        _checked(answer.code)
-        return unpack(answer.head, key, sum(view.nbytes for view in views))
+    def _load_some(self) -> None:
+        """Units that wait to be loaded, as many as one call takes; there may be none."""
+        batch: list[_Wanted] = []
+        num_bytes = 0
+        with suppress(Empty):
+            while len(batch) < MOST_UNITS and num_bytes < _MOST_BYTES:
+                one = self._loads.get_nowait()
+                if one[2].set_running_or_notify_cancel():
+                    batch.append(one)
+                    num_bytes += _size(one[1])
+        if not batch:
+            return
+        names = tuple(self._name(key) for key, _, _ in batch)
+        places = tuple(self._places(views) for _, views, _ in batch)
+        try:
+            answer = self._call(PoolCall("load", names, places=places))
+        except OSError as error:
+            answer = None
+            for _, _, result in batch:
+                result.set_exception(error)
+        if answer is not None:
+            for one, code, head in zip(batch, answer.codes, answer.heads, strict=True):
+                _finish(one, code, head)
 
     def _keep(self, key: Key, facts: Callable[[], UnitFacts], views: Sequence[memoryview]) -> int:
-        num_bytes = sum(view.nbytes for view in views)
+        num_bytes = _size(views)
         head = facts().pack(key, num_bytes)
-        call = PoolCall("keep", (self._name(key),), head, self._extents(views))
-        if (code := self._call(call).code) != PRESENT:
+        call = PoolCall("keep", (self._name(key),), head, (self._places(views),))
+        if (code := self._call(call).codes[0]) != PRESENT:
             _checked(code)
         return len(head) + num_bytes
 
@@ -197,7 +225,7 @@ class MooncakePool(UnitStore):
             raise ConnectionError("it has no client")
         return client.call(call)
 
-    def _extents(self, views: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
+    def _places(self, views: Sequence[memoryview]) -> Extents:
         """Offsets and sizes of slots in the host's memory, neighbours together."""
         found: list[tuple[int, int]] = []
         for view in views:
@@ -207,6 +235,19 @@ class MooncakePool(UnitStore):
             else:
                 found.append((at, view.nbytes))
         return tuple(found)
+
+
+def _size(views: Sequence[memoryview]) -> int:
+    return sum(view.nbytes for view in views)
+
+
+def _finish(load: _Wanted, code: int, head: bytes) -> None:
+    key, views, result = load
+    try:
+        _checked(code)
+        result.set_result(unpack(head, key, _size(views)))
+    except (OSError, ValueError) as error:
+        result.set_exception(error)
 
 
 def _checked(code: int) -> int:

@@ -12,7 +12,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any, Final, Literal, NoReturn
@@ -25,7 +27,13 @@ PRESENT: Final = -705
 """Its code for one that is there already."""
 FULL: Final = -200
 """Its code for a pool without room."""
+MOST_UNITS: Final = 16
+"""In one call to load."""
 _CONNECT_S: Final = 2.0
+
+
+Extents = tuple[tuple[int, int], ...]
+"""Offsets, and bytes at each."""
 
 
 class PoolOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +47,8 @@ class PoolOrders(msgspec.Struct, frozen=True, kw_only=True):
     memory: int  # descriptor of the engine's host memory
     memory_bytes: int
     lanes: tuple[int, ...]  # descriptors of sockets
-    most_head: int  # bytes before the KV of a unit
+    least_head: int  # bytes before the KV of a unit, if it has no boundary row
+    most_head: int
 
 
 class PoolCall(msgspec.Struct, frozen=True, array_like=True):
@@ -48,26 +57,27 @@ class PoolCall(msgspec.Struct, frozen=True, array_like=True):
     kind: Literal["find", "load", "keep", "remove"]
     names: tuple[str, ...] = ()
     head: bytes = b""  # of a unit to keep
-    extents: tuple[tuple[int, int], ...] = ()  # its KV: offsets in the memory, and bytes
+    places: tuple[Extents, ...] = ()  # of each unit's KV in the memory
 
 
 class PoolAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Its result: a number, or a code of Mooncake below 0."""
+    """Its results: numbers, or codes of Mooncake below 0."""
 
-    code: int
-    head: bytes = b""  # of a unit that was loaded
+    codes: tuple[int, ...]
+    heads: tuple[bytes, ...] = ()  # of units that were loaded
     error: str = ""  # of the start
 
 
 class _Lane:
     """Calls of one socket, one after the other."""
 
-    def __init__(self, store: Any, base: int, most_head: int, connection: Connection) -> None:
-        self._store, self._base, self._most_head = store, base, most_head
+    def __init__(self, store: Any, base: int, orders: PoolOrders, connection: Connection) -> None:
+        self._store, self._base, self._orders = store, base, orders
         self._connection = connection
-        self._head = mmap.mmap(-1, most_head)
-        self._head_at = address_of(self._head)
-        store.register_buffer(self._head_at, most_head)
+        size = orders.most_head + MOST_UNITS * orders.least_head
+        self._heads = mmap.mmap(-1, size)
+        self._heads_at = address_of(self._heads)
+        store.register_buffer(self._heads_at, size)
 
     def run(self) -> None:
         """Until the engine closes the socket, which ends the process."""
@@ -82,29 +92,54 @@ class _Lane:
         names = list(call.names)
         match call.kind:
             case "find":
-                return PoolAnswer(_count(self._store.batch_is_exist(names)))
+                return PoolAnswer((_count(self._store.batch_is_exist(names)),))
             case "remove":
-                return PoolAnswer(self._store.remove(names[0], True))
+                return PoolAnswer((self._store.remove(names[0], True),))
             case "keep":
-                self._head[: len(call.head)] = call.head
-                parts = self._parts(call, len(call.head))
-                return PoolAnswer(self._store.batch_put_from_multi_buffers(names, *parts)[0])
+                self._heads[: len(call.head)] = call.head
+                parts = self._parts(call.places, [len(call.head)])
+                return PoolAnswer(tuple(self._store.batch_put_from_multi_buffers(names, *parts)))
             case "load":
-                return self._load(names, call)
+                return self._load(names, call.places)
 
-    def _load(self, names: list[str], call: PoolCall) -> PoolAnswer:
-        size = self._store.get_size(names[0])
-        num_head = size - sum(size for _, size in call.extents)
-        if size < 0 or not 0 < num_head <= self._most_head:
-            return PoolAnswer(min(size, 0))
-        parts = self._parts(call, num_head)
-        code = self._store.batch_get_into_multi_buffers(names, *parts)[0]
-        return PoolAnswer(code, self._head[:num_head])
+    def _load(self, names: list[str], places: Sequence[Extents]) -> PoolAnswer:
+        """Most units have the shortest head, so their sizes are asked for only if that fails."""
+        codes, heads = self._read(names, places, [self._orders.least_head] * len(names))
+        for at, code in enumerate(codes):
+            if code < 0 and code not in MISSING:
+                size = self._store.get_size(names[at])
+                num_head = size - sum(size for _, size in places[at])
+                if self._orders.least_head < num_head <= self._orders.most_head:
+                    codes[at : at + 1], heads[at : at + 1] = self._read(
+                        [names[at]], [places[at]], [num_head]
+                    )
+                elif size >= 0:
+                    codes[at], heads[at] = 0, b""  # it is no unit of this size
+        return PoolAnswer(tuple(codes), tuple(heads))
 
-    def _parts(self, call: PoolCall, num_head: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Addresses and sizes of an object's parts."""
-        addresses = [self._head_at, *(self._base + at for at, _ in call.extents)]
-        return [addresses], [[num_head, *(size for _, size in call.extents)]]
+    def _read(
+        self, names: list[str], places: Sequence[Extents], num_heads: list[int]
+    ) -> tuple[list[int], list[bytes]]:
+        codes = self._store.batch_get_into_multi_buffers(names, *self._parts(places, num_heads))
+        ends = list(accumulate(num_heads))
+        return list(codes), [
+            self._heads[end - n : end] for end, n in zip(ends, num_heads, strict=True)
+        ]
+
+    def _parts(
+        self, places: Sequence[Extents], num_heads: list[int]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Addresses and sizes of the parts of each object: its head, then its KV."""
+        heads_at = accumulate(num_heads, initial=self._heads_at)
+        addresses = [
+            [head_at, *(self._base + at for at, _ in extents)]
+            for head_at, extents in zip(heads_at, places, strict=False)
+        ]
+        sizes = [
+            [num_head, *(size for _, size in extents)]
+            for num_head, extents in zip(num_heads, places, strict=True)
+        ]
+        return addresses, sizes
 
 
 def address_of(memory: "mmap.mmap | memoryview") -> int:
@@ -142,15 +177,15 @@ def main() -> NoReturn:
         sys.exit("the parent process has ended")
     lanes = [Connection(lane) for lane in orders.lanes]
     try:
-        store, answer = _connect(orders), PoolAnswer(0)
+        store, answer = _connect(orders), PoolAnswer(())
     except (OSError, ImportError) as error:
-        store, answer = None, PoolAnswer(-1, error=str(error))
+        store, answer = None, PoolAnswer((), error=str(error))
     if store is not None:
         memory = mmap.mmap(orders.memory, orders.memory_bytes)
         base = address_of(memory)
         store.register_buffer(base, orders.memory_bytes)
         for lane in lanes:
-            one = _Lane(store, base, orders.most_head, lane)
+            one = _Lane(store, base, orders, lane)
             Thread(target=one.run, daemon=True).start()
     lanes[0].send_bytes(msgspec.msgpack.encode(answer))
     while store is not None:

@@ -59,11 +59,16 @@ class MooncakeDistributedStore:
         return [obey("call")]
 
     def batch_get_into_multi_buffers(self, names, addresses, sizes):
-        data = path(names[0]).read_bytes()
-        for address, size in zip(addresses[0], sizes[0]):
-            ctypes.memmove(address, data[:size], size)
+        return [self.get(*one) for one in zip(names, addresses, sizes)]
+
+    def get(self, name, addresses, sizes):
+        data = path(name).read_bytes() if path(name).exists() else None
+        if data is None or len(data) > sum(sizes):
+            return obey("call") or (-704 if data is None else -600)
+        for address, size in zip(addresses, sizes):
+            ctypes.memmove(address, data[:size], min(size, len(data)))
             data = data[size:]
-        return [obey("call") or sum(sizes[0])]
+        return obey("call") or sum(sizes)
 """
 
 
@@ -99,6 +104,18 @@ def test_a_unit_comes_back_as_it_was(user: PoolUser) -> None:
     assert user.load(KEYS[0], 9, 11, 12, 15) == FACTS
     assert torch.equal(user.slots[[9, 11, 12, 15]], user.slots[[3, 4, 5, 1]])
     assert user.count(KEYS[0], KEYS[1]) == 1
+
+
+def test_many_units_come_at_once(user: PoolUser) -> None:
+    for at, key in enumerate(KEYS[:6]):
+        user.keep(key, at)
+    slots = range(8, 14)
+    views = [user.host.views([slot]) for slot in slots]
+    loads = [user.pool.load(key, one) for key, one in zip(KEYS[:6], views, strict=True)]
+    missing = user.pool.load(KEYS[7], user.host.views([15]))
+    assert {load.result(20) for load in loads} == {FACTS}
+    assert torch.equal(user.slots[8:14], user.slots[:6])
+    assert isinstance(missing.exception(20), FileNotFoundError)
 
 
 def test_a_unit_that_is_not_there_is_no_failure_of_the_pool(user: PoolUser) -> None:
