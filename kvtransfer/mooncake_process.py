@@ -27,7 +27,7 @@ PRESENT: Final = -705
 """Its code for one that is there already."""
 FULL: Final = -200
 """Its code for a pool without room."""
-MOST_UNITS: Final = 16
+MOST_UNITS: Final = 64
 """In one call to load."""
 _CONNECT_S: Final = 2.0
 
@@ -37,7 +37,7 @@ Extents = tuple[tuple[int, int], ...]
 
 
 class PoolOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process gets at its start."""
+    """Settings of the process, which it gets at its start."""
 
     host: str
     port: int

@@ -1,7 +1,7 @@
 """The way of units between host memory and one store.
 
 Each step has a time limit, because a store may fail or never answer. Then it counts as absent for a
-while, and nobody waits for it.
+while, and no request waits for it.
 """
 
 import logging
@@ -134,7 +134,7 @@ class StoreTier:
 
     def poll(self) -> tuple[list[HostUnit], list[int]]:
         """Takes what has come; waits for nothing. Returns units that were written, and slots of
-        reads that nobody waited for.
+        reads that no request waited for.
         """
         self._follow_opening()
         self._end_searches()
@@ -250,7 +250,7 @@ class StoreTier:
 
     def end_read(self, read: Read, num_bytes: int) -> UnitFacts | None:
         """A read of so many bytes is not awaited any more: the unit's facts if it has come. If it
-        goes on all the same, `poll` returns its slots later.
+        still goes on, `poll` returns its slots later.
         """
         if not read.result.done():
             self.abandon(read)

@@ -1,4 +1,4 @@
-"""Places for units of KV outside of an engine's memory: what each offers, and what they share.
+"""Places for units of KV outside of an engine's memory, with one protocol.
 
 A unit travels as its KV behind a head, which has the digest of its pages. Threads do the work,
 because a disk or a network may take any time.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from decoding.chats import Models, told
 from decoding.engines import Rig, make_request
-from kvtransfer.mooncake_master import Mooncake, skip_without_mooncake
+from kvtransfer.mooncake_master import Mooncake
 
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.memory import PageMemory
@@ -20,7 +20,7 @@ from effuse.kvtransfer.mooncake_pool import MooncakePool
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 
-skip_without_mooncake()
+pytestmark = pytest.mark.mooncake
 
 SMALL: dict[str, Any] = {"num_pages": 56, "page_size": 4, "max_num_seqs": 8, "budget": 256}
 PROMPT = range(20, 52)

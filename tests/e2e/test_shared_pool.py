@@ -13,13 +13,13 @@ from e2e.client import all_at_once, wait_until
 from e2e.processes import kill, restart
 from e2e.test_metrics import scrape
 from e2e.tiny import TINY, tiny_fleet
-from kvtransfer.mooncake_master import Mooncake, skip_without_mooncake
+from kvtransfer.mooncake_master import Mooncake
 
 import effuse
 from effuse.cli.fleet import Fleet
 from effuse.client.answer import Answer
 
-skip_without_mooncake()
+pytestmark = pytest.mark.mooncake
 
 COUNT, LENGTH = 20, 128
 ASKED = effuse.Params(max_tokens=8, ignore_eos=True)

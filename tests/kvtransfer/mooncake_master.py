@@ -20,18 +20,14 @@ from effuse.kvtransfer.mooncake_pool import check_package
 _START_S = 30.0
 
 
-def skip_without_mooncake() -> None:
-    """Skips a module where Mooncake is not installed, or its libraries are missing."""
-    try:
-        check_package()
-    except ValueError as error:
-        pytest.skip(str(error), allow_module_level=True)
-
-
 class Mooncake:
-    """The two processes, which listen only on this machine."""
+    """The two processes, which listen only on this machine. Without them the test is skipped."""
 
     def __init__(self, home: Path, megabytes: int = 64) -> None:
+        try:
+            check_package()
+        except ValueError as error:
+            pytest.skip(str(error))
         spec = find_spec("mooncake")
         assert spec is not None and spec.submodule_search_locations is not None
         self._programs = Path(spec.submodule_search_locations[0])

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.client import wait_until
-from kvtransfer.mooncake_master import Mooncake, skip_without_mooncake
+from kvtransfer.mooncake_master import Mooncake
 from kvtransfer.pool_user import FACTS, KEYS, MEMORY, PoolUser
 
 from effuse.kvtransfer.mooncake_pool import MooncakePool
 
-skip_without_mooncake()
+pytestmark = pytest.mark.mooncake
 
 
 @pytest.fixture(scope="module")
