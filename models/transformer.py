@@ -20,6 +20,7 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rowwise import (
+    halves,
     linear,
     lookup,
     make_cos_sin_cache,
@@ -34,7 +35,8 @@ from effuse.models.config import ModelConfig
 from effuse.models.group import ALONE, Group, Replicas, RowCounts, own_rows, whole_rows
 from effuse.models.tensors import ModelShard, whole
 
-# For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
+# For up to this many rows, a GPU computes the MLP's last product in two halves of its sum; with
+# `batch_invariant` for any number.
 _MOST_ROWS_HALVED = 256
 
 LayerKV = tuple[Tensor, Tensor]
@@ -322,9 +324,8 @@ class Transformer:
             return self._experts(layer, layer.router, normed, counts), residual
         activated = swiglu(self._linear(normed, layer.gate_up))
         can_halve = activated.is_cuda and self.dtype != torch.float32 and self.shard.size == 1
-        can_halve &= not self.batch_invariant
-        if can_halve and len(mixed) <= _MOST_ROWS_HALVED:
-            return _halves(activated, layer.down), residual
+        if can_halve and (self.batch_invariant or len(mixed) <= _MOST_ROWS_HALVED):
+            return halves(activated, layer.down, batch_invariant=self.batch_invariant), residual
         return self._linear(activated, layer.down), residual
 
     def _experts(
@@ -375,13 +376,3 @@ class _Rows:
     attention: AttentionBatch
     slot_mapping: Tensor
     counts: tuple[int, ...] | None = None  # of each replica
-
-
-def _halves(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, in] times weight [out, in] as two partial sums over `in`: [2, rows, out] fp32."""
-    half = x.shape[1] // 2
-    return torch.bmm(
-        x.view(len(x), 2, half).transpose(0, 1),
-        weight.view(len(weight), 2, half).permute(1, 2, 0),
-        out_dtype=torch.float32,
-    )
