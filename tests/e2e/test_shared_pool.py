@@ -60,7 +60,7 @@ def await_kept(fleet: Fleet, worker: str, num_tokens: int) -> None:
 
 
 def test_a_prompt_survives_both_of_its_workers(mooncake: Mooncake) -> None:
-    """A prefill worker that starts anew computes only the last unit, for the boundary."""
+    """The prefill worker hands over what the pool has."""
     asked = prompts(1)
     with tiny_fleet("sdar", connector="zmq", worker_flags=flags(mooncake)) as fleet:
         before = ask(fleet, asked)
@@ -74,8 +74,7 @@ def test_a_prompt_survives_both_of_its_workers(mooncake: Mooncake) -> None:
         assert [one.token_ids for one in again] == [one.token_ids for one in before]
         assert {one.stats.prefill_worker for one in again} == {"prefill-0"}
         # Of so small a model, computing a few may be faster.
-        least, computed = COUNT * TINY.page_size, counted(fleet, "engine_step_tokens", "prefill-0")
-        assert least <= computed <= COUNT * LENGTH / 2
+        assert counted(fleet, "engine_step_tokens", "prefill-0") <= COUNT * LENGTH / 4
         assert counted(fleet, "own_prompt_tokens", "decode-0") == 0
 
 
