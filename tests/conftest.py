@@ -125,7 +125,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # or each full collection would search all that was collected here: up to a second
+    gc.set_threshold(50_000, 20, 100)
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries report at the interpreter's end that their objects were leaked
 
 
 @pytest.hookimpl(wrapper=True)
