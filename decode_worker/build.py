@@ -171,7 +171,7 @@ def limits_of(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         num_pages=memory.num_pages,
-        page_size=memory.layout.page_size,
+        page_size=memory.layout.span,
         block_size=model.config.block_size,
         max_window=config.max_window,
         max_stop_ids=config.max_stop_ids,

@@ -14,7 +14,6 @@ for each tile (from L2 except for the first tile).
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -67,8 +66,10 @@ def launch(
     out: Tensor,
     splits: int | None = None,
     batch_invariant: bool = False,
+    lse: Tensor | None = None,
+    cached_only: bool = False,
 ) -> None:
-    """Fill ``out`` [T, Hq, D].
+    """Fill ``out`` [T, Hq, D], and ``lse`` [T, Hq] fp32 as in `attention.Partials`.
 
     Caches are views of either layout, as in `attention.block_attention`. ``splits`` overrides the
     number of programs for a sequence's keys. Raises ValueError for head dims that tensor cores do
@@ -87,8 +88,20 @@ def launch(
     distinct = is_distinct(k_cache)
     is_hopper = not distinct and attention_hopper.is_supported(q, others, batch.page_size)
     if is_hopper:
-        launch = partial(attention_hopper.launch, splits=splits, batch_invariant=batch_invariant)
-        launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
+        attention_hopper.launch(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            out=out,
+            splits=splits,
+            batch_invariant=batch_invariant,
+            lse=lse,
+            cached_only=cached_only,
+        )
         return
     if batch_invariant:
         splits = 1
@@ -106,6 +119,7 @@ def launch(
         k_cache,
         v_cache,
         out,
+        lse,
         partial_out,
         partial_lse,
         batch.cu_seqlens,
@@ -121,6 +135,7 @@ def launch(
         *_page_strides(k_cache, distinct),
         *_page_strides(v_cache, distinct),
         *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
         scale * LOG2_E,
         GROUPS=groups,
         HEAD_DIM=head_dim,
@@ -130,6 +145,7 @@ def launch(
         TILE_ROWS=tile.rows,
         TILE_KEYS=tile.keys,
         SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
+        CACHED_ONLY=cached_only,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         IS_ALIGNED=all(attention_hopper.is_aligned(one) for one in (k, v, k_cache, v_cache)),
         num_warps=tile.num_warps,
@@ -137,7 +153,7 @@ def launch(
         enable_fp_fusion=True,
     )
     if num_splits > 1:
-        merge_splits(partial_out, partial_lse, batch, out)
+        merge_splits(partial_out, partial_lse, batch, out, lse)
 
 
 def _page_strides(cache: Tensor, distinct: bool) -> tuple[int, int | None, int]:
@@ -214,6 +230,7 @@ def _attention_kernel(
     k_cache,
     v_cache,
     out,
+    lse,
     partial_out,
     partial_lse,
     cu_seqlens,
@@ -237,6 +254,8 @@ def _attention_kernel(
     vc_head,
     out_token,
     out_head,
+    lse_token,
+    lse_head,
     scale,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -246,6 +265,7 @@ def _attention_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     SPLIT_STEP: tl.constexpr,
+    CACHED_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
@@ -292,6 +312,8 @@ def _attention_kernel(
     last_row = tl.minimum((first + TILE_ROWS - 1) // GROUPS, num_rows - 1)
     last_block = _block_of(context + last_row, origin, BLOCK_SIZE)
     visible = tl.minimum(origin + (last_block + 1) * BLOCK_SIZE - context, num_rows)
+    if CACHED_ONLY:
+        visible = 0
     row_block = _block_of(context + row, origin, BLOCK_SIZE)
     k += first_row.to(tl.int64) * k_token + kv_head * k_head
     v += first_row.to(tl.int64) * v_token + kv_head * v_head
@@ -371,7 +393,10 @@ def _attention_kernel(
             )
 
     # Stage 4: normalise; every valid row has seen a key, unless it is in no split.
-    result = accumulator / total[:, None]
+    if CACHED_ONLY:
+        result = accumulator / tl.where(total > 0, total, 1.0)[:, None]
+    else:
+        result = accumulator / total[:, None]
     if SPLIT_STEP > 0 and num_splits > 1:
         place = tl.program_id(2).to(tl.int64) * num_tokens + token
         place = place * (tl.num_programs(1) * GROUPS) + head
@@ -381,6 +406,9 @@ def _attention_kernel(
         tl.store(partial_lse + place, peak + tl.log2(total), mask=valid)
     else:
         out_rows = token * out_token + head * out_head
+        if lse is not None:
+            row_lse = peak + tl.log2(total)
+            tl.store(lse + token * lse_token + head * lse_head, row_lse, mask=valid)
         tl.store(
             out + out_rows[:, None] + dim[None, :],
             result.to(out.dtype.element_ty),

@@ -1,0 +1,64 @@
+"""Attention of ranks that hold different tokens of every sequence (decode context parallel).
+
+Each rank computes queries, K and V of all heads of its group. Over its own cached tokens it computes
+the attention of all of them, without a mask, and over the rows in flight that of its own heads.
+Partial results then change hands, so that each rank gets its heads' results of all ranks.
+"""
+
+from torch import Tensor
+
+from effuse.kernels.attention import (
+    empty_partials,
+    merge_partials,
+    partial_attention,
+    view_partials,
+)
+from effuse.kernels.attention_batch import CutBatch
+from effuse.kernels.pages import of_heads
+from effuse.models.group import ContextGroup
+from effuse.models.tensors import ModelShard
+
+
+class ContextAttention:
+    """One rank's side of it; all ranks of the group call `attend` together."""
+
+    def __init__(self, context: ContextGroup, shard: ModelShard) -> None:
+        self.cut = context.cut
+        self._group = context.group
+        own, all_heads, held = shard.heads, shard.queries, len(shard.kv_heads)
+        first = own.start - all_heads.start
+        self._own = slice(first, first + len(own))
+        first_kv = first * held // len(all_heads)
+        self._own_kv = slice(first_kv, first_kv + max(1, len(own) * held // len(all_heads)))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: CutBatch,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """The output [T, heads of this rank, D] of all packed rows.
+
+        q is [T, heads of the group, D], k and v are [T, its KV heads, D]; the caches are one layer's
+        views of this rank's memory, with all of these KV heads.
+        """
+        rows, heads, dim = q.shape
+        own_q, own_kv = q[:, self._own], self._own_kv
+        own = empty_partials(rows, own_q.shape[1], dim, q)
+        keys, values = k[:, own_kv], v[:, own_kv]
+        caches = of_heads(k_cache, v_cache, own_kv)
+        partial_attention(own_q, keys, values, *caches, batch.in_flight, scale=scale, into=own)
+        if not batch.cached.max_context:  # on no rank
+            return own.out.contiguous()
+        found = empty_partials(rows, heads, dim, q)
+        partial_attention(
+            q, k, v, k_cache, v_cache, batch.cached, scale=scale, into=found, cached_only=True
+        )
+        packed = found.packed.view(self.cut.degree, -1)
+        dealt = self._group.deal(packed).view(found.packed.shape)
+        return merge_partials(view_partials(dealt, rows, dim), own)
