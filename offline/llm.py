@@ -53,6 +53,8 @@ class GroupOptions(TypedDict, total=False):
     tensor_parallel_size: int
     expert_parallel: bool
     data_parallel_size: int
+    decode_context_parallel_size: int
+    cp_kv_cache_interleave_size: int | None
 
 
 class EngineOptions(GroupOptions, total=False):

@@ -53,6 +53,8 @@ def answers(llm: effuse.LLM) -> list[list[tuple[int, ...]]]:
     ("dream", {"tensor_parallel_size": 4}),
     ("llada2_moe", {"tensor_parallel_size": 2, "expert_parallel": True}),
     ("llada2_moe", {"data_parallel_size": 2}),
+    ("sdar", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
+    ("fast_dllm_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
 ])  # fmt: skip
 def test_a_group_answers_as_one_process_does(
     tmp_path: Path, family: str, group_options: dict[str, Any]
@@ -65,15 +67,11 @@ def test_a_group_answers_as_one_process_does(
         else write_tiny_checkpoint(tmp_path, architecture_of(family), seed=2, sizes=sizes)
     )
     # Too few pages for all at once, so that requests are preempted.
-    options: dict[str, Any] = {
-        "device": "cpu",
-        "num_pages": 16,
-        "page_size": 8,
-        "max_model_len": 96,
-    }
-    with effuse.LLM(path, **options) as one:
+    options: dict[str, Any] = {"device": "cpu", "page_size": 8, "max_model_len": 96}
+    num_pages = 16 // group_options.get("decode_context_parallel_size", 1)
+    with effuse.LLM(path, num_pages=16, **options) as one:
         expected = answers(one)
-    with effuse.LLM(path, **group_options, **options) as group:
+    with effuse.LLM(path, **group_options, num_pages=num_pages, **options) as group:
         assert answers(group) == expected
         pids = [one.process.pid for one in ranks_of(group)._others.values()]
         assert len(pids) == size - 1
