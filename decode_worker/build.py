@@ -172,6 +172,7 @@ def limits_of(
         max_model_len=max_model_len,
         num_pages=memory.num_pages,
         page_size=memory.layout.span,
+        context_degree=memory.layout.context_degree,
         block_size=model.config.block_size,
         max_window=config.max_window,
         max_stop_ids=config.max_stop_ids,

@@ -21,7 +21,7 @@ from checkpoints import ARCHITECTURES, architecture_of
 from e2e.client import all_at_once, connect
 from e2e.kept import FAST_DLLM_V2, LLADA2, SDAR, Family, canvas
 from e2e.test_equality import solid_jobs
-from e2e.tiny import fleet_of, tiny_fleet
+from e2e.tiny import TINY, fleet_of, tiny_fleet
 
 from effuse.cli.fleet import Fleet
 from effuse.client.params import make_request
@@ -48,9 +48,14 @@ class Case:
     prefill: int
     decode: int
     algorithms: Sequence[str] = ALGORITHMS  # of an architecture
+    context: int = 1  # ranks of the decode worker that cut the context
+    page_size: int = TINY.page_size
 
     def __str__(self) -> str:
-        return f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
+        name = f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
+        if self.context > 1:
+            name += f", context cut by {self.context}, pages of {self.page_size}"
+        return name
 
 
 def all_cases() -> Iterator[Case]:
@@ -89,14 +94,20 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     size = "--tensor-parallel-size"
     prefill = (size, str(case.prefill)) if case.prefill else ()
     decode = ("--data-parallel-size" if case.work == REPLICAS else size, str(case.decode))
+    if case.context > 1:
+        decode += ("--decode-context-parallel-size", str(case.context))
+    pages = ("--page-size", str(case.page_size))
+    # So few that it preempts.
+    few = str(14 * TINY.page_size // (case.page_size * case.context))
     if case.work in ARCHITECTURES:
         architecture = architecture_of(case.work)
         with tiny_fleet(
             architecture,
             connector=case.connector,
             prefill=min(case.prefill, 1),
+            worker_flags=pages,
             prefill_flags=prefill,
-            decode_flags=(*decode, "--num-pages", "14"),  # so few that it preempts
+            decode_flags=(*decode, "--num-pages", few),
         ) as fleet:
             yield (
                 fleet,
@@ -115,6 +126,7 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
             family.write(Path(home) / "model", family.block_size),
             connector=case.connector,
             prefill=min(case.prefill, 1),
+            worker_flags=pages,
             prefill_flags=(*prefill, *(spread if case.prefill > 1 else ())),
             decode_flags=(*decode, *(spread if case.decode > 1 else ())),
         ) as fleet,
