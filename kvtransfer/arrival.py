@@ -103,9 +103,7 @@ class Expected:
         return Arrived(manifest.transfer_id, manifest, seconds, num_bytes)
 
 
-def check_span(
-    reserved_pages: Sequence[PageRef], first: int, pages: Sequence[PageRef]
-) -> None:
+def check_span(reserved_pages: Sequence[PageRef], first: int, pages: Sequence[PageRef]) -> None:
     """The pages that a writer names are those reserved at [first, first + n), in this
     allocation.
     """

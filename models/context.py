@@ -1,7 +1,7 @@
 """Attention of ranks that hold different tokens of every sequence (decode context parallel).
 
-Each rank computes queries, K and V of all heads of its group. Over its own cached tokens it computes
-the attention of all of them, without a mask, and over the rows in flight that of its own heads.
+Each rank computes queries, K and V of all heads of its group. It computes the attention of all these
+heads over its own cached tokens, without a mask, and that of its own heads over the rows in flight.
 Partial results then change hands, so that each rank gets its heads' results of all ranks.
 """
 

@@ -285,7 +285,9 @@ def _attention(config: ModelConfig, shard: ModelShard, layer: LayerNames) -> Map
         parts = ((q_dim + 2 * kv_dim, joined),)
     found = {
         f"{layer.attn_norm}.weight": Released((hidden,)),
-        f"{layer.attn_out}.weight": Released((hidden, q_dim), _cut(shard, 1, _rows(shard.heads, dim))),
+        f"{layer.attn_out}.weight": Released(
+            (hidden, q_dim), _cut(shard, 1, _rows(shard.heads, dim))
+        ),
     }
     for name, (count, ranges) in zip(layer.qkv, parts, strict=True):
         found[f"{name}.weight"] = Released((count, hidden), _cut(shard, 0, *ranges))

@@ -323,7 +323,9 @@ class Transformer:
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
         bias = None if layer.qkv_bias is None else layer.qkv_bias[self._queries_dim :]
-        k, v = map(self._heads, self._linear(x, layer.qkv[self._queries_dim :], bias).chunk(2, dim=-1))
+        k, v = map(
+            self._heads, self._linear(x, layer.qkv[self._queries_dim :], bias).chunk(2, dim=-1)
+        )
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
         self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate
