@@ -87,7 +87,7 @@ def empty_partials(num_rows: int, num_heads: int, head_dim: int, like: Tensor) -
 def view_partials(packed: Tensor, num_rows: int, head_dim: int) -> Partials:
     """The partials in a tensor [heads, width] of `empty_partials`, or in several side by side."""
     ends = num_rows * head_dim, num_rows * (head_dim + 4 // packed.itemsize)
-    out = packed[:, : ends[0]].unflatten(1, (num_rows, head_dim)).transpose(0, 1)
+    out = packed[:, : ends[0]].view(-1, num_rows, head_dim).transpose(0, 1)
     lse = packed[:, ends[0] : ends[1]].view(torch.float32).transpose(0, 1)
     return Partials(packed, out, lse)
 

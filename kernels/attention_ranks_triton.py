@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel that joins the attention of ranks that hold different tokens of a sequence; call it
-through `attention.merge_partials`.
+"""The Triton kernel that joins the attention of ranks that hold different tokens of a sequence;
+call it through `attention.merge_partials`.
 
 Bytes: each partial result and log-sum-exp once, the output once.
 """

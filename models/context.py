@@ -1,8 +1,8 @@
 """Attention of ranks that hold different tokens of every sequence (decode context parallel).
 
-Each rank computes queries, K and V of all heads of its group. It computes the attention of all these
-heads over its own cached tokens, without a mask, and that of its own heads over the rows in flight.
-Partial results then change hands, so that each rank gets its heads' results of all ranks.
+Each rank computes queries, K and V of all heads of its group. It computes the attention of all
+these heads over its own cached tokens, without a mask, and that of its own heads over the rows in
+flight. Partial results then change hands: each rank gets its heads' results of all ranks.
 """
 
 from torch import Tensor
@@ -44,8 +44,8 @@ class ContextAttention:
     ) -> Tensor:
         """The output [T, heads of this rank, D] of all packed rows.
 
-        q is [T, heads of the group, D], k and v are [T, its KV heads, D]; the caches are one layer's
-        views of this rank's memory, with all of these KV heads.
+        q is [T, heads of the group, D], k and v are [T, its KV heads, D]; the caches are one
+        layer's views of this rank's memory, with all of these KV heads.
         """
         rows, heads, dim = q.shape
         own_q, own_kv = q[:, self._own], self._own_kv

@@ -127,7 +127,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks of a model that hold the same KV heads for different tokens, and this one's share."""
+    """Ranks of a model that hold the same KV heads for different tokens, and this one's share."""
 
     cut: ContextCut
     group: Group
@@ -196,7 +196,7 @@ class ProcessGroup(Group):
         self._parts: list[Group] = []
 
     def adopt(self, part: Group) -> None:
-        """Takes a group of some of its ranks, whose exchanges are in the same graphs; `close` closes
+        """Takes a group of some of its ranks, with exchanges in the same graphs; `close` closes
         it."""
         self._parts.append(part)
 

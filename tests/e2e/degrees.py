@@ -93,9 +93,9 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     """
     size = "--tensor-parallel-size"
     prefill = (size, str(case.prefill)) if case.prefill else ()
-    decode = ("--data-parallel-size" if case.work == REPLICAS else size, str(case.decode))
+    decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
     if case.context > 1:
-        decode += ("--decode-context-parallel-size", str(case.context))
+        decode += ["--decode-context-parallel-size", str(case.context)]
     pages = ("--page-size", str(case.page_size))
     # So few that it preempts.
     few = str(14 * TINY.page_size // (case.page_size * case.context))
