@@ -87,7 +87,7 @@ def empty_partials(num_rows: int, num_heads: int, head_dim: int, like: Tensor) -
 def view_partials(packed: Tensor, num_rows: int, head_dim: int) -> Partials:
     """The partials in a tensor [heads, width] of `empty_partials`, or in several side by side."""
     ends = num_rows * head_dim, num_rows * (head_dim + 4 // packed.itemsize)
-    out = packed[:, : ends[0]].view(-1, num_rows, head_dim).transpose(0, 1)
+    out = packed[:, : ends[0]].view(len(packed), num_rows, head_dim).transpose(0, 1)
     lse = packed[:, ends[0] : ends[1]].view(torch.float32).transpose(0, 1)
     return Partials(packed, out, lse)
 
@@ -158,8 +158,9 @@ def merge_partials(dealt: Partials, own: Partials) -> Tensor:
         from effuse.kernels import attention_ranks_triton
 
         return attention_ranks_triton.launch_merge(dealt.out, dealt.lse, own.out, own.lse)
-    outs = torch.cat([dealt.out.view(rows, -1, heads, dim), own.out[:, None]], dim=1)
-    logs = torch.cat([dealt.lse.reshape(rows, -1, heads), own.lse[:, None]], dim=1)
+    parts = dealt.out.shape[1] // heads
+    outs = torch.cat([dealt.out.reshape(rows, parts, heads, dim), own.out[:, None]], dim=1)
+    logs = torch.cat([dealt.lse.reshape(rows, parts, heads), own.lse[:, None]], dim=1)
     weights = torch.exp2(logs - logs.amax(1, keepdim=True))
     total, result = torch.zeros_like(weights[:, 0]), torch.zeros_like(outs[:, 0])
     for out, weight in zip(outs.unbind(1), weights.unbind(1), strict=True):

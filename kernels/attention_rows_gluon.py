@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from effuse.kernels.attention_splits_triton import PEAK, add_part, seen_end_of
+from effuse.kernels.attention_splits_triton import PEAK, add_part, lse_of, seen_end_of
 
 ROWS = gl.constexpr(64)
 
@@ -91,7 +91,7 @@ def consume(
             token = (first_row + row // GROUPS).to(gl.int64)
             places = own_lse[0] + token * own_lse[1]
             places += (kv_head * GROUPS + row % GROUPS) * own_lse[2]
-            gl.store(places, peak + gl.log2(total), mask=row < num_rows * GROUPS)
+            gl.store(places, lse_of(peak, total), mask=row < num_rows * GROUPS)
         queries.store(normalised.to(q.dtype.element_ty))
         wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
         rows_written, exists = _row_offsets(

@@ -154,6 +154,13 @@ def seen_end_of(row, num_rows, context, origin, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def lse_of(peak, total):
+    """Base-2 log-sum-exp of rows with these peaks and sums; -inf without keys."""
+    some = total > 0
+    return tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@triton.jit
 def add_part(total, peak, part_total, part_peak):
     """(factors of the sums so far and of the part's, new total, new peak).
 
@@ -237,7 +244,7 @@ def _merge_kernel(
     rows = out + token.to(tl.int64) * out_token + head * out_head
     if lse is not None:
         places = lse + token.to(tl.int64) * lse_token + head * lse_head
-        tl.store(places, peak + tl.log2(total), mask=exists)
+        tl.store(places, lse_of(peak, total), mask=exists)
     result = (result / total[:, None]).to(out.dtype.element_ty)
     tl.store(rows[:, None] + dim[None, :], result, mask=exists[:, None])
 

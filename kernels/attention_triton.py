@@ -22,9 +22,16 @@ from torch import Tensor
 
 from effuse.kernels import attention_hopper
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.attention_pages_triton import load_keys, load_values, places_of
+from effuse.kernels.attention_pages_triton import (
+    load_keys,
+    load_values,
+    places_of,
+    rows_at,
+    rows_of_both,
+)
 from effuse.kernels.attention_splits_triton import (
     SPLIT_STEP,
+    lse_of,
     merge_splits,
     most_splits,
     partial_results,
@@ -86,8 +93,7 @@ def launch(
         raise ValueError(f"head_dim must be a power of two of at least 16, got {head_dim}")
     others = (k, v, k_cache, v_cache, out)
     distinct = is_distinct(k_cache)
-    is_hopper = not distinct and attention_hopper.is_supported(q, others, batch.page_size)
-    if is_hopper:
+    if not distinct and attention_hopper.is_supported(q, others, batch.page_size):
         attention_hopper.launch(
             q,
             k,
@@ -184,28 +190,6 @@ def _block_of(position, origin, BLOCK_SIZE: tl.constexpr):
     """Diffusion block of a position; -1 before the origin."""
     relative = position - origin
     return tl.where(relative < 0, -1, relative // BLOCK_SIZE)
-
-
-@triton.jit
-def _rows_at(rows, place, dim, present, stride):
-    """In-flight K or V [TILE_KEYS, HEAD_DIM] of these rows; 0 if they are not present."""
-    at = place.to(tl.int64)[:, None] * stride + dim[None, :]
-    return tl.load(rows + at, mask=present[:, None], other=0.0)
-
-
-@triton.jit
-def _rows_of_both(
-    cache, page, offset, rows, place, dim, present, flies, page_stride, token_stride, stride,
-    IS_ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """K or V [TILE_KEYS, HEAD_DIM] of cached tokens in unified pages and of in-flight rows."""
-    cached = cache + page * page_stride + offset.to(tl.int64) * token_stride
-    row = tl.where(present, cached, rows + place.to(tl.int64) * stride)
-    if IS_ALIGNED:
-        places = tl.multiple_of(row, 16)[:, None] + dim[None, :]
-    else:
-        places = row[:, None] + dim[None, :]
-    return tl.load(places, mask=(present | flies)[:, None], other=0.0)
 
 
 @triton.jit
@@ -346,12 +330,12 @@ def _attention_kernel(
         other = flying + key
         flies = (other >= 0) & (other < visible)
         if PIECE == 0:
-            keys = _rows_of_both(
+            keys = rows_of_both(
                 k_cache + kv_head * kc_head, page, offset, k, other, dim, present, flies,
                 kc_page, kc_token, k_token, IS_ALIGNED,
             )  # fmt: skip
         else:
-            keys = _rows_at(k, other, dim, flies, k_token)
+            keys = rows_at(k, other, dim, flies, k_token)
             cached_keys = load_keys(
                 k_cache, page, offset, kv_head, dim, present, kc_page, kc_token, kc_head,
                 PAGE_SIZE, PIECE,
@@ -362,12 +346,12 @@ def _attention_kernel(
         sees = present[None, :] | (sees & flies[None, :])
         scores = tl.where(sees, scores, float("-inf"))
         if PIECE == 0:
-            values = _rows_of_both(
+            values = rows_of_both(
                 v_cache + kv_head * vc_head, page, offset, v, other, dim, present, flies,
                 vc_page, vc_token, v_token, IS_ALIGNED,
             )  # fmt: skip
         else:
-            values = _rows_at(v, other, dim, flies, v_token)
+            values = rows_at(v, other, dim, flies, v_token)
             cached_values = load_values(
                 v_cache, page, offset, kv_head, dim, present, vc_page, vc_token, vc_head,
                 PAGE_SIZE, PIECE,
@@ -383,20 +367,20 @@ def _attention_kernel(
         for start in tl.range(flying, visible, TILE_KEYS):
             other = start + key
             present = other < visible
-            keys = _rows_at(k, other, dim, present, k_token)
+            keys = rows_at(k, other, dim, present, k_token)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             sees = row_block[:, None] >= _block_of(context + other, origin, BLOCK_SIZE)[None, :]
             scores = tl.where(sees & present[None, :], scores, float("-inf"))
-            values = _rows_at(v, other, dim, present, v_token)
+            values = rows_at(v, other, dim, present, v_token)
             accumulator, total, peak = _accumulate(
                 scores, values, accumulator, total, peak, scale, PRECISION
             )
 
     # Stage 4: normalise; every valid row has seen a key, unless it is in no split.
+    divisor = total
     if CACHED_ONLY:
-        result = accumulator / tl.where(total > 0, total, 1.0)[:, None]
-    else:
-        result = accumulator / total[:, None]
+        divisor = tl.where(total > 0, total, 1.0)
+    result = accumulator / divisor[:, None]
     if SPLIT_STEP > 0 and num_splits > 1:
         place = tl.program_id(2).to(tl.int64) * num_tokens + token
         place = place * (tl.num_programs(1) * GROUPS) + head
@@ -407,8 +391,8 @@ def _attention_kernel(
     else:
         out_rows = token * out_token + head * out_head
         if lse is not None:
-            row_lse = peak + tl.log2(total)
-            tl.store(lse + token * lse_token + head * lse_head, row_lse, mask=valid)
+            places = lse + token * lse_token + head * lse_head
+            tl.store(places, lse_of(peak, total), mask=valid)
         tl.store(
             out + out_rows[:, None] + dim[None, :],
             result.to(out.dtype.element_ty),

@@ -37,6 +37,16 @@ def linear(
     return functional.linear(padded, weight, bias)[:num_rows]
 
 
+def linear_halves(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, in] times weight [out, in] as two partial sums over `in`: [2, rows, out] fp32."""
+    half = x.shape[1] // 2
+    return torch.bmm(
+        x.view(len(x), 2, half).transpose(0, 1),
+        weight.view(len(weight), 2, half).permute(1, 2, 0),
+        out_dtype=torch.float32,
+    )
+
+
 def lookup(token_ids: Tensor, rows: Tensor, first: int) -> Tensor:
     """[T, H]: of token_ids [T] int64 those of `rows` [V, H], which begin at id `first`; zeros for
     other ids.

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention import block_attention
-from effuse.kernels.attention_batch import AttentionBatch, CutBatch, cut_batch
+from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rowwise import (
     linear,
+    linear_halves,
     lookup,
     make_cos_sin_cache,
     rms_norm,
@@ -131,16 +132,16 @@ class Transformer:
         self.weights = weights
         self.batch_invariant = batch_invariant
         self._linear = partial(linear, batch_invariant=batch_invariant)
-        self._attention = (
-            partial(block_attention, batch_invariant=True) if batch_invariant else attend
-        )
+        self._context = None if context is None else ContextAttention(context, self.shard)
+        if batch_invariant:
+            attend = partial(block_attention, batch_invariant=True)
+        self._attention = self._context or attend
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         is_exact = attend is block_attention and self.device.type == "cpu"
         # Whether stored K and V do not depend on other rows, apart from a context's merges.
         self.stores_alike = batch_invariant or (is_exact and self.dtype == torch.float32)
         self.is_deterministic = self.stores_alike and context is None
-        self._context = None if context is None else ContextAttention(context, self.shard)
         self._scale = 1 / math.sqrt(config.head_dim)
         self.q_dim = len(self.shard.heads) * config.head_dim
         self._queries_dim = len(self.shard.queries) * config.head_dim
@@ -173,7 +174,7 @@ class Transformer:
         many as here.
         """
         of_all = None if counts is None else counts.rows
-        rows = self._rows(positions, attention, slot_mapping, of_all)
+        rows = _Rows(positions, attention, self._begin(attention, slot_mapping), of_all)
         wanted = None if counts is None else counts.wanted
         normed, residual = self._but_last(token_ids, kv, rows, stored or _ignore)
         layer, number = self.weights.layers[-1], len(self.weights.layers) - 1
@@ -209,7 +210,7 @@ class Transformer:
 
         Fills `mixed` [T, Q] and `residual` [T, H]; `finish` turns any of them into hidden rows.
         """
-        rows = self._rows(positions, attention, slot_mapping)
+        rows = _Rows(positions, attention, self._begin(attention, slot_mapping))
         normed, before = self._but_last(token_ids, kv, rows, _ignore)
         mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
         residual.copy_(before)
@@ -268,17 +269,9 @@ class Transformer:
         meeting = self.group if self.replicas is None else self.replicas.group
         meeting.hold(graph)
 
-    def _rows(
-        self,
-        positions: Tensor,
-        attention: AttentionBatch,
-        slot_mapping: Tensor,
-        counts: tuple[int, ...] | None = None,
-    ) -> _Rows:
-        if self._context is None:
-            return _Rows(positions, attention, slot_mapping, counts)
-        cut = self._context.cut
-        return _Rows(positions, cut_batch(attention, cut), cut.slots(slot_mapping), counts)
+    def _begin(self, attention: AttentionBatch, slots: Tensor) -> Tensor:
+        """The slots of this rank in a forward over these."""
+        return slots if self._context is None else self._context.begin(attention, slots)
 
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored
@@ -314,11 +307,7 @@ class Transformer:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q, k = self._rotate_and_store(q, k, v, layer_kv, rows)
-        if isinstance(rows.attention, CutBatch):
-            assert self._context is not None, "it has cut the batch"
-            mixed = self._context.attend(q, k, v, *layer_kv, rows.attention, scale=self._scale)
-        else:
-            mixed = self._attention(q, k, v, *layer_kv, rows.attention, scale=self._scale)
+        mixed = self._attention(q, k, v, *layer_kv, rows.attention, scale=self._scale)
         return mixed.view(num_rows, self.q_dim)
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
@@ -358,7 +347,7 @@ class Transformer:
         can_halve = activated.is_cuda and self.dtype != torch.float32 and self.shard.size == 1
         can_halve &= not self.batch_invariant
         if can_halve and len(mixed) <= _MOST_ROWS_HALVED:
-            return _halves(activated, layer.down), residual
+            return linear_halves(activated, layer.down), residual
         return self._linear(activated, layer.down), residual
 
     def _experts(
@@ -406,16 +395,6 @@ class _Rows:
     """Inputs that every layer reads for the packed rows."""
 
     positions: Tensor
-    attention: AttentionBatch | CutBatch
+    attention: AttentionBatch
     slot_mapping: Tensor
     counts: tuple[int, ...] | None = None  # of each replica
-
-
-def _halves(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, in] times weight [out, in] as two partial sums over `in`: [2, rows, out] fp32."""
-    half = x.shape[1] // 2
-    return torch.bmm(
-        x.view(len(x), 2, half).transpose(0, 1),
-        weight.view(len(weight), 2, half).permute(1, 2, 0),
-        out_dtype=torch.float32,
-    )

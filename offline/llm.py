@@ -54,7 +54,6 @@ class GroupOptions(TypedDict, total=False):
     expert_parallel: bool
     data_parallel_size: int
     decode_context_parallel_size: int
-    cp_kv_cache_interleave_size: int | None
 
 
 class EngineOptions(GroupOptions, total=False):
@@ -191,8 +190,7 @@ class LLM:
         ended: Callable[[_Running], None],
     ) -> None:
         """Runs these requests to their end."""
-        waiting, running = list(reversed(whole)), dict[str, _Running]()
-        num_done = 0
+        waiting, running, num_done = list(reversed(whole)), dict[str, _Running](), 0
         try:
             while waiting or running:
                 while waiting and len(running) < self._most:
