@@ -162,11 +162,12 @@ def merge_partials(dealt: Partials, own: Partials) -> Tensor:
     outs = torch.cat([dealt.out.reshape(rows, parts, heads, dim), own.out[:, None]], dim=1)
     logs = torch.cat([dealt.lse.reshape(rows, parts, heads), own.lse[:, None]], dim=1)
     weights = torch.exp2(logs - logs.amax(1, keepdim=True))
-    total, result = torch.zeros_like(weights[:, 0]), torch.zeros_like(outs[:, 0])
+    total = torch.zeros_like(weights[:, 0])
+    result = torch.zeros_like(outs[:, 0], dtype=torch.float32)
     for out, weight in zip(outs.unbind(1), weights.unbind(1), strict=True):
         total += weight
         result += out * weight[..., None]
-    return result / total[..., None]
+    return (result / total[..., None]).to(own.out.dtype)
 
 
 def _as_one_page(

@@ -24,7 +24,7 @@ class ContextAttention:
 
     def __init__(self, context: ContextGroup, shard: ModelShard) -> None:
         self._cut = context.cut
-        self._group = context.group
+        self.group = context.group
         own, all_heads, held = shard.heads, shard.queries, len(shard.kv_heads)
         first = own.start - all_heads.start
         self._own = slice(first, first + len(own))
@@ -71,5 +71,5 @@ class ContextAttention:
             q, k, v, k_cache, v_cache, parts.cached, scale=scale, into=found, cached_only=True
         )
         packed = found.packed.view(self._cut.degree, -1)
-        dealt = self._group.deal(packed).view(found.packed.shape)
+        dealt = self.group.deal(packed).view(found.packed.shape)
         return merge_partials(view_partials(dealt, rows, dim), own)

@@ -132,10 +132,10 @@ class Transformer:
         self.weights = weights
         self.batch_invariant = batch_invariant
         self._linear = partial(linear, batch_invariant=batch_invariant)
-        self._context = None if context is None else ContextAttention(context, self.shard)
+        self.context = None if context is None else ContextAttention(context, self.shard)
         if batch_invariant:
             attend = partial(block_attention, batch_invariant=True)
-        self._attention = self._context or attend
+        self._attention = self.context or attend
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         is_exact = attend is block_attention and self.device.type == "cpu"
@@ -271,7 +271,7 @@ class Transformer:
 
     def _begin(self, attention: AttentionBatch, slots: Tensor) -> Tensor:
         """The slots of this rank in a forward over these."""
-        return slots if self._context is None else self._context.begin(attention, slots)
+        return slots if self.context is None else self.context.begin(attention, slots)
 
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored

@@ -128,7 +128,8 @@ def check_cut_context(case: Case, ops: Operators, dtype: torch.dtype, degree: in
 
 def partial_of(call: Attention, ops: Operators, *, cached_only: bool) -> Partials:
     """The partial results of a call, in memory that held NaN."""
-    made = empty_partials(len(call.q), *call.q.shape[1:], call.q)
+    rows, heads, dim = call.q.shape
+    made = empty_partials(rows, heads, dim, call.q)
     made.packed.fill_(float("nan"))
     ops.attention(replace(call, out=made.out, lse=made.lse, cached_only=cached_only))
     return made
