@@ -337,6 +337,7 @@ class Shell:
                 total_pages=life.ready.total_pages,
                 page_size=life.ready.page_size,
                 ranks=self.config.num_ranks,
+                context_ranks=self.config.context_degree,
                 max_num_seqs=self.config.max_num_seqs * self.config.num_replicas,
                 max_num_batched_tokens=(
                     self.config.max_num_batched_tokens * self.config.num_replicas

@@ -35,6 +35,12 @@ CANVASES: Final = {"LLaDA's loops": canvas("llada"), "Dream's loops": canvas("dr
 SPREAD: Final = "LLaDA2's loop, experts spread"
 REPLICAS: Final = "LLaDA2's loop, replicas"
 _ANSWERS: Final = 2  # of each request
+CUTS: Final = (
+    *(("zmq", 0, 4, 2, 16), ("zmq", 0, 4, 4, 8), ("zmq", 1, 2, 2, 8)),
+    *(("nixl", 1, 4, 2, 8), ("nixl", 2, 4, 4, 16), ("zmq", 4, 4, 2, 1)),
+)
+"""Of workers whose ranks cut the context: connector, both degrees, ranks that cut it, and tokens in
+a page: one token, a block, or more."""
 
 Asked = tuple[pb.GenerateRequest, Sequence[int]]
 
@@ -69,6 +75,10 @@ def all_cases() -> Iterator[Case]:
     for work in CANVASES:
         for decode in DEGREES:
             yield Case(work, "zmq", 0, decode)
+        yield Case(work, "zmq", 0, 4, context=2)
+    for work in (*ARCHITECTURES, *LOOPS):
+        for connector, prefill, decode, context, page_size in CUTS:
+            yield Case(work, connector, prefill, decode, context=context, page_size=page_size)
 
 
 def differing(case: Case) -> tuple[int, int]:
@@ -98,7 +108,7 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
         decode += ["--decode-context-parallel-size", str(case.context)]
     pages = ("--page-size", str(case.page_size))
     # So few that it preempts.
-    few = str(14 * TINY.page_size // (case.page_size * case.context))
+    few = str(-(-14 * TINY.page_size // (case.page_size * case.context)))
     if case.work in ARCHITECTURES:
         architecture = architecture_of(case.work)
         with tiny_fleet(

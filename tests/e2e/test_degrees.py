@@ -16,6 +16,7 @@ from e2e.degrees import Case, differing
     [
         Case("sdar", "nixl", 1, 2, ("d2f",)),
         Case("LLaDA2's loop, experts spread", "zmq", 2, 1),
+        Case("sdar", "zmq", 1, 4, ("block_diffusion",), context=2),
     ],
     ids=str,
 )
