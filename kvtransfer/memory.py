@@ -141,12 +141,9 @@ class PageMemory:
         self.tensor[target].copy_(self.tensor[source])
 
     def zero_tail(self, page_id: int, num_used: int) -> None:
-        """Clears the slots of a page of a table from `num_used` on, so that its bytes are
-        determined."""
-        size, span = self.layout.page_size, self.layout.span
-        if not 0 <= num_used <= span:
-            raise ValueError(f"{num_used} used slots in a page of {span}")
-        num_used = min(max(num_used - self.layout.context_rank * size, 0), size)
+        """Clears the slots of a page from `num_used` on, so that its bytes are determined."""
+        if not 0 <= num_used <= self.layout.page_size:
+            raise ValueError(f"{num_used} used slots in a page of {self.layout.page_size}")
         page = self.tensor[page_id].flatten(0, 2)  # [heads of all layers, 2, page_size, head_dim]
         if self.layout.kind == "distinct":
             zero_distinct_tail(*distinct_views(page[:, None, 0], page[:, None, 1]), num_used)
