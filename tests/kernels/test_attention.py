@@ -26,8 +26,7 @@ def test_equals_explicit_mask(name: str, dtype: torch.dtype) -> None:
     attention.check(CASES[name], OPS, dtype)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "degree"), [*((name, 2) for name in CASES), ("ragged", 4)])
 def test_merged_parts_of_a_context_equal_explicit_mask(name: str, degree: int) -> None:
     attention.check_cut_context(CASES[name], OPS, torch.float32, degree)
 
