@@ -87,8 +87,10 @@ def test_kept_kv_comes_back_from_the_host_memory_of_every_rank(
     asked = effuse.Params(max_tokens=8, ignore_eos=True)
     with effuse.LLM(path, enable_prefix_caching=False, page_size=8, **options) as one:
         expected = [one.generate(prompt, asked)[0].token_ids for prompt in prompts]
-    group_options = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "page_size": 4}
-    with effuse.LLM(path, kv_offloading_size=0.001, **group_options, **options) as group:
+    cut: dict[str, Any] = {"decode_context_parallel_size": 2, "page_size": 4}
+    with effuse.LLM(
+        path, tensor_parallel_size=2, kv_offloading_size=0.001, **cut, **options
+    ) as group:
         core = group._core
         assert isinstance(core, DecodeEngine) and isinstance(core._cache, TieredCache)
         for loaded, corrupt in ((0, 0), (4 * 4, 0), (4 * 4, 4)):
