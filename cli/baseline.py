@@ -46,7 +46,6 @@ class Rivals:
 
     @property
     def family(self) -> Family:
-        """The checkpoint's architecture."""
         return self.config.family
 
     @property
@@ -91,7 +90,6 @@ class Rivals:
         return taken
 
     def described(self) -> str:
-        """Model, configuration and loop, in words."""
         adapter = "" if self.adapter is None else f" with adapter {self.adapter.name}"
         threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''} each"
         loop = f"base model: {self.family.algorithm}, after {self.family.origin}"

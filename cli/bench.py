@@ -189,7 +189,6 @@ class Bench:
             swept.append(self.runs[-1])
 
     def finish(self) -> None:
-        """Prints all figures and writes the files."""
         if not self.runs:
             print("effuse bench: stopped before the first measurement", file=sys.stderr)
             return
@@ -263,7 +262,6 @@ class Bench:
 
 
 def _graded(run: Run, job: BenchJob) -> Run:
-    """The same run with each of its answers graded, if the job has a scorer."""
     if job.scorer is None:
         return run
     is_right = grader(job.scorer)

@@ -116,7 +116,6 @@ class FleetConfig(Members):
 
 
 def new_name() -> str:
-    """A name for a fleet that has none."""
     return f"fleet-{secrets.token_hex(4)}"
 
 
@@ -240,7 +239,7 @@ def longest_end_s(config: FleetConfig, role: str) -> float:
         told = value_of(config.router_flags, "--drain-s")
         return RouterConfig(drain_s=float(told or RouterConfig().drain_s)).longest_end_s
     given = [value_of(flags, "--drain-s") for flags in _flags_of_workers(config)]
-    longest = max(float(one or WorkerConfig.drain_s) for one in given)
+    longest = max(float(one or WorkerConfig().drain_s) for one in given)
     return WorkerConfig(drain_s=longest).longest_end_s
 
 

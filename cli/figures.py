@@ -107,7 +107,6 @@ class Run:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens divided by the forward passes of their requests."""
         return self.tokens / max(1, sum(sample.forward_passes for sample in self.samples))
 
     def times_s(self, kind: str) -> list[float]:

@@ -100,7 +100,6 @@ class Fleet:
         return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
 
     def names(self, *roles: Role) -> list[str]:
-        """Names of the processes of these roles."""
         return [name for role in roles for name in self.processes if _role_of(name) == role]
 
     def start(self) -> None:
@@ -277,7 +276,6 @@ class Fleet:
             raise FleetError(f"Redis does not answer on {self.redis_url}: {last.why}")
 
     def _shared_flags(self, name: str) -> list[str]:
-        """The flags of a process that depend on this fleet."""
         files = {
             "--fleet-secret": self.home.secret_file,
             "--redis-credentials": self.home.redis_access.credentials,

@@ -168,7 +168,6 @@ def _prompts(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list
 
 
 async def run(job: GenerateJob) -> None:
-    """Send the prompts one after another, or hold a chat."""
     options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
     async with job.credentials.aio_channel(job.target, options) as channel:
         stub = generation_stub(channel)

@@ -54,7 +54,6 @@ class Process:
         return self._child.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal only to this process, if it still runs."""
         if self.returncode is None:
             self._child.send_signal(number)
 
@@ -74,7 +73,6 @@ class Process:
         self._is_cleared = True
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of its log, for an error message."""
         return "\n".join(f"  {line}" for line in last_lines(self.log, lines))
 
     def ending(self) -> str:
@@ -91,7 +89,6 @@ class Process:
 
 
 def kill_group(child: subprocess.Popen[bytes]) -> None:
-    """Kill the leader of a process group together with its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -244,7 +241,6 @@ class LogFollower:
 
 
 def with_name(name: str, line: str) -> str:
-    """A log line after the name of its process."""
     return f"{name:<10} | {line}"
 
 

@@ -81,7 +81,6 @@ class Severe:
         self._is_shown: dict[str, bool] = {}  # the record that a line without a head goes on
 
     def shows(self, process: str, line: str) -> bool:
-        """Whether this line, the next one of its process, is shown."""
         if found := _RECORD.match(line):
             self._is_shown[process] = found["level"] in _SEVERE
         elif line.startswith(_PYTHON):

@@ -98,11 +98,9 @@ class Film:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a frame was not shown yet."""
         return bool(self.frames)
 
     def next_frame(self) -> Text:
-        """The next frame, or the last one again."""
         for _ in range(max(1, len(self.frames) - _MOST_BEHIND)):
             if self.frames:
                 self._shown = self.frames.popleft()

@@ -9,6 +9,8 @@ up to three parts with an accumulator each, so that their number need not be a p
 A program computes one tile after another. A producer warp copies the next steps of weights and rows
 to shared memory, also those of the next tile. Each consumer warpgroup multiplies 64 columns with
 all rows of the tile. The first weights are copied while the previous kernel still runs.
+
+The sum may be cut into shares, which are tiles of their own and which a later kernel adds.
 """
 
 from triton.experimental import gluon
@@ -44,6 +46,7 @@ def product_kernel(
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    SHARES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -69,8 +72,8 @@ def product_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, CONSUMERS, TILE_ROWS, memory, spans, target)),
-                (_produce, (CONSUMERS, TILE_ROWS, memory, spans, weights, sources)),
+                (_consume, (0, CONSUMERS, TILE_ROWS, SHARES, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, SHARES, memory, spans, weights, sources)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -78,9 +81,9 @@ def product_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, CONSUMERS, TILE_ROWS, memory, spans, target)),
-                (_consume, (1, CONSUMERS, TILE_ROWS, memory, spans, target)),
-                (_produce, (CONSUMERS, TILE_ROWS, memory, spans, weights, sources)),
+                (_consume, (0, CONSUMERS, TILE_ROWS, SHARES, memory, spans, target)),
+                (_consume, (1, CONSUMERS, TILE_ROWS, SHARES, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, SHARES, memory, spans, weights, sources)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -105,9 +108,25 @@ def _tile(index, spans):
 
 
 @gluon.jit
+def _share(index, spans, SHARES: gl.constexpr):
+    """(tile, share of its sum, first step, number of steps) of an index."""
+    num_columns, num_rows, steps = spans
+    if SHARES == 1:
+        share = 0
+        first = 0
+    else:
+        share = index // (num_columns * num_rows)
+        index -= share * (num_columns * num_rows)
+        first = share * steps // SHARES
+        steps = (share + 1) * steps // SHARES - first
+    return index, share, first, steps
+
+
+@gluon.jit
 def _produce(
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
+    SHARES: gl.constexpr,
     memory,
     spans,
     weights,
@@ -115,23 +134,24 @@ def _produce(
 ):
     """Copies the steps of all tiles, each as soon as its stage is free."""
     _held, parts, _full, empty = memory
-    num_columns, num_rows, steps = spans
     STAGES: gl.constexpr = parts[0].shape[0]
-    column, row = _tile(gl.program_id(0), spans)
+    tile, _number, first, steps = _share(gl.program_id(0), spans, SHARES)
+    column, row = _tile(tile, spans)
     ahead = gl.minimum(STAGES, steps)
     for step in range(ahead):
-        _copy_weights(CONSUMERS, TILE_ROWS, memory, weights, column, step, step)
+        _copy_weights(CONSUMERS, TILE_ROWS, memory, weights, column, first + step, step)
     await_kernel_before()
     for step in range(ahead):
-        _copy_rows(memory, sources, row * TILE_ROWS, step, step)
+        _copy_rows(memory, sources, row * TILE_ROWS, first + step, step)
     count = ahead
-    for index in range(gl.program_id(0), num_columns * num_rows, gl.num_programs(0)):
-        column, row = _tile(index, spans)
+    for index in range(gl.program_id(0), SHARES * spans[0] * spans[1], gl.num_programs(0)):
+        tile, _number, first, steps = _share(index, spans, SHARES)
+        column, row = _tile(tile, spans)
         for step in range(gl.where(index == gl.program_id(0), ahead, 0), steps):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
-            _copy_weights(CONSUMERS, TILE_ROWS, memory, weights, column, step, stage)
-            _copy_rows(memory, sources, row * TILE_ROWS, step, stage)
+            _copy_weights(CONSUMERS, TILE_ROWS, memory, weights, column, first + step, stage)
+            _copy_rows(memory, sources, row * TILE_ROWS, first + step, stage)
             count += 1
 
 
@@ -161,22 +181,26 @@ def _consume(
     which: gl.constexpr,
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
+    SHARES: gl.constexpr,
     memory,
     spans,
     target,
 ):
     """One warpgroup's columns of all tiles."""
     _held, parts, _full, _empty = memory
-    num_columns, num_rows, steps = spans
     bias, has_bias, out, rows, columns = target
     count = 0
-    for index in range(gl.program_id(0), num_columns * num_rows, gl.num_programs(0)):
-        column, row = _tile(index, spans)
+    for index in range(gl.program_id(0), SHARES * spans[0] * spans[1], gl.num_programs(0)):
+        tile, share, _first, steps = _share(index, spans, SHARES)
+        column, row = _tile(tile, spans)
         totals, count = _sums(which, CONSUMERS, memory, steps, count)
         first = (column * CONSUMERS + which) * COLUMNS
         first_row = row * TILE_ROWS
+        into = out
+        if SHARES > 1:
+            into += share.to(gl.int64) * rows * columns
         for part in gl.static_range(len(parts)):
-            _store(out, bias, has_bias, totals[part], first, first_row, rows, columns)
+            _store(into, bias, has_bias, totals[part], first, first_row, rows, columns)
             first_row += parts[part].shape[1]
 
 
@@ -233,7 +257,9 @@ def _store(out, bias, has_bias, total, first, first_row, rows, columns):
     column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))
     added = gl.load(bias + column, mask=(column < columns) & (has_bias != 0), other=0.0)
     total += added.to(gl.float32)[:, None]
-    wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    # Values of 4 bytes fill whole sectors as they lie, and have no room in shared memory.
+    is_wide: gl.constexpr = out.dtype.element_ty.primitive_bitwidth == 32
+    wide: gl.constexpr = layout if is_wide else gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(total.to(out.dtype.element_ty), wide)
     column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, wide))
     row = first_row + gl.arange(0, SIZE, layout=gl.SliceLayout(0, wide))

@@ -37,8 +37,14 @@ def linear(
     return functional.linear(padded, weight, bias)[:num_rows]
 
 
-def linear_halves(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, in] times weight [out, in] as two partial sums over `in`: [2, rows, out] fp32."""
+def halves(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
+    """x [T, in] times ``weight`` [out, in] as two sums, each over one half of `in`: [2, T, out]
+    fp32, on a GPU, in a 16-bit type. Few columns have too few programs for the whole sum.
+    """
+    if batch_invariant:
+        from effuse.kernels import products_hopper
+
+        return products_hopper.launch(x, weight, out_dtype=torch.float32, shares=2)
     half = x.shape[1] // 2
     return torch.bmm(
         x.view(len(x), 2, half).transpose(0, 1),

@@ -20,8 +20,8 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rowwise import (
+    halves,
     linear,
-    linear_halves,
     lookup,
     make_cos_sin_cache,
     rms_norm,
@@ -44,7 +44,8 @@ from effuse.models.group import (
 )
 from effuse.models.tensors import ModelShard, whole
 
-# For up to this many rows, a GPU computes the MLP's last product in two halves of its sum.
+# For up to this many rows, a GPU computes the MLP's last product in two halves of its sum; with
+# `batch_invariant` for any number.
 _MOST_ROWS_HALVED = 256
 
 LayerKV = tuple[Tensor, Tensor]
@@ -345,9 +346,8 @@ class Transformer:
             return self._experts(layer, layer.router, normed, counts), residual
         activated = swiglu(self._linear(normed, layer.gate_up))
         can_halve = activated.is_cuda and self.dtype != torch.float32 and self.shard.size == 1
-        can_halve &= not self.batch_invariant
-        if can_halve and len(mixed) <= _MOST_ROWS_HALVED:
-            return linear_halves(activated, layer.down), residual
+        if can_halve and (self.batch_invariant or len(mixed) <= _MOST_ROWS_HALVED):
+            return halves(activated, layer.down, batch_invariant=self.batch_invariant), residual
         return self._linear(activated, layer.down), residual
 
     def _experts(

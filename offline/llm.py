@@ -32,9 +32,8 @@ from effuse.models.defaults import refuse_unserved
 from effuse.placement.records import ModelInfo
 from effuse.protos.channels import filled
 from effuse.protos.errors import InvalidRequest, NotFound
-from effuse.router.detokenizer import AnswerText
-from effuse.router.tokenizer import Tokenizer, bundled_directory, encode_prompt
-from effuse.router.validation import Asked, fit, validate
+from effuse.router.tokenizer import AnswerText, Tokenizer, bundled_directory
+from effuse.router.validation import Asked, encode_prompt, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.worker.attempts import to_error
 from effuse.worker.config import Attention, DecodeConfig, Device, Dtype, KVLayoutKind

@@ -34,8 +34,6 @@ LOG = logging.getLogger(__name__)
 
 
 class LeaseState(Enum):
-    """The state of the lease."""
-
     ABSENT = "absent"  # not taken yet
     HELD = "held"
     SUPERSEDED = "superseded"  # a later process with this worker's id has taken it; final
@@ -88,8 +86,6 @@ class LeaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease at one moment."""
-
     times: LeaseTimes
     state: LeaseState = LeaseState.ABSENT
     due_at: float = 0.0  # when to ask Redis again

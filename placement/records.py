@@ -191,7 +191,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.worker_id, self.incarnation
 
     def does(self, kind: Kind) -> bool:
-        """Whether it accepts work of this kind now."""
         return self.role in (kind, "both")
 
     @property
@@ -209,7 +208,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {(link.peer, link.peer_incarnation): link for link in self.links}
 
     def link_to(self, peer: "WorkerRecord") -> Link | None:
-        """The measured link to this life of a decode worker."""
         return self._links_by_life.get((peer.worker_id, peer.incarnation))
 
     def has_connector_of(self, peer: "WorkerRecord") -> bool:
@@ -355,7 +353,6 @@ class StoredWorker(NamedTuple):
 
     @classmethod
     def of(cls, record: WorkerRecord) -> Self:
-        """The stored form of a record."""
         links = msgspec.json.encode(record.links) if record.links else b""
         return cls(encode(msgspec.structs.replace(record, links=())), links)
 

@@ -41,8 +41,6 @@ CLOSE: Final = 0.99
 
 
 class PromptTime(Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of one prompt without company."""
-
     tokens: Above0
     seconds: Above0
 
@@ -153,12 +151,10 @@ class Split(Struct, frozen=True):
 
     @property
     def workers(self) -> int:
-        """Workers of both roles."""
         return self.prefill + self.decode
 
     @property
     def roles(self) -> tuple[int, int]:
-        """Prefill and decode workers."""
         return self.prefill, self.decode
 
 
@@ -172,12 +168,10 @@ class Planner(Struct, frozen=True, dict=True):
 
     @cached_property
     def paces(self) -> list[AnswerPace]:
-        """A pace for each batch, at the context of this load."""
         return self.times.paces(self.workload.context)
 
     @cached_property
     def gap_limit_s(self) -> float:
-        """Seconds that a gap may take."""
         return self.objectives.gap_limit_s(self.paces)
 
     @cached_property
@@ -193,17 +187,14 @@ class Planner(Struct, frozen=True, dict=True):
 
     @cached_property
     def prompt_s(self) -> float:
-        """Seconds of a prompt."""
         return self.times.prompt_s(self.workload.prompt)
 
     @cached_property
     def handoff_s(self) -> float:
-        """Seconds in which its pages move."""
         return self.times.handoff_s(self.workload.prompt)
 
     @cached_property
     def piece_s(self) -> float:
-        """Seconds of its longest piece in one forward."""
         return self.times.piece_s(self.workload.prompt)
 
     def within_reach(self) -> "Planner":

@@ -107,7 +107,6 @@ class SentPrefixes:
 
     @property
     def num_unshared(self) -> int:
-        """Units with notes that Redis lacks."""
         return len(self._unshared)
 
     def note(self, keys: Sequence[bytes], lives: Sequence[WorkerLife]) -> None:
@@ -263,7 +262,6 @@ class SharedPrefixes:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next exchange."""
         if self._is_cut_off:
             return RETRY_S
         is_behind = self._last.has_more or self._sent.num_unshared > MOST_TOGETHER

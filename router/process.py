@@ -297,7 +297,6 @@ class ReadyWorkers:
         self._cold_since: dict[WorkerLife, float] = {}
 
     def look(self, candidates: Sequence[Candidate]) -> None:
-        """Counts anew."""
         prefill, decode = live_workers(candidates)
         now = self._now()
         cold = cold_lives(prefill, decode)
@@ -350,7 +349,7 @@ def _tell_health(router: Router, server: RpcServer, candidates: Sequence[Candida
     can_serve = router.seats.can_serve()
     for name in (GENERATION, VLLM_ENGINE, KSERVE, "router"):
         server.health.set(name, serving=can_serve)
-    server.health.set(MODELS, serving=bool(router.catalogue.live()))
+    server.health.set(MODELS, serving=bool(router.seats.catalogue.live()))
     server.health.set("prefill", serving=bool(prefill))
     server.health.set("decode", serving=bool(decode))
 

@@ -18,7 +18,6 @@ import msgspec
 from msgspec import structs
 
 from effuse.placement.records import Kind
-from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import Setbacks
 from effuse.router.policy import Fingerprint, Holder, WorkerLife
 from effuse.router.prefixes import NOTHING_KNOWN, KnownPrefix
@@ -30,6 +29,7 @@ from effuse.router.request_states import (
     State,
 )
 from effuse.router.tenants import NOBODY, Tenant
+from effuse.router.tokenizer import AnswerText
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2

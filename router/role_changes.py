@@ -72,7 +72,6 @@ def fixed(records: Sequence[WorkerRecord]) -> tuple[int, int]:
 
 
 def _is_free(record: WorkerRecord) -> bool:
-    """Whether plans may change its role."""
     return record.may_change_role and not record.role_is_pinned
 
 

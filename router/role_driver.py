@@ -28,8 +28,6 @@ RETRY_S: Final = 10.0
 
 
 class RoleDriver:
-    """One per router."""
-
     def __init__(self, router: "Router") -> None:
         self._id, self._now = router.id, router.now
         self._steering, self._others = router.steering, router.seats.others
@@ -38,7 +36,6 @@ class RoleDriver:
         self._failed: dict[WorkerLife, tuple[str, float]] = {}  # why, and until when they rest
 
     async def step(self) -> None:
-        """The next changes for each model."""
         for name, one in list(self._steering.models.items()):
             plan, records = one.roles.plan, one.records
             if plan is None or one.planner is None:

@@ -25,7 +25,7 @@ from effuse.router.fleet import RoutedFleet
 from effuse.router.metrics import MODEL, Monitor, RouterMetrics
 from effuse.router.poison import PoisonGuard, Verdicts
 from effuse.router.prefixes import SharedPrefixes
-from effuse.router.seats import Catalogue, OtherRouters, Seats
+from effuse.router.seats import OtherRouters, Seats
 from effuse.router.shared_request import KnownRequests, Sharing
 from effuse.router.steering import Steering
 from effuse.router.tenants import KeyRing, Quotas
@@ -79,20 +79,13 @@ class Router:
         )
         self.prefixes = SharedPrefixes(store, self.id, self.fleet.prompts, now)
         self.cleanup = Cleanup(peers)
-        self.catalogue = Catalogue(self.fleet)
         lacking = partial(self.metrics.waiting, "worker")
         self.admission = Admission(config.max_concurrent_requests, config.max_queue, now, lacking)
         self.steering = Steering(
             config.objectives, config.prefill, now, others.workloads, carries_out=config.steering
         )
         self.seats = Seats(
-            self.fleet,
-            self.catalogue,
-            self.admission,
-            others,
-            self.steering,
-            now,
-            config.recovery_s,
+            self.fleet, self.admission, others, self.steering, now, config.recovery_s
         )
         sharing = Sharing(
             router_id=self.id,

@@ -46,8 +46,6 @@ _STATES: Final = numbers_of("WORKER_STATE_", model_pb2.WorkerState.items())
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """GenerationService."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
@@ -93,12 +91,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """ModelService."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._fleet = serving.router.fleet
-        self._catalogue = serving.router.catalogue
+        self._catalogue = serving.router.seats.catalogue
         # The file that the chat template was read from, if there is one.
         self._chat_template = serving.router.tokenizer.chat_template_origin
 
@@ -249,8 +245,6 @@ def describe_plan(name: str, plan: ModelPlan, kept: Sequence[str]) -> monitor_pb
 
 
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
-    """MonitorService."""
-
     def __init__(self, router: Router) -> None:
         self._router = router
 

@@ -226,8 +226,6 @@ def _placed_on(record: WorkerRecord) -> PlacedOn:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """The description of a request that ended."""
-
     until: float
     tenant: str
     described: pb.GetRequestResponse

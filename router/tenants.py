@@ -266,12 +266,10 @@ class FairQueue:
         return [one for line in self._lines.values() for one in line.waiting]
 
     def length_of(self, tenant: str) -> int:
-        """What one tenant's items count as."""
         line = self._lines.get(tenant)
         return 0 if line is None else line.length
 
     def count_beyond(self, most: int) -> int:
-        """The count of items beyond `most` of each tenant."""
         return sum(max(0, line.length - most) for line in self._lines.values())
 
     def ahead_of(self, tenant: str, place: float, count: int = 1) -> int:

@@ -85,7 +85,6 @@ def request_of(
 
 
 def chunk_of(event: pb.GenerateStreamResponse, prompt_tokens: int) -> engine.GenerateResponse:
-    """Final tokens as a chunk."""
     commit = event.commit
     chunk = engine.GenerateStreamChunk(
         token_ids=commit.token_ids,
@@ -190,8 +189,6 @@ def _translator(asked: engine.GenerateRequest, request: Request) -> Translate:
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """VllmEngine."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._router = serving.router
@@ -224,7 +221,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> engine.HealthCheckResponse:
         """The same as gRPC's own health of this service; raises `Unavailable` as long as no model
         is known, so that a gateway asks again before it asks for one."""
-        self._router.catalogue.find(None)
+        self._router.seats.catalogue.find(None)
         healthy = self._router.seats.can_serve()
         return engine.HealthCheckResponse(healthy=healthy, message="" if healthy else CANNOT_SERVE)
 
@@ -232,12 +229,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: engine.GetModelInfoRequest, context: Context
     ) -> engine.GetModelInfoResponse:
         """The one model of the fleet; raises `Unavailable`, and `InvalidRequest` if it has more."""
-        return describe_model(self._router.catalogue.find(None))
+        return describe_model(self._router.seats.catalogue.find(None))
 
     async def GetServerInfo(
         self, request: engine.GetServerInfoRequest, context: Context
     ) -> engine.GetServerInfoResponse:
-        """This router, described like one engine."""
         return engine.GetServerInfoResponse(
             active_requests=self._router.requests.num_running,
             uptime_seconds=time.monotonic() - self._began,

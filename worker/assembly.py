@@ -75,7 +75,6 @@ class Assembly:
     tiers: Tiers | None
 
     def make_cache(self, pool: PagePool) -> UnitCache:
-        """The cache of a pool of these pages."""
         page_size, block_size = self.memory.layout.span, self.model.config.block_size
         is_causal = self.model.config.prompt_attention == "causal_blocks"
         if self.tiers is None:

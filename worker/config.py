@@ -17,7 +17,6 @@ from effuse.config.decoding import WINDOW, Algorithm
 from effuse.config.flags import flag_of
 from effuse.kvtransfer.messages import MAX_LEASE_S, MAX_POOL_PAGES
 from effuse.placement.records import Role, check_name
-from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]
 Connector = Literal["auto", "nixl", "zmq"]
@@ -35,10 +34,9 @@ _MOST_STOP_IDS = 128  # more than a router accepts; a GPU has room for them in e
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(Access):
-    """A worker's model, devices, KV memory and batches."""
+class ModelSettings(Access):
+    """A worker's model, and the devices that compute it."""
 
-    # The model.
     model: Annotated[Path | None, "checkpoint directory (default: the bundled model)"] = None
     adapter: Annotated[Path | None, "LoRA adapter directory, merged when weights are loaded"] = None
     served_model_name: Annotated[
@@ -65,6 +63,11 @@ class EngineSettings(Access):
     expert_parallel: Annotated[
         bool, "spread whole experts over the devices; without it each expert is cut"
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(ModelSettings):
+    """A worker's KV memory and batches."""
 
     # KV memory.
     page_size: Annotated[int, "tokens in a KV page"] = 16
@@ -167,7 +170,6 @@ class WorkerConfig(EngineSettings):
     redis_url: Annotated[
         str | None, "announce this worker in this Redis, as redis://host:port/db"
     ] = None
-    fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
     worker_id: Annotated[str | None, "name of this worker (default: its role, host and port)"] = (
         None
     )
@@ -182,15 +184,6 @@ class WorkerConfig(EngineSettings):
         "replace an engine that makes no progress for this long, or for ten of its steps if that "
         "is longer",
     ] = 3.0
-    drain_s: Annotated[float, "most time for running requests to end at shutdown"] = 30.0
-    max_request_s: Annotated[float, "most time for one request"] = 3600.0
-
-    log_level: Annotated[LogLevel, "lowest level of messages to log"] = "info"
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        "send OpenTelemetry spans to this address, such as http://host:4317 (extra `traces`)",
-    ] = None
-    log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,7 +194,7 @@ class WorkerConfig(EngineSettings):
         if not self.encrypt_pages:
             self.check_plaintext("host", self.host, "pages")
         checks.whole("port", self.port, 0, 65535)
-        for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
+        for name in ("startup_timeout_s", "hang_timeout_s"):
             checks.seconds(name, getattr(self, name))
         if self.hang_timeout_s < _LEAST_HANG_S:
             raise ValueError(

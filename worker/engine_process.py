@@ -289,12 +289,10 @@ class Outbox:
         self._events: list[CoreEvent] = []
 
     def drain(self) -> Sequence[CoreEvent]:
-        """Returns the events, and starts again."""
         events, self._events = self._events, []
         return events
 
     def say(self, *events: CoreEvent) -> None:
-        """Adds events in their order."""
         self._events += events
 
     def failed(
@@ -306,11 +304,9 @@ class Outbox:
         retryable: bool = False,
         field: str | None = None,
     ) -> None:
-        """Reports that an attempt has ended without success."""
         self.say(
             Failed(attempt=attempt, code=code, message=message, retryable=retryable, field=field)
         )
 
     def abort_done(self, attempt: AttemptId, *, was_running: bool) -> None:
-        """Reports that nothing of an aborted attempt is left here."""
         self.say(AbortDone(attempt=attempt, was_running=was_running))

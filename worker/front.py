@@ -29,9 +29,8 @@ from effuse.placement.access import RedisAccess
 from effuse.placement.leases import Announcer, FleetView, Superseded
 from effuse.placement.store import Store
 from effuse.protos import rpc
-from effuse.protos.channels import FleetAccess, filled
+from effuse.protos.channels import FleetAccess, FleetOnly, ProofServicer, filled
 from effuse.protos.errors import Draining, InvalidRequest, Refused, Unavailable
-from effuse.protos.gate import FleetOnly, ProofServicer
 from effuse.telemetry import logs
 from effuse.telemetry.traces import TracesUnavailable
 from effuse.v1 import worker_pb2 as pb
@@ -308,8 +307,6 @@ class Front:
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """Answers for one worker."""
-
     def __init__(self, front: Front) -> None:
         self._front = front
         self._shell = front.shell

@@ -18,7 +18,6 @@ from prometheus_client.metrics_core import Metric
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import (
-    Capacity,
     Kind,
     Link,
     Load,
@@ -33,10 +32,9 @@ from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
 from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics, gauges
 from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
-from effuse.worker.attempts import Attempts, Duty, OpenAttempt
+from effuse.worker.attempts import Attempts, Duty, OpenAttempt, Quarantines
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, StartDecode, StartPrefill, ToEngine
-from effuse.worker.peer import Quarantines
 from effuse.worker.supervisor import EngineLife, Supervisor
 
 
@@ -126,7 +124,6 @@ class WorkerMetrics(ProcessMetrics):
         )
 
     def count_handoff(self, transport: str, num_bytes: int, seconds: float) -> None:
-        """A prompt's KV has moved from worker to worker."""
         self.handoff.labels(transport).observe(seconds)
         self.kv_bytes.labels(transport).inc(num_bytes)
 
@@ -257,7 +254,6 @@ class Shell:
         return attempt
 
     def send(self, attempt: OpenAttempt, message: ToEngine) -> None:
-        """Sends a message about an attempt to its engine, if that still lives."""
         self.supervisor.send(message, attempt.incarnation)
 
     def time_left(self, remaining_s: float | None) -> float:
@@ -333,16 +329,7 @@ class Shell:
             state=self._state(),
             fingerprint=life.ready.fingerprint,
             model=life.ready.model,
-            capacity=Capacity(
-                total_pages=life.ready.total_pages,
-                page_size=life.ready.page_size,
-                ranks=self.config.num_ranks,
-                context_ranks=self.config.context_degree,
-                max_num_seqs=self.config.max_num_seqs * self.config.num_replicas,
-                max_num_batched_tokens=(
-                    self.config.max_num_batched_tokens * self.config.num_replicas
-                ),
-            ),
+            capacity=life.capacity,
             load=Load() if is_over else life.load,
             links=() if is_over else self.links.get(life.incarnation, ()),
             min_handoff_gbps=self.min_handoff_gbps,

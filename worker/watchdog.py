@@ -181,7 +181,6 @@ def look(progress: Progress, now: float, patience_s: float) -> tuple[Progress, f
 
 
 def observe(progress: Progress, beat: Heartbeat, now: float) -> Progress:
-    """Returns the state after a heartbeat."""
     signs = beat.load.steps - progress.steps + beat.marks - progress.marks
     changes_phase = beat.phase != progress.phase
     is_alive = changes_phase or signs > 0 or beat.loops != progress.loops

@@ -18,6 +18,7 @@ from effuse.benchmarks.gpu_models import DREAM_7B, LLADA2_MINI, random_model
 from effuse.kernels import products_hopper
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.products_hopper import TILES
+from effuse.kernels.rowwise import halves
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.config import ModelConfig
@@ -35,6 +36,11 @@ MOST_ROWS = 2304
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
+def in_halves(x: Tensor, weight: Tensor) -> Tensor:
+    """As the MLP's last product, whose halves the next norm adds."""
+    return halves(x, weight, batch_invariant=True).sum(0)
+
+
 def rows_that_differ(product: Product, columns: int, inner: int, dtype: torch.dtype) -> list[int]:
     """Numbers of rows up to MOST_ROWS with other bits than the same rows of the largest product."""
     generator = torch.Generator(CUDA).manual_seed(columns)
@@ -50,11 +56,12 @@ def rows_that_differ(product: Product, columns: int, inner: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("columns", "inner"), [(512, 3584), (192, 168), (2048, 512)])
+@pytest.mark.parametrize("product", [products_hopper.launch, in_halves])
+@pytest.mark.parametrize(("columns", "inner"), [(512, 3584), (192, 168), (2048, 512), (64, 48)])
 def test_all_numbers_of_rows_give_the_same_bits(
-    columns: int, inner: int, dtype: torch.dtype
+    columns: int, inner: int, product: Product, dtype: torch.dtype
 ) -> None:
-    assert rows_that_differ(products_hopper.launch, columns, inner, dtype) == []
+    assert rows_that_differ(product, columns, inner, dtype) == []
 
 
 def test_products_that_choose_by_rows_are_found() -> None:
@@ -66,6 +73,8 @@ def test_all_tiles_give_the_same_bits(rows: int) -> None:
     x = torch.randn(rows, 1000, device=CUDA).bfloat16()
     weight, bias = torch.randn(1000, 1000, device=CUDA).bfloat16(), torch.randn(1000, device=CUDA)
     results = [products_hopper.launch(x, weight, bias.bfloat16(), tile=tile) for tile in TILES]
+    sums = [products_hopper.launch(x, weight, shares=3, tile=tile) for tile in TILES]
+    assert all(torch.equal(one, sums[0]) for one in sums)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
