@@ -128,10 +128,8 @@ def launch_attention(
     )
     pages = distinct_cache(shape) if distinct else cache(shape)
     launch = attention_hopper.launch if hopper else attention_triton.launch
-    out, lse = torch.empty_like(q), None
-    if partial_results:
-        made = empty_partials(len(q), shape.q_heads, shape.head_dim, q)
-        out, lse = made.out, made.lse
+    made = empty_partials(len(q), shape.q_heads, shape.head_dim, q) if partial_results else None
+    out, lse = (torch.empty_like(q), None) if made is None else (made.out, made.lse)
     launch(
         q,
         k,
@@ -208,8 +206,8 @@ def hopper_variants() -> Variants:
         invariant = partial(launch, invariant=True)
         modules = [attention_gluon, attention_splits_triton]
         yield f"{name}_invariant", kernels_of(modules, invariant)
-    launch = partial(launch, partial_results=True)
-    yield f"{name}_partial", kernels_of([attention_gluon, attention_splits_triton], launch)
+    partly = partial(launch, partial_results=True)
+    yield f"{name}_partial", kernels_of(modules, partly)
     yield "ranks", kernels_of([attention_ranks_triton], launch_merge_of_ranks)
 
 
