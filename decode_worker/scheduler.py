@@ -47,7 +47,7 @@ class DecodeLimits:
         """Pages of a prefill worker with the first `num_tokens` tokens, without those in the first
         `num_held` pages here."""
         degree = self.context_degree
-        return -(-num_tokens * degree // self.page_size) - num_held * degree
+        return max(0, -(-num_tokens * degree // self.page_size) - num_held * degree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

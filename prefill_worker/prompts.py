@@ -315,8 +315,10 @@ def unfit(prompt: Prompt, reservation: Reservation, *, is_first: bool) -> str:
     """Why a living prompt cannot be pushed there; empty if it can."""
     if not is_first:
         return "a second reservation arrived"
-    found, held = reservation.num_source_pages, reservation.num_held * reservation.context_degree
-    if found + held != prompt.num_pages:
+    found, degree = reservation.num_source_pages, reservation.context_degree
+    held = reservation.num_held * degree
+    # Some ranks that cut the context may have nothing in the last page of a prompt that is held.
+    if found != max(0, prompt.num_pages - held) or held >= prompt.num_pages + degree:
         beside = f" beside {held} held ones" if held else ""
         return f"the prompt needs {prompt.num_pages} pages, {found} are reserved{beside}"
     return ""

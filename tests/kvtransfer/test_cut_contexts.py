@@ -60,8 +60,9 @@ def hand_over(
 def test_every_page_arrives_on_the_ranks_of_its_turn(
     sending: int, receiving: int, context: int, is_two_sided: bool
 ) -> None:
-    """Of prompts of all lengths; a short one leaves ranks without a page."""
-    for num_pages in range(1, len(SOURCES) + 1):
+    """Of prompts of all lengths; a short one leaves ranks without a page, and one that the receiver
+    has leaves all of them without any."""
+    for num_pages in range(len(SOURCES) + 1):
         hub = Hub(is_two_sided=is_two_sided)
         sender = Group("loopback", "prefill-1", sending, has_pages=True, hub=hub)
         receiver = Group("loopback", "decode-1", receiving, hub=hub, context=context)

@@ -17,6 +17,7 @@ from prefill_worker.rig import LEASE_S, MOST_S, RESERVATION_S, Rig, attempt_of
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import Field
 from effuse.kvtransfer.sender import OVERTIME_S
+from effuse.prefill_worker.prompts import unfit
 from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
@@ -259,6 +260,21 @@ def test_a_reservation_of_another_size_is_refused(rig: Rig, num_pages: int) -> N
     assert failed.code == "INVALID_ARGUMENT"
     assert f"needs 5 pages, {num_pages} are reserved" in failed.message
     rig.check_idle()
+
+
+def test_a_receiver_that_cuts_the_context_may_hold_all_of_a_prompt(rig: Rig) -> None:
+    """Its third page is half full: on one of its two ranks. With a fourth it had another prompt."""
+    attempt = rig.start("a", PROMPT)
+    prompt, reserved = rig.engine.table.prompts[attempt.transfer_id], rig.reserve(attempt, 0)
+    shards = tuple(msgspec.structs.replace(one, context_degree=2) for one in reserved.shards)
+    told = [
+        unfit(
+            prompt, msgspec.structs.replace(reserved, shards=shards, num_held=held), is_first=True
+        )
+        for held in (2, 3, 4)
+    ]
+    text = "the prompt needs 5 pages, 0 are reserved beside {} held ones"
+    assert told == [text.format(4), "", text.format(8)]
 
 
 def test_a_second_reservation_and_one_for_nobody_are_refused(rig: Rig) -> None:
