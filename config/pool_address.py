@@ -29,7 +29,7 @@ class PoolAddress:
         except ValueError as error:
             raise ValueError(f"expected {FORM}, got {url!r}") from error
         protocol, devices = given.pop("protocol", "tcp"), given.pop("devices", "")
-        is_whole = parts.scheme == "mooncake" and host and port and not parts.username
+        is_whole = parts.scheme == "mooncake" and host and port and "@" not in parts.netloc
         if not is_whole or given or parts.fragment or not _NAMESPACE.fullmatch(namespace):
             raise ValueError(f"expected {FORM}, got {url!r}")
         assert host and port, "checked above"

@@ -105,7 +105,7 @@ class _Client:
             if not lane.poll(_ANSWER_S):
                 raise ConnectionError(f"no answer within {_ANSWER_S:g} s")
             return msgspec.msgpack.decode(lane.recv_bytes(), type=PoolAnswer)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
             self.kill()
             raise ConnectionError(str(error) or "its client has ended") from error
         finally:
@@ -223,7 +223,12 @@ class MooncakePool(UnitStore):
     def _call(self, call: PoolCall) -> PoolAnswer:
         if (client := self._client) is None:
             raise ConnectionError("it has no client")
-        return client.call(call)
+        answer = client.call(call)
+        expected = len(call.names) if call.kind == "load" else 1
+        if len(answer.codes) != expected:
+            text = f"its client sent {len(answer.codes)} codes, expected {expected}"
+            raise ConnectionError(text)
+        return answer
 
     def _places(self, views: Sequence[memoryview]) -> Extents:
         """Offsets and sizes of slots in the host's memory, neighbours together."""

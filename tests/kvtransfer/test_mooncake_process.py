@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from kvtransfer.pool_user import FACTS, KEYS, PoolUser
 
 from effuse.config.pool_address import PoolAddress
 from effuse.kvtransfer import mooncake_pool
+from effuse.kvtransfer.stores import UnitFacts
 
 STAND_IN = """
 import ctypes, os
@@ -59,6 +61,8 @@ class MooncakeDistributedStore:
         return [obey("call")]
 
     def batch_get_into_multi_buffers(self, names, addresses, sizes):
+        if (HOME / "answers nonsense").exists():
+            return []
         return [self.get(*one) for one in zip(names, addresses, sizes)]
 
     def get(self, name, addresses, sizes):
@@ -177,6 +181,17 @@ def test_a_start_that_fails_is_an_error(
     }[fault]
     with pytest.raises(ConnectionError, match=reason):
         PoolUser(address)
+
+
+def test_an_answer_without_all_units_is_an_error_of_each(home: Path, user: PoolUser) -> None:
+    """Else their slots stay with reads that never end, and the pool is never used again."""
+    (home / "answers nonsense").touch()
+    batch = [(key, user.host.views([0]), Future[UnitFacts]()) for key in KEYS[:2]]
+    for one in batch:
+        user.pool._loads.put(one)
+    user.pool._load_some()
+    for _, _, result in batch:
+        assert isinstance(result.exception(5), ConnectionError)
 
 
 def test_a_client_that_ends_is_an_error(home: Path, user: PoolUser) -> None:

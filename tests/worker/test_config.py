@@ -70,6 +70,7 @@ NAN = float("nan")
                 "mooncake://localhost:1/a/b",
                 "mooncake://localhost:99999/a",
                 "mooncake://user@localhost:1/a",
+                "mooncake://:secret@localhost:1/a",
                 "mooncake://localhost:1/a?protocol=udp",
                 "mooncake://localhost:1/a?memory=1",
             )
