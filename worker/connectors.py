@@ -84,7 +84,7 @@ def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
             f"--page-size: expected at most {most}, because the limit is {MAX_PAGE_BYTES} bytes a "
             f"page and a page of {size} tokens takes {page_bytes}"
         )
-    if layout.pages_for(max_model_len) > MAX_PAGES:
+    if -(-max_model_len // size) > MAX_PAGES:  # of the writer, also if ranks cut the context
         raise ValueError(
             f"--page-size: expected at least {-(-max_model_len // MAX_PAGES)}, because a handoff "
             f"has at most {MAX_PAGES} pages and a prompt may have {max_model_len} tokens, got "

@@ -13,12 +13,14 @@ from checkpoints import TinySizes, write_tiny_checkpoint
 from decoding.engines import layout_of, load_tiny
 
 from effuse.kernels import products_hopper
+from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
 from effuse.worker import rank_part
 from effuse.worker.assembly import assemble
 from effuse.worker.config import Dtype, WorkerConfig
+from effuse.worker.connectors import _check_reservable
 from effuse.worker.messages import Heartbeat
 from effuse.worker.rank_part import warm_up
 from effuse.worker.watchdog import Pulse
@@ -107,6 +109,14 @@ def test_pages_that_no_reservation_can_name_are_refused_at_the_start(
         return
     with pytest.raises(ValueError, match=told):
         parts.connect()
+
+
+def test_pages_that_ranks_write_for_a_cut_context_are_limited_too() -> None:
+    """A reservation counts the writer's pages, of which a page of the pool has several."""
+    layout = KVLayout("unified", 1, 1, 4, 1, "float32", degree=2, context_degree=2)
+    _check_reservable(layout, 1 << 16)
+    with pytest.raises(ValueError, match="--page-size: expected at least 2"):
+        _check_reservable(layout, (1 << 16) + 1)
 
 
 @pytest.mark.parametrize(
