@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import grpc.aio
 
+from effuse.config.decoding import LOGPROBS
+from effuse.config.objectives import WITHIN
 from effuse.protos.channels import filled
 from effuse.protos.errors import Bug, InvalidRequest
 from effuse.v1 import worker_pb2 as pb
@@ -214,11 +216,11 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         settings=wire.settings(request.settings),
         writer=None if writer is None else writer.incarnation,
         drafts=request.drafts,
-        num_logprobs=wire.num_logprobs(request),
+        num_logprobs=wire.bounded(request, "num_logprobs", LOGPROBS),
         resume=wire.resume(request.resume, block_size) if request.HasField("resume") else None,
-        group=wire.group(request),
-        gap_s=wire.gap_s(request),
-        cache_salt=wire.salt(request.cache_salt, "cache_salt"),
+        group=wire.label(request.group, "group"),
+        gap_s=wire.bounded(request, "gap_s", WITHIN),
+        cache_salt=wire.label(request.cache_salt, "cache_salt"),
     )
 
 
@@ -245,17 +247,10 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
         case Verified():
             return pb.DecodeResponse(verified=filled(pb.PrefillVerified, event))
         case Committed():
+            frontier = map(wire.block_to_proto, event.frontier)
+            logprobs = map(wire.logprobs_to_proto, event.logprobs)
             return pb.DecodeResponse(
-                commit=pb.DecodeCommit(
-                    token_offset=event.token_offset,
-                    token_ids=event.token_ids,
-                    forward_passes=event.forward_passes,
-                    frontier=[wire.block_to_proto(block) for block in event.frontier],
-                    end_token_id=event.end_token_id,
-                    logprobs=[wire.logprobs_to_proto(one) for one in event.logprobs],
-                    prompts_s=event.prompts_s,
-                    batch=event.batch,
-                )
+                commit=filled(pb.DecodeCommit, event, frontier=frontier, logprobs=logprobs)
             )
         case Draft():
             return pb.DecodeResponse(
