@@ -5,6 +5,7 @@ Pure values. The memory itself is in memory.py, the holders of pages in pool.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from effuse.kvtransfer.messages import Field
@@ -38,7 +39,7 @@ FIELD_NAMES = (
 Fingerprint = tuple[Field, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
     """Order and sizes of the K and V in a page, which is contiguous.
 
@@ -53,11 +54,12 @@ class KVLayout:
     num_layers: int
     num_kv_heads: int  # the model's; `heads` are those of this rank
     head_dim: int
-    page_size: int  # tokens in a page
+    page_size: int  # tokens in a page of this rank's memory
     dtype: str
     most_groups: int = MOST_GROUPS["nixl"]
     rank: int = 0  # of the worker's ranks, each of which has a pool of its own
-    degree: int = 1  # ranks that share the KV heads
+    degree: int = 1  # ranks that compute a model together
+    context_degree: int = 1  # of them, ranks that hold the same heads for different tokens
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -71,9 +73,14 @@ class KVLayout:
             raise ValueError(f"layout sizes must be positive, got {sizes}")
         if not 0 <= self.rank < self.degree:
             raise ValueError(f"rank {self.rank} is none of {self.degree} ranks")
-        if self.num_kv_heads % self.degree and self.degree % self.num_kv_heads:
+        if self.degree % self.context_degree:
             raise ValueError(
-                f"{self.degree} ranks cannot share {self.num_kv_heads} KV heads: neither number "
+                f"{self.context_degree} parts of the context do not divide {self.degree} ranks"
+            )
+        sharers = self._sharers
+        if self.num_kv_heads % sharers and sharers % self.num_kv_heads:
+            raise ValueError(
+                f"{sharers} ranks cannot share {self.num_kv_heads} KV heads: neither number "
                 "divides the other"
             )
         piece = PIECE_BYTES // DTYPE_BYTES[self.dtype]
@@ -84,15 +91,31 @@ class KVLayout:
             )
 
     @property
-    def copies(self) -> int:
-        """Ranks that hold the same heads: more than one if there are more ranks than heads."""
-        return max(1, self.degree // self.num_kv_heads)
+    def _sharers(self) -> int:
+        """Ranks, or groups that cut the context, among which KV heads are spread."""
+        return self.degree // self.context_degree
 
     @property
+    def context_rank(self) -> int:
+        """Which of `context_degree` turns of every sequence's tokens this rank holds."""
+        return self.rank % self.context_degree
+
+    @property
+    def span(self) -> int:
+        """Tokens in a page of the pool's tables: a page of each rank that cuts the context."""
+        return self.page_size * self.context_degree
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same heads of the same tokens: more than one if there are more ranks
+        than heads."""
+        return max(1, self._sharers // self.num_kv_heads)
+
+    @cached_property
     def heads(self) -> range:
         """The model's KV heads that this rank's pool holds."""
-        count = max(1, self.num_kv_heads // self.degree)
-        first = self.rank // self.copies * count
+        count = max(1, self.num_kv_heads // self._sharers)
+        first = self.rank // self.context_degree // self.copies * count
         return range(first, first + count)
 
     def place_of(self, heads: range) -> range:
@@ -114,7 +137,7 @@ class KVLayout:
             return 1, len(groups) * self.group_bytes
         return len(groups), len(heads) * self.head_bytes
 
-    @property
+    @cached_property
     def page_shape(self) -> tuple[int, int, int, int, int, int]:
         """Shape of one page: [groups, heads of this rank, layers of a group, 2, page_size,
         head_dim], in both orders within a head.
@@ -122,30 +145,30 @@ class KVLayout:
         layers = self.num_layers // self.num_groups
         return (self.num_groups, len(self.heads), layers, 2, self.page_size, self.head_dim)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes in one page, all layers, K and V."""
         return prod(self.page_shape) * DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """Bytes of one KV head of one group of layers in a page."""
         return prod(self.page_shape[2:]) * DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         """Most groups of equally many consecutive layers in which a page is handed over."""
         most = min(self.num_layers, self.most_groups)
         return next(n for n in range(most, 0, -1) if self.num_layers % n == 0)
 
-    @property
+    @cached_property
     def group_bytes(self) -> int:
         """Bytes of one group of layers in a page; groups are contiguous."""
         return self.page_bytes // self.num_groups
 
     def pages_for(self, num_tokens: int) -> int:
-        """Number of pages for this many tokens."""
-        return -(-num_tokens // self.page_size)
+        """Number of pages of the pool's tables for this many tokens."""
+        return -(-num_tokens // self.span)
 
 
 @dataclass(frozen=True, slots=True)

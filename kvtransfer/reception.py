@@ -171,7 +171,7 @@ class Receptions:
         part = expected.parts.get(pages.heads)
         if part is None:
             raise HandoffRefused(Cause.FINGERPRINT, "pages arrived before their fingerprint")
-        check_span(expected.reservation, pages.first, pages.pages)
+        check_span(expected.pages, pages.first, pages.pages)
         groups = range(pages.group, pages.end_group)
         if not groups or groups.stop > expected.layout.num_groups:
             raise HandoffRefused(
@@ -202,11 +202,11 @@ class Receptions:
         size = len(heads) * self._own.layout.head_bytes
         count, sizes = num_pages * len(groups), [part.nbytes for part in payload]
         # there is no more room in a GPU's buffers
-        if count * size > self._transport.chunk_bytes:
+        if count * size > self._transport.most_bytes:
             raise HandoffRefused(
                 Cause.SIZE,
                 f"{count * size} bytes in one piece, expected at most "
-                f"{self._transport.chunk_bytes}",
+                f"{self._transport.most_bytes}",
             )
         if sum(sizes) != count * size or any(nbytes % size for nbytes in sizes):
             raise HandoffRefused(
@@ -227,7 +227,7 @@ class Receptions:
             raise HandoffRefused(Cause.MALFORMED, "a second manifest arrived")
         self._check_fingerprint(manifest.fingerprint)
         check_num_bytes(part.num_bytes, manifest.num_bytes)
-        check_pages(part, expected.reservation.pages)
+        check_pages(part, expected.pages)
         others = [one.manifest for one in expected.parts.values() if one.manifest is not None]
         check_same_prompt(manifest, others)
         part.manifest = manifest

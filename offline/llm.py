@@ -52,6 +52,7 @@ class GroupOptions(TypedDict, total=False):
     tensor_parallel_size: int
     expert_parallel: bool
     data_parallel_size: int
+    decode_context_parallel_size: int
 
 
 class EngineOptions(GroupOptions, total=False):
@@ -188,8 +189,7 @@ class LLM:
         ended: Callable[[_Running], None],
     ) -> None:
         """Runs these requests to their end."""
-        waiting, running = list(reversed(whole)), dict[str, _Running]()
-        num_done = 0
+        waiting, running, num_done = list(reversed(whole)), dict[str, _Running](), 0
         try:
             while waiting or running:
                 while waiting and len(running) < self._most:

@@ -69,10 +69,13 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     prefix_evictions: U63 = 0  # units of the cache that made room
     offload_saved: U63 = 0  # KV bytes copied from pages to host memory
     offload_loaded: U63 = 0  # KV bytes copied back
-    offload_filed: U63 = 0  # KV bytes written to files
-    offload_read: U63 = 0  # KV bytes read from files
     offload_corrupt: U63 = 0  # units that came back with a wrong digest
-    offload_failures: U63 = 0  # of files
+    offload_file_kept: U63 = 0  # KV bytes written to files
+    offload_file_read: U63 = 0  # KV bytes read from files
+    offload_file_failures: U63 = 0  # errors and late answers
+    offload_pool_kept: U63 = 0  # the same of the shared pool
+    offload_pool_read: U63 = 0
+    offload_pool_failures: U63 = 0
     kv_bytes_held: U63 = 0  # KV bytes that were not received, because the cache had them
     prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
     prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
@@ -121,6 +124,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Positive
     max_num_batched_tokens: Positive
     ranks: Positive = 1  # devices that compute together
+    context_ranks: Positive = 1  # of them, those that hold the same KV heads for other tokens
 
 
 FEW_PAGES = 8  # for warming up a link, however busy its two ends are

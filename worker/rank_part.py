@@ -3,6 +3,7 @@
 Runs only in an engine's processes; the front never imports it.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 import effuse.models
 from effuse.config.decoding import Sampling
 from effuse.kernels.attention import block_attention
+from effuse.kernels.attention_batch import ContextCut
 from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
-from effuse.models.group import RankPlace, join_group
+from effuse.models.config import ModelConfig
+from effuse.models.group import ContextGroup, ProcessGroup, RankPlace, join_group
 from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
@@ -54,11 +57,34 @@ class RankPart:
 
 def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
     """Meets the other ranks of the engine. Raises ValueError if they do not come."""
-    size = config.num_ranks
-    group = join_group(
-        rank, size, device, meeting_path(home), _JOIN_S, in_order=config.batch_invariant
+    size, meeting = config.num_ranks, meeting_path(home)
+    group = join_group(rank, size, device, meeting, _JOIN_S, in_order=config.batch_invariant)
+    context = join_context(
+        rank, size, config.context_degree, config.page_size, group, device, meeting
     )
-    return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1)
+    return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1, context)
+
+
+def join_context(
+    rank: int,
+    size: int,
+    degree: int,
+    page_size: int,
+    group: ProcessGroup,
+    device: torch.device,
+    meeting: Path,
+) -> ContextGroup | None:
+    """Meets the other ranks of those that cut the context, if any do; they are neighbours. Raises
+    ValueError if they do not come."""
+    if degree == 1:
+        return None
+    cut = ContextCut(rank % degree, degree, page_size)
+    if degree == size:
+        return ContextGroup(cut, group)
+    at = meeting.with_name(f"{meeting.name}{rank // degree}")
+    part = join_group(cut.rank, degree, device, at, _JOIN_S)
+    group.adopt(part)
+    return ContextGroup(cut, part)
 
 
 def model_directory(config: WorkerConfig) -> Path:
@@ -123,24 +149,27 @@ def make_part(
         runner=runner,
         queued=queued,
         max_model_len=max_model_len,
-        host=_host_pages(config, memory),
+        host=_host_pages(config, model.config, memory),
     )
 
 
-def _host_pages(config: WorkerConfig, memory: PageMemory) -> HostPages | None:
-    """This rank's share of the host memory for kept KV. Raises ValueError if the machine refuses
-    it."""
+def _host_pages(config: WorkerConfig, model: ModelConfig, memory: PageMemory) -> HostPages | None:
+    """This rank's share of the host memory for kept KV. Raises ValueError if it holds no unit, or
+    if the machine refuses it."""
     size = config.kv_offloading_size
     if not size:
         return None
     num_slots = int(size * GIB) // (memory.page_bytes * config.num_ranks)
-    if not num_slots:
+    span = memory.layout.span
+    is_causal = model.prompt_attention == "causal_blocks"
+    least = math.lcm(span, model.block_size) // span if is_causal else 1  # pages of a unit
+    if num_slots < least:
         raise ValueError(
-            f"--kv-offloading-size: expected room for a page of {memory.page_bytes} bytes "
+            f"--kv-offloading-size: expected room for {least} pages of {memory.page_bytes} bytes "
             f"on each device, got {size:g} GiB"
         )
     try:
-        return HostPages(memory, num_slots)
+        return HostPages(memory, num_slots, is_shared=config.kv_pool is not None)
     except OSError as error:
         raise ValueError(f"--kv-offloading-size {size:g}: {error}") from error
 
@@ -259,6 +288,7 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
         most_groups=MOST_GROUPS[config.connector],
         rank=model.shard.rank,
         degree=model.shard.size,
+        context_degree=config.context_degree,
     )
 
 
@@ -312,7 +342,7 @@ def _prompt_graphs(
     graphs = PromptGraphs(
         model,
         memory.layer_views(),
-        page_size=memory.layout.page_size,
+        page_size=memory.layout.span,
         block_size=model.config.block_size,
         marks=marks,
         max_context=max_context,
@@ -335,7 +365,7 @@ def _runner(
     return ModelRunner(
         model,
         memory.layer_views(),
-        page_size=memory.layout.page_size,
+        page_size=memory.layout.span,
         block_size=model.config.block_size,
         graphs=graphs,
         marks=marks,

@@ -94,6 +94,7 @@ def _reservation(message: pb.Reservation, attempt: AttemptId) -> Reservation:
         fingerprint=tuple(Field(field.name, field.value) for field in message.fingerprint),
         lease_s=message.lease_s,
         num_held=message.num_held,
+        num_written=message.num_written,
     )
 
 
@@ -104,6 +105,8 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
         ),
         heads=Heads(message.first_head, message.end_head),
         page_bytes=message.page_bytes,
+        context_rank=message.context_rank,
+        context_degree=message.context_degree or 1,
     )
 
 

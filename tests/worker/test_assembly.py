@@ -112,7 +112,11 @@ def test_pages_that_no_reservation_can_name_are_refused_at_the_start(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"kv_offloading_size": 1e-9}, "--kv-offloading-size: expected room for a page of "),
+        ({"kv_offloading_size": 1e-9}, "--kv-offloading-size: expected room for 1 pages of "),
+        (
+            {"kv_offloading_size": 1e-6, "page_size": 2},
+            "--kv-offloading-size: expected room for 2 pages of ",
+        ),
         ({"kv_offloading_size": 1e6}, "--kv-offloading-size 1e.06: .*memory"),
         ({"kv_offloading_dir": Path("/dev/null/kv")}, "--kv-offloading-dir: .*Not a directory"),
     ],
@@ -125,6 +129,17 @@ def test_places_for_kept_kv_that_cannot_be_are_refused(
         model=path, device="cpu", num_pages=4, **{"kv_offloading_size": 0.01, **changes}
     )
     with pytest.raises(ValueError, match=told):
+        assemble(config, "life-1", "decode", None, Pulse())
+
+
+def test_a_missing_package_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("effuse.kvtransfer.mooncake_pool.find_spec", lambda _: None)
+    config = WorkerConfig(
+        model=tmp_path, device="cpu", kv_offloading_size=0.01, kv_pool="mooncake://localhost:1"
+    )
+    with pytest.raises(ValueError, match=r"--kv-pool: mooncake is needed: .*pip install"):
         assemble(config, "life-1", "decode", None, Pulse())
 
 
