@@ -8,6 +8,7 @@ limit. On a GPU a model of SDAR-8B's shape.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from itertools import count
 from statistics import median
@@ -22,6 +23,7 @@ from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.report import Figure
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.part import Part
+from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.worker.messages import StartPrefill
 
@@ -57,11 +59,12 @@ ROUNDS, WARM_UP = 9, 2
 MOST_RATIO = 1.3
 
 
-def measure() -> tuple[Figure, list[str]]:
+def measure(*, batch_invariant: bool = False) -> tuple[Figure, list[str]]:
     """The figure, and the times behind it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config, dtype = (SDAR_8B, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
-    model = random_model(config, device, dtype)
+    weights = random_model(config, device, dtype).weights
+    model = Transformer(config, weights, batch_invariant=batch_invariant)
     parts = paged(model, 4 * LENGTH, page_size=PAGE_SIZE)
     engine = prefill_engine(parts, max_num_batched_tokens=LENGTH)
     generator, names = np.random.default_rng(1), count()
@@ -124,5 +127,7 @@ def _run_ms(engine: PrefillEngine, name: str, prompt: tuple[int, ...]) -> float:
 
 
 if __name__ == "__main__":
-    figure, notes = measure()
+    parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.prefix_cache")
+    parser.add_argument("--batch-invariant", action="store_true")
+    figure, notes = measure(**vars(parser.parse_args()))
     print(f"{figure.name}: {figure.value:.2f} {figure.unit} {figure.against}", *notes, sep="\n")

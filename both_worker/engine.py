@@ -59,7 +59,6 @@ class BothEngine:
         self._short_since: float | None = None
 
     def step(self) -> bool:
-        """One iteration of both."""
         has_changed = self._decode.step()
         before, began_s = self._prefill.num_tokens, self._now()
         has_changed |= self._prefill.step(self._turn())
@@ -149,7 +148,6 @@ class ConnectorHalf:
 
     @property
     def has_events(self) -> bool:
-        """Whether the other user's poll has brought events for this one."""
         return bool(self._events)
 
     def poll(self) -> list[ConnectorEvent]:

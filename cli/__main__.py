@@ -103,7 +103,6 @@ def unknown(word: str) -> str:
 
 
 def usage() -> str:
-    """The text of `effuse --help`."""
     lines = ["usage: effuse COMMAND [FLAGS]", "       effuse --version", ""]
     lines += [f"  {name:<18} {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join([*lines, "", "effuse COMMAND --help lists a command's flags."])

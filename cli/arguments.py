@@ -36,7 +36,6 @@ def command(name: str, about: str) -> argparse.ArgumentParser:
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A whole number from `least` to `most`, both included."""
     form = f"a whole number of {least} or more" if most is None else f"{least} to {most}"
     return reader(int, form, lambda value: least <= value and (most is None or value <= most))
 
@@ -93,7 +92,6 @@ new_file: Final = _path(
 
 
 def redis_url(text: str) -> str:
-    """A Redis URL without a password."""
     try:
         check_redis_url("redis_url", text)
     except ValueError as error:
@@ -124,7 +122,6 @@ def is_unicode(given: str) -> bool:
 
 
 def token_ids(given: str) -> list[int]:
-    """Token ids, with commas between them."""
     return [int(_TOKEN_ID(one)) for one in given.split(",")]
 
 
@@ -192,7 +189,6 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
 
 
 def add_knobs(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for every setting."""
     for one in fields(Params):
         about = one.metadata["about"]
         told = about if "(default: " in about else f"{about} (default: the model's)"
@@ -234,7 +230,6 @@ _REPEATED: Final[Mapping[str, Callable[[str], Any]]] = {
 
 
 def params_from(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Params:
-    """The settings from the parsed flags; ends with status 2 if they contradict each other."""
     try:
         given = {one.name: getattr(found, one.name) for one in fields(Params)}
         return Params(**{**given, "logit_bias": dict(found.logit_bias)})

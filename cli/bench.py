@@ -124,7 +124,6 @@ def _arrived_s(run: Run) -> float:
 
 
 def _objective_s(run: Run) -> float:
-    """The longest objective of its requests."""
     goals = run.goals
     asked = [one for one in (goals.first_block_s, goals.gap_s, goals.total_s) if one < math.inf]
     return max(asked, default=0.0)
@@ -189,7 +188,6 @@ class Bench:
             swept.append(self.runs[-1])
 
     def finish(self) -> None:
-        """Prints all figures and writes the files."""
         if not self.runs:
             print("effuse bench: stopped before the first measurement", file=sys.stderr)
             return
@@ -263,7 +261,6 @@ class Bench:
 
 
 def _graded(run: Run, job: BenchJob) -> Run:
-    """The same run with each of its answers graded, if the job has a scorer."""
     if job.scorer is None:
         return run
     is_right = grader(job.scorer)
@@ -274,7 +271,6 @@ def _graded(run: Run, job: BenchJob) -> Run:
 
 
 def send(job: BenchJob, rate: float | None, tally: Tally) -> None:
-    """The fleet's way: sends every prompt to the router."""
     if rate is None:
         asyncio.run(send_in_turn(job.traffic, job.concurrency, tally))
     else:

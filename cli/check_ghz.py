@@ -36,7 +36,6 @@ class GhzReport(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def num_ok(self) -> int:
-        """Calls that ended with OK."""
         return (self.status_code_distribution or {}).get("OK", 0)
 
     def seconds_at(self, percentage: int) -> float | None:
@@ -45,7 +44,6 @@ class GhzReport(msgspec.Struct, frozen=True, rename="camel"):
         return found[0].latency * _NS if found else None
 
     def line(self) -> str:
-        """The report on one line."""
         told = [(at, self.seconds_at(at)) for at in PERCENTILES]
         latencies = [f"p{at} {1e3 * found:.0f} ms" for at, found in told if found is not None]
         return ", ".join([f"{self.count} calls, {self.rps:.1f} a second", *latencies])

@@ -116,7 +116,6 @@ class FleetConfig(Members):
 
 
 def new_name() -> str:
-    """A name for a fleet that has none."""
     return f"fleet-{secrets.token_hex(4)}"
 
 
@@ -235,12 +234,11 @@ def longest_start_s(config: FleetConfig) -> float:
 
 
 def longest_end_s(config: FleetConfig, role: str) -> float:
-    """Time limit for a router or a worker to end."""
     if role == "router":
         told = value_of(config.router_flags, "--drain-s")
         return RouterConfig(drain_s=float(told or RouterConfig().drain_s)).longest_end_s
     given = [value_of(flags, "--drain-s") for flags in _flags_of_workers(config)]
-    longest = max(float(one or WorkerConfig.drain_s) for one in given)
+    longest = max(float(one or WorkerConfig().drain_s) for one in given)
     return WorkerConfig(drain_s=longest).longest_end_s
 
 

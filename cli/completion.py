@@ -58,7 +58,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def bash(parsers: Parsers) -> str:
-    """For bash: one function."""
     choices = [
         f'      "{name} {flag}") values={shlex.quote(" ".join(map(str, action.choices)))} ;;'
         for name, parser in parsers.items()
@@ -89,7 +88,6 @@ def zsh(parsers: Parsers) -> str:
 
 
 def fish(parsers: Parsers) -> str:
-    """For fish: a line for each command and each flag."""
     lines = [f"complete -c effuse -f -n __fish_use_subcommand -l {top[2:]}" for top in _TOP]
     for name, parser in parsers.items():
         about = shlex.quote(COMMANDS[name][1])

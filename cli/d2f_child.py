@@ -29,7 +29,6 @@ class _Listener:
         return getattr(self._tokenizer, name)
 
     def decode(self, ids: Any, *args: Any, **options: Any) -> Any:
-        """As in the tokenizer."""
         self.last = [int(one) for one in ids]
         return self._tokenizer.decode(ids, *args, **options)
 

@@ -94,7 +94,6 @@ def make_parser() -> argparse.ArgumentParser:
 def judge_all(
     problems: Sequence[Problem], answers: Sequence[Answer], tokenizer: Tokenizer
 ) -> list[Outcome]:
-    """Each answer with its problem, in the same order."""
     return [
         judge(each, answer.token_ids, answer.commits, answer.stats.forward_passes, tokenizer.decode)
         for each, answer in zip(problems, answers, strict=True)

@@ -84,11 +84,9 @@ class Fleet:
 
     @property
     def address(self) -> str:
-        """Address of the router for clients, as host:port."""
         return self.address_of(router_names(self.config)[0])
 
     def address_of(self, name: str) -> str:
-        """Address of a process, as host:port."""
         return self._told[name]["address"]
 
     def metrics(self) -> dict[str, str]:
@@ -100,7 +98,6 @@ class Fleet:
         return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
 
     def names(self, *roles: Role) -> list[str]:
-        """Names of the processes of these roles."""
         return [name for role in roles for name in self.processes if _role_of(name) == role]
 
     def start(self) -> None:
@@ -216,7 +213,6 @@ class Fleet:
         return True
 
     def dead(self) -> list[Process]:
-        """Processes that have ended by themselves."""
         return [one for one in self.processes.values() if one.returncode is not None]
 
     def wait_for_workers(self, prefill: int, decode: int, timeout_s: float) -> None:
@@ -277,7 +273,6 @@ class Fleet:
             raise FleetError(f"Redis does not answer on {self.redis_url}: {last.why}")
 
     def _shared_flags(self, name: str) -> list[str]:
-        """The flags of a process that depend on this fleet."""
         files = {
             "--fleet-secret": self.home.secret_file,
             "--redis-credentials": self.home.redis_access.credentials,

@@ -168,7 +168,6 @@ def _prompts(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list
 
 
 async def run(job: GenerateJob) -> None:
-    """Send the prompts one after another, or hold a chat."""
     options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
     async with job.credentials.aio_channel(job.target, options) as channel:
         stub = generation_stub(channel)
@@ -321,7 +320,6 @@ def _print_text(event: Event) -> None:
 
 
 def logprob_lines(answer: Answer) -> list[str]:
-    """A line for each token: its id, its log-probability, and those of the likeliest ids."""
     return [
         f"{token:>7} {told.logprob:9.4f}" + "".join(f"  {i}: {own:.4f}" for i, own in told.top)
         for token, told in zip(answer.token_ids, answer.logprobs, strict=False)

@@ -125,7 +125,6 @@ def gpu_list(text: str) -> tuple[str, ...]:
 def _named(
     role: str, count: int, size: int, gpus: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
-    """Workers of a role with the GPUs that are named for them."""
     if gpus is None:
         return {}
     if len(gpus) != count * size:
@@ -169,6 +168,5 @@ def _label(gpu: str) -> str:
 
 
 def _listed(gpus: Sequence[str]) -> str:
-    """The number of GPUs, and their names."""
     number = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)}"
     return f"{number} ({', '.join(gpus)})" if gpus else number

@@ -17,7 +17,7 @@ from typing import Final
 from effuse.cli.addresses import PAGE, PREFIX, READY, SECRET, homes, read_facts
 from effuse.cli.commands import value_of
 from effuse.placement.access import RIGHTS, RedisAccess
-from effuse.protos.gate import FleetSecret
+from effuse.protos.channels import FleetSecret
 from effuse.protos.rpc import write_ready_file
 
 _LOCK: Final = "in-use"  # locked as long as the fleet's process lives
@@ -87,14 +87,12 @@ class Home:
         return int(told["prefill"]), int(told["decode"])
 
     def knows(self, router: str, worker_id: str) -> bool:
-        """Whether a router uses a worker, according to its ready file."""
         try:
             return worker_id in self.told(router)["workers"].split(",")
         except FileNotFoundError:  # it is being replaced
             return False
 
     def remove(self) -> None:
-        """The fleet has ended."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 

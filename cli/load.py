@@ -88,7 +88,6 @@ class Tally:
         self._on_done()
 
     def tell_failures(self) -> list[str]:
-        """A line for each status, with its most frequent text."""
         by_status: dict[str, Counter[str]] = {}
         for text, count in self.failures.items():
             by_status.setdefault(text.partition(":")[0], Counter())[text] += count
@@ -99,7 +98,6 @@ class Tally:
         ]
 
     def run(self, name: str, goals: ServiceGoals, rate: float = float("nan")) -> Run:
-        """The figures so far."""
         total_s, failed = self._now() - self._began, self.failures.total()
         return Run(name, total_s, tuple(self.samples), failed=failed, rate=rate, goals=goals)
 
@@ -182,7 +180,6 @@ async def _send(
 
 
 def gaps(times: Sequence[float]) -> tuple[float, ...]:
-    """The differences between neighbours."""
     return tuple(after - before for before, after in pairwise(times))
 
 

@@ -65,7 +65,6 @@ class PlanRefused(ValueError):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plans: 0, or 1 if there is none."""
     parser = make_parser()
     asked = parser.parse_args(argv)
     shown = credentials_of(parser, asked)
@@ -176,7 +175,6 @@ def _chosen(sheets: Sequence[Sheet], model: str | None) -> list[Sheet]:
 
 
 def _sheet_of(plan: monitor_pb2.ModelPlan) -> Sheet:
-    """The sheet of a router's plan."""
     found = fields_of(plan)
     found["workers"] = plan.roles.prefill + plan.roles.decode
     found["mode"] = plan.mode or "auto"

@@ -45,7 +45,6 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Id of the process and of its process group."""
         return self._child.pid
 
     @property
@@ -54,7 +53,6 @@ class Process:
         return self._child.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal only to this process, if it still runs."""
         if self.returncode is None:
             self._child.send_signal(number)
 
@@ -74,7 +72,6 @@ class Process:
         self._is_cleared = True
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of its log, for an error message."""
         return "\n".join(f"  {line}" for line in last_lines(self.log, lines))
 
     def ending(self) -> str:
@@ -91,7 +88,6 @@ class Process:
 
 
 def kill_group(child: subprocess.Popen[bytes]) -> None:
-    """Kill the leader of a process group together with its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -99,7 +95,6 @@ def kill_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_lines(log: Path, lines: int) -> list[str]:
-    """The last lines of a log, which may be very long or missing."""
     if not log.exists():
         return []
     with log.open("rb") as file:
@@ -244,7 +239,6 @@ class LogFollower:
 
 
 def with_name(name: str, line: str) -> str:
-    """A log line after the name of its process."""
     return f"{name:<10} | {line}"
 
 

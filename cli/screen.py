@@ -81,7 +81,6 @@ class Severe:
         self._is_shown: dict[str, bool] = {}  # the record that a line without a head goes on
 
     def shows(self, process: str, line: str) -> bool:
-        """Whether this line, the next one of its process, is shown."""
         if found := _RECORD.match(line):
             self._is_shown[process] = found["level"] in _SEVERE
         elif line.startswith(_PYTHON):
@@ -114,7 +113,6 @@ class Screen:
 
     @classmethod
     def of_errors(cls, workers: int) -> Self:
-        """On standard error of this process."""
         is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         return cls(sys.stderr, workers, is_terminal=is_terminal, width=columns)
 
@@ -131,7 +129,6 @@ class Screen:
             self._out.write(text)
 
     def flush(self) -> None:
-        """Draws the line about the start again if it has changed."""
         with self._lock:
             if not self._is_over:
                 self._draw()

@@ -136,7 +136,6 @@ def fitted_table(
 
 
 def worker_lines(workers: Sequence[model_pb2.Worker]) -> list[str]:
-    """A line for each link and each quarantine."""
     held = [_quarantine(worker, one) for worker in workers for one in worker.quarantines]
     return [*link_lines(workers), *held]
 
@@ -202,7 +201,11 @@ def _role(worker: model_pb2.Worker) -> str:
     )
     if worker.num_leaving:
         name = f"{name}, finishes {worker.num_leaving} of its former role"
-    return f"{name} on {worker.ranks} devices" if worker.ranks > 1 else name
+    if worker.ranks > 1:
+        name = f"{name} on {worker.ranks} devices"
+    if worker.context_ranks > 1:
+        name = f"{name}, context cut over {worker.context_ranks}"
+    return name
 
 
 def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:
@@ -278,7 +281,6 @@ def cells(block: monitor_pb2.RunningBlock) -> str:
 
 
 def view_as_json(look: Look) -> str:
-    """The view as one JSON object, on one line."""
     running = look.requests or monitor_pb2.WatchRequestsResponse()
     names = ("router", "num_running", "num_waiting", "num_tokens", "num_first_blocks")
     told: dict[str, object] = {"error": look.error, "workers": list(map(fields_of, look.workers))}

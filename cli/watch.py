@@ -55,7 +55,6 @@ class Canvas:
         return [self._drafts[at] for at in sorted(self._drafts)]
 
     def spans(self) -> list[tuple[str, Style]]:
-        """All parts in order, split at changes of style."""
         spans: list[tuple[str, Style]] = [(self.text, "final")] if self.text else []
         for block in self.blocks():
             spans.extend(_cut(block))
@@ -98,11 +97,9 @@ class Film:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a frame was not shown yet."""
         return bool(self.frames)
 
     def next_frame(self) -> Text:
-        """The next frame, or the last one again."""
         for _ in range(max(1, len(self.frames) - _MOST_BEHIND)):
             if self.frames:
                 self._shown = self.frames.popleft()

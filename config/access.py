@@ -1,4 +1,4 @@
-"""Settings of routers and workers that decide which machines and clients may reach them.
+"""Settings of routers and workers alike, such as which machines and clients may reach them.
 
 By default each process listens on loopback in plain text. Plain text on any other address must be
 allowed by a flag, so that no port opens to a network by mistake.
@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 from effuse.config import checks
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+"""Lowest level of messages that a process logs."""
+LogFormat = Literal["text", "json"]
 Plaintext = Literal["none", "pages", "all"]
 """Services that other machines may reach in plain text: none, pages and metrics, or also calls."""
 
@@ -52,9 +55,22 @@ class Access:
     redis_ca: Annotated[
         Path | None, "PEM certificates of the authorities that sign Redis's, for URLs with rediss"
     ] = None
+    fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
+    drain_s: Annotated[float, "most time for running requests to end at shutdown, in seconds"] = (
+        30.0
+    )
+    max_request_s: Annotated[float, "most time for one request, in seconds"] = 3600.0
+    log_level: Annotated[LogLevel, "lowest level of messages to log"] = "info"
+    log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        "send OpenTelemetry spans to this address, such as http://host:4317 (extra `traces`)",
+    ] = None
 
     def __post_init__(self) -> None:
         checks.whole("health_port", self.health_port, 0, 65535)
+        checks.seconds("drain_s", self.drain_s)
+        checks.seconds("max_request_s", self.max_request_s)
         checks.together(self, "fleet_cert", "fleet_key", "fleet_ca")
         for name in (
             *("fleet_cert", "fleet_key", "fleet_ca", "fleet_secret"),

@@ -42,19 +42,16 @@ def choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def directory(name: str, path: Path | None) -> None:
-    """Refuses a path, if there is one, that is not a directory."""
     if path is not None and not path.is_dir():
         raise ValueError(f"{flag_of(name)}: expected a directory, got {str(path)!r}")
 
 
 def file(name: str, path: Path | None) -> None:
-    """Refuses a path, if there is one, that is not a file."""
     if path is not None and not path.is_file():
         raise ValueError(f"{flag_of(name)}: expected a file, got {str(path)!r}")
 
 
 def together(config: object, *names: str) -> None:
-    """Refuses some of these fields if the others are missing."""
     given = [name for name in names if getattr(config, name) is not None]
     if given and len(given) < len(names):
         others = ", ".join(flag_of(name) for name in names if name not in given)
@@ -189,5 +186,4 @@ def as_model_name(text: str) -> str:
 
 
 def is_model_name(text: str) -> bool:
-    """Whether the text is a valid name of a model, as in `MODEL_NAME_FORM`."""
     return bool(_MODEL_NAME.fullmatch(text)) and ".." not in text and "//" not in text

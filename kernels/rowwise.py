@@ -37,6 +37,23 @@ def linear(
     return functional.linear(padded, weight, bias)[:num_rows]
 
 
+def halves(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
+    """x [T, in] times ``weight`` [out, in] as two sums, each over one half of `in`: [2, T, out]
+    fp32, on a GPU, in a 16-bit type. Few columns have too few programs for the whole sum. With
+    `batch_invariant`, many rows have both added already: [1, T, out].
+    """
+    if batch_invariant:
+        from effuse.kernels import products_hopper
+
+        return products_hopper.launch(x, weight, shares=2)
+    half = x.shape[1] // 2
+    return torch.bmm(
+        x.view(len(x), 2, half).transpose(0, 1),
+        weight.view(len(weight), 2, half).permute(1, 2, 0),
+        out_dtype=torch.float32,
+    )
+
+
 def lookup(token_ids: Tensor, rows: Tensor, first: int) -> Tensor:
     """[T, H]: of token_ids [T] int64 those of `rows` [V, H], which begin at id `first`; zeros for
     other ids.

@@ -1,5 +1,5 @@
-"""How a process reaches Redis: servers, user, password and authorities; when it asks again, and why
-it gets no answer, in one line.
+"""How a process reaches Redis: servers, user, password and authorities; and why it gets no answer,
+in one line.
 
 User, password and authorities are not in the address, because command lines and logs show
 addresses. Each connection reads the file again, so that a password can change without a restart.
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias, cast
@@ -63,7 +64,6 @@ class RedisAccess:
 
     @classmethod
     def of(cls, config: Access) -> Self:
-        """The access that the flags of a process give."""
         return cls(
             credentials=config.redis_credentials,
             sentinel_credentials=config.sentinel_credentials,
@@ -72,7 +72,6 @@ class RedisAccess:
 
     @property
     def has_credentials(self) -> bool:
-        """Whether a user or a password is given."""
         return self.credentials is not None or bool(os.environ.get(CREDENTIALS_VARIABLE))
 
     def arguments(self, url: str) -> dict[str, Any]:
@@ -143,6 +142,16 @@ async def close(client: Client) -> None:
             await one.aclose()
 
 
+async def let_go(client: Client, timeout_s: float) -> None:
+    """Closes connections to a server that was the primary when they were made, and may be cut off
+    or a replica by now: its address, or Sentinel, leads elsewhere then.
+    """
+    if isinstance(client, Redis):  # a cluster redirects
+        with suppress(*FAULTS, TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await client.connection_pool.disconnect(inuse_connections=False)
+
+
 class _Sentinels(Sentinel):
     """Names the primary of a service, or the reason why there is none."""
 
@@ -170,33 +179,6 @@ def _no_primary(service: str, told: Sequence[object]) -> str:
     if refused:
         return f"a Sentinel refuses --sentinel-credentials, or misses them ({refused[0]})"
     return f"no Sentinel answers ({told[0]})"
-
-
-@dataclass(slots=True)
-class Circuit:
-    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
-    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
-    """
-
-    now: Callable[[], float]  # monotonic seconds
-    first_s: float = 0.1
-    most_s: float = 2.0
-    failures: int = 0
-    open_until: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """True while callers should not ask."""
-        return self.now() < self.open_until
-
-    def succeeded(self) -> None:
-        self.failures = 0
-        self.open_until = 0.0
-
-    def failed(self) -> None:
-        pause = min(self.first_s * 2.0**self.failures, self.most_s)
-        self.failures = min(self.failures + 1, 32)
-        self.open_until = self.now() + pause
 
 
 @dataclass(frozen=True, slots=True)

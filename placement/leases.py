@@ -15,7 +15,7 @@ seconds of this process; no timestamp leaves it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -34,8 +34,6 @@ LOG = logging.getLogger(__name__)
 
 
 class LeaseState(Enum):
-    """The state of the lease."""
-
     ABSENT = "absent"  # not taken yet
     HELD = "held"
     SUPERSEDED = "superseded"  # a later process with this worker's id has taken it; final
@@ -88,8 +86,6 @@ class LeaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease at one moment."""
-
     times: LeaseTimes
     state: LeaseState = LeaseState.ABSENT
     due_at: float = 0.0  # when to ask Redis again
@@ -133,12 +129,15 @@ class Announcer:
         describe: Callable[[], WorkerRecord | None],
         holder: str,
         *,
+        on_superseded: Callable[[], Awaitable[None]] | None = None,
         times: LeaseTimes | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """on_superseded: is awaited before `run` raises `Superseded`."""
         self._store = store
         self._describe = describe
         self._holder = holder
+        self._on_superseded = on_superseded
         self._now = now
         self._lease = Lease(times or LeaseTimes())
         self._is_heard = True  # as far as the log shows
@@ -162,6 +161,8 @@ class Announcer:
                     await self._announce(record)
             await self._wait_for_change(self._lease.wait_s(self._now()))
         if self.state is LeaseState.SUPERSEDED:
+            if self._on_superseded is not None:
+                await self._on_superseded()
             raise Superseded("another process announces itself under this worker's id")
 
     async def release(self) -> None:
@@ -314,7 +315,6 @@ class FleetView:
 
     @property
     def is_current(self) -> bool:
-        """True while Redis answers."""
         return self._snapshot.is_current
 
     def workers(self) -> list[WorkerRecord]:

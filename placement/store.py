@@ -1,8 +1,7 @@
 """The Redis commands of a fleet, each of which is one script with a timeout. One circuit breaker is
 for leases and one for placements, so that failing placements never stop the renewal of a lease.
 
-Raises `StoreUnavailable` if there is no answer in time. It never retries, because its callers are
-loops. Callers decide about leases and views; `access.py` connects to Redis.
+Raises `StoreUnavailable` if there is no answer in time. It never retries: its callers are loops.
 """
 
 import asyncio
@@ -15,11 +14,10 @@ from hashlib import sha1
 from importlib import resources
 from typing import Any, Literal, Self, cast
 
-from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
 from effuse.config.checks import RedisServers
-from effuse.placement.access import FAULTS, Circuit, RedisAccess, close, told
+from effuse.placement.access import FAULTS, RedisAccess, close, let_go, told
 from effuse.placement.records import (
     PlacementRecord,
     PrefixNews,
@@ -60,6 +58,32 @@ class Claim:
     lease_s: float = 0.0  # for as long as the other router's lease holds
 
 
+@dataclass(slots=True)
+class Circuit:
+    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
+    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
+    """
+
+    now: Callable[[], float]  # monotonic seconds
+    first_s: float = 0.1
+    most_s: float = 2.0
+    failures: int = 0
+    open_until: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self.now() < self.open_until
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.open_until = 0.0
+
+    def failed(self) -> None:
+        pause = min(self.first_s * 2.0**self.failures, self.most_s)
+        self.failures = min(self.failures + 1, 32)
+        self.open_until = self.now() + pause
+
+
 class Keys:
     """Names of one fleet's keys. All share a hash tag, so that a script uses one slot and fleets
     never share keys."""
@@ -86,7 +110,6 @@ class Keys:
         return f"{self.worker_prefix}{check_name('worker id', worker_id)}"
 
     def router(self, router_id: str) -> str:
-        """Key of a router's lease: its record."""
         return f"{self.router_prefix}{check_name('router id', router_id)}"
 
     def request(self, request_id: str) -> str:
@@ -144,11 +167,8 @@ class Store:
         self, record: WorkerRecord, lease_s: float, holder: str, *, takes: bool
     ) -> Announcement:
         """Takes or renews the worker's lease for the process `holder`, and replaces the record.
-
-        Ids of later processes sort after those of earlier ones. With `takes`, for a process that
-        has not held the lease, it takes the lease from any holder. Otherwise a later process keeps
-        it.
-        """
+        Ids of later processes sort after those of earlier ones. With `takes` it takes the lease
+        from any holder; otherwise a later process keeps it."""
         keys = [self.keys.worker(record.worker_id), self.keys.workers]
         action = "take" if takes else "renew"
         stored = StoredWorker.of(record)
@@ -206,7 +226,6 @@ class Store:
     def _placing(
         self, record: PlacementRecord, lifetime_s: float, is_held: bool
     ) -> tuple[list[str], list[str | bytes | int]]:
-        """Keys and arguments of the script that writes a placement."""
         keys = self.keys
         args: list[str | bytes | int] = [
             record.request_id,
@@ -223,20 +242,15 @@ class Store:
         return [keys.request(record.request_id), keys.running, keys.ended], args
 
     async def placement(self, request_id: str) -> bytes | None:
-        """Returns the stored placement of a request, undecoded; None if there is none.
-
-        Lookups wait for their turn, because a burst of them does not mean that Redis fails.
-        """
+        """The stored placement of a request, undecoded; None if there is none. Lookups wait for
+        their turn, because a burst of them does not mean that Redis fails."""
         (record,) = await self._look_up(self.keys.request(request_id), "record")
         return record
 
     async def claim(self, record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
         """Writes `record`, for a request that is about to run, for `lifetime_s`. It does not if
         another live router runs the request, or if an answer to the request of `digest` is kept
-        under its id.
-
-        Waits for its turn like `placement`. Raises `StoreFull` if there is no memory.
-        """
+        under its id. Waits for its turn like `placement`. Raises `StoreFull`."""
         keys, name = self.keys, record.request_id
         args = (name, record.router_id, encode(record), _ms(lifetime_s), digest, keys.router_prefix)
         script_keys = [keys.request(name), keys.running, keys.ended, keys.answer(name)]
@@ -254,8 +268,7 @@ class Store:
     ) -> None:
         """Keeps the answer to the request of `digest`; beyond `MOST_ANSWERS` and
         `MOST_ANSWER_BYTES` those that expire first go. If a router has held the id as its `holder`
-        and another router holds it by now, the answer is not kept. Raises `StoreFull`.
-        """
+        and another router holds it by now, the answer is not kept. Raises `StoreFull`."""
         keys = self.keys
         args: list[str | bytes | int] = [request_id, digest, response, _ms(keep_s)]
         args += [MOST_ANSWERS, MOST_ANSWER_BYTES, keys.answer_prefix, keys.router_prefix, holder]
@@ -264,28 +277,25 @@ class Store:
         await self._run_script("keep", script_keys, args, self.placement_circuit)
 
     async def answer(self, request_id: str, digest: str) -> bytes | None:
-        """Returns the kept answer to the request of `digest`, undecoded; None if there is none. The
-        id may belong to another request by now.
-        """
+        """The kept answer to the request of `digest`, undecoded; None if there is none. The id may
+        belong to another request by now."""
         kept, response = await self._look_up(self.keys.answer(request_id), "digest", "response")
         return response if kept == digest.encode() else None
 
     async def announce_router(self, record: RouterRecord, lease_s: float) -> list[bytes]:
-        """Takes or renews a router's lease; returns the other live routers, undecoded."""
+        """Takes or renews a router's lease; the other live routers, undecoded."""
         keys = self.keys
         own = [keys.router(record.router_id), keys.routers]
         args = (record.router_id, encode(record), _ms(lease_s), keys.router_prefix)
         return cast(list[bytes], await self._run_script("routers", own, args))
 
     async def release_router(self, router_id: str) -> None:
-        """Ends a router's lease; other routers may take its requests from now on."""
         key = self.keys.router(router_id)
         await self._ask_redis(lambda: self._redis.execute_command("DEL", key), self.circuit)
 
     async def share_refusals(self, refused: Mapping[str, float], most: int) -> dict[str, float]:
         """Adds digests that Redis lacks, each for a number of seconds, and returns all digests with
-        their seconds left. Beyond `most` of them those that expire first are dropped.
-        """
+        their seconds left. Beyond `most` of them those that expire first are dropped."""
         args: list[str | bytes | int] = [most]
         for digest, left_s in refused.items():
             args += [digest, _ms(left_s)]
@@ -297,8 +307,7 @@ class Store:
         self, router_id: str, last: PrefixNews, notes: bytes, most_bytes: int
     ) -> PrefixNews:
         """Adds a router's notes of beginnings, if any, and returns what others have added since
-        the `last` answer. Beyond `most_bytes` of all notes the oldest go. Raises `StoreFull`.
-        """
+        the `last` answer. Beyond `most_bytes` of all notes the oldest go. Raises `StoreFull`."""
         keys = [self.keys.prefixes, self.keys.prefix_state]
         args = (router_id, last.epoch, last.read, notes, most_bytes)
         answer = await self._run_script("prefixes", keys, args, self.prefix_circuit)
@@ -361,7 +370,7 @@ class Store:
             if not str(error).startswith("WRONGTYPE"):  # the value is not ours, but Redis answers
                 circuit.failed()
             if isinstance(error, ReadOnlyError) or str(error).startswith("NOREPLICAS"):
-                await self._let_go()
+                await let_go(self._redis, self._timeout_s)
             raise StoreUnavailable(f"Redis: {told(error, self._access)}") from error
         finally:
             if task and task.cancelling() > cancelled:
@@ -369,15 +378,6 @@ class Store:
                 raise asyncio.CancelledError
         circuit.succeeded()
         return answer
-
-    async def _let_go(self) -> None:
-        """Closes connections to a server that was the primary when they were made, and may be cut
-        off or a replica by now: its address, or Sentinel, leads elsewhere then.
-        """
-        if isinstance(self._redis, Redis):  # a cluster redirects
-            with contextlib.suppress(*FAULTS, TimeoutError):
-                async with asyncio.timeout(self._timeout_s):
-                    await self._redis.connection_pool.disconnect(inuse_connections=False)
 
 
 def _with_seconds(answer: object) -> list[tuple[bytes, float]]:
@@ -388,7 +388,6 @@ def _with_seconds(answer: object) -> list[tuple[bytes, float]]:
 
 @cache
 def _name(script: str) -> str:
-    """The name of a script once a server has loaded it."""
     return _digest(script.encode())
 
 

@@ -85,7 +85,7 @@ class PrefillEngine:
         self._outbox = Outbox()
         self.outbox = self._outbox.drain
         self._cache = cache
-        self.table = PromptTable(pool, cache, self._outbox, now)
+        self.table = PromptTable(pool, cache, self._outbox, now, needs_boundary=model.shift_logits)
         self._kv_bytes = 0
         self._launched: deque[float] = deque()  # when each running forward was
         self._ended_s = -math.inf
@@ -250,7 +250,7 @@ class PrefillEngine:
 
         Refuses if prompts may need the pages; the few for warming up a link are always available.
         """
-        attempt, count = reservation.attempt, len(reservation.pages)
+        attempt, count = reservation.attempt, reservation.num_source_pages
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
@@ -314,11 +314,15 @@ class PrefillEngine:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
         has_admitted = False
         while len(self.table.computing) < self._config.max_num_seqs:
-            if (prompt := self.table.begin_next(turn.begin_before, turn.pages_kept)) is None:
+            # Pages that are still written leave with the prompt's first forward.
+            may_push = turn.may_push_known
+            prompt = self.table.begin_next(
+                turn.begin_before, turn.pages_kept, may_know_all=may_push
+            )
+            if prompt is None:
                 break
             has_admitted = True
-            # Pages that are still written leave with the prompt's first forward.
-            known = prompt.num_cached if turn.may_push_known else 0
+            known = prompt.num_cached if may_push else 0
             if cached := prompt.take_final_pages(known, self._config.page_size):
                 self._sender.pages_ready(prompt.attempt.transfer_id, cached)
             if not prompt.num_left:

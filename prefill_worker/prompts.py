@@ -15,7 +15,7 @@ from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.tiers import Rate
+from effuse.kvtransfer.store_tier import Rate
 from effuse.kvtransfer.units import HeldUnits, UnitCache
 from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
@@ -195,8 +195,15 @@ class PromptTable:
     """All prompts of an engine, from their arrival until nothing uses their pages."""
 
     def __init__(
-        self, pool: PagePool, cache: UnitCache, outbox: Outbox, now: Callable[[], float]
+        self,
+        pool: PagePool,
+        cache: UnitCache,
+        outbox: Outbox,
+        now: Callable[[], float],
+        *,
+        needs_boundary: bool = True,
     ) -> None:
+        """`needs_boundary`: a handoff needs the hidden row of the prompt's last token."""
         self.prompts: dict[str, Prompt] = {}  # by transfer, with draining ones and rehearsals
         self.waiting: list[Prompt] = []
         self.computing: list[Prompt] = []
@@ -206,6 +213,7 @@ class PromptTable:
         self._cache = cache
         self._outbox = outbox
         self._now = now
+        self._needs_boundary = needs_boundary
 
     def add(self, prompt: Prompt) -> None:
         """Takes a prompt, which waits for its pages, or a rehearsal, which has them."""
@@ -225,13 +233,17 @@ class PromptTable:
         first = self.computing[:1]
         return next(((one.attempt.transfer_id, one.num_left) for one in first), None)
 
-    def begin_next(self, before: float, pages_kept: int) -> Prompt | None:
+    def begin_next(
+        self, before: float, pages_kept: int, *, may_know_all: bool = True
+    ) -> Prompt | None:
         """Gives the oldest waiting prompt its pages, with any known KV; None if none waits that
         arrived before this time, or if fewer than `pages_kept` pages would stay free. A prompt
-        whose KV is on its way from another tier lets younger ones pass.
+        whose KV is on its way from another tier lets younger ones pass. A forward follows, unless
+        all of the prompt's KV may be known, is known, and gives the boundary.
         """
+        rest = int(self._needs_boundary or not may_know_all)
         for prompt in self.waiting:
-            asked = prompt.units, prompt.num_paged, 1  # the boundary comes from a forward
+            asked = prompt.units, prompt.num_paged, rest
             num_pinned = self._cache.num_pinned(*asked)
             has_room = prompt.num_pages - num_pinned <= self._pool.num_free - pages_kept
             if prompt.arrived_s >= before or not has_room:
@@ -303,7 +315,7 @@ def unfit(prompt: Prompt, reservation: Reservation, *, is_first: bool) -> str:
     """Why a living prompt cannot be pushed there; empty if it can."""
     if not is_first:
         return "a second reservation arrived"
-    found, held = len(reservation.pages), reservation.num_held
+    found, held = reservation.num_source_pages, reservation.num_held * reservation.context_degree
     if found + held != prompt.num_pages:
         beside = f" beside {held} held ones" if held else ""
         return f"the prompt needs {prompt.num_pages} pages, {found} are reserved{beside}"

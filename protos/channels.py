@@ -1,11 +1,14 @@
-"""Channels that add credentials to every call, mainly those between the processes of a fleet.
+"""Channels that add credentials to every call, and how the processes of a fleet know each other.
 
 grpc.aio's interceptors could add them too, but they wrap calls in objects that behave differently
 when a call is cancelled or ends early.
 
 The processes of a fleet authenticate each other before they exchange anything. With certificates,
-both ends show theirs on connecting. With a secret, every call carries a digest of it, and `prove`
-asks the other end for one. `gate.py` decides which calls a server accepts.
+both ends show theirs on connecting. With a secret, every call carries a digest of it and of the
+address that it goes to, so that a process that listens there learns nothing that opens another one.
+Before the first call, the callee proves that it knows the secret by a digest of a fresh nonce and
+its own address. A stranger cannot forward that question to a real process. Against an attacker who
+reads or changes traffic only TLS helps.
 
 The stubs are the generated ones, cast to asyncio's types of calls: the generator writes these only
 into its stub files, and at run time one class serves both. `filled` makes their messages from
@@ -27,8 +30,8 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from effuse.protos import rpc
-from effuse.protos.errors import PeerLost
-from effuse.protos.gate import NONCE_BYTES, TOKEN_KEY, FleetSecret
+from effuse.protos.errors import InvalidRequest, PeerLost, Unauthenticated
+from effuse.protos.gate import TOLD
 from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
 from effuse.v1 import generation_pb2_grpc as generation
@@ -53,6 +56,12 @@ worker_stub: Final = cast("Stub[worker.WorkerServiceAsyncStub]", worker.WorkerSe
 proof_stub: Final = cast("Stub[proof.ProofServiceAsyncStub]", proof.ProofServiceStub)
 
 
+TOKEN_KEY: Final = "effuse-fleet-token"
+"""Metadata under which a call carries its digest."""
+LEAST_BYTES: Final = 16
+MOST_BYTES: Final = 4096
+NONCE_BYTES: Final = 32
+_LONGEST_NONCE: Final = 64
 FLEET_NAME: Final = "effuse-fleet"
 """DNS name in every certificate of a fleet; certificates cannot list addresses of pods."""
 PROVE_S: Final = 2.0
@@ -74,7 +83,6 @@ def _carrying(kind: str) -> Callable[..., Any]:
 
 
 def _inner(name: str) -> Callable[..., Any]:
-    """The inner channel's method of this name."""
     return lambda channel, *args, **kwargs: getattr(channel.inner, name)(*args, **kwargs)
 
 
@@ -99,6 +107,74 @@ class MetadataChannel(grpc.aio.Channel):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+class FleetSecret:
+    """The secret, which is never printed."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Raises OSError if the file is too short or too long."""
+        if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
+            raise OSError(
+                f"--fleet-secret: expected {LEAST_BYTES} to {MOST_BYTES} bytes, got {len(secret)}"
+            )
+        self._secret = secret
+
+    @classmethod
+    def read(cls, path: Path) -> FleetSecret:
+        """The content of a file without surrounding white space. Raises OSError."""
+        return cls(path.read_bytes().strip())
+
+    @staticmethod
+    def make(path: Path) -> None:
+        """Writes a new secret into a file that only its owner may read."""
+        path.touch(0o600, exist_ok=False)
+        path.write_text(secrets.token_hex(32))
+
+    def token(self, address: str) -> str:
+        """The token of a call to the process announced as `address` ("host:port")."""
+        return self.derive("call", address.encode()).hex()
+
+    def proof(self, address: str, nonce: bytes) -> bytes:
+        """The answer of the process announced as `address` to a nonce."""
+        return self.derive("proof", nonce, address.encode())
+
+    def derive(self, purpose: str, *parts: bytes) -> bytes:
+        """32 bytes derived from the secret for one purpose; only its owners can compute them."""
+        told = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
+        return hmac.digest(self._secret, told, "sha256")
+
+
+class FleetOnly:
+    """Accepts calls with the fleet's secret for the process announced as `address()`."""
+
+    def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
+        self._secret = secret
+        self._address = address
+
+    def admit(self, shown: dict[str, str | bytes]) -> None:
+        token, address = shown.get(TOKEN_KEY), self._address()
+        if not (isinstance(token, str) and address and token.isascii()):
+            raise Unauthenticated(TOLD)
+        if not hmac.compare_digest(token, self._secret.token(address)):
+            raise Unauthenticated(TOLD)
+
+
+class ProofServicer(proof.ProofServiceServicer):
+    """Proves for the process whose announced address is `address()`."""
+
+    def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
+        self._secret = secret
+        self._address = address
+
+    async def Prove(
+        self, request: proof_pb2.ProveRequest, context: rpc.Context
+    ) -> proof_pb2.ProveResponse:
+        """The proof; raises `InvalidRequest` for a nonce of another form."""
+        if not LEAST_BYTES <= len(request.nonce) <= _LONGEST_NONCE:
+            expected = f"expected {LEAST_BYTES} to {_LONGEST_NONCE} bytes"
+            raise InvalidRequest.of("nonce", f"{expected}, got {len(request.nonce)}")
+        return proof_pb2.ProveResponse(digest=self._secret.proof(self._address(), request.nonce))
 
 
 class FleetAccess:
@@ -197,7 +273,6 @@ def filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
 
 @cache
 def _shared(kind: type[Message], source: type) -> tuple[str, ...]:
-    """The fields of a message that a class has under the same names."""
     return tuple(name for name in kind.DESCRIPTOR.fields_by_name if hasattr(source, name))
 
 

@@ -1,33 +1,38 @@
-"""The gate of every server: which calls it accepts, and what callers see of exceptions.
+"""The gate of every server: which calls it accepts, what callers see of exceptions, and the
+services that each server has.
 
 grpcio answers a request that does not parse, and any exception, with UNKNOWN and the exception's
 text. Here such a request is INVALID_ARGUMENT, and an error of the tree (`errors.py`) becomes its
 status. Any other exception is INTERNAL with a fixed text and an id under which the log has the
 traceback. That id is the request's if there is one; it is in the trailing metadata of every error.
+A call without the right credentials only gets UNAUTHENTICATED. Health checks and the proof of a
+fleet's secret (`channels.py`) need none, because they reveal nothing.
 
-A call without the right credentials only gets UNAUTHENTICATED. Between a fleet's processes it
-carries a digest of their secret and of the address that it goes to, so that a process that listens
-there learns nothing that opens another one. Before the first call, the callee proves that it knows
-the secret by a digest of a fresh nonce and its own address. A stranger cannot forward that question
-to a real process. Against an attacker who reads or changes traffic only TLS helps. Health checks
-and that proof need no credentials, because they reveal nothing.
+Every server has reflection in both of its versions, and health. grpcio's package only has
+reflection's v1alpha, which newer tools try second or not at all. Version 1 has the same messages
+under another package, so its bytes are the same. The library's servicer answers both, and v1's
+descriptors are made from those of v1alpha. grpcio's own health service keeps watches open while the
+server drains, which would delay its end as long as a caller likes. This one ends them.
 """
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import inspect
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from effuse.protos.errors import (
     DETAILS_KEY,
@@ -35,64 +40,18 @@ from effuse.protos.errors import (
     Bug,
     EffuseError,
     InvalidRequest,
+    NotFound,
     NotSupported,
     Unauthenticated,
     to_status,
 )
-from effuse.v1 import proof_pb2 as pb
-from effuse.v1 import proof_pb2_grpc as pb_grpc
 
-TOKEN_KEY: Final = "effuse-fleet-token"
-"""Metadata under which a call carries its digest."""
-LEAST_BYTES: Final = 16
-MOST_BYTES: Final = 4096
-NONCE_BYTES: Final = 32
 OPEN_SERVICES: Final = ("/grpc.health.v1.Health/", "/effuse.v1.ProofService/")
 TOLD: Final = "this call needs credentials that this server accepts"
 """The whole answer to a refused caller, whatever is wrong."""
 
-_LONGEST_NONCE: Final = 64
-
-_ProveContext: TypeAlias = "grpc.aio.ServicerContext[pb.ProveRequest, pb.ProveResponse]"
-
 CALLER: Final[ContextVar[str]] = ContextVar("caller", default="")
 """The tenant of the call that is being answered; empty outside of calls."""
-
-
-class FleetSecret:
-    """The secret, which is never printed."""
-
-    def __init__(self, secret: bytes) -> None:
-        """Raises OSError if the file is too short or too long."""
-        if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
-            raise OSError(
-                f"--fleet-secret: expected {LEAST_BYTES} to {MOST_BYTES} bytes, got {len(secret)}"
-            )
-        self._secret = secret
-
-    @classmethod
-    def read(cls, path: Path) -> FleetSecret:
-        """The content of a file without surrounding white space. Raises OSError."""
-        return cls(path.read_bytes().strip())
-
-    @staticmethod
-    def make(path: Path) -> None:
-        """Writes a new secret into a file that only its owner may read."""
-        path.touch(0o600, exist_ok=False)
-        path.write_text(secrets.token_hex(32))
-
-    def token(self, address: str) -> str:
-        """The token of a call to the process announced as `address` ("host:port")."""
-        return self.derive("call", address.encode()).hex()
-
-    def proof(self, address: str, nonce: bytes) -> bytes:
-        """The answer of the process announced as `address` to a nonce."""
-        return self.derive("proof", nonce, address.encode())
-
-    def derive(self, purpose: str, *parts: bytes) -> bytes:
-        """32 bytes derived from the secret for one purpose; only its owners can compute them."""
-        told = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
-        return hmac.digest(self._secret, told, "sha256")
 
 
 class Doorkeeper(Protocol):
@@ -100,37 +59,6 @@ class Doorkeeper(Protocol):
 
     def admit(self, shown: dict[str, str | bytes]) -> None:
         """Returns if the metadata of a call gives access; raises `Unauthenticated` otherwise."""
-
-
-class FleetOnly:
-    """Accepts calls with the fleet's secret for the process announced as `address()`."""
-
-    def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
-        self._secret = secret
-        self._address = address
-
-    def admit(self, shown: dict[str, str | bytes]) -> None:
-        """Raises `Unauthenticated`."""
-        token, address = shown.get(TOKEN_KEY), self._address()
-        if not (isinstance(token, str) and address and token.isascii()):
-            raise Unauthenticated(TOLD)
-        if not hmac.compare_digest(token, self._secret.token(address)):
-            raise Unauthenticated(TOLD)
-
-
-class ProofServicer(pb_grpc.ProofServiceServicer):
-    """Proves for the process whose announced address is `address()`."""
-
-    def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
-        self._secret = secret
-        self._address = address
-
-    async def Prove(self, request: pb.ProveRequest, context: _ProveContext) -> pb.ProveResponse:
-        """The proof; raises `InvalidRequest` for a nonce of another form."""
-        if not LEAST_BYTES <= len(request.nonce) <= _LONGEST_NONCE:
-            expected = f"expected {LEAST_BYTES} to {_LONGEST_NONCE} bytes"
-            raise InvalidRequest.of("nonce", f"{expected}, got {len(request.nonce)}")
-        return pb.ProveResponse(digest=self._secret.proof(self._address(), request.nonce))
 
 
 LOG: Final = logging.getLogger("effuse.rpc")
@@ -150,7 +78,6 @@ class Malformed:
     num_bytes: int
 
     def error(self) -> InvalidRequest:
-        """The message to the caller."""
         return InvalidRequest.of(
             "",
             f"the {self.num_bytes} bytes received are not a valid protobuf message of this method "
@@ -292,3 +219,134 @@ async def _abort(context: _Context, error: Exception, method: str) -> None:
     status = to_status(told)
     details = (DETAILS_KEY, status.SerializeToString())
     await context.abort(told.code, status.message, (*trailers, details))
+
+
+_AnyContext: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+_SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+ALPHA: Final[str] = reflection.SERVICE_NAME
+V1: Final = ALPHA.replace(".v1alpha.", ".v1.")
+_V1_PACKAGE: Final = V1.rpartition(".")[0]
+_V1_FILE: Final = f"{_V1_PACKAGE.replace('.', '/')}/reflection.proto"
+
+
+def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
+    """Makes `server` describe `services`, given by their full names, and reflection itself."""
+    names = [*services, V1, ALPHA]
+    servicer = reflection.aio.ReflectionServicer(names, pool=SymbolPool())
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(V1, methods)])
+
+
+class SymbolPool:
+    """Finds descriptors for server reflection, including methods by their full name.
+
+    The protocol needs methods (`package.Service.Method` is a symbol) and ghz asks for them; the
+    default pool only knows files, messages, enums and services.
+    """
+
+    def __init__(self) -> None:
+        self._pool = descriptor_pool.Default()
+        self._v1 = _version_1()
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        """Raises KeyError for an unknown name."""
+        pool = self._v1 if symbol.startswith(f"{_V1_PACKAGE}.") else self._pool
+        try:
+            return pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            return pool.FindMethodByName(symbol).containing_service.file
+
+    def FindFileByName(self, name: str) -> FileDescriptor:
+        """Raises KeyError for a file that was never imported."""
+        pool = self._v1 if name == _V1_FILE else self._pool
+        return pool.FindFileByName(name)
+
+    def __getattr__(self, name: str) -> Any:
+        """Other searches are those of the default pool."""
+        return getattr(self._pool, name)
+
+
+def _version_1() -> descriptor_pool.DescriptorPool:
+    """v1alpha's file under v1's names, in a separate pool, since other packages may add theirs."""
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    file.ClearField("options")
+    file.name, file.package = _V1_FILE, _V1_PACKAGE
+    for message in file.message_type:
+        for field in message.field:
+            if field.type_name:
+                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+    for method in file.service[0].method:
+        method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
+        method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio ships no types
+    """One per server. Knows "" (the process answers) and the services given to `set`."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {"": _SERVING}
+        self._changed = asyncio.Event()  # one for each change
+        self._is_draining = False
+
+    def set(self, service: str, *, serving: bool) -> None:
+        """Sets whether `service` can work now; has no effect once the server drains."""
+        status = _SERVING if serving else _NOT_SERVING
+        if not self._is_draining and self._statuses.get(service) != status:
+            self._statuses[service] = status
+            self._announce()
+
+    def drain(self) -> None:
+        """Sets NOT_SERVING for every service from now on, and ends every watch with that."""
+        self._is_draining = True
+        self._statuses = dict.fromkeys(self._statuses, _NOT_SERVING)
+        self._announce()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _AnyContext
+    ) -> health_pb2.HealthCheckResponse:
+        """The status of a service now; raises `NotFound` if there is no service of that name."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            raise NotFound(f"this server has no service {request.service[:100]!r}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: _AnyContext
+    ) -> health_pb2.HealthListResponse:
+        """The status of every service now. Called if grpcio-health-checking has it (since 1.82)."""
+        statuses = {
+            service: health_pb2.HealthCheckResponse(status=status)
+            for service, status in self._statuses.items()
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: _AnyContext) -> None:
+        """The status of a service, now and after each change, until this server drains. It waits
+        for changes without a deadline on purpose: the caller ends it.
+        """
+        told: int | None = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _UNKNOWN)
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            if self._is_draining:
+                return
+            await changed.wait()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

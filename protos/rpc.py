@@ -19,8 +19,7 @@ from typing import Any, Final, TypeAlias
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
-from effuse.protos.gate import Doorkeeper, ErrorInterceptor
-from effuse.protos.services import Health, add_reflection
+from effuse.protos.gate import Doorkeeper, ErrorInterceptor, Health, add_reflection
 from effuse.protos.tls import ServerTls
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -47,8 +47,6 @@ request with a lax objective, or with none, waits behind others for no longer th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotNeed:
-    """The slots that a request needs."""
-
     model: str = ""  # the model of the workers
     place: float = 0.0  # when the first block is due, by priority; smaller ones go first
     tenant: str = ""
@@ -187,12 +185,10 @@ class Admission:
 
     @property
     def max_running(self) -> int:
-        """Slots that there are."""
         seats = [slots.max_running for slots in self._models.values()]
         return min(self.most_running, sum(seats)) or self.most_running
 
     def running_by_model(self) -> dict[str, int]:
-        """Slots that requests hold."""
         return {name: slots.running for name, slots in tuple(self._models.items())}
 
     def waiting_by_model(self) -> dict[str, int]:

@@ -35,7 +35,6 @@ from effuse.router.client import (
     time_is_over,
     together,
 )
-from effuse.router.detokenizer import AnswerText
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import AttemptShare
 from effuse.router.own_prompts import PromptCost
@@ -51,6 +50,7 @@ from effuse.router.prefixes import NOTHING_KNOWN
 from effuse.router.request import Request
 from effuse.router.request_states import Event, State
 from effuse.router.router import Router
+from effuse.router.tokenizer import AnswerText
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -152,7 +152,6 @@ class AnswerRun:
         return () if self._alone_left_s() <= 0 else alone
 
     def _alone_left_s(self) -> float:
-        """Seconds for which it still waits for workers of its own."""
         request, router = self._request, self._router
         since = request.attempts.alone_since
         if since is None or not router.poison.verdicts.may_share(request.digest):
@@ -268,7 +267,6 @@ class AnswerRun:
             raise error
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
-        """UNAVAILABLE, with the request's progress and setbacks."""
         retry_after_s = RETRY_AFTER_S if retryable else None
         return failed(
             Unavailable, why, self._request, retryable=retryable, retry_after_s=retry_after_s
@@ -331,7 +329,6 @@ class SideBySide(Listener):
         return None
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Sends one event; raises `ClientGone`."""
         async with self._writing:
             await self._client.send(event)
 
@@ -352,5 +349,4 @@ def _is_at(one: Request, place: WorkerLife | None) -> bool:
 
 
 def _is_ours(error: InvalidRequest) -> bool:
-    """Whether the router caused the refusal of a worker."""
     return any(v.field.split(".")[0] in OUR_FIELDS for v in error.violations)

@@ -192,7 +192,6 @@ class Attempt:
     def _take_event(
         self, event: worker_pb2.DecodeResponse
     ) -> generation_pb2.GenerateStreamResponse | None:
-        """The client's event of a decode worker's event, if there is one."""
         request, now = self._request, self._router.now()
         match event.WhichOneof("event"):
             case "reservation":

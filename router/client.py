@@ -20,7 +20,6 @@ from effuse.protos.errors import (
     EffuseError,
     EndedById,
 )
-from effuse.router.detokenizer import draft_text
 from effuse.router.policy import Placement
 from effuse.router.request import AnyRequest, EarlyRequest, Piece, Request
 from effuse.router.request_states import State
@@ -28,6 +27,7 @@ from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
 
+MASK_GLYPH: Final = "\N{LIGHT SHADE}"
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
@@ -73,7 +73,6 @@ def commit_of(request: Request, piece: Piece) -> pb.GenerateStreamResponse | Non
 def draft_of(
     request: Request, draft: worker_pb2.DecodeDraft, tokenizer: Tokenizer
 ) -> pb.GenerateStreamResponse:
-    """A block in flight."""
     block = draft.block
     skipped = max(0, -draft.token_offset)  # the prompt's ragged tail
     masked = [bool(block.masks[at // 8] >> at % 8 & 1) for at in range(len(block.token_ids))]
@@ -85,8 +84,21 @@ def draft_of(
     return pb.GenerateStreamResponse(request_id=request.id, answer_index=request.index, draft=shown)
 
 
+def draft_text(decoder: Tokenizer, token_ids: Sequence[int], masked: Sequence[bool]) -> str:
+    """The text of a block in flight: each run between masks by itself, each mask as U+2591."""
+    parts: list[str] = []
+    run: list[int] = []
+    for token_id, is_mask in zip(token_ids, masked, strict=True):
+        if is_mask:
+            parts += [decoder.decode(run) if run else "", MASK_GLYPH]
+            run = []
+        elif decoder.is_text(token_id):
+            run.append(token_id)
+    parts.append(decoder.decode(run) if run else "")
+    return "".join(parts)
+
+
 def finished_of(request: Request, reason: pb.FinishReason, now: float) -> pb.GenerateStreamResponse:
-    """The good end of an answer."""
     finished = pb.Finished(
         finish_reason=reason,
         usage=usage_of(request),
@@ -110,7 +122,6 @@ def usage_of(request: Request) -> pb.Usage:
 
 
 def stats_of(request: Request, now: float) -> pb.GenerationStats:
-    """The costs of a request that has ended."""
     costs, attempts, arrived = request.costs, request.attempts, request.arrived
     forwards = costs.all_forwards
     first_block = costs.commit_times[0] if costs.commit_times else arrived
@@ -138,7 +149,6 @@ def _duration(seconds: float) -> Duration:
 
 
 def describe(request: AnyRequest) -> pb.GetRequestResponse:
-    """Where a request is, or how it ended."""
     if isinstance(request, EarlyRequest):
         return pb.GetRequestResponse(request_id=request.id, state=pb.REQUEST_STATE_QUEUED)
     state = STATES.get(request.answer.state.value, pb.REQUEST_STATE_RUNNING)

@@ -14,7 +14,6 @@ from effuse.config.objectives import parse_classes
 from effuse.placement.records import check_name
 from effuse.router.planner import Objectives
 from effuse.router.policy import PrefillMode
-from effuse.telemetry.logs import LogFormat, LogLevel
 
 END_S: Final = 5.0
 """Longest that a router takes to end after its drain: for last messages to clients and Redis, and
@@ -53,7 +52,6 @@ class Connections(Access):
     redis_url: Annotated[
         str, "the fleet's Redis, redis://host:port/db, redis+sentinel:// or redis+cluster://"
     ] = "redis://127.0.0.1:6379"
-    fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
     prefill: Annotated[
         PrefillMode,
         "which workers prefill: prefill workers (remote), the decode worker itself (local), or "
@@ -121,24 +119,15 @@ class RouterConfig(Connections):
     ] = ()
 
     # Time, in seconds.
-    max_request_s: Annotated[float, "most time for one request"] = 3600.0
     recovery_s: Annotated[
         float, "most time that a request waits for a worker that can continue it"
     ] = 60.0
     keep_answers_s: Annotated[
         float, "time to keep the answer to a request id that a client chose; 0 keeps none"
     ] = 120.0
-    drain_s: Annotated[float, "most time for running requests to end at shutdown"] = 30.0
-
     ready_file: Annotated[
         Path | None, "write the address to this file, as JSON, once the router listens"
     ] = None
-    log_level: Annotated[LogLevel, "lowest level of messages to log"] = "info"
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        "send OpenTelemetry spans to this address, such as http://host:4317 (extra `traces`)",
-    ] = None
-    log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
 
     def __post_init__(self) -> None:
         Connections.__post_init__(self)
@@ -150,7 +139,7 @@ class RouterConfig(Connections):
             ("max_losses", 0, 1000),
         ):
             checks.whole(name, getattr(self, name), low, high)
-        for name in ("max_request_s", "recovery_s", "connection_age_s", "drain_s"):
+        for name in ("recovery_s", "connection_age_s"):
             checks.seconds(name, getattr(self, name))
         for name in ("first_block_objective_s", "gap_objective_s"):
             if (value := getattr(self, name)) is not None:

@@ -277,7 +277,6 @@ class Standing:
             self._pairs[pair] = failures, self._now()
 
     def note_handoff(self, pair: Pair) -> None:
-        """The pair has handed over."""
         self._pairs.pop(pair, None)
 
     def hear(self, life: WorkerLife, condition: Condition | None) -> bool:
@@ -315,11 +314,9 @@ class Standing:
 
     @property
     def absent(self) -> list[WorkerRecord]:
-        """Workers that are out."""
         return [one.record for one in self._absent.values()]
 
     def condition(self, record: WorkerRecord) -> Condition:
-        """Whether it takes part."""
         absence = self._absent.get(record.life)
         if absence is not None:
             return absence.condition
@@ -330,7 +327,6 @@ class Standing:
         return self._full_until.get(life, 0.0) > self._now()
 
     def suspects(self) -> set[WorkerLife]:
-        """Workers that come after others."""
         now = self._now()
         failed = {life for life, until in self._suspect_until.items() if until > now}
         return failed | self._blamed()

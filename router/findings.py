@@ -38,7 +38,6 @@ class Findings:
     violations: list[FieldViolation] = field(default_factory=list)
 
     def add(self, name: str, expected: str, found: object) -> None:
-        """One more violation."""
         self.violations.append(FieldViolation(name, f"expected {expected}, got {found}"))
 
     def raise_any(self) -> None:
@@ -79,7 +78,6 @@ class Findings:
 
 
 def check_request_id(request_id: str, findings: Findings) -> None:
-    """A request id in the accepted form."""
     if not REQUEST_ID.fullmatch(request_id):
         findings.add("request_id", REQUEST_ID_FORM, shown(request_id))
 

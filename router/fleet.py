@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, get_args
 
+from msgspec.structs import replace
+
 from effuse.placement.leases import FleetView
 from effuse.placement.records import Kind, Role, RoutedLoad, WorkerRecord
 from effuse.router.calls import Peers
@@ -192,24 +194,19 @@ class RoutedFleet:
         seat. A prompt that is shared counts once."""
         decode, prefill = placement.decode, placement.prefill
         prompt_len = 0 if placement.shares_prompt else prompt_len
-        share = AttemptShare(self, placement, prompt_len)
-        answer = InFlight(1, prompt_len + max_tokens, to_prefill=share.own_prompt)
-        self.count_in_flight(decode, answer, 1)
+        share = AttemptShare(self, placement)
+        own_prompt = 0 if prefill is not None else prompt_len
+        share.take(
+            InFlight(1, prompt_len + max_tokens, to_prefill=own_prompt),
+            IDLE if prefill is None else InFlight(prompts=1, to_prefill=prompt_len),
+        )
         if prefill is not None:
-            self.count_in_flight(prefill, InFlight(prompts=1, to_prefill=prompt_len), 1)
             self.standing.note_try((prefill.life, decode.life))
         try:
             yield share
         finally:
-            answer = InFlight(
-                1, prompt_len + max_tokens, to_prefill=share.own_prompt, answers=share.answers
-            )
-            self.count_in_flight(decode, answer, -1)
-            if prefill is not None:
-                prompt = InFlight(prompts=1, to_prefill=share.to_prefill)
-                self.count_in_flight(prefill, prompt, -1)
-                self._freed.append(prefill.life)
-            self._freed.append(decode.life)
+            share.take(IDLE, IDLE)
+            self._freed.extend(one.life for one in (prefill, decode) if one is not None)
             self.announce_change()
 
     def in_flight(self, life: WorkerLife) -> InFlight:
@@ -283,43 +280,45 @@ class RoutedFleet:
             seats=None if self._seats is None else self._seats(record),
         )
 
-    def count_in_flight(self, record: WorkerRecord, more: InFlight, times: int) -> None:
-        """So much more (1) or less (-1) is on a worker from now on."""
+    def count_in_flight(self, record: WorkerRecord, before: InFlight, now: InFlight) -> None:
+        """A request that had `before` on a worker has `now` there."""
         life = record.life
         self._waiting_for.clear()
         self._addresses[life] = record.address
-        before = self._in_flight.get(life, IDLE)
-        self._in_flight[life] = InFlight(
-            requests=before.requests + times * more.requests,
-            tokens=before.tokens + times * more.tokens,
-            prompts=before.prompts + times * more.prompts,
-            to_prefill=before.to_prefill + times * more.to_prefill,
-            answers=before.answers + times * more.answers,
-            placed=before.placed + max(0, times * (more.requests + more.prompts)),
+        had = self._in_flight.get(life, IDLE)
+        begun = now.requests + now.prompts - before.requests - before.prompts
+        self._in_flight[life] = InFlight(  # written out, because every request passes here
+            had.requests + now.requests - before.requests,
+            had.tokens + now.tokens - before.tokens,
+            had.prompts + now.prompts - before.prompts,
+            had.to_prefill + now.to_prefill - before.to_prefill,
+            had.answers + now.answers - before.answers,
+            had.placed + max(0, begun),
         )
 
 
 class AttemptShare:
-    """What an attempt takes of its workers until its prompt's KV is complete."""
-
-    def __init__(self, fleet: RoutedFleet, placement: Placement, prompt_len: int) -> None:
+    def __init__(self, fleet: RoutedFleet, placement: Placement) -> None:
         self._fleet = fleet
         self._placement = placement
-        remote = placement.prefill is not None
-        self.to_prefill = prompt_len if remote else 0  # tokens that the prefill worker has to do
-        self.own_prompt = 0 if remote else prompt_len  # those that decode has to do for itself
-        self.answers = 0  # 1 once the prompt's KV is complete
+        self._decode, self._prefill = IDLE, IDLE
+
+    def take(self, decode: InFlight, prefill: InFlight) -> None:
+        """It has this on them from now on."""
+        placement = self._placement
+        self._fleet.count_in_flight(placement.decode, self._decode, decode)
+        if placement.prefill is not None:
+            self._fleet.count_in_flight(placement.prefill, self._prefill, prefill)
+        self._decode, self._prefill = decode, prefill
 
     def end_prompt(self) -> None:
         """The prompt's KV is complete."""
-        fleet, placement = self._fleet, self._placement
-        if placement.prefill is not None:
-            fleet.count_in_flight(placement.prefill, InFlight(to_prefill=self.to_prefill), -1)
-        own = InFlight(to_prefill=self.own_prompt, answers=self.answers - 1)
-        fleet.count_in_flight(placement.decode, own, -1)
-        if self.own_prompt:
-            fleet.announce_change()
-        self.to_prefill, self.own_prompt, self.answers = 0, 0, 1
+        had_own = self._decode.to_prefill > 0
+        self.take(
+            replace(self._decode, to_prefill=0, answers=1), replace(self._prefill, to_prefill=0)
+        )
+        if had_own:
+            self._fleet.announce_change()
 
 
 def live_workers(

@@ -47,7 +47,6 @@ from effuse.router.client import (
     usage_of,
     why_gone,
 )
-from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import REQUEST_ID
 from effuse.router.prefixes import keys_of
 from effuse.router.request import AnswerState, EarlyRequest, EncodedPrompt, Request
@@ -55,8 +54,8 @@ from effuse.router.request_states import Event
 from effuse.router.router import Router
 from effuse.router.shared_request import SharedRequest
 from effuse.router.tenants import NOBODY, QuotaShare, Tenant
-from effuse.router.tokenizer import encode_prompt
-from effuse.router.validation import Asked, fit, validate
+from effuse.router.tokenizer import AnswerText
+from effuse.router.validation import Asked, encode_prompt, fit, validate
 from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1.model_pb2 import TokenizeRequest
@@ -91,7 +90,7 @@ class Serving:
         """The request of a client's message, every setting resolved, with `seed` if it sets none;
         raises `EffuseError` with all that speaks against it."""
         router, tokenizer = self.router, self.router.tokenizer
-        model = router.catalogue.find(message.model if message.HasField("model") else None)
+        model = router.seats.catalogue.find(message.model if message.HasField("model") else None)
         return validate(
             message,
             model,
@@ -134,7 +133,7 @@ class Serving:
         limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
         tenant = self.tenant()
         router.quotas.check(tenant)
-        if router.catalogue.is_empty:
+        if router.seats.catalogue.is_empty:
             await self._wait_for_models(EarlyRequest(id=request_id, tenant=tenant, limit_s=limit_s))
         if not admission.knows_seats:
             router.seats.count(router.fleet.candidates())
@@ -169,7 +168,7 @@ class Serving:
             with router.admission.early(), router.requests.running(request):
                 async with asyncio.timeout(request.limit_s) as limit:
                     with router.requests.limited_by(request, limit):
-                        while router.catalogue.is_empty:
+                        while router.seats.catalogue.is_empty:
                             if (left_s := ends - router.now()) <= 0:
                                 text = f"no worker could begin within {recovery_s:.3g} s"
                                 why = f"{text}: no worker has announced a model"
@@ -203,7 +202,6 @@ class Serving:
             return await self.answer_accepted(accepted)
 
     async def answer_accepted(self, request: Request) -> pb.GenerateResponse:
-        """The same of a request that is accepted."""
         answer = WholeAnswer()
         answer.take(await self.serve(request, answer))
         return answer.response(request.id)
@@ -377,7 +375,6 @@ class _Handler:
         self._note_end(status, stats_of(request, now))
 
     def _note_end(self, status: str, stats: pb.GenerationStats) -> None:
-        """Counts a request that ended, and logs one line about it."""
         request, cost = self._request, Stats.of(stats)
         self._router.metrics.count_end(request, status, cost)
         if status == "OK" and request.kept_prompt_tokens is None:

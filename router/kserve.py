@@ -134,7 +134,6 @@ def _response(
 
 
 def describe_tensors(name: str) -> kserve.ModelMetadataResponse:
-    """The inputs and outputs of a model."""
     tensor = kserve.ModelMetadataResponse.TensorMetadata
     return kserve.ModelMetadataResponse(
         name=name,
@@ -215,12 +214,10 @@ def _unpack(raw: bytes) -> bytes | None:
 
 
 class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
-    """GRPCInferenceService."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._seats = serving.router.seats
-        self._catalogue = serving.router.catalogue
+        self._catalogue = serving.router.seats.catalogue
 
     async def ServerLive(
         self, request: kserve.ServerLiveRequest, context: Context
@@ -244,7 +241,6 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerMetadata(
         self, request: kserve.ServerMetadataRequest, context: Context
     ) -> kserve.ServerMetadataResponse:
-        """The name and version of the server."""
         return kserve.ServerMetadataResponse(name="effuse", version=version("effuse"))
 
     async def ModelMetadata(

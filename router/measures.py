@@ -35,14 +35,12 @@ class Amounts:
     squares: float = 0.0
 
     def add(self, amount: float) -> None:
-        """One more."""
         self.number += 1
         self.total += amount
         self.squares += amount * amount
 
     @classmethod
     def sum_of(cls, parts: Sequence["Amounts"]) -> "Amounts":
-        """All of them together."""
         return cls(
             sum(one.number for one in parts),
             sum(one.total for one in parts),
@@ -134,7 +132,6 @@ class CommitTimes:
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_WEIGHT))
 
     def add(self, tokens: int, seconds: float, context: int) -> None:
-        """One more commit, and the seconds since the last one."""
         if self.number >= MOST_WEIGHT:
             self.number, self.tokens = self.number / 2, self.tokens / 2
             self.seconds, self.context = self.seconds / 2, self.context / 2

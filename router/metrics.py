@@ -97,7 +97,6 @@ class RouterMetrics(ProcessMetrics):
         )  # fmt: skip
 
     def count_end(self, request: Request, status: str, stats: Stats) -> None:
-        """A request that ended, whichever way."""
         model = request.asked.model.name
         self.seconds["e2e_request_latency"].labels(model).observe(stats.total_s)
         self.requests.labels(model, status).inc()
@@ -170,7 +169,6 @@ class RouterMetrics(ProcessMetrics):
             counter.remove(*labels)
 
     def show_workers(self, candidates: Sequence[Candidate]) -> None:
-        """How the workers are now."""
         counts = Counts((c.record.role, c.condition) for c in candidates)
         for role, condition in product(get_args(Role), Condition):
             self.workers.labels(role, condition.value).set(counts[role, condition])
@@ -202,7 +200,6 @@ class PlanMetrics:
         )
 
     def show(self, plans: Mapping[str, ModelPlan]) -> None:
-        """The plans as they are now."""
         for model, one in plans.items():
             for gauge, held in ((self._planned, one.roles.plan), (self._desired, one.desired.plan)):
                 for role, number in zip(get_args(Role), held.roles if held else (), strict=False):
@@ -246,12 +243,10 @@ class Monitor:
             self.first_block_s += request.costs.commit_times[0] - request.arrived
 
     def note_draft(self, request: Request, draft: worker_pb2.DecodeDraft) -> None:
-        """A block in flight is so now."""
         if self.num_watchers:
             self._drafts.setdefault(request.name, {})[draft.token_offset] = draft.block
 
     def keep_drafts_of(self, requests: list[Request]) -> None:
-        """Forgets those of all others."""
         names = {request.name for request in requests}
         self._drafts = {name: drafts for name, drafts in self._drafts.items() if name in names}
 

@@ -199,7 +199,6 @@ def error_object(
     param: str | None = None,
     code: str | None = None,
 ) -> Json:
-    """The body of any error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

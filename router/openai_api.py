@@ -174,7 +174,7 @@ class OpenAiApi:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._catalogue = serving.router.catalogue
+        self._catalogue = serving.router.seats.catalogue
         self._most_bytes = serving.router.config.max_message_bytes
         routes: Mapping[tuple[str, str], Behaviour] = {
             ("POST", "/v1/chat/completions"): lambda call: self._generate(call, "chat"),

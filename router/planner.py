@@ -41,8 +41,6 @@ CLOSE: Final = 0.99
 
 
 class PromptTime(Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of one prompt without company."""
-
     tokens: Above0
     seconds: Above0
 
@@ -67,7 +65,6 @@ class Times(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def are_known(self) -> bool:
-        """Whether both roles were measured."""
         return bool(self.prompts and self.answers)
 
     def prompt_s(self, tokens: float) -> float:
@@ -93,7 +90,6 @@ class Times(Struct, frozen=True, forbid_unknown_fields=True):
         return [_at_context(batches[batch], context) for batch in sorted(batches)]
 
     def piece_s(self, tokens: float) -> float:
-        """Seconds of the longest piece of a prompt in one forward."""
         seconds = self.prompt_s(tokens)
         return seconds * min(1.0, self.piece_tokens / tokens) if self.piece_tokens else seconds
 
@@ -123,7 +119,6 @@ class Workload(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def context(self) -> float:
-        """Tokens that an answer attends to on average."""
         return self.prompt + self.answer / 2
 
 
@@ -153,12 +148,10 @@ class Split(Struct, frozen=True):
 
     @property
     def workers(self) -> int:
-        """Workers of both roles."""
         return self.prefill + self.decode
 
     @property
     def roles(self) -> tuple[int, int]:
-        """Prefill and decode workers."""
         return self.prefill, self.decode
 
 
@@ -172,12 +165,10 @@ class Planner(Struct, frozen=True, dict=True):
 
     @cached_property
     def paces(self) -> list[AnswerPace]:
-        """A pace for each batch, at the context of this load."""
         return self.times.paces(self.workload.context)
 
     @cached_property
     def gap_limit_s(self) -> float:
-        """Seconds that a gap may take."""
         return self.objectives.gap_limit_s(self.paces)
 
     @cached_property
@@ -193,17 +184,14 @@ class Planner(Struct, frozen=True, dict=True):
 
     @cached_property
     def prompt_s(self) -> float:
-        """Seconds of a prompt."""
         return self.times.prompt_s(self.workload.prompt)
 
     @cached_property
     def handoff_s(self) -> float:
-        """Seconds in which its pages move."""
         return self.times.handoff_s(self.workload.prompt)
 
     @cached_property
     def piece_s(self) -> float:
-        """Seconds of its longest piece in one forward."""
         return self.times.piece_s(self.workload.prompt)
 
     def within_reach(self) -> "Planner":

@@ -107,7 +107,6 @@ class SentPrefixes:
 
     @property
     def num_unshared(self) -> int:
-        """Units with notes that Redis lacks."""
         return len(self._unshared)
 
     def note(self, keys: Sequence[bytes], lives: Sequence[WorkerLife]) -> None:
@@ -185,7 +184,6 @@ class SentPrefixes:
         return PrefixNotes(tuple(groups))
 
     def give_back(self, notes: PrefixNotes) -> None:
-        """These notes were not shared after all."""
         for group in notes.groups:
             lives = _lives_of(group)
             for key in _split(group.keys):
@@ -263,7 +261,6 @@ class SharedPrefixes:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next exchange."""
         if self._is_cut_off:
             return RETRY_S
         is_behind = self._last.has_more or self._sent.num_unshared > MOST_TOGETHER

@@ -55,7 +55,6 @@ class Catalogue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker has announced a model so far."""
         return not (self._known or self.live())
 
     def live(self) -> dict[str, ModelInfo]:
@@ -114,16 +113,13 @@ class OtherRouters:
 
     @property
     def num_alive(self) -> int:
-        """Other live routers, by the latest records."""
         return len(self._others)
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next exchange."""
         return EXCHANGE_S if self._others else ALONE_S
 
     def workloads(self, model: str) -> list[Workload]:
-        """The load of a model at other routers."""
         told = (one.workloads.get(model) for one in self._others.values())
         return [Workload(*one) for one in told if one is not None]
 
@@ -209,7 +205,6 @@ class Seats:
     def __init__(
         self,
         fleet: RoutedFleet,
-        catalogue: Catalogue,
         admission: Admission,
         others: OtherRouters,
         steering: Steering,
@@ -218,8 +213,8 @@ class Seats:
     ) -> None:
         """recovery_s: longest that a request waits for a worker."""
         self.others = others
+        self.catalogue = Catalogue(fleet)
         self._fleet = fleet
-        self._catalogue = catalogue
         self._admission = admission
         self._steering = steering
         self._now = now
@@ -256,7 +251,7 @@ class Seats:
         """Whether a decode worker is live that can take some request, or one for `model`, with a
         prefill worker if those are required."""
         need, prospect = self._fleet.need, self._fleet.prospect
-        models = [name for name in self._catalogue.live() if model in (None, name)]
+        models = [name for name in self.catalogue.live() if model in (None, name)]
         return any(prospect(need(name)) in (Prospect.NOW, Prospect.SEAT) for name in models)
 
     def give_up_waiting(self) -> None:

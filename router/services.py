@@ -46,13 +46,10 @@ _STATES: Final = numbers_of("WORKER_STATE_", model_pb2.WorkerState.items())
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """GenerationService."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """The whole answer, or all answers, at the end."""
         return await self._serving.answer(lambda: request, context)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
@@ -93,12 +90,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """ModelService."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._fleet = serving.router.fleet
-        self._catalogue = serving.router.catalogue
+        self._catalogue = serving.router.seats.catalogue
         # The file that the chat template was read from, if there is one.
         self._chat_template = serving.router.tokenizer.chat_template_origin
 
@@ -249,8 +244,6 @@ def describe_plan(name: str, plan: ModelPlan, kept: Sequence[str]) -> monitor_pb
 
 
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
-    """MonitorService."""
-
     def __init__(self, router: Router) -> None:
         self._router = router
 
@@ -275,7 +268,6 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     async def GetPlan(
         self, request: monitor_pb2.GetPlanRequest, context: Context
     ) -> monitor_pb2.GetPlanResponse:
-        """The plans, in the order of the models' names."""
         models = sorted(self._router.steering.models.items())
         kept = self._router.metrics.kept_shares
         return monitor_pb2.GetPlanResponse(

@@ -27,7 +27,6 @@ from effuse.router.planner import (
     reasons,
 )
 from effuse.router.policy import Candidate, Condition, PrefillMode
-from effuse.router.role_changes import fixed
 
 LOOK_S: Final = 1.0
 """How often plans are made."""
@@ -124,7 +123,6 @@ class ModelPlan:
         held.follow(held.plan if after_s is None else planner.least(rate), now, after_s)
 
     def lines(self) -> list[str]:
-        """Both plans and their reasons, for operators."""
         if self.planner is None or self.roles.plan is None or self.desired.plan is None:
             return ["no plan yet: too few requests have been measured"]
         wanted = self.desired.plan
@@ -168,21 +166,22 @@ class Steering:
         self.models: dict[str, ModelPlan] = {}
         self.carries_out = carries_out
         self._objectives = objectives
+        self._gap_limit_s = objectives.gap_limit_s(())  # before any gap is measured
         self._mode: PrefillMode = mode
         self._now = now
         self._others = others
         self._looked_at = float("-inf")
 
     def of(self, model: str) -> ModelPlan:
-        """The plans of a model."""
         return self.models.setdefault(model, ModelPlan())
 
     def goals(self, model: str) -> Goals:
         """The router's objectives for one request: a relative gap is of those measured so far. One
         that no request may ask for counts as none."""
-        own, planner = self._objectives, self.of(model).planner
-        limit_s = own.gap_limit_s(()) if planner is None else planner.gap_limit_s
-        return Goals(own.first_block_s or math.inf, limit_s if limit_s in WITHIN else math.inf)
+        planner = self.of(model).planner
+        limit_s = self._gap_limit_s if planner is None else planner.gap_limit_s
+        limit_s = limit_s if limit_s in WITHIN else math.inf
+        return Goals(self._objectives.first_block_s or math.inf, limit_s)
 
     def prompt_s(self, model: str, tokens: int) -> float | None:
         """Seconds in which a worker without answers computes a prompt, once that is known."""
@@ -190,7 +189,6 @@ class Steering:
         return None if planner is None else planner.times.prompt_s(tokens)
 
     def workloads(self) -> dict[str, Workload]:
-        """The load at this router, by model."""
         return {name: one.workload for name, one in self.models.items() if one.workload is not None}
 
     def steered(self) -> tuple[str, ...]:
@@ -225,6 +223,21 @@ class Steering:
         if workload is None or not times.are_known:
             return None
         return Planner(times, workload, self._objectives, self._mode)
+
+
+def fixed(records: Sequence[WorkerRecord]) -> tuple[int, int]:
+    """How many workers keep their roles: those that prefill, and the others. If all do, no plan can
+    be carried out, and a plan for other workers is advice: 0 and 0."""
+    kept = [one for one in records if not is_free(one)]
+    if len(kept) == len(records):
+        return 0, 0
+    num_prefill = sum(one.role == "prefill" for one in kept)
+    return num_prefill, len(kept) - num_prefill
+
+
+def is_free(record: WorkerRecord) -> bool:
+    """Whether plans may change its role."""
+    return record.may_change_role and not record.role_is_pinned
 
 
 def _sum_of(workloads: Sequence[Workload]) -> Workload | None:

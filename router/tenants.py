@@ -60,7 +60,6 @@ NOBODY: Final = Tenant("")
 
 
 def make_token() -> str:
-    """A new token, of 256 random bits."""
     return f"effuse-{secrets.token_urlsafe(32)}"
 
 
@@ -266,12 +265,10 @@ class FairQueue:
         return [one for line in self._lines.values() for one in line.waiting]
 
     def length_of(self, tenant: str) -> int:
-        """What one tenant's items count as."""
         line = self._lines.get(tenant)
         return 0 if line is None else line.length
 
     def count_beyond(self, most: int) -> int:
-        """The count of items beyond `most` of each tenant."""
         return sum(max(0, line.length - most) for line in self._lines.values())
 
     def ahead_of(self, tenant: str, place: float, count: int = 1) -> int:
@@ -322,7 +319,6 @@ class FairQueue:
         return last
 
     def remove(self, turn: Turn) -> bool:
-        """Takes out a turn, if it is there; whether it was."""
         try:
             self._lines[turn.tenant].waiting.remove(turn)
         except (KeyError, ValueError):

@@ -1,167 +1,44 @@
 """Text and chats to ids, and ids to text, with only the `tokenizers` library, in threads if it is
 long.
 
-Special tokens are structure to a model: the end of a message, the role of a speaker. So only the
-checkpoint's template may add them, and those that a client spells stay text, unless it asks for
-them to be parsed. Before a template gets a client's strings, the first character of every special
-token that they spell is exchanged for a stand-in. The rendered text is cut at its special tokens,
-which are the template's, and in the text between them the characters come back. Lengths, white
-space and everything else that a template looks at stay the same. The parts that `tokenizer.json`
-puts around a prompt are added. Not here: following an answer (`detokenizer.py`), the template's
-rendering (`chat_template.py`)."""
+Special tokens come from the checkpoint's template only (`special_tokens.py`), and the parts that
+`tokenizer.json` puts around a prompt are added. The text of an answer comes piece by piece, cut
+exactly at the stop string that ends it; the pieces together equal the text of all ids decoded at
+once. Not here: the template's rendering (`chat_template.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import tokenizers
 
 from effuse.client.chat import Chat
 from effuse.config.extras import pointer_problem
-from effuse.protos.errors import InvalidRequest, Unavailable
-from effuse.router.chat_template import ChatTemplate, ChatTemplateError, escapes_of
-from effuse.router.findings import Findings, most_prompt_bytes, shown
-from effuse.router.validation import Asked
+from effuse.router.chat_template import ChatTemplate, ChatTemplateError
+from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, strings_of
 
 LOG: Final = logging.getLogger(__name__)
 
-PRIVATE: Final = range(0xF0000, 0x110000)
-"""Characters without a meaning, for stand-ins: Unicode's planes for private use."""
 FILE: Final = "tokenizer.json"
 INLINE_BYTES: Final = 512
 """Text up to this size is encoded on the spot: about 0.2 ms at worst, as much as two switches of
 thread cost on a busy machine."""
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+MOST_BYTES: Final = 4
+"""Of one character in UTF-8: so many may still become another one, less one."""
+LONG_WINDOW: Final = 64
+"""Ids after which a window is cut although its text has no end: it is decoded at each piece."""
 _RESERVED: Final = re.compile(r"pad|mask|unk|reserved", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecialToken:
-    """A token that stands for structure. White space beside it may belong to it."""
-
-    id: int
-    text: str
-    takes_left: bool = False
-    takes_right: bool = False
-
-
-class SpecialTokens:
-    """Those of one tokenizer."""
-
-    def __init__(self, tokens: Iterable[SpecialToken]) -> None:
-        self._by_text = {token.text: token for token in tokens}
-        pattern = _any_of(self._by_text)
-        self._whole = re.compile(pattern)
-        self._begin = re.compile(f"(?={pattern})")
-        self._beginnings = frozenset(
-            text[:length] for text in self._by_text for length in range(1, len(text))
-        )
-        self._longest = max(map(len, self._by_text), default=0)
-
-    def cut(self, text: str) -> Iterator[str | SpecialToken]:
-        """The parts of `text`: special tokens, and the text between them if there is any."""
-        end = 0
-        for found in self._whole.finditer(text):
-            token = self._by_text[found.group()]
-            between = text[end : found.start()]
-            if between := between.rstrip() if token.takes_left else between:
-                yield between
-            yield token
-            end = found.end()
-            while token.takes_right and text[end : end + 1].isspace():
-                end += 1
-        if end < len(text):
-            yield text[end:]
-
-    def disguise(self, strings: Sequence[str]) -> Disguise:
-        """Stand-ins that none of `strings` holds: a client's, and the template's own text. Raises
-        ValueError if they hold all characters that could be one."""
-        used = set().union(*strings)
-        firsts = sorted({text[0] for text in self._by_text})
-        free = (
-            mark
-            for mark in map(chr, PRIVATE)
-            if mark not in used
-            and not any(escape in text for escape in escapes_of(mark) for text in strings)
-        )
-        marks = list(itertools.islice(free, len(firsts) + 1))
-        if len(marks) <= len(firsts):
-            raise ValueError("expected text that does not use all of Unicode's private characters")
-        return Disguise(self._starts, dict(zip(firsts, marks, strict=False)), marks[-1])
-
-    def _starts(self, text: str) -> set[int]:
-        """The places where special tokens begin, and those at the end that further text could
-        complete."""
-        starts = {found.start() for found in self._begin.finditer(text)}
-        tail = range(max(0, len(text) - self._longest + 1), len(text))
-        return starts.union(at for at in tail if text[at:] in self._beginnings)
-
-
-@dataclass(frozen=True, slots=True)
-class Disguise:
-    """Hides special tokens in strings, and undoes that. `mark` is one more character that stands in
-    none of them."""
-
-    starts: Callable[[str], Iterable[int]]
-    stand_ins: Mapping[str, str]
-    mark: str
-
-    def hide(self, value: Any) -> Any:
-        """`value`, of JSON's types or tuples, with special tokens hidden in every string of it."""
-        if isinstance(value, str):
-            characters = list(value)
-            for at in self.starts(value):
-                characters[at] = self.stand_ins[value[at]]
-            return "".join(characters)
-        if isinstance(value, Mapping):
-            return {self.hide(name): self.hide(one) for name, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.hide(one) for one in value]
-        return value
-
-    def show(self, text: str) -> str:
-        """`text` with the hidden characters put back."""
-        for mark in self.stand_ins.values():
-            for escape in escapes_of(mark):
-                text = text.replace(escape, mark)
-        return text.translate({ord(mark): first for first, mark in self.stand_ins.items()})
-
-
-def strings_of(value: Any) -> Iterator[str]:
-    """Every string in a value of JSON's types, the names of objects' fields included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from itertools.chain.from_iterable(map(strings_of, (*value, *value.values())))
-    elif isinstance(value, list | tuple):
-        yield from itertools.chain.from_iterable(map(strings_of, value))
-
-
-def _any_of(texts: Iterable[str]) -> str:
-    """A regular expression for the longest of `texts`, none of them empty. A letter is looked at
-    once, and not once for each of them: models have hundreds, and clients send what they like."""
-    rests: dict[str, list[str]] = {}
-    for text in texts:
-        rests.setdefault(text[0], []).append(text[1:])
-    branches = [re.escape(first) + _end_of(found) for first, found in rests.items()]
-    return f"(?:{'|'.join(branches)})" if branches else "(?!)"
-
-
-def _end_of(rests: Sequence[str]) -> str:
-    longer = [rest for rest in rests if rest]
-    optional = "?" if len(longer) < len(rests) else ""
-    return _any_of(longer) + optional if longer else ""
 
 
 class TokenizerError(Exception):
@@ -251,8 +128,6 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text that an answer of these ids would have: special tokens are left out."""
-
         def decode() -> str:
             return self.decode([one for one in token_ids if self.is_text(one)])
 
@@ -273,7 +148,6 @@ class Tokenizer:
         return text
 
     def close(self) -> None:
-        """Ends the threads after their current texts."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find_chat_end(self) -> frozenset[int]:
@@ -336,60 +210,6 @@ class Tokenizer:
         return [], []
 
 
-async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
-    """The ids of the prompt. Raises `InvalidRequest` for one that the model's chat template does
-    not take, and for reserved tokens where special tokens are parsed; `Unavailable` where
-    tokenizer and model do not fit."""
-    sent, parses_special = asked.sent, asked.sent.parse_special_tokens
-    if parses_special:
-        _check_special(asked, tokenizer)
-    if sent.HasField("prompt"):
-        ids = await tokenizer.encode(sent.prompt, parses_special=parses_special)
-    elif asked.chat is not None:
-        most_bytes = most_prompt_bytes(asked.model)
-        try:
-            ids = await tokenizer.encode_chat(
-                asked.chat, most_bytes=most_bytes, parses_special=parses_special
-            )
-        except ChatTemplateError as error:
-            why = f"the model's chat template refuses it: {shown(str(error), most=400)}"
-            raise InvalidRequest.of("chat", why) from error
-    else:
-        return list(sent.prompt_token_ids.ids)
-    if max(ids, default=0) >= asked.model.vocab_size:
-        raise Unavailable(
-            f"the router's tokenizer does not fit the model: it returned id {max(ids)}, but the "
-            f"vocabulary has only {asked.model.vocab_size}",
-            retryable=False,
-        )
-    return ids
-
-
-def _check_special(asked: Asked, tokenizer: Tokenizer) -> None:
-    """No token that is refused among ids may come in spelled."""
-    findings = Findings()
-    for name, text in _texts(asked):
-        for part in tokenizer.special_tokens.cut(text):
-            if not isinstance(part, str) and part.id in asked.refused_ids:
-                what = f"the {asked.refused_ids[part.id]} token {shown(part.text)}"
-                findings.add(name, "special tokens that a prompt may contain", what)
-                break
-    findings.raise_any()
-
-
-def _texts(asked: Asked) -> Iterator[tuple[str, str]]:
-    """Each of the client's strings, with its path in the request."""
-    if asked.sent.HasField("prompt"):
-        yield "prompt", asked.sent.prompt
-    if asked.chat is not None:
-        for at, message in enumerate(asked.chat.messages):
-            name = f"chat.messages[{at}].{'json' if message.json else 'content'}"
-            for text in strings_of(message.fields()):
-                yield name, text
-        for text in strings_of(asked.chat.template_arguments):
-            yield "chat.template_arguments_json", text
-
-
 def bundled_directory() -> Path:
     """Where the bundled model's files are, found without importing anything of `models`."""
     spec = find_spec("effuse.models")
@@ -397,3 +217,179 @@ def bundled_directory() -> Path:
         "the package is installed without its models"
     )
     return Path(spec.submodule_search_locations[0]) / "bundled"
+
+
+class Detokenizer:
+    """Follows one answer. Ids that may still become another character are held back.
+
+    Decoders look at neighbours (bytes join to characters, some drop the first space). So each piece
+    is decoded with the ids of the piece before it, whose text is then taken off again."""
+
+    def __init__(self, decoder: Tokenizer) -> None:
+        self._decoder = decoder
+        self._window: list[int] = []  # ids of the last complete piece, then those since
+        self._settled = 0  # how many of them belong to that piece
+        self._open: list[int] = []  # single bytes at the end, not yet in the window
+        self._shown = 0  # characters of the window's text that were returned
+        self._most_window = LONG_WINDOW
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes the next ids; returns the text that they complete."""
+        num_bytes = len(self._open)  # those that are open are bytes
+        self._open += [i for i in token_ids if self._decoder.is_text(i)]
+        keep = len(self._open)
+        while keep > num_bytes and self._decoder.is_byte(self._open[keep - 1]):
+            keep -= 1
+        return self._complete_text(keep) if keep > num_bytes else ""
+
+    def flush(self) -> str:
+        """The ids are over: returns the text that was held back, unchanged."""
+        piece = self.held_back()
+        self._window += self._open
+        self._open = []
+        self._shown += len(piece)
+        return piece
+
+    def held_back(self) -> str:
+        """What would be returned if the ids were over."""
+        if not self._open and len(self._window) == self._settled:
+            return ""  # the last piece was complete
+        return self._decoder.decode(self._window + self._open)[self._shown :]
+
+    def _complete_text(self, num_ids: int) -> str:
+        """Moves the first open ids into the window and returns the text that they complete."""
+        self._window += self._open[:num_ids]
+        del self._open[:num_ids]
+        text = self._decoder.decode(self._window)
+        num_open = len(text) - len(text.rstrip(REPLACEMENT))
+        end = len(text) - min(num_open, MOST_BYTES - 1)
+        piece = text[self._shown : end]
+        if not num_open:
+            self._slide_window(text)
+            return piece
+        self._shown = max(self._shown, end)
+        if len(self._window) >= self._most_window:
+            self._cut_window(text)
+        return piece
+
+    def _cut_window(self, text: str) -> None:
+        """Drops the front of a window of bytes that are no characters, at a place where its text is
+        that of both parts; bytes that follow change neither that nor what was shown."""
+        self._most_window = 2 * len(self._window)  # if there is no such place
+        last = len(self._window) - 2 * MOST_BYTES
+        for cut in range(last, last - MOST_BYTES, -1):
+            front = self._decoder.decode(self._window[:cut])
+            whole = front + self._decoder.decode(self._window[cut:])
+            if whole == text and len(front) <= self._shown:
+                self._window, self._settled = self._window[cut:], 0
+                self._shown -= len(front)
+                self._most_window = LONG_WINDOW
+                return
+
+    def _slide_window(self, text: str) -> None:
+        """All of the window's text is returned: what came since the last complete piece is the
+        context of the next."""
+        if self._settled:
+            self._window = self._window[self._settled :]
+            text = self._decoder.decode(self._window)
+        self._settled = len(self._window)
+        self._shown = len(text)
+
+
+class StopMatcher:
+    """Finds stop strings in a stream of text, across its pieces; holds back what is undecided.
+
+    Of several that occur, the one that is complete first ends the answer, and of those that are
+    complete at the same place the longest; so the outcome does not depend on how the text was cut
+    into pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Takes the next piece; returns the text that is certain to be part of the answer.
+
+        After a match (`matched` is set) nothing more is part of it."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start]
+        # The longest end of the text that begins a stop string is undecided.
+        keep = max((_overlap_length(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text is over: returns the part that was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+class AnswerText:
+    """The text of one answer as it grows: characters complete, stop strings found, tokens counted.
+
+    `num_tokens` counts up to and with the token that completed a stop string. Stop strings are
+    looked for in what follows the first `min_tokens` tokens."""
+
+    def __init__(self, decoder: Tokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
+        self._detokenizer = Detokenizer(decoder)
+        self._min_tokens = min_tokens
+        self._num_free = 0  # characters of these tokens that are still to come
+        self._stops = StopMatcher(stops)
+        self.num_tokens = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.matched_stop is not None
+
+    @property
+    def matched_stop(self) -> str | None:
+        return self._stops.matched
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens; returns the text that is decided by them.
+
+        Once stopped, the rest of `token_ids` is not counted and adds nothing."""
+        if not self._stops.stops:
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.push(token_ids)
+        text = ""
+        for token_id in token_ids:
+            # One at a time, so that it is known which token completed the string.
+            if self.is_stopped:
+                break
+            self.num_tokens += 1
+            piece = self._detokenizer.push([token_id])
+            if self.num_tokens <= self._min_tokens:
+                text += piece
+            else:
+                text += self._look_for_stops(piece)
+            if self.num_tokens == self._min_tokens:
+                self._num_free = len(self._detokenizer.held_back())
+        return text
+
+    def flush(self) -> str:
+        """The answer is over: returns the text that was held back; may find a stop string yet."""
+        if self.is_stopped:
+            return ""
+        return self._look_for_stops(self._detokenizer.flush()) + self._stops.flush()
+
+    def _look_for_stops(self, text: str) -> str:
+        """Passes on the characters in which no stop string may begin, and searches the rest."""
+        free, rest = text[: self._num_free], text[self._num_free :]
+        self._num_free -= len(free)
+        return free + self._stops.push(rest)
+
+
+def _overlap_length(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that ends `text`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,13 +1,14 @@
-"""From a client's request to one in which every setting is resolved, or to all findings against it.
+"""From a client's request to one in which every setting is resolved, or to all findings against it;
+later to the ids of its prompt.
 
-Pure: the request and the model's description in, values out. Runs before anything is reserved, and
-before the prompt is tokenised. Not here: its input (`findings.py`), whether the model exists
-(`seats.py`), whether there is room (`admission.py`)."""
+`validate` is pure: the request and the model's description in, values out. It runs before anything
+is reserved, and before the prompt is tokenised. Not here: its input (`findings.py`), whether the
+model exists (`seats.py`), whether there is room (`admission.py`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -35,7 +36,17 @@ from effuse.config.decoding import (
 )
 from effuse.config.objectives import NO_GOALS, OBJECTIVES, Goals, Priority, RequestClass
 from effuse.placement.records import ModelInfo
-from effuse.router.findings import Findings, check_input, check_request_id, shown
+from effuse.protos.errors import InvalidRequest, Unavailable
+from effuse.router.chat_template import ChatTemplateError
+from effuse.router.findings import (
+    Findings,
+    check_input,
+    check_request_id,
+    most_prompt_bytes,
+    shown,
+)
+from effuse.router.special_tokens import strings_of
+from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2 as pb
 
 _BY_NUMBER: Final[Mapping[str, Mapping[int, Any]]] = {
@@ -326,3 +337,57 @@ def _resolve_settings(
 def _given(params: Message) -> dict[str, Any]:
     """The fields that are set; the rest take the model's defaults."""
     return {field.name: value for field, value in params.ListFields()}
+
+
+async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
+    """The ids of the prompt. Raises `InvalidRequest` for one that the model's chat template does
+    not take, and for reserved tokens where special tokens are parsed; `Unavailable` where
+    tokenizer and model do not fit."""
+    sent, parses_special = asked.sent, asked.sent.parse_special_tokens
+    if parses_special:
+        _check_special(asked, tokenizer)
+    if sent.HasField("prompt"):
+        ids = await tokenizer.encode(sent.prompt, parses_special=parses_special)
+    elif asked.chat is not None:
+        most_bytes = most_prompt_bytes(asked.model)
+        try:
+            ids = await tokenizer.encode_chat(
+                asked.chat, most_bytes=most_bytes, parses_special=parses_special
+            )
+        except ChatTemplateError as error:
+            why = f"the model's chat template refuses it: {shown(str(error), most=400)}"
+            raise InvalidRequest.of("chat", why) from error
+    else:
+        return list(sent.prompt_token_ids.ids)
+    if max(ids, default=0) >= asked.model.vocab_size:
+        raise Unavailable(
+            f"the router's tokenizer does not fit the model: it returned id {max(ids)}, but the "
+            f"vocabulary has only {asked.model.vocab_size}",
+            retryable=False,
+        )
+    return ids
+
+
+def _check_special(asked: Asked, tokenizer: Tokenizer) -> None:
+    """No token that is refused among ids may come in spelled."""
+    findings = Findings()
+    for name, text in _texts(asked):
+        for part in tokenizer.special_tokens.cut(text):
+            if not isinstance(part, str) and part.id in asked.refused_ids:
+                what = f"the {asked.refused_ids[part.id]} token {shown(part.text)}"
+                findings.add(name, "special tokens that a prompt may contain", what)
+                break
+    findings.raise_any()
+
+
+def _texts(asked: Asked) -> Iterator[tuple[str, str]]:
+    """Each of the client's strings, with its path in the request."""
+    if asked.sent.HasField("prompt"):
+        yield "prompt", asked.sent.prompt
+    if asked.chat is not None:
+        for at, message in enumerate(asked.chat.messages):
+            name = f"chat.messages[{at}].{'json' if message.json else 'content'}"
+            for text in strings_of(message.fields()):
+                yield name, text
+        for text in strings_of(asked.chat.template_arguments):
+            yield "chat.template_arguments_json", text

@@ -31,14 +31,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Final, NoReturn, TextIO, cast
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-LogLevel = Literal["debug", "info", "warning", "error"]
-"""Lowest level of messages that a process logs."""
-LogFormat = Literal["text", "json"]
 
 LOG: Final = logging.getLogger(__name__)
 _FIGURES: Final = "figures"
@@ -52,9 +48,9 @@ _LOOK_S: Final = 0.05
 _RELAY_BYTES: Final = 1 << 16
 
 
-def set_up(process: str, level: LogLevel, form: LogFormat = "text") -> None:
+def set_up(process: str, level: str, form: str = "text") -> None:
     """Logs to standard error from now on, which never makes the process wait; each line has the
-    name `process`.
+    name `process`. `level` and `form`: `log_level` and `log_format` of its config.
     """
     log_by(JsonLines(process) if form == "json" else TextLines(process), level)
     if form == "json":
@@ -65,7 +61,7 @@ def set_up(process: str, level: LogLevel, form: LogFormat = "text") -> None:
         )
 
 
-def log_by(formatter: logging.Formatter, level: LogLevel = "info") -> None:
+def log_by(formatter: logging.Formatter, level: str = "info") -> None:
     """Logs to standard error with this formatter, including notices of dropped lines."""
 
     def notice(lines: int) -> str:
@@ -335,7 +331,6 @@ def dropped_lines() -> int:
 
 
 def count(lines: int) -> None:
-    """Adds dropped lines of another process of effuse."""
     global _elsewhere
     _elsewhere += lines
 

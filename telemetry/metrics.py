@@ -57,7 +57,6 @@ class ScrapeHandler(WSGIRequestHandler):
 def gauges(
     name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
-    """One metric with several values, by the values of its labels."""
     family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
     for one, value in values:
         family.add_metric(one, value)
@@ -78,11 +77,9 @@ class ProcessMetrics(Collector):
         self.read_counter("log_lines_dropped", dropped, dropped_lines)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
-        """Adds a counter; `_total` is added to its name."""
         return Counter(PREFIX + name, text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        """Adds a value that goes up and down."""
         return Gauge(PREFIX + name, text, labels, registry=self.registry)
 
     def histogram(

@@ -31,7 +31,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
-_MARKS = ("gpu", "client", "chart", "network", "rdma")
+_MARKS = ("gpu", "client", "chart", "network", "rdma", "mooncake")
 # The files that take longest come first, so that at the end no core is idle because one of them
 # still runs.
 LONGEST = (

@@ -16,18 +16,22 @@ import torch
 
 from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
+from effuse.config.pool_address import PoolAddress
+from effuse.kernels.attention_batch import ContextCut
 from effuse.kernels.marks import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.mooncake_pool import MooncakePool, check_package
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
-from effuse.models.group import RankPlace
+from effuse.models.group import ALONE, ContextGroup, RankPlace
 from effuse.models.part import PromptForward
 from effuse.models.transformer import Transformer
 from effuse.models.weights import weights_digest
@@ -74,8 +78,7 @@ class Assembly:
     tiers: Tiers | None
 
     def make_cache(self, pool: PagePool) -> UnitCache:
-        """The cache of a pool of these pages."""
-        page_size, block_size = self.memory.layout.page_size, self.model.config.block_size
+        page_size, block_size = self.memory.layout.span, self.model.config.block_size
         is_causal = self.model.config.prompt_attention == "causal_blocks"
         if self.tiers is None:
             return UnitCache(
@@ -106,10 +109,7 @@ def assemble(
     raises GroupBroken and does not end the process. Ranks end if the start fails.
     """
     device = device_of(config)
-    connector = choose_connector(
-        config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
-    )
-    config = replace(config, connector=connector)
+    config = _settled(config, device)
     directory = model_directory(config)
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
@@ -141,10 +141,10 @@ def assemble(
         ready=Ready(
             model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
             fingerprint=tuple((field.name, field.value) for field in agreed),
-            page_size=layout.page_size,
+            page_size=layout.span,
             page_bytes=part.memory.page_bytes,
             total_pages=part.memory.num_pages * config.num_replicas,
-            connector=connector,
+            connector=config.connector,
         ),
         ranks=ranks,
         caches=config.enable_prefix_caching,
@@ -152,27 +152,41 @@ def assemble(
     )
 
 
+def _settled(config: WorkerConfig, device: torch.device) -> WorkerConfig:
+    """The config with its connector. Raises ValueError if a package is missing that it needs."""
+    if config.kv_pool is not None:
+        check_package()
+    connector = choose_connector(
+        config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
+    )
+    return replace(config, connector=connector)
+
+
 def _tiers(
     config: WorkerConfig, part: RankPart, agreed: Fingerprint, ranks: Ranks | None
 ) -> Tiers | None:
-    """Host memory and files for kept KV. Raises ValueError if there can be no files."""
+    """Host memory and stores for kept KV. Raises ValueError if there can be no files."""
     if part.host is None:
         return None
-    files, directory = None, config.kv_offloading_dir
-    if directory is not None:
+    stores: list[UnitStore] = []
+    directory = config.kv_offloading_dir
+    if directory is not None or config.kv_pool is not None:
         # Other kernels compute other bits.
         device = part.model.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         kernels = config.attention, config.batch_invariant, gpu
         facts = agreed, part.memory.layout, part.model.config.block_size, kernels
         name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-        try:
-            files = UnitFiles(directory / name, int(config.kv_offloading_dir_size * GIB))
-        except OSError as error:
-            raise ValueError(f"--kv-offloading-dir: {error}") from error
+        if directory is not None:
+            try:
+                stores.append(UnitFiles(directory / name, int(config.kv_offloading_dir_size * GIB)))
+            except OSError as error:
+                raise ValueError(f"--kv-offloading-dir: {error}") from error
+        if config.kv_pool is not None:
+            stores.append(MooncakePool(PoolAddress.parse(config.kv_pool), name, part.host))
     return Tiers(
         part.host if ranks is None else GroupHost(part.host, ranks),
-        files,
+        stores,
         now=time.monotonic,
         row_dtype=part.model.dtype,
         row_device=part.model.device,
@@ -182,8 +196,12 @@ def _tiers(
 def _check_cuts(config: WorkerConfig, directory: Path) -> None:
     """Raises ValueError if the model cannot be cut for so many ranks."""
     model = ModelConfig.from_dir(directory, block_size=config.block_size)
-    has_replicas = config.num_replicas > 1
-    place = RankPlace(0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas)
+    has_replicas, degree, context = config.num_replicas > 1, config.context_degree, None
+    if degree > 1:
+        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE)
+    place = RankPlace(
+        0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas, context=context
+    )
     place.shard(model)
 
 
@@ -208,7 +226,7 @@ def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> Mode
         mask_token_id=model.config.mask_token_id,
         prompt_attention=model.config.prompt_attention,
         commit_rule=_COMMIT_RULE,
-        deterministic=model.is_deterministic,
+        deterministic=model.stores_alike,
     )
 
 

@@ -3,6 +3,9 @@
 A role is a value. A change of it takes effect at once. Work of a kind that the worker has ceased to
 accept goes on to its end, or until it is handed over to other workers.
 
+`Quarantines` knows which pages wait for their writers (`peer.py`), informs operators, and refuses
+such a writer more of them.
+
 `Attempts` holds those that run, and those that ended recently. It passes the engine's events to the
 handler of an attempt, and turns its failures into errors for callers. No I/O; the clock is
 injected. An attempt stays in the table until nothing of it is left in the engine; after that its
@@ -10,15 +13,17 @@ transfer id is refused.
 """
 
 import asyncio
+import logging
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, get_args
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.placement.records import Kind, Role
+from effuse.placement.records import MOST_QUARANTINES, Kind, Quarantine, Role
 from effuse.protos.errors import (
     AlreadyRunning,
     Bug,
@@ -32,13 +37,19 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.worker.messages import CoreEvent, Draft, Failed, FailureCode, Reserved
+from effuse.worker.wire import Writer
 
+LOG: Final = logging.getLogger(__name__)
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 AUTO: Final = "auto"
 """Leaves the role as it is, to the plans of routers."""
 _ROLE_RETRY_S: Final = 0.1
 _MOST_QUEUED_DRAFTS = 64  # a slow reader loses drafts, never commits
 _RETRY_AFTER_S: Final = 0.5  # if the engine names none: about the time of a short request
+SILENT_S = 10.0
+"""A writer that has not released pages for this long gets no more."""
+ALARM_S: Final = 30.0
+_WRITER_RETRY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,6 @@ class Duty:
     changed_at: float = -math.inf  # when the role last became another one
 
     def does(self, kind: Kind) -> bool:
-        """Whether the worker accepts work of this kind."""
         return self.role in (kind, "both")
 
     def check(self, kind: Kind | None) -> None:
@@ -141,7 +151,6 @@ class OpenAttempt:
         return event
 
     def deliver(self, event: CoreEvent | EffuseError) -> None:
-        """Passes an event of the engine to the handler, or an error that ends the attempt."""
         if isinstance(event, Draft) and self._events.qsize() > _MOST_QUEUED_DRAFTS:
             return
         self._events.put_nowait(event)
@@ -219,7 +228,6 @@ class Attempts:
         return [one for one in self.running.values() if one.kind and not duty.does(one.kind)]
 
     def fail_all(self, error: EffuseError) -> None:
-        """Ends every attempt for its handler, which then ends it in the engine."""
         for attempt in self.running.values():
             attempt.deliver(error)
 
@@ -260,5 +268,78 @@ def to_error(failed: Failed) -> EffuseError:
 
 
 def deadline_passed(what: str) -> DeadlineExceeded:
-    """The error of a caller whose time has ended."""
     return DeadlineExceeded(f"the deadline passed before {what}")
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """Pages of one handoff that wait for its writer."""
+
+    writer: Writer
+    pages: int
+    since: float
+
+
+class Quarantines:
+    """All waiting pages; a worker has few handoffs, so these are few."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._held: list[_Held] = []
+        self._told: set[str] = set()  # writers that the log already reports as silent
+
+    @contextmanager
+    def holding(self, writer: Writer, pages: int) -> Iterator[Callable[[], None]]:
+        """Counts pages that wait for `writer`; returns a function that the waiter calls."""
+        held = _Held(writer, pages, self._now())
+        self._held.append(held)
+        try:
+            yield lambda: self._tell(held)
+        finally:
+            self._held.remove(held)
+            if writer.address in self._told and not self._of(writer.address):
+                self._told.remove(writer.address)
+                LOG.warning("no page waits for %s any more", writer.address)
+
+    def check(self, writer: Writer) -> None:
+        """Raises `TransferFailed` for a writer that has held pages for too long."""
+        ages = [self._now() - one.since for one in self._held if _is_same(one.writer, writer)]
+        if ages and max(ages) >= SILENT_S:
+            raise TransferFailed(
+                f"the prefill worker at {writer.address} has not released pages here for "
+                f"{max(ages):.0f} s and gets no more of them",
+                retry_after_s=_WRITER_RETRY_S,
+            )
+
+    def listed(self) -> tuple[Quarantine, ...]:
+        """Pages by writer, those that have waited longest first, at most `MOST_QUARANTINES`."""
+        by_writer: dict[str, list[_Held]] = defaultdict(list)
+        for one in self._held:  # oldest first
+            by_writer[one.writer.address].append(one)
+        now = self._now()
+        return tuple(
+            Quarantine(address, sum(one.pages for one in held), now - held[0].since)
+            for address, held in list(by_writer.items())[:MOST_QUARANTINES]
+        )
+
+    def _of(self, address: str) -> list[_Held]:
+        return [one for one in self._held if one.writer.address == address]
+
+    def _tell(self, held: _Held) -> None:
+        address, age_s = held.writer.address, self._now() - held.since
+        if age_s < ALARM_S or address in self._told:
+            return
+        self._told.add(address)
+        LOG.error(
+            "%d pages cannot be used, because the prefill worker at %s, on this machine, may still "
+            "write into them and has not answered for %.0f s. They become free once it answers or "
+            "its engine's process ends: continue the process if it is stopped, otherwise kill it",
+            sum(one.pages for one in self._of(address)),
+            address,
+            age_s,
+        )
+
+
+def _is_same(one: Writer, other: Writer) -> bool:
+    """Whether both are one life of one worker; earlier lives do not count."""
+    return (one.address, one.incarnation) == (other.address, other.incarnation)

@@ -15,9 +15,9 @@ from effuse.config import checks
 from effuse.config.access import Access
 from effuse.config.decoding import WINDOW, Algorithm
 from effuse.config.flags import flag_of
+from effuse.config.pool_address import PoolAddress
 from effuse.kvtransfer.messages import MAX_LEASE_S, MAX_POOL_PAGES
 from effuse.placement.records import Role, check_name
-from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]
 Connector = Literal["auto", "nixl", "zmq"]
@@ -35,10 +35,9 @@ _MOST_STOP_IDS = 128  # more than a router accepts; a GPU has room for them in e
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(Access):
-    """A worker's model, devices, KV memory and batches."""
+class ModelSettings(Access):
+    """A worker's model, and the devices that compute it."""
 
-    # The model.
     model: Annotated[Path | None, "checkpoint directory (default: the bundled model)"] = None
     adapter: Annotated[Path | None, "LoRA adapter directory, merged when weights are loaded"] = None
     served_model_name: Annotated[
@@ -66,6 +65,11 @@ class EngineSettings(Access):
         bool, "spread whole experts over the devices; without it each expert is cut"
     ] = False
 
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(ModelSettings):
+    """A worker's KV memory and batches."""
+
     # KV memory.
     page_size: Annotated[int, "tokens in a KV page"] = 16
     num_pages: Annotated[
@@ -83,6 +87,11 @@ class EngineSettings(Access):
         Path | None, "directory for kept KV that has no room in host memory either"
     ] = None
     kv_offloading_dir_size: Annotated[float, "most GiB of files in that directory"] = 64.0
+    kv_pool: Annotated[
+        str | None,
+        "keep KV also in this Mooncake Store, for all workers with the same model and layout: "
+        "mooncake://host:port/namespace (extra `mooncake`)",
+    ] = None
 
     # Batching.
     block_size: Annotated[int | None, "tokens in a diffusion block (default: the model's)"] = None
@@ -125,20 +134,28 @@ class EngineSettings(Access):
             if not (math.isfinite(found) and found >= 0):
                 raise ValueError(f"{flag_of(name)}: expected 0 or more GiB, got {found:g}")
         size = self.kv_offloading_size
-        if self.kv_offloading_dir is not None and not size:
-            raise ValueError(
-                "--kv-offloading-dir: expected --kv-offloading-size with it, because KV reaches "
-                "files through host memory"
-            )
+        stores = [name for name in ("kv_offloading_dir", "kv_pool") if getattr(self, name)]
+        for name in stores:
+            if not size:
+                raise ValueError(
+                    f"{flag_of(name)}: expected --kv-offloading-size with it, because KV goes "
+                    "there through host memory"
+                )
+            if self.tensor_parallel_size > 1:
+                raise ValueError(
+                    f"{flag_of(name)}: expected --tensor-parallel-size 1 with it, "
+                    f"got {self.tensor_parallel_size}"
+                )
         if self.kv_offloading_dir is not None and not self.kv_offloading_dir_size:
             raise ValueError("--kv-offloading-dir-size: expected more than 0 GiB, got 0")
         if size and not self.enable_prefix_caching:
             raise ValueError("--kv-offloading-size: expected --enable-prefix-caching with it")
-        if self.kv_offloading_dir is not None and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "--kv-offloading-dir: expected --tensor-parallel-size 1 with it, "
-                f"got {self.tensor_parallel_size}"
-            )
+        if self.kv_pool is not None:
+            try:
+                host = PoolAddress.parse(self.kv_pool).host
+            except ValueError as error:
+                raise ValueError(f"--kv-pool: {error}") from error
+            self.check_plaintext("kv_pool", host, "pages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +184,6 @@ class WorkerConfig(EngineSettings):
     redis_url: Annotated[
         str | None, "announce this worker in this Redis, as redis://host:port/db"
     ] = None
-    fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
     worker_id: Annotated[str | None, "name of this worker (default: its role, host and port)"] = (
         None
     )
@@ -182,15 +198,6 @@ class WorkerConfig(EngineSettings):
         "replace an engine that makes no progress for this long, or for ten of its steps if that "
         "is longer",
     ] = 3.0
-    drain_s: Annotated[float, "most time for running requests to end at shutdown"] = 30.0
-    max_request_s: Annotated[float, "most time for one request"] = 3600.0
-
-    log_level: Annotated[LogLevel, "lowest level of messages to log"] = "info"
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        "send OpenTelemetry spans to this address, such as http://host:4317 (extra `traces`)",
-    ] = None
-    log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,7 +208,7 @@ class WorkerConfig(EngineSettings):
         if not self.encrypt_pages:
             self.check_plaintext("host", self.host, "pages")
         checks.whole("port", self.port, 0, 65535)
-        for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
+        for name in ("startup_timeout_s", "hang_timeout_s"):
             checks.seconds(name, getattr(self, name))
         if self.hang_timeout_s < _LEAST_HANG_S:
             raise ValueError(
@@ -219,6 +226,11 @@ class WorkerConfig(EngineSettings):
         return 1
 
     @property
+    def context_degree(self) -> int:
+        """Ranks that hold the same KV heads, each for other tokens."""
+        return 1
+
+    @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.num_replicas
 
@@ -229,7 +241,6 @@ class WorkerConfig(EngineSettings):
 
     @property
     def longest_end_s(self) -> float:
-        """Longest time from SIGTERM to the worker's end."""
         return self.drain_s + 2 * END_S + STOP_S
 
     def reachable_host(self) -> str:
@@ -275,6 +286,14 @@ class DecodeConfig(WorkerConfig):
     data_parallel_size: Annotated[
         int, "devices with requests and KV of their own, and each layer's experts in common"
     ] = 1
+    decode_context_parallel_size: Annotated[
+        int,
+        "devices, of those of tensor-parallel-size, that hold the same KV heads, each for other "
+        "tokens of every request",
+    ] = 1
+    cp_kv_cache_interleave_size: Annotated[
+        int | None, "tokens that lie on one of these devices one after another (default: page-size)"
+    ] = None
     max_window: Annotated[int, "most blocks in flight for one request"] = 8
     max_stop_ids: Annotated[int, "most stop ids of a request, including end-of-sequence ids"] = 16
 
@@ -292,13 +311,46 @@ class DecodeConfig(WorkerConfig):
                 "--kv-offloading-size: expected --data-parallel-size 1 with it, "
                 f"got {self.data_parallel_size}"
             )
+        self._check_context()
         checks.whole("max_window", self.max_window, int(WINDOW.low), int(WINDOW.high))
         checks.whole("max_stop_ids", self.max_stop_ids, 1, _MOST_STOP_IDS)
 
+    def _check_context(self) -> None:
+        degree, name = self.decode_context_parallel_size, "--decode-context-parallel-size"
+        checks.whole("decode_context_parallel_size", degree, 1, _MOST_RANKS)
+        if self.tensor_parallel_size % degree:
+            raise ValueError(
+                f"{name}: expected a divisor of --tensor-parallel-size "
+                f"{self.tensor_parallel_size}, got {degree}"
+            )
+        interleave = self.cp_kv_cache_interleave_size
+        if interleave not in (None, self.page_size):
+            raise ValueError(
+                "--cp-kv-cache-interleave-size: expected --page-size "
+                f"{self.page_size}, because a device holds whole pages of tokens that follow each "
+                f"other, got {interleave}"
+            )
+        if degree == 1:
+            return
+        if self.attention == "flex":
+            raise ValueError(
+                f"{name} {degree}: expected --attention triton with it, because flex returns no "
+                "log-sum-exp, by which devices merge their results"
+            )
+        if self.batch_invariant:
+            raise ValueError(
+                f"{name} {degree}: expected no --batch-invariant with it, because a result rounds "
+                "by how many of its keys are cached"
+            )
+
     @property
     def num_replicas(self) -> int:
-        """Ranks that compute requests of their own."""
         return self.data_parallel_size
+
+    @property
+    def context_degree(self) -> int:
+        """Ranks that hold the same KV heads, each for other tokens."""
+        return self.decode_context_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +366,11 @@ class BothConfig(PrefillConfig, DecodeConfig):
             raise ValueError(
                 "--data-parallel-size: expected 1 for a worker that also computes prompts for "
                 f"others, got {self.data_parallel_size}"
+            )
+        if self.context_degree > 1:
+            raise ValueError(
+                "--decode-context-parallel-size: expected 1 for a worker that also computes "
+                f"prompts for others, got {self.context_degree}"
             )
 
 

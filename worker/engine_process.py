@@ -67,7 +67,6 @@ Meanwhile = Callable[[Sequence[ToEngine]], Sequence[ToEngine]]
 
 
 def leave(come: Sequence[ToEngine]) -> Sequence[ToEngine]:
-    """Takes no message within a step."""
     return come
 
 
@@ -82,7 +81,6 @@ class Engine:
     ranks: "Ranks | None" = None
 
     def close(self) -> None:
-        """Stops the connector and the other ranks."""
         self.core.close()
         if self.ranks is not None:
             self.ranks.close()
@@ -289,12 +287,10 @@ class Outbox:
         self._events: list[CoreEvent] = []
 
     def drain(self) -> Sequence[CoreEvent]:
-        """Returns the events, and starts again."""
         events, self._events = self._events, []
         return events
 
     def say(self, *events: CoreEvent) -> None:
-        """Adds events in their order."""
         self._events += events
 
     def failed(
@@ -306,11 +302,9 @@ class Outbox:
         retryable: bool = False,
         field: str | None = None,
     ) -> None:
-        """Reports that an attempt has ended without success."""
         self.say(
             Failed(attempt=attempt, code=code, message=message, retryable=retryable, field=field)
         )
 
     def abort_done(self, attempt: AttemptId, *, was_running: bool) -> None:
-        """Reports that nothing of an aborted attempt is left here."""
         self.say(AbortDone(attempt=attempt, was_running=was_running))

@@ -3,8 +3,7 @@
 A writer elsewhere reaches our memory through our end of a connection, and closing that keeps it
 out, alive or not. A writer on the same machine may have mapped our memory, or let the kernel copy
 into it. Nothing that we close keeps that one out, so only its own report or its end will. The
-engine then handles the pages. The front knows which pages wait, informs operators, and refuses such
-a writer more of them.
+engine then handles the pages.
 """
 
 import asyncio
@@ -12,9 +11,7 @@ import errno
 import logging
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,22 +19,16 @@ import grpc
 import grpc.aio
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.placement.records import MOST_QUARANTINES, Quarantine
 from effuse.protos.channels import OPEN, FleetAccess, FleetChannel, worker_stub
-from effuse.protos.errors import PeerLost, TransferFailed
+from effuse.protos.errors import PeerLost
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker import wire
-from effuse.worker.wire import Writer
 
 LOG = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # processes that share one of them may be able to map our memory
 _NAMESPACES = ("net", "ipc", "pid")
-SILENT_S = 10.0
-"""A writer that has not released pages for this long gets no more."""
-ALARM_S = 30.0
-_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,77 +148,3 @@ def _bind(family: int, where: tuple[object, ...]) -> int:
     except OSError as error:
         return error.errno or errno.EINVAL
     return 0
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """Pages of one handoff that wait for its writer."""
-
-    writer: Writer
-    pages: int
-    since: float
-
-
-class Quarantines:
-    """All waiting pages; a worker has few handoffs, so these are few."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._held: list[_Held] = []
-        self._told: set[str] = set()  # writers that the log already reports as silent
-
-    @contextmanager
-    def holding(self, writer: Writer, pages: int) -> Iterator[Callable[[], None]]:
-        """Counts pages that wait for `writer`; returns a function that the waiter calls."""
-        held = _Held(writer, pages, self._now())
-        self._held.append(held)
-        try:
-            yield lambda: self._tell(held)
-        finally:
-            self._held.remove(held)
-            if writer.address in self._told and not self._of(writer.address):
-                self._told.remove(writer.address)
-                LOG.warning("no page waits for %s any more", writer.address)
-
-    def check(self, writer: Writer) -> None:
-        """Raises `TransferFailed` for a writer that has held pages for too long."""
-        ages = [self._now() - one.since for one in self._held if _is_same(one.writer, writer)]
-        if ages and max(ages) >= SILENT_S:
-            raise TransferFailed(
-                f"the prefill worker at {writer.address} has not released pages here for "
-                f"{max(ages):.0f} s and gets no more of them",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-
-    def listed(self) -> tuple[Quarantine, ...]:
-        """Pages by writer, those that have waited longest first, at most `MOST_QUARANTINES`."""
-        by_writer: dict[str, list[_Held]] = defaultdict(list)
-        for one in self._held:  # oldest first
-            by_writer[one.writer.address].append(one)
-        now = self._now()
-        return tuple(
-            Quarantine(address, sum(one.pages for one in held), now - held[0].since)
-            for address, held in list(by_writer.items())[:MOST_QUARANTINES]
-        )
-
-    def _of(self, address: str) -> list[_Held]:
-        return [one for one in self._held if one.writer.address == address]
-
-    def _tell(self, held: _Held) -> None:
-        address, age_s = held.writer.address, self._now() - held.since
-        if age_s < ALARM_S or address in self._told:
-            return
-        self._told.add(address)
-        LOG.error(
-            "%d pages cannot be used, because the prefill worker at %s, on this machine, may still "
-            "write into them and has not answered for %.0f s. They become free once it answers or "
-            "its engine's process ends: continue the process if it is stopped, otherwise kill it",
-            sum(one.pages for one in self._of(address)),
-            address,
-            age_s,
-        )
-
-
-def _is_same(one: Writer, other: Writer) -> bool:
-    """Whether both are one life of one worker; earlier lives do not count."""
-    return (one.address, one.incarnation) == (other.address, other.incarnation)

@@ -18,7 +18,6 @@ from prometheus_client.metrics_core import Metric
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import (
-    Capacity,
     Kind,
     Link,
     Load,
@@ -33,10 +32,9 @@ from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
 from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics, gauges
 from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
-from effuse.worker.attempts import Attempts, Duty, OpenAttempt
+from effuse.worker.attempts import Attempts, Duty, OpenAttempt, Quarantines
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, StartDecode, StartPrefill, ToEngine
-from effuse.worker.peer import Quarantines
 from effuse.worker.supervisor import EngineLife, Supervisor
 
 
@@ -63,10 +61,13 @@ _COUNTED: Final = (
     ("prefix_cache_evictions", "Units of the prefix cache that made room", "prefix_evictions"),
     ("kv_offload_saved_bytes", "KV bytes copied from pages to host memory", "offload_saved"),
     ("kv_offload_loaded_bytes", "KV bytes copied from host memory to pages", "offload_loaded"),
-    ("kv_offload_filed_bytes", "KV bytes written to files", "offload_filed"),
-    ("kv_offload_read_bytes", "KV bytes read from files", "offload_read"),
+    ("kv_offload_filed_bytes", "KV bytes written to files", "offload_file_kept"),
+    ("kv_offload_read_bytes", "KV bytes read from files", "offload_file_read"),
     ("kv_offload_corrupt", "Units that came back with a wrong digest", "offload_corrupt"),
-    ("kv_offload_file_failures", "Errors and late answers of files", "offload_failures"),
+    ("kv_offload_file_failures", "Errors and late answers of files", "offload_file_failures"),
+    ("kv_pool_kept_bytes", "KV bytes written to the shared pool", "offload_pool_kept"),
+    ("kv_pool_read_bytes", "KV bytes read from the shared pool", "offload_pool_read"),
+    ("kv_pool_failures", "Errors and late answers of the shared pool", "offload_pool_failures"),
     ("kv_held_bytes", "KV bytes not received, because the prefix cache had them", "kv_bytes_held"),
     ("prompts_shared", "Prompts whose KV came from another attempt", "prompts_shared"),
     ("own_prompt_tokens", "Prompt tokens that a decode worker computed", "prompt_tokens"),
@@ -126,7 +127,6 @@ class WorkerMetrics(ProcessMetrics):
         )
 
     def count_handoff(self, transport: str, num_bytes: int, seconds: float) -> None:
-        """A prompt's KV has moved from worker to worker."""
         self.handoff.labels(transport).observe(seconds)
         self.kv_bytes.labels(transport).inc(num_bytes)
 
@@ -228,6 +228,10 @@ class Shell:
         life = self.supervisor.life
         return "" if life is None else life.incarnation
 
+    def where(self) -> str:
+        """Its address for other processes."""
+        return self.address
+
     def admit(self, incarnation: str, kind: Kind | None = None) -> EngineLife:
         """Returns the engine for a new attempt of this kind; raises the reason for a refusal.
 
@@ -257,7 +261,6 @@ class Shell:
         return attempt
 
     def send(self, attempt: OpenAttempt, message: ToEngine) -> None:
-        """Sends a message about an attempt to its engine, if that still lives."""
         self.supervisor.send(message, attempt.incarnation)
 
     def time_left(self, remaining_s: float | None) -> float:
@@ -333,15 +336,7 @@ class Shell:
             state=self._state(),
             fingerprint=life.ready.fingerprint,
             model=life.ready.model,
-            capacity=Capacity(
-                total_pages=life.ready.total_pages,
-                page_size=life.ready.page_size,
-                ranks=self.config.num_ranks,
-                max_num_seqs=self.config.max_num_seqs * self.config.num_replicas,
-                max_num_batched_tokens=(
-                    self.config.max_num_batched_tokens * self.config.num_replicas
-                ),
-            ),
+            capacity=life.capacity,
             load=Load() if is_over else life.load,
             links=() if is_over else self.links.get(life.incarnation, ()),
             min_handoff_gbps=self.min_handoff_gbps,

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from effuse.placement.records import Load
+from effuse.placement.records import Capacity, Load
 from effuse.protos import errors
 from effuse.telemetry import logs
 from effuse.worker import engine_home
@@ -238,6 +238,7 @@ class EngineLife:
 
     client: EngineClient
     ready: Ready
+    capacity: Capacity
     load: Load
     began: float  # when it became ready, by the supervisor's clock
 
@@ -347,7 +348,16 @@ class Supervisor:
 
     def _begin_life(self, client: EngineClient, ready: Ready, now: float) -> None:
         load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
-        self.life = self.last_life = EngineLife(client, ready, load, now)
+        config = self._config
+        capacity = Capacity(
+            total_pages=ready.total_pages,
+            page_size=ready.page_size,
+            ranks=config.num_ranks,
+            context_ranks=config.context_degree,
+            max_num_seqs=config.max_num_seqs * config.num_replicas,
+            max_num_batched_tokens=config.max_num_batched_tokens * config.num_replicas,
+        )
+        self.life = self.last_life = EngineLife(client, ready, capacity, load, now)
         self._progress = replace(self._progress, is_ready=True)
         self._told_phase = "serving"
         LOG.info("engine %s is ready", client.incarnation)

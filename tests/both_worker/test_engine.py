@@ -330,8 +330,9 @@ class Queue:
 
 
 @pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("length", [32, 48])  # all of it is known, or its beginning
 def test_pages_that_a_device_may_still_write_do_not_leave_before(
-    two: Two, monkeypatch: pytest.MonkeyPatch, is_over: bool
+    two: Two, monkeypatch: pytest.MonkeyPatch, is_over: bool, length: int
 ) -> None:
     """An answer's own prompt is known when its forward is launched, which ends later on a GPU."""
     source, target = two.each
@@ -349,10 +350,11 @@ def test_pages_that_a_device_may_still_write_do_not_leave_before(
     source.decode.step()
     assert source.cache.num_cached == 8
     queue.is_over = is_over
-    two.start(asked_of("other", length=48), source, target)
+    two.start(asked_of("other", length=length), source, target)
     two.settle()
-    assert source.cache.num_found == 32
-    assert [one.num_final is None for one in sent] == ([True, False] if is_over else [False])
+    assert source.cache.num_found == (28 if length == 32 and not is_over else 32)
+    before, after = [True] * is_over, [False] * (length == 48 or not is_over)
+    assert [one.num_final is None for one in sent] == before + after
     assert target.said(AttemptId("request-other", 1, "transfer-other"), messages.Finished)
 
 

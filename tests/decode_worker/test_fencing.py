@@ -26,7 +26,7 @@ from msgspec.structs import astuple
 from effuse.decode_worker.server import make_role
 from effuse.protos.errors import TransferFailed, Unavailable
 from effuse.v1 import worker_pb2 as pb
-from effuse.worker import peer
+from effuse.worker import attempts
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_process import listen_while_alive
 
@@ -112,7 +112,7 @@ def test_over_zmq_no_writer_keeps_pages_from_others(tmp_path: Path) -> None:
 def test_a_writer_that_does_not_let_go_gets_no_more_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "SILENT_S", 0.0)
+    monkeypatch.setattr(attempts, "SILENT_S", 0.0)
 
     async def go() -> None:
         async with (

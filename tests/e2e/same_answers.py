@@ -147,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--ways", nargs="*", choices=tuple(WAYS), default=tuple(WAYS))
     parser.add_argument("--mixed", type=int, default=20, help="random combinations")
+    parser.add_argument("--skip", type=int, default=0, help="so many of them, for a second call")
     parser.add_argument("--seconds", type=float, default=1e9, help="no way begins after them")
     parser.add_argument("--ranks", type=int, default=1, help="of each worker")
     parser.add_argument("--off", action="store_true", help="without --batch-invariant")
@@ -158,7 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     expected, _ = answers(replace(BASE, **group), asked, given.device, mode)
     ways = {name: (replace(WAYS[name], **group), asked) for name in given.ways}
     few = asked[: max(1, len(asked) // 5)]
-    ways |= {f"mixed {number}": (mixed(rng), few) for number in range(given.mixed)}
+    combinations = [(mixed(rng), few) for _ in range(given.mixed)]
+    ways |= {
+        f"mixed {number}": way for number, way in enumerate(combinations) if number >= given.skip
+    }
     total = missed = 0
     for name, (way, own) in ways.items():
         if time.monotonic() - began > given.seconds:

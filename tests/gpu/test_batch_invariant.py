@@ -18,6 +18,7 @@ from effuse.benchmarks.gpu_models import DREAM_7B, LLADA2_MINI, random_model
 from effuse.kernels import products_hopper
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.products_hopper import TILES
+from effuse.kernels.rowwise import halves
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.config import ModelConfig
@@ -33,6 +34,11 @@ PAGE = 16
 MOST_ROWS = 2304
 
 Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def in_halves(x: Tensor, weight: Tensor) -> Tensor:
+    """As the MLP's last product, whose halves the next norm adds."""
+    return halves(x, weight, batch_invariant=True).sum(0)
 
 
 def rows_that_differ(product: Product, columns: int, inner: int, dtype: torch.dtype) -> list[int]:
@@ -55,6 +61,11 @@ def test_all_numbers_of_rows_give_the_same_bits(
     columns: int, inner: int, dtype: torch.dtype
 ) -> None:
     assert rows_that_differ(products_hopper.launch, columns, inner, dtype) == []
+
+
+@pytest.mark.parametrize(("columns", "inner"), [(512, 3584), (64, 48)])
+def test_so_do_halves_of_the_sum(columns: int, inner: int) -> None:
+    assert rows_that_differ(in_halves, columns, inner, torch.bfloat16) == []
 
 
 def test_products_that_choose_by_rows_are_found() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import effuse.v1.generation_pb2
-from effuse.protos.services import SymbolPool
+from effuse.protos.gate import SymbolPool
 
 FILE = effuse.v1.generation_pb2.DESCRIPTOR.name
 

@@ -11,9 +11,8 @@ from tokenizers.models import BPE
 from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord
 from effuse.router.chat_template import ChatTemplate
-from effuse.router.detokenizer import AnswerText
 from effuse.router.request import AnswerState, Request
-from effuse.router.tokenizer import Tokenizer
+from effuse.router.tokenizer import AnswerText, Tokenizer
 from effuse.router.validation import Asked, validate
 from effuse.v1 import generation_pb2 as pb
 

@@ -24,8 +24,8 @@ from router.fakes import FakeFleet, run
 from effuse.client.chat import Chat, Message
 from effuse.client.params import Params, Prompt, make_request
 from effuse.protos.errors import FieldViolation, InvalidRequest
-from effuse.router.tokenizer import Tokenizer, encode_prompt
-from effuse.router.validation import validate
+from effuse.router.tokenizer import Tokenizer
+from effuse.router.validation import encode_prompt, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 

@@ -14,8 +14,7 @@ from jinja2 import UndefinedError
 
 from effuse.client.chat import Chat
 from effuse.router.chat_template import ChatTemplateError
-from effuse.router.detokenizer import AnswerText
-from effuse.router.tokenizer import Tokenizer
+from effuse.router.tokenizer import AnswerText, Tokenizer
 
 TOOL = {"function": {"name": "add", "parameters": {"of": [0.5, None], "é": 1}}, "type": "function"}
 ORDERED = {

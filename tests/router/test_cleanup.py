@@ -13,9 +13,8 @@ from router.fake_workers import FakeDecode, Handoffs
 
 from effuse.placement.leases import FleetView
 from effuse.placement.records import WorkerRecord
-from effuse.protos.channels import FleetAccess, FleetChannel
+from effuse.protos.channels import FleetAccess, FleetChannel, FleetSecret, ProofServicer
 from effuse.protos.errors import PeerLost
-from effuse.protos.gate import FleetSecret, ProofServicer
 from effuse.router.calls import Cleanup, Peers
 from effuse.router.fleet import RoutedFleet
 from effuse.v1 import worker_pb2

@@ -12,14 +12,8 @@ from router.fake_model import ANSWER, EOS, MASK, PAD, VOCAB_SIZE, byte_tokenizer
 from tokenizers import decoders
 from tokenizers.models import BPE
 
-from effuse.router.detokenizer import (
-    LONG_WINDOW,
-    AnswerText,
-    Detokenizer,
-    StopMatcher,
-    draft_text,
-)
-from effuse.router.tokenizer import Tokenizer
+from effuse.router.client import draft_text
+from effuse.router.tokenizer import LONG_WINDOW, AnswerText, Detokenizer, StopMatcher, Tokenizer
 
 
 def byte_fallback_tokenizer() -> tokenizers.Tokenizer:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from effuse.router.tokenizer import PRIVATE, SpecialToken, SpecialTokens, strings_of
+from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, strings_of
 
 END, START, ROLE = "<|im_end|>", "<|im_start|>", "<role>"
 TOKENS = SpecialTokens(

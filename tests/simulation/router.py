@@ -18,7 +18,6 @@ from effuse.placement.leases import Snapshot, merge
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, Unavailable
-from effuse.router.detokenizer import AnswerText
 from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
@@ -31,6 +30,7 @@ from effuse.router.policy import (
 from effuse.router.request import AnswerState, Request
 from effuse.router.request_states import Event
 from effuse.router.shared_request import SharedRequest, Sharing
+from effuse.router.tokenizer import AnswerText
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1.worker_pb2 import BlockState as SentBlock

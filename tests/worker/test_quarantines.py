@@ -8,7 +8,7 @@ import pytest
 
 from effuse.placement.records import MOST_QUARANTINES
 from effuse.protos.errors import TransferFailed
-from effuse.worker.peer import ALARM_S, SILENT_S, Quarantines
+from effuse.worker.attempts import ALARM_S, SILENT_S, Quarantines
 from effuse.worker.wire import Writer
 
 ONE, OTHER = Writer("10.0.0.1:1", "life", 2), Writer("10.0.0.2:1", "life", 2)
