@@ -205,8 +205,7 @@ class Receptions:
         if count * size > self._transport.most_bytes:
             raise HandoffRefused(
                 Cause.SIZE,
-                f"{count * size} bytes in one piece, expected at most "
-                f"{self._transport.most_bytes}",
+                f"{count * size} bytes in one piece, expected at most {self._transport.most_bytes}",
             )
         if sum(sizes) != count * size or any(nbytes % size for nbytes in sizes):
             raise HandoffRefused(
