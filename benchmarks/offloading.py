@@ -1,27 +1,33 @@
-"""KV that comes back from host memory and from files, compared with bare copies and with computing.
+"""KV that comes back from host memory and a store, compared with bare copies and with computing.
 
-`python -m effuse.benchmarks.offloading --directory DIR`, with DIR on the disk to measure. On a GPU
-models of the shapes of SDAR-8B and Dream-7B in bfloat16; on a CPU a small one. All times are of one
-engine and of copies of the same bytes, in turns:
+`python -m effuse.benchmarks.offloading --directory DIR`, with DIR on the disk to measure, and
+`--pool mooncake://host:port` for a shared pool. On a GPU models of the shapes of SDAR-8B and
+Dream-7B in bfloat16; on a CPU a small one. All times are of one engine and of copies of the same
+bytes, in turns:
 
-- a prompt of 2048 tokens that is computed; that comes from host memory; that comes from files, with
-  the kernel's cache of them dropped,
+- a prompt of 2048 tokens that is computed; that comes from host memory; that comes from the store:
+  files with the kernel's cache of them dropped, or the pool,
 - its pages out to host memory and back, and a bare copy of as many bytes each way,
-- its files read into host memory, and read bare.
+- its units read from the store into host memory, and read bare: by `readv`, or by Mooncake's own
+  `batch_get_into` in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,13 +37,17 @@ from effuse.benchmarks.gpu_models import DREAM_7B, random_model
 from effuse.benchmarks.gpu_prefill import elapsed_ms, forget
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.prefix_cache import LENGTH, PAGE_SIZE, SDAR_8B, SMALL
+from effuse.config.pool_address import PoolAddress
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.mooncake_pool import MooncakePool
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
+from effuse.kvtransfer.units import Key
 from effuse.models.config import ModelConfig
 from effuse.worker.messages import StartPrefill
 
@@ -52,7 +62,7 @@ class Times:
 
     computed: list[float] = field(default_factory=list)
     from_host: list[float] = field(default_factory=list)
-    from_files: list[float] = field(default_factory=list)
+    from_store: list[float] = field(default_factory=list)
     out: list[float] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
     bare_out: list[float] = field(default_factory=list)
@@ -62,16 +72,25 @@ class Times:
 
 
 class Bench:
-    """A prefill engine with host memory and files below its pool."""
+    """A prefill engine with host memory and a store below its pool."""
 
-    def __init__(self, config: ModelConfig, directory: Path, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        make_store: Callable[[HostPages], UnitStore],
+        bare: BareReads,
+        device: torch.device,
+    ) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = random_model(config, device, dtype)
         parts: Paged = paged(model, 2 * LENGTH, page_size=PAGE_SIZE)
         self.memory = parts.memory
-        self.host = HostPages(self.memory, 2 * PAGES)
-        self.files = UnitFiles(directory, 1 << 40)
-        self.tiers = Tiers(self.host, self.files, now=time.monotonic)
+        self.host = HostPages(self.memory, 2 * PAGES, is_shared=True)
+        self.store = make_store(self.host)
+        self.tiers = Tiers(self.host, [self.store], now=time.monotonic)
+        (self._below,) = self.tiers.stores
+        while not self._below.is_usable:
+            self.tiers.poll()
         self.pool = PagePool(self.memory.num_pages)
         self.cache = TieredCache(
             self.pool,
@@ -83,7 +102,7 @@ class Bench:
         self.engine = prefill_engine(
             parts, max_num_batched_tokens=LENGTH, pool=self.pool, cache=self.cache
         )
-        self.directory = directory
+        self._bare = bare
         self.times = Times()
         self._device = device
         self._draw = np.random.default_rng(1)
@@ -103,9 +122,9 @@ class Bench:
                 self.times.from_host.append(self._prompt_ms(prompt))
                 self._evict()
                 self._leave_host()
-                self.times.from_files.append(self._prompt_ms(prompt))
+                self.times.from_store.append(self._prompt_ms(prompt))
                 self._evict()
-                self._read_files()
+                self._read()
             self._copy()
         return self.times
 
@@ -118,7 +137,7 @@ class Bench:
 
     def _compute(self, message: StartPrefill) -> None:
         """As an engine's process does: it waits a moment if a step had nothing to do, and threads
-        that read files need that."""
+        that read units need that."""
         self.engine.handle(message)
         while not self.engine.outbox():
             if not self.engine.step():
@@ -133,39 +152,32 @@ class Bench:
         self.pool.release(pages)
 
     def _leave_host(self) -> None:
-        """Writes all units to files, of which nothing stays in memory."""
+        """Writes all units to the store, of which none stays in memory."""
         kept = self.tiers.kept
-        while left := [key for key in kept if key not in self.files]:
+        while left := [key for key in kept if key not in self.store]:
             if free := [key for key in left if not kept[key].num_readers]:
                 self.tiers._write(free[0])
             self.tiers.poll()
-        while self.tiers._writing:
+        while self._below.writing:
             self.tiers.poll()
         for key in list(kept):
             self.tiers._leave_host(key)
-        drop_cache(self.directory)
+        self._bare.drop()
 
-    def _read_files(self) -> None:
-        """The latest prompt's files, by our threads and bare."""
-        keys = list(self.files._known)[-PAGES:]
-        drop_cache(self.directory)
+    def _read(self) -> None:
+        """The latest prompt's units, by our threads and bare."""
+        keys = list(self.store._known)[-PAGES:]
+        self._bare.drop()
         views = [self.host.views([slot]) for slot in range(len(keys))]
 
         def read() -> None:
-            reads = [
-                self.files.begin_read(key, view) for key, view in zip(keys, views, strict=True)
-            ]
+            reads = [self.store.load(key, view) for key, view in zip(keys, views, strict=True)]
             for one in reads:
                 one.result()
 
-        def read_bare() -> None:
-            for key in keys:
-                with self.files._path(key, self.files.before(key)).open("rb", buffering=0) as file:
-                    os.readv(file.fileno(), [bytearray(self.files.size_of(key))])
-
         self.times.read.append(elapsed_ms(read))
-        drop_cache(self.directory)
-        self.times.bare_read.append(elapsed_ms(read_bare))
+        self._bare.drop()
+        self.times.bare_read.append(self._bare.read_ms(keys))
         self.times.read[-1] /= max(1, len(keys)) / PAGES
         self.times.bare_read[-1] /= max(1, len(keys)) / PAGES
 
@@ -193,15 +205,95 @@ def wait(job: DigestJob) -> None:
         pass
 
 
-def drop_cache(directory: Path) -> None:
-    """Has the kernel forget the files' content."""
-    for path in directory.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+class BareReads(Protocol):
+    """The same units without our code."""
+
+    def drop(self) -> None:
+        """Has caches forget them."""
+        ...
+
+    def read_ms(self, keys: Sequence[Key]) -> float:
+        """Milliseconds to read these."""
+        ...
 
 
-def report(name: str, num_bytes: int, times: Times) -> list[str]:
+class BareFiles:
+    """Files in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def drop(self) -> None:
+        for path in self._directory.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read_ms(self, keys: Sequence[Key]) -> float:
+        found = {path.name.partition(".")[0]: path for path in self._directory.iterdir()}
+
+        def read() -> None:
+            for key in keys:
+                with found[key.hex()].open("rb", buffering=0) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    os.readv(file.fileno(), [bytearray(size)])
+
+        return elapsed_ms(read)
+
+
+_BARE_POOL = """
+import ctypes, json, mmap, sys, time
+from mooncake.store import MooncakeDistributedStore
+master, size = sys.argv[1], int(sys.argv[2])
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master)
+memory = mmap.mmap(-1, size)
+base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert not store.register_buffer(base, size)
+for line in sys.stdin:
+    names = json.loads(line)
+    each = store.get_size(names[0])
+    places = [base + each * at for at in range(len(names))]
+    began = time.perf_counter()
+    found = store.batch_get_into(names, places, [each] * len(names))
+    taken = time.perf_counter() - began
+    assert found == [each] * len(names), found
+    print("took", 1e3 * taken, flush=True)
+"""
+
+
+class BarePool:
+    """Mooncake's own client, in a process."""
+
+    def __init__(self, address: PoolAddress, num_bytes: int) -> None:
+        master = f"{address.host}:{address.port}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BARE_POOL, master, str(num_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.name: Callable[[Key], str] = bytes.hex
+
+    def drop(self) -> None:
+        pass
+
+    def read_ms(self, keys: Sequence[Key]) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([self.name(key) for key in keys]) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("took "):
+                return float(line.split()[1])
+        raise RuntimeError("Mooncake's client has ended")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def report(name: str, store: str, num_bytes: int, times: Times) -> list[str]:
     """One line for each figure, with its ratio."""
     found = {key: median(getattr(times, key) or [float("nan")]) for key in Times.__slots__}
     gbps = {key: num_bytes / ms / 1e6 for key, ms in found.items()}
@@ -209,8 +301,8 @@ def report(name: str, num_bytes: int, times: Times) -> list[str]:
     lines = [
         f"{name}: {LENGTH} tokens, {num_bytes / 1e6:.1f} MB of KV; medians of {ROUNDS}",
         f"computed {found['computed']:.2f} ms; from host memory {found['from_host']:.2f} ms "
-        f"({found['computed'] / found['from_host']:.2f}x as fast); from files "
-        f"{found['from_files']:.2f} ms ({found['computed'] / found['from_files']:.2f}x)",
+        f"({found['computed'] / found['from_host']:.2f}x as fast); from {store} "
+        f"{found['from_store']:.2f} ms ({found['computed'] / found['from_store']:.2f}x)",
         f"out {found['out']:.2f} ms and back {found['back']:.2f} ms: "
         f"{found['computed'] / both:.2f}x as fast as computing again",
         f"from host memory over the better of copying and computing: "
@@ -226,6 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures each shape."""
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.offloading")
     parser.add_argument("--directory", type=Path, help="a directory on the disk to measure")
+    parser.add_argument("--pool", type=PoolAddress.parse, help="a shared pool to measure as well")
     asked = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = (
@@ -233,12 +326,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for name, config in shapes.items():
         with tempfile.TemporaryDirectory(dir=asked.directory) as home:
-            bench = Bench(replace(config), Path(home) / "kv", device)
-            times = bench.run()
-            num_bytes = PAGES * bench.memory.page_bytes
-            print("\n".join(report(name, num_bytes, times)), flush=True)
-            bench.engine.close()
+            files = Path(home) / "kv"
+
+            def make_files(_: HostPages, files: Path = files) -> UnitStore:
+                return UnitFiles(files, 1 << 40)
+
+            measure(name, config, make_files, BareFiles(files), device)
+        if asked.pool is not None:
+            bare = BarePool(asked.pool, 1 << 30)
+
+            def make_pool(host: HostPages, bare: BarePool = bare) -> UnitStore:
+                pool = MooncakePool(asked.pool, uuid.uuid4().hex, host)
+                bare.name = pool._name
+                return pool
+
+            measure(name, config, make_pool, bare, device)
+            bare.close()
     return 0
+
+
+def measure(
+    name: str,
+    config: ModelConfig,
+    make_store: Callable[[HostPages], UnitStore],
+    bare: BareReads,
+    device: torch.device,
+) -> None:
+    """Measures one store, and prints the figures."""
+    bench = Bench(replace(config), make_store, bare, device)
+    times = bench.run()
+    num_bytes = PAGES * bench.memory.page_bytes
+    print("\n".join(report(name, bench.store.name, num_bytes, times)), flush=True)
+    bench.engine.close()
 
 
 if __name__ == "__main__":

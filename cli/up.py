@@ -271,7 +271,6 @@ def _settle_roles(found: argparse.Namespace) -> None:
 
 
 def _of_role(found: argparse.Namespace, role: str) -> tuple[str, ...]:
-    """Flags of every worker that are set for one role by a name of their own."""
     size = getattr(found, f"{role}_tensor_parallel_size")
     return () if size is None else (SIZE_FLAG, str(size))
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 
-Extra = Literal["server", "worker", "plot", "traces"]
+Extra = Literal["server", "worker", "mooncake", "plot", "traces"]
 MODULES: Final[dict[Extra, frozenset[str]]] = {
     "server": frozenset(
         {
@@ -29,6 +29,7 @@ MODULES: Final[dict[Extra, frozenset[str]]] = {
     "worker": frozenset(
         {"nixl", "numpy", "safetensors", "torch", "transformers", "triton", "xxhash"}
     ),
+    "mooncake": frozenset({"mooncake"}),
     "plot": frozenset({"matplotlib"}),
     "traces": frozenset({"opentelemetry"}),
 }

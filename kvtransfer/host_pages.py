@@ -4,6 +4,7 @@ Copies of a GPU run on a stream of their own, behind all work that was launched 
 that arrive are digested in the pool's pages, so wrong ones are found wherever they came from.
 """
 
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -17,14 +18,20 @@ _SEED = 0  # digests are compared with those of earlier processes
 
 
 class HostPages:
-    """`num_slots` slots of a page each. Pinned if the pool is on a GPU."""
+    """`num_slots` slots of a page each. Pinned if the pool is on a GPU. Other processes can map
+    shared ones by their `descriptor`.
+    """
 
-    def __init__(self, memory: PageMemory, num_slots: int) -> None:
+    def __init__(self, memory: PageMemory, num_slots: int, *, is_shared: bool = False) -> None:
         """Raises OSError if the machine does not have that much memory, or cannot pin it."""
+        self.descriptor = os.memfd_create("effuse-units") if is_shared else -1
+        if is_shared:
+            weakref.finalize(self, os.close, self.descriptor)
         self.num_slots = num_slots
         self.page_bytes = memory.page_bytes
         self._memory = memory
-        flat = torch.frombuffer(huge_pages(num_slots * memory.page_bytes), dtype=torch.uint8)
+        slots = huge_pages(num_slots * memory.page_bytes, self.descriptor)
+        flat = torch.frombuffer(slots, dtype=torch.uint8)
         self._slots = flat.view(num_slots, memory.page_bytes)
         self._rows = memory.byte_rows()
         self._stream: torch.cuda.Stream | None = None

@@ -7,6 +7,7 @@ GPU's pages and the host in staging.py.
 import contextlib
 import functools
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from math import gcd
 
@@ -172,13 +173,18 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return view
 
 
-def huge_pages(num_bytes: int) -> mmap.mmap:
-    """Zeroed private memory, at least one byte, in huge pages if the kernel has any.
+def huge_pages(num_bytes: int, descriptor: int = -1) -> mmap.mmap:
+    """Zeroed private memory, at least one byte, in huge pages if the kernel has any. With an empty
+    file's descriptor it is the file's, which other processes may map.
 
     With huge pages a handoff over NIXL takes 0.75 of the time, one over ZMQ 0.85. Raises OSError if
     the machine does not have that much memory.
     """
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if descriptor < 0:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        os.ftruncate(descriptor, num_bytes)
+        memory = mmap.mmap(descriptor, num_bytes)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

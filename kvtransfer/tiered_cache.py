@@ -1,4 +1,4 @@
-"""A cache whose units also live in host memory and files.
+"""A cache whose units also live in host memory and in stores: files, and a pool of several workers.
 
 A unit is copied to host memory once it has no user, while its pages still lie in the pool, so that
 the pool can give them up at any time. Units come back before their request begins if that is faster
@@ -9,13 +9,14 @@ is forgotten and computed again.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import chain, takewhile
+from dataclasses import dataclass, field
+from itertools import chain, pairwise, takewhile
 from typing import Final
 
 from effuse.kvtransfer.digest import DigestJob, PieceDigests, pages_digest
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.tiers import AGAIN_S, HostUnit, Read, Tiers
+from effuse.kvtransfer.store_tier import AGAIN_S, HostUnit, Read
+from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.units import HeldUnits, Key, Unit, UnitCache
 
 LOG = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Coming:
 
 
 class TieredCache(UnitCache):
-    """A cache whose units move between the pool, host memory and files."""
+    """A cache whose units move between the pool, host memory and stores."""
 
     def __init__(
         self, pool: PagePool, tiers: Tiers, *, page_size: int, block_size: int, is_causal: bool
@@ -60,28 +61,31 @@ class TieredCache(UnitCache):
 
     @property
     def is_copying(self) -> bool:
-        """Whether units are on their way from or to the pool."""
-        return bool(self._saving or self._coming)
+        """Whether units are on their way from or to the pool, or are looked for."""
+        return bool(self._saving or self._coming or self.tiers.searches)
 
     def figures(self) -> dict[str, int]:
         """Fields of a worker's `Load`."""
-        counts = asdict(self.tiers.counts)
-        state = {"pages": self.tiers.num_slots, "file_bytes": self.tiers.file_bytes}
-        return super().figures() | {f"offload_{name}": n for name, n in (counts | state).items()}
+        outside = self.tiers.figures()
+        return super().figures() | {f"offload_{name}": count for name, count in outside.items()}
 
     def close(self) -> None:
-        """Waits for no file."""
+        """Waits for no store."""
         self.tiers.close()
 
     def poll(self) -> bool:
-        """Goes on with everything that moves; waits for nothing. True if a copy began or ended."""
-        before = len(self._coming), self.tiers.counts.saved, len(self._saving)
+        """Goes on with all that moves, and waits for nothing. True if something began or ended."""
+        before = self._moving()
         self._end_saves()
         for coming in dict.fromkeys(self._coming.values()):
             self._follow(coming)
         self.tiers.poll()
         self._save_due()
-        return before != (len(self._coming), self.tiers.counts.saved, len(self._saving))
+        return before != self._moving()
+
+    def _moving(self) -> tuple[int, ...]:
+        counts = map(len, (self._coming, self._saving, self.tiers.searches))
+        return self.tiers.counts.saved, *counts
 
     # From the pool to the host.
 
@@ -103,6 +107,7 @@ class TieredCache(UnitCache):
     def end(self, one: HeldUnits) -> None:
         super().end(one)
         one.is_fetched = False
+        one.searches = None
 
     def _befores(self) -> Iterator[tuple[Key, Key]]:
         return chain(super()._befores(), self.tiers.befores())
@@ -198,17 +203,31 @@ class TieredCache(UnitCache):
             return True  # a whole prompt can only be taken once it was saved
         if one.is_fetched or not one.keys:
             return False
+        end = max(0, num_tokens - rest) // self.unit_size if self.is_causal else 1
+        if self._is_sought(one, end):
+            return True
         one.is_fetched = True
-        keys = self._elsewhere(one, num_tokens - rest)
+        keys = self._elsewhere(one, end)
         per_unit = self._pages_per_unit if self.is_causal else -(-num_tokens // self._page_size)
         keys = keys[: self._num_worthwhile(keys, per_unit, compute_s)]
         return bool(keys) and self._begin(keys, per_unit)
 
-    def _elsewhere(self, one: HeldUnits, num_tokens: int) -> list[Key]:
+    def _is_sought(self, one: HeldUnits, end: int) -> bool:
+        """Whether stores still look for units that no tier is known to have. Asks them once."""
+        if one.searches is None:
+            at = len(self._reachable(one, end))
+            pairs = list(pairwise([b"", *one.keys[:end]]))[at:]
+            one.searches = self.tiers.seek({key: before for before, key in pairs})
+        return any(search in self.tiers.searches for search in one.searches)
+
+    def _reachable(self, one: HeldUnits, end: int) -> list[Key]:
+        """The units of any tier among the first ones, as far as none is missing."""
+        return list(takewhile(lambda key: key in self._units or key in self.tiers, one.keys[:end]))
+
+    def _elsewhere(self, one: HeldUnits, end: int) -> list[Key]:
         """The units that only other tiers have, as far as none is missing. Those that the pool has
         leave it later than all others."""
-        end = max(0, num_tokens) // self.unit_size if self.is_causal else 1
-        found = list(takewhile(lambda key: key in self._units or key in self.tiers, one.keys[:end]))
+        found = self._reachable(one, end)
         for key in reversed(found):
             if key in self._idle:
                 self._idle.move_to_end(key)
@@ -221,18 +240,20 @@ class TieredCache(UnitCache):
         memory, or none."""
         in_host = self.tiers.kept.__contains__
         for count in (len(keys), len(list(takewhile(in_host, keys)))):
-            num_read = count - sum(map(in_host, keys[:count]))
-            if count and self._is_faster(count * per_unit, num_read * per_unit, compute_s):
+            if count and self._is_faster(keys[:count], per_unit, compute_s):
                 return count
         return 0
 
-    def _is_faster(self, num_pages: int, num_read: int, compute_s: Callable[[int], float]) -> bool:
-        """Whether so many pages come faster than they are computed, or that should be measured."""
-        tiers, size = self.tiers, self._host.page_bytes
-        ways = [(tiers.copying, num_pages * size), (tiers.reading, num_read * size)]
+    def _is_faster(
+        self, keys: Sequence[Key], per_unit: int, compute_s: Callable[[int], float]
+    ) -> bool:
+        """Whether these units of so many pages come faster than they are computed, or that should
+        be measured."""
+        unit_bytes = per_unit * self._host.page_bytes
+        ways = [(self.tiers.copying, len(keys) * unit_bytes), *self.tiers.ways(keys, unit_bytes)]
         load_s = sum(rate.seconds(num_bytes) for rate, num_bytes in ways)
-        compute = compute_s(num_pages * self._page_size)
-        measured_s = min(rate.measured_s for rate, num_bytes in ways if num_bytes)
+        compute = compute_s(len(keys) * per_unit * self._page_size)
+        measured_s = min(rate.measured_s for rate, _ in ways)
         return not compute or load_s < compute or self._now() - measured_s > AGAIN_S
 
     def _begin(self, keys: Sequence[Key], per_unit: int) -> bool:
@@ -272,9 +293,9 @@ class TieredCache(UnitCache):
             self._arrive(coming, found)
 
     def _take_reads(self, coming: Coming) -> bool:
-        """Takes files that were read; True once none is awaited."""
+        """Takes units that were read; True once none is awaited."""
         while coming.reads:
-            if self.tiers.is_awaited(coming.reads[0]):
+            if coming.reads[0].tier.is_awaited(coming.reads[0]):
                 return False
             read = coming.reads.pop(0)
             if not self.tiers.end_read(read):
@@ -291,8 +312,9 @@ class TieredCache(UnitCache):
             del self._coming[key]
             if (kept := coming.kept.pop(key, None)) is not None:
                 self.tiers.unread(kept)
-        self.tiers.abandon([one for one in coming.reads if one.key not in coming.units])
-        coming.reads = [one for one in coming.reads if one.key in coming.units]
+        for read in [one for one in coming.reads if one.key not in coming.units]:
+            coming.reads.remove(read)
+            read.tier.abandon(read)
 
     def _arrive(self, coming: Coming, found: PieceDigests) -> None:
         """The bytes of all units are in their pages: right ones are there for requests."""

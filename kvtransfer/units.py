@@ -51,7 +51,8 @@ class HeldUnits:
     held: dict[Key, Unit] = field(default_factory=dict)  # those whose cached pages are its own
     num_tokens: int = 0  # of the prompt that were found, before a decode worker computed the rest
     num_pages: int = 0  # of the prompt that no writer fills, because they were found
-    is_fetched: bool = False  # units outside of the pool were looked for
+    searches: Sequence[object] | None = None  # for units outside of the pool, once they have begun
+    is_fetched: bool = False  # units that were found there have come, or are on their way
 
 
 class UnitCache:

@@ -283,7 +283,6 @@ class _Running:
         self._end_token_id: int | None = None
 
     def begin(self) -> None:
-        """The engine has it from now on."""
         self._gathering = Gathering()
         if self._asked.sent.output.echo and not self.start.sampling.answer_index:
             self._take(echo=pb.PromptEcho(text=self._prompt))
@@ -308,7 +307,6 @@ class _Running:
         return self._text.is_stopped
 
     def finish(self, event: Finished) -> None:
-        """The engine has ended it."""
         if rest := self._text.flush():
             offset, forwards = self._text.num_tokens, event.forward_passes
             commit = pb.BlockCommit(token_offset=offset, text=rest, forward_passes=forwards)

@@ -69,10 +69,13 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     prefix_evictions: U63 = 0  # units of the cache that made room
     offload_saved: U63 = 0  # KV bytes copied from pages to host memory
     offload_loaded: U63 = 0  # KV bytes copied back
-    offload_filed: U63 = 0  # KV bytes written to files
-    offload_read: U63 = 0  # KV bytes read from files
     offload_corrupt: U63 = 0  # units that came back with a wrong digest
-    offload_failures: U63 = 0  # of files
+    offload_file_kept: U63 = 0  # KV bytes written to files
+    offload_file_read: U63 = 0  # KV bytes read from files
+    offload_file_failures: U63 = 0  # errors and late answers
+    offload_pool_kept: U63 = 0  # the same of the shared pool
+    offload_pool_read: U63 = 0
+    offload_pool_failures: U63 = 0
     kv_bytes_held: U63 = 0  # KV bytes that were not received, because the cache had them
     prompt_tokens: U63 = 0  # of prompts that a decode worker computed itself
     prompts_overdue: U63 = 0  # forwards of these that answers had left no room for
@@ -187,7 +190,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def life(self) -> tuple[str, str]:
-        """A life of a worker: its id and incarnation."""
         return self.worker_id, self.incarnation
 
     def does(self, kind: Kind) -> bool:
@@ -195,12 +197,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def may_ever_decode(self) -> bool:
-        """Whether it accepts answers now, or after a change of its role."""
         return self.may_change_role or self.does("decode")
 
     @cached_property
     def fingerprint_text(self) -> str:
-        """The fingerprint as one value, for fast comparison and lookup."""
         return repr(self.fingerprint)
 
     @cached_property

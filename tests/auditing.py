@@ -78,16 +78,18 @@ def _audit_tiers(cache: TieredCache) -> None:
     """Every slot is free, or of one unit that is there, arrives, or leaves."""
     tiers = cache.tiers
     coming = dict.fromkeys(cache._coming.values())
-    kept = [*tiers.kept.values(), *(one.kept for one in tiers._writing)]
+    writing = [one.kept for tier in tiers.stores for one in tier.writing]
+    kept = [*tiers.kept.values(), *writing]
     kept += [one for each in coming for one in each.kept.values()]
-    reads = [*tiers._late, *(read for one in coming for read in one.reads)]
+    late = [read for tier in tiers.stores for read in tier._late]
+    reads = [*late, *(read for one in coming for read in one.reads)]
     groups = [one.slots for one in dict.fromkeys(kept)] + [read.slots for read in reads]
     groups += [slots for one in cache._saving for *_, slots in one.units]
     used = [slot for slots in groups for slot in slots]
     if sorted([*used, *tiers._free.ids()]) != list(range(tiers.host.num_slots)):
         raise AuditError(f"slots {sorted(used)} and free ones {tiers._free.ids()} are not all")
     readers = [one for each in coming for one in each.kept.values()]
-    readers += [one.kept for one in tiers._writing]
+    readers += writing
     for one in dict.fromkeys(kept):
         if one.num_readers != readers.count(one):
             raise AuditError(f"{one} has {readers.count(one)} readers")

@@ -31,7 +31,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
-_MARKS = ("gpu", "client", "chart", "network", "rdma")
+_MARKS = ("gpu", "client", "chart", "network", "rdma", "mooncake")
 # The files that take longest come first, so that at the end no core is idle because one of them
 # still runs.
 LONGEST = (
@@ -125,7 +125,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # or each full collection would search all that was collected here: up to a second
+    gc.set_threshold(50_000, 20, 100)
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries report at the interpreter's end that their objects were leaked
 
 
 @pytest.hookimpl(wrapper=True)

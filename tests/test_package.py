@@ -29,6 +29,7 @@ DISTRIBUTIONS = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "mooncake": "mooncake-transfer-engine-non-cuda",
     "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
@@ -177,6 +178,7 @@ def test_every_import_is_declared() -> None:
         allowed = light.get(folder, server | _names(extras["worker"]))
         allowed = allowed | _names(extras["plot"]) if folder == "cli" else allowed
         allowed = allowed | {"opentelemetry"} if folder == "telemetry" else allowed
+        allowed = allowed | _names(extras["mooncake"]) if folder == "kvtransfer" else allowed
         allowed = allowed | _names(extras["dev"]) if folder == "benchmarks" else allowed
         allowed = allowed | _names(extras["plot"]) if folder == "cli" else allowed
         for name in _tracked():

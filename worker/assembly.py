@@ -16,12 +16,15 @@ import torch
 
 from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
+from effuse.config.pool_address import PoolAddress
 from effuse.kernels.attention_batch import ContextCut
 from effuse.kernels.marks import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.mooncake_pool import MooncakePool, check_package
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
@@ -106,10 +109,7 @@ def assemble(
     raises GroupBroken and does not end the process. Ranks end if the start fails.
     """
     device = device_of(config)
-    connector = choose_connector(
-        config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
-    )
-    config = replace(config, connector=connector)
+    config = _settled(config, device)
     directory = model_directory(config)
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
@@ -144,7 +144,7 @@ def assemble(
             page_size=layout.span,
             page_bytes=part.memory.page_bytes,
             total_pages=part.memory.num_pages * config.num_replicas,
-            connector=connector,
+            connector=config.connector,
         ),
         ranks=ranks,
         caches=config.enable_prefix_caching,
@@ -152,27 +152,41 @@ def assemble(
     )
 
 
+def _settled(config: WorkerConfig, device: torch.device) -> WorkerConfig:
+    """The config with its connector. Raises ValueError if a package is missing that it needs."""
+    if config.kv_pool is not None:
+        check_package()
+    connector = choose_connector(
+        config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
+    )
+    return replace(config, connector=connector)
+
+
 def _tiers(
     config: WorkerConfig, part: RankPart, agreed: Fingerprint, ranks: Ranks | None
 ) -> Tiers | None:
-    """Host memory and files for kept KV. Raises ValueError if there can be no files."""
+    """Host memory and stores for kept KV. Raises ValueError if there can be no files."""
     if part.host is None:
         return None
-    files, directory = None, config.kv_offloading_dir
-    if directory is not None:
+    stores: list[UnitStore] = []
+    directory = config.kv_offloading_dir
+    if directory is not None or config.kv_pool is not None:
         # Other kernels compute other bits.
         device = part.model.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         kernels = config.attention, config.batch_invariant, gpu
         facts = agreed, part.memory.layout, part.model.config.block_size, kernels
         name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-        try:
-            files = UnitFiles(directory / name, int(config.kv_offloading_dir_size * GIB))
-        except OSError as error:
-            raise ValueError(f"--kv-offloading-dir: {error}") from error
+        if directory is not None:
+            try:
+                stores.append(UnitFiles(directory / name, int(config.kv_offloading_dir_size * GIB)))
+            except OSError as error:
+                raise ValueError(f"--kv-offloading-dir: {error}") from error
+        if config.kv_pool is not None:
+            stores.append(MooncakePool(PoolAddress.parse(config.kv_pool), name, part.host))
     return Tiers(
         part.host if ranks is None else GroupHost(part.host, ranks),
-        files,
+        stores,
         now=time.monotonic,
         row_dtype=part.model.dtype,
         row_device=part.model.device,

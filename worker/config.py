@@ -15,6 +15,7 @@ from effuse.config import checks
 from effuse.config.access import Access
 from effuse.config.decoding import WINDOW, Algorithm
 from effuse.config.flags import flag_of
+from effuse.config.pool_address import PoolAddress
 from effuse.kvtransfer.messages import MAX_LEASE_S, MAX_POOL_PAGES
 from effuse.placement.records import Role, check_name
 
@@ -86,6 +87,11 @@ class EngineSettings(ModelSettings):
         Path | None, "directory for kept KV that has no room in host memory either"
     ] = None
     kv_offloading_dir_size: Annotated[float, "most GiB of files in that directory"] = 64.0
+    kv_pool: Annotated[
+        str | None,
+        "keep KV also in this Mooncake Store, for all workers with the same model and layout: "
+        "mooncake://host:port/namespace (extra `mooncake`)",
+    ] = None
 
     # Batching.
     block_size: Annotated[int | None, "tokens in a diffusion block (default: the model's)"] = None
@@ -128,20 +134,28 @@ class EngineSettings(ModelSettings):
             if not (math.isfinite(found) and found >= 0):
                 raise ValueError(f"{flag_of(name)}: expected 0 or more GiB, got {found:g}")
         size = self.kv_offloading_size
-        if self.kv_offloading_dir is not None and not size:
-            raise ValueError(
-                "--kv-offloading-dir: expected --kv-offloading-size with it, because KV reaches "
-                "files through host memory"
-            )
+        stores = [name for name in ("kv_offloading_dir", "kv_pool") if getattr(self, name)]
+        for name in stores:
+            if not size:
+                raise ValueError(
+                    f"{flag_of(name)}: expected --kv-offloading-size with it, because KV goes "
+                    "there through host memory"
+                )
+            if self.tensor_parallel_size > 1:
+                raise ValueError(
+                    f"{flag_of(name)}: expected --tensor-parallel-size 1 with it, "
+                    f"got {self.tensor_parallel_size}"
+                )
         if self.kv_offloading_dir is not None and not self.kv_offloading_dir_size:
             raise ValueError("--kv-offloading-dir-size: expected more than 0 GiB, got 0")
         if size and not self.enable_prefix_caching:
             raise ValueError("--kv-offloading-size: expected --enable-prefix-caching with it")
-        if self.kv_offloading_dir is not None and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "--kv-offloading-dir: expected --tensor-parallel-size 1 with it, "
-                f"got {self.tensor_parallel_size}"
-            )
+        if self.kv_pool is not None:
+            try:
+                host = PoolAddress.parse(self.kv_pool).host
+            except ValueError as error:
+                raise ValueError(f"--kv-pool: {error}") from error
+            self.check_plaintext("kv_pool", host, "pages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +241,6 @@ class WorkerConfig(EngineSettings):
 
     @property
     def longest_end_s(self) -> float:
-        """Longest time from SIGTERM to the worker's end."""
         return self.drain_s + 2 * END_S + STOP_S
 
     def reachable_host(self) -> str:
@@ -332,7 +345,6 @@ class DecodeConfig(WorkerConfig):
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that compute requests of their own."""
         return self.data_parallel_size
 
     @property

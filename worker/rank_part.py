@@ -164,7 +164,7 @@ def _host_pages(config: WorkerConfig, memory: PageMemory) -> HostPages | None:
             f"on each device, got {size:g} GiB"
         )
     try:
-        return HostPages(memory, num_slots)
+        return HostPages(memory, num_slots, is_shared=config.kv_pool is not None)
     except OSError as error:
         raise ValueError(f"--kv-offloading-size {size:g}: {error}") from error
 

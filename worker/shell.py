@@ -61,10 +61,13 @@ _COUNTED: Final = (
     ("prefix_cache_evictions", "Units of the prefix cache that made room", "prefix_evictions"),
     ("kv_offload_saved_bytes", "KV bytes copied from pages to host memory", "offload_saved"),
     ("kv_offload_loaded_bytes", "KV bytes copied from host memory to pages", "offload_loaded"),
-    ("kv_offload_filed_bytes", "KV bytes written to files", "offload_filed"),
-    ("kv_offload_read_bytes", "KV bytes read from files", "offload_read"),
+    ("kv_offload_filed_bytes", "KV bytes written to files", "offload_file_kept"),
+    ("kv_offload_read_bytes", "KV bytes read from files", "offload_file_read"),
     ("kv_offload_corrupt", "Units that came back with a wrong digest", "offload_corrupt"),
-    ("kv_offload_file_failures", "Errors and late answers of files", "offload_failures"),
+    ("kv_offload_file_failures", "Errors and late answers of files", "offload_file_failures"),
+    ("kv_pool_kept_bytes", "KV bytes written to the shared pool", "offload_pool_kept"),
+    ("kv_pool_read_bytes", "KV bytes read from the shared pool", "offload_pool_read"),
+    ("kv_pool_failures", "Errors and late answers of the shared pool", "offload_pool_failures"),
     ("kv_held_bytes", "KV bytes not received, because the prefix cache had them", "kv_bytes_held"),
     ("prompts_shared", "Prompts whose KV came from another attempt", "prompts_shared"),
     ("own_prompt_tokens", "Prompt tokens that a decode worker computed", "prompt_tokens"),
@@ -224,6 +227,10 @@ class Shell:
         """Id of the engine's life; empty while none is ready."""
         life = self.supervisor.life
         return "" if life is None else life.incarnation
+
+    def where(self) -> str:
+        """Its address for other processes."""
+        return self.address
 
     def admit(self, incarnation: str, kind: Kind | None = None) -> EngineLife:
         """Returns the engine for a new attempt of this kind; raises the reason for a refusal.

@@ -83,7 +83,6 @@ def prompt(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def reservation(message: pb.Reservation) -> Reservation:
-    """Reads a reservation that another worker made."""
     attempt = attempt_id(message.attempt)
     try:
         return check_reservation(_reservation(message, attempt))
@@ -253,7 +252,6 @@ def _logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
 
 @contextmanager
 def _naming(parent: str) -> Iterator[None]:
-    """Names the request's field in a setting's error."""
     try:
         yield
     except SettingError as error:

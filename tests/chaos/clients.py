@@ -48,13 +48,13 @@ _SHARES = {
 }
 
 
-def draw_all(seed: int) -> list[Job]:
-    """The jobs of a run: greedy and sampled, short and long, by either algorithm."""
+def draw_all(seed: int, number: int = JOBS) -> list[Job]:
+    """The jobs of a run: greedy and sampled, short and long, so many by either algorithm."""
     return [
         job
         for algorithm in ("d2f", "block_diffusion")
         for job in draw_jobs(
-            seed, JOBS, algorithm, block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=2
+            seed, number, algorithm, block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=2
         )
     ]
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from chaos import report
-from chaos.clients import CLIENTS, MEAN_THINK_S, Clients, answer_of, draw_all, draw_problems
+from chaos.clients import CLIENTS, JOBS, MEAN_THINK_S, Clients, answer_of, draw_all, draw_problems
 from chaos.injector import Injector
 from chaos.ledger import FleetState, Injected, Ledger
 from chaos.plan import KILLS, Fault, Kind, Targets, draw_plan, targets_of
@@ -97,12 +97,13 @@ def carry_out(
     *,
     clients: int = CLIENTS,
     think_s: float = MEAN_THINK_S,
+    num_jobs: int = JOBS,
     overlaps: bool = False,
 ) -> None:
     """One run, recorded in `ledger`; its logs and its checkpoint are in `home`. Raises UpError if
     no fleet starts.
     """
-    jobs, ledger.solutions = draw_all(ledger.seed), []
+    jobs, ledger.solutions = draw_all(ledger.seed, num_jobs), []
     if ledger.model == "bundled":
         jobs, ledger.solutions = draw_problems(ledger.seed)
     ledger.planned = len(plan)

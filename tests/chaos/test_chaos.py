@@ -13,7 +13,8 @@ from chaos.verdict import judge
 
 SEED = 8  # whose first deck ends with a kill, so that ten have all its kinds
 REQUESTS = 300
-CLIENTS, THINK_S = 4, 0.2  # which leaves the engines that start most of a small machine
+CLIENTS, THINK_S = 4, 0.5  # which leaves the engines that start most of a small machine
+JOBS = 24  # of each algorithm, which are also asked before and after the faults
 KILLS = 10  # every engine once, all but one of decode, a front of each kind, a router, Redis
 
 
@@ -23,7 +24,10 @@ def test_no_request_is_lost_or_changed(tmp_path: Path) -> None:
     ledger = Ledger(seed=SEED, connector="nixl")
     targets = targets_of(2, 3)
     plan = draw_plan(SEED, KILLS, targets)
-    carry_out(ledger, targets, plan, REQUESTS, tmp_path, print, clients=CLIENTS, think_s=THINK_S)
+    carry_out(
+        ledger, targets, plan, REQUESTS, tmp_path, print,
+        clients=CLIENTS, think_s=THINK_S, num_jobs=JOBS,
+    )  # fmt: skip
     findings = judge(ledger)
     assert not findings, "\n".join(report.lines(ledger, findings))
     assert {one.fault.kind for one in ledger.injected} == set(Kind) - OF_NETWORKS

@@ -42,7 +42,7 @@ def outside(num_slots: int, directory: Path | None = None) -> Outside:
     """Host memory of so many pages, and files if there is a directory."""
 
     def make(memory: PageMemory, now: Callable[[], float]) -> Tiers:
-        files = None if directory is None else UnitFiles(directory, 1 << 30)
+        files = [] if directory is None else [UnitFiles(directory, 1 << 30)]
         return Tiers(HostPages(memory, num_slots), files, now=now)
 
     return make
@@ -62,20 +62,20 @@ SMALL: dict[str, Any] = {"num_pages": 56, "page_size": 4, "max_num_seqs": 8, "bu
 )
 def test_kept_kv_changes_no_token(models: Models, tmp_path: Path, family: str, way: str) -> None:
     """Each turn of a chat begins with what only host memory and files have."""
-    asked: dict[str, Any] = {"seed": 1, "sampled": True, "most": 40}
+    asked: dict[str, Any] = {"seed": 1, "most": 40}
     expected, _ = told(models(family), way, caches=False, **asked)
     tiers = outside(40, tmp_path)
     found, rig = told(models(family), way, caches=True, kind=Evicted, tiers=tiers, **asked, **SMALL)
     assert found == expected
     load = rig.engine.load()
-    assert min(load.offload_loaded, load.offload_filed) > 0
-    assert load.offload_read > 0 or not rig.cache.is_causal
-    assert load.offload_corrupt == load.offload_failures == 0
+    assert min(load.offload_loaded, load.offload_file_kept) > 0
+    assert load.offload_file_read > 0 or not rig.cache.is_causal
+    assert load.offload_corrupt == load.offload_file_failures == 0
 
 
 @pytest.mark.parametrize("family", ["sdar", "dream"])
 def test_nor_does_it_on_a_device(models: Models, tmp_path: Path, family: str) -> None:
-    asked: dict[str, Any] = {"seed": 2, "sampled": True, "most": 40}
+    asked: dict[str, Any] = {"seed": 2, "most": 40}
     expected, _ = told(models(family), "d2f", caches=False, **asked)
     tiers = outside(60, tmp_path)
     found, rig = told(
@@ -101,7 +101,7 @@ def test_what_has_left_the_pool_is_not_computed_again(
         assert answers[0].token_ids == answers[1].token_ids
     load = rig.engine.load()
     assert rig.engine.counters.prompt_tokens == 0
-    assert load.offload_read > 0 and load.prefix_hits == 64
+    assert load.offload_file_read > 0 and load.prefix_hits == 64
 
 
 def test_a_preempted_request_goes_on_from_host_memory(

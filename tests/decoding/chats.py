@@ -64,11 +64,12 @@ def settings_of(way: str) -> dict[str, Any]:
 
 class Chats:
     """Chats of several turns, each of which begins with all the tokens before it; some answers are
-    asked for again, twice at once, or resumed, and some are abandoned.
+    asked for again, twice at once, or resumed, and some are abandoned. Those to prompts of an odd
+    length are sampled, the others are greedy.
     """
 
-    def __init__(self, rig: Rig, way: str, seed: int, *, sampled: bool, most: int = 24) -> None:
-        self.rig, self.way, self.sampled, self.most = rig, way, sampled, most
+    def __init__(self, rig: Rig, way: str, seed: int, *, most: int = 24) -> None:
+        self.rig, self.way, self.most = rig, way, most
         self.draw = random.Random(f"{seed}/{way}")
         self.asked: list[StartDecode] = []
 
@@ -76,7 +77,7 @@ class Chats:
         return [self.draw.randrange(20, 90) for _ in range(count)]
 
     def request(self, prompt: Sequence[int], index: int = 0, group: str = "") -> StartDecode:
-        temperature = 0.8 if self.sampled else 0.0
+        temperature = 0.8 if len(prompt) % 2 else 0.0
         request = make_request(
             str(len(self.asked)),
             prompt,
@@ -152,13 +153,12 @@ def told(
     *,
     caches: bool,
     seed: int = 1,
-    sampled: bool = False,
     kind: type[Rig] = Rig,
     most: int = 24,
     **limits: Any,
 ) -> tuple[list[tuple[int, ...]], Rig]:
     rig = kind(model, caches=caches, **limits)
-    found = Chats(rig, way, seed, sampled=sampled, most=most).run(3, 3)
+    found = Chats(rig, way, seed, most=most).run(3, 3)
     audit(rig.engine)
     assert rig.pool.num_free == rig.pool.num_pages
     return found, rig

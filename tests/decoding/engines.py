@@ -192,7 +192,7 @@ class Rig:
         """Steps until no unit is on its way to another tier."""
         cache = self.cache
         while isinstance(cache, TieredCache) and (
-            cache.is_copying or cache._due or cache.tiers._writing
+            cache.is_copying or cache._due or any(one.writing for one in cache.tiers.stores)
         ):
             self.step()
             time.sleep(0.0005)

@@ -96,26 +96,18 @@ def test_equal_prompts_of_a_bidirectional_model_hand_nothing_over(served: Served
         assert all((one.stats.kv_pages == 0) is is_known for one in answers)
 
 
-def test_tokens_equal_the_oracles_with_another_attention() -> None:
-    with tiny_fleet("dream", connector="zmq", worker_flags=("--attention", "flex")) as fleet:
-        pairs = solid_jobs("dream", "d2f", seed=4)
-        answers = ask(fleet, [job for job, _ in pairs])
-        compare(pairs, answers)
-        _all_handed_over(answers, "zmq")
-
-
 @pytest.mark.parametrize(
     ("architecture", "connector", "algorithm", "flags"),
     [
-        ("sdar", "zmq", "block_diffusion", ()),
+        ("sdar", "zmq", "block_diffusion", ("--attention", "flex")),
         ("dream", "nixl", "d2f", ("--kv-layout", "distinct")),
     ],
 )
 def test_tokens_equal_the_oracles_while_requests_are_preempted(
     architecture: Architecture, connector: str, algorithm: str, flags: tuple[str, ...]
 ) -> None:
-    """Each family, connector, algorithm and layout once. Preempted requests already have all
-    pages."""
+    """Each family, connector, algorithm and layout once, and the other attention. Preempted
+    requests already have all pages."""
     few = ("--num-pages", "14")
     with tiny_fleet(
         architecture, connector=connector, worker_flags=flags, decode_flags=few

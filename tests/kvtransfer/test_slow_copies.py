@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kvtransfer.tier_scene import PAGE_BYTES, TEXTS, Scene
 
-from effuse.kvtransfer.tiers import READ_S
+from effuse.kvtransfer.store_tier import READ_S
 
 
 def test_copies_to_the_host_that_are_seen_late_keep_nothing_from_coming_back(
@@ -35,7 +35,7 @@ def only_in_files(scene: Scene) -> list[int]:
     for key in scene.cache.begin("", TEXTS[0], 24).keys:
         if key in scene.tiers.kept:
             scene.tiers._write(key)
-            scene.tiers._writing[-1].result.exception(10)
+            scene.writing[-1].result.exception(10)
             scene.poll()
             scene.tiers._leave_host(key)
     scene.empty_pool()
@@ -48,9 +48,9 @@ def test_many_units_of_a_slow_disk_are_no_failure_of_files(
     scene = Scene(random.Random(1), directory=tmp_path, most_polls=0)
     text, files = only_in_files(scene), scene.files
     assert files is not None
-    begin, turns = files.begin_read, iter((True, True))
+    begin, turns = files.load, iter((True, True))
     monkeypatch.setattr(
-        files, "begin_read", lambda *one: begin(*one) if next(turns, False) else files._hold()
+        files, "load", lambda *one: begin(*one) if next(turns, False) else files._hold()
     )
     one = scene.start(text)
     scene.admit()
@@ -61,7 +61,7 @@ def test_many_units_of_a_slow_disk_are_no_failure_of_files(
     scene.poll()
     scene.admit()
     assert one in scene.running and one.units.num_found == 2
-    assert scene.tiers.counts.failures == 0 and not caplog.records
+    assert scene.counts.failures == 0 and not caplog.records
 
 
 def test_reads_that_wait_for_others_seem_no_slower(tmp_path: Path) -> None:
@@ -73,4 +73,4 @@ def test_reads_that_wait_for_others_seem_no_slower(tmp_path: Path) -> None:
         read.result.exception(10)
         scene.time += 0.5
         assert scene.tiers.end_read(read)
-    assert scene.tiers.reading.seconds(12 * PAGE_BYTES) == pytest.approx(3.0)
+    assert scene.tiers.stores[0].reading.seconds(12 * PAGE_BYTES) == pytest.approx(3.0)

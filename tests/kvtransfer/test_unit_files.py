@@ -11,21 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from effuse.kvtransfer.unit_files import FileFacts, UnitFiles
+from effuse.kvtransfer.stores import UnitFacts
+from effuse.kvtransfer.unit_files import UnitFiles
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
-FACTS = FileFacts(b"d" * 16, b"row")
+FACTS = UnitFacts(b"d" * 16, b"row")
 
 
 def write(files: UnitFiles, key: bytes, before: bytes = b"", data: bytes = b"x" * 100) -> None:
     views = [memoryview(bytearray(data[:60])), memoryview(bytearray(data[60:]))]
-    size = files.begin_write(key, before, lambda: FACTS, views).result(10)
-    files.written(key, before, size)
+    size = files.keep(key, before, lambda: FACTS, views).result(10)
+    files.kept(key, before, size)
 
 
-def read(files: UnitFiles, key: bytes, size: int = 100) -> tuple[FileFacts, bytes]:
+def read(files: UnitFiles, key: bytes, size: int = 100) -> tuple[UnitFacts, bytes]:
     data = bytearray(size)
-    facts = files.begin_read(key, [memoryview(data)[:30], memoryview(data)[30:]]).result(10)
+    facts = files.load(key, [memoryview(data)[:30], memoryview(data)[30:]]).result(10)
     return facts, bytes(data)
 
 
@@ -129,9 +130,9 @@ def test_two_writes_of_one_unit_at_the_same_time_do_not_mix(tmp_path: Path) -> N
     files = UnitFiles(tmp_path, 10 << 20)
     views = [[memoryview(bytearray([number]) * (1 << 20))] for number in range(2)]
     for _ in range(20):
-        both = [files.begin_write(KEYS[0], b"", lambda: FACTS, one) for one in views]
+        both = [files.keep(KEYS[0], b"", lambda: FACTS, one) for one in views]
         sizes = [one.result(10) for one in both]
-        files.written(KEYS[0], b"", sizes[1])
+        files.kept(KEYS[0], b"", sizes[1])
         assert len(set(read(files, KEYS[0], 1 << 20)[1])) == 1
         files.forget(KEYS[0])
     settle(files)
@@ -201,7 +202,7 @@ import time
 from pathlib import Path
 from effuse.kvtransfer.unit_files import UnitFiles
 files = UnitFiles(Path({str(tmp_path)!r}), 1000)
-reads = [files.begin_read({KEYS[1]!r}, [memoryview(bytearray(8))]) for _ in range(3)]
+reads = [files.load({KEYS[1]!r}, [memoryview(bytearray(8))]) for _ in range(3)]
 while not (reads[0].running() and reads[1].running()):
     time.sleep(0.01)
 files.close()

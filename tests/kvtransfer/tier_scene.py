@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,13 +14,16 @@ import numpy as np
 import torch
 import xxhash
 from auditing import audit_cache, audit_pool, cached_pages
+from kvtransfer.fake_pool import FakePool, SharedUnits
 
 from effuse.kvtransfer.digest import PieceDigests
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.store_tier import READ_S, StoreCounts, Writing
+from effuse.kvtransfer.stores import UnitFacts
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
-from effuse.kvtransfer.unit_files import FileFacts, UnitFiles
+from effuse.kvtransfer.unit_files import UnitFiles
 from effuse.kvtransfer.units import HeldUnits
 
 PAGE_BYTES = 64
@@ -74,11 +78,11 @@ class StuckFiles(UnitFiles):
         super().__init__(directory, most_bytes)
         self.stuck: list[Future[Any]] = []
 
-    def begin_read(self, key: bytes, views: Sequence[memoryview]) -> Future[FileFacts]:
-        return self._hold() if self.is_stuck else super().begin_read(key, views)
+    def load(self, key: bytes, views: Sequence[memoryview]) -> Future[UnitFacts]:
+        return self._hold() if self.is_stuck else super().load(key, views)
 
-    def begin_write(self, *told: Any) -> Future[int]:
-        return self._hold() if self.is_stuck else super().begin_write(*told)
+    def keep(self, *told: Any) -> Future[int]:
+        return self._hold() if self.is_stuck else super().keep(*told)
 
     def _hold(self) -> Future[Any]:
         self.stuck.append(Future())
@@ -108,18 +112,35 @@ class Scene:
         num_slots: int = 20,
         most_file_bytes: int = 1 << 20,
         most_polls: int = 3,
+        shared: SharedUnits | None = None,
     ) -> None:
         self.draw, self.time = draw, 100.0
         self.pool = PagePool(num_pages)
         self.host = FakeHost(num_pages, num_slots, lambda: draw.randint(0, most_polls))
         self.files = None if directory is None else StuckFiles(directory, most_file_bytes)
-        self.tiers = Tiers(self.host, self.files, now=lambda: self.time)
+        self.shared = None if shared is None else FakePool(shared)
+        stores = [one for one in (self.files, self.shared) if one is not None]
+        self.tiers = Tiers(self.host, stores, now=lambda: self.time)
         self.cache = TieredCache(
             self.pool, self.tiers, page_size=2, block_size=4, is_causal=is_causal
         )
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.compute_s: Callable[[int], float] = lambda _: 0.0
+
+    @property
+    def counts(self) -> StoreCounts:
+        """Of the only store; zero without one."""
+        return next((one.counts for one in self.tiers.stores), StoreCounts())
+
+    @property
+    def stuck(self) -> list[Future[Any]]:
+        """Reads and writes that end only when the test says so."""
+        return [*getattr(self.files, "stuck", ()), *getattr(self.shared, "stuck", ())]
+
+    @property
+    def writing(self) -> list[Writing]:
+        return [one for tier in self.tiers.stores for one in tier.writing]
 
     def start(self, ids: list[int], salt: str = "") -> Request:
         self.waiting.append(Request(ids, self.cache.begin(salt, ids, len(ids))))
@@ -191,7 +212,7 @@ class Scene:
     def await_reads(self) -> None:
         for coming in self.cache._coming.values():
             for read in coming.reads:
-                if read.result not in getattr(self.files, "stuck", ()):
+                if read.result not in self.stuck:
                     read.result.exception(10)
 
     def settle(self) -> None:
@@ -199,14 +220,15 @@ class Scene:
         for _ in range(1000):
             self.await_reads()
             self.poll()
-            stuck = getattr(self.files, "stuck", ())
-            writes = [one for one in self.tiers._writing if one.result not in stuck]
+            writes = [one for one in self.writing if one.result not in self.stuck]
             if not self.cache.is_copying and not self.cache._due and not writes:
                 return
             for one in writes:
                 one.result.exception(10)
             if self.files and self.files.is_stuck:
                 return
+            if self.cache.is_copying and self.stuck:
+                self.time += READ_S
 
     def empty_pool(self) -> None:
         """Others use all free pages once."""
@@ -224,4 +246,4 @@ class Scene:
 def content(one: Request, at: int) -> bytes:
     """The bytes of a page: they depend on all tokens before its end."""
     salt, end = one.units.salt, 2 * at + 2
-    return (repr((salt, one.ids[:end])).encode() + bytes(PAGE_BYTES))[-PAGE_BYTES:]
+    return hashlib.blake2b(repr((salt, one.ids[:end])).encode(), digest_size=PAGE_BYTES).digest()

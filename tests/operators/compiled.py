@@ -334,16 +334,11 @@ def product_variants() -> Variants:
     for tile in products_hopper.TILES:
         launch = partial(products_hopper.launch, meta(264, 3584), meta(4608, 3584), tile=tile)
         yield f"{tile.rows}x{tile.consumers}", kernels_of([products_gluon], launch)
-    for tile in products_hopper.TILES[-1:]:  # the one with the most accumulators
-        launch = partial(
-            products_hopper.launch,
-            meta(264, 3584),
-            meta(4608, 3584),
-            tile=tile,
-            out_dtype=FP32,
-            shares=2,
-        )
-        yield f"{tile.rows}x{tile.consumers} shares", kernels_of([products_gluon], launch)
+    most, fewer = products_hopper.TILES[-1], products_hopper.TILES[-2]  # of their accumulators
+    for tile, rows, name in ((most, 264, "shares"), (fewer, 2048, "added shares")):
+        x, weight = meta(rows, 3584), meta(4608, 3584)
+        launch = partial(products_hopper.launch, x, weight, tile=tile, shares=2)
+        yield f"{tile.rows}x{tile.consumers} {name}", kernels_of([products_gluon], launch)
     x, router = meta(32, 2048), meta(256, 2048)
     launch = partial(products_hopper.launch, x, router, out_dtype=FP32)
     yield "router", kernels_of([products_gluon], launch)

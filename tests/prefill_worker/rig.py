@@ -21,6 +21,7 @@ from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
+from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiers import Tiers
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
@@ -72,6 +73,7 @@ class Rig:
         device: str = "cpu",
         caches: bool = True,
         num_slots: int = 0,  # pages of host memory
+        stores: Callable[[HostPages], Sequence[UnitStore]] = lambda _: (),  # below it
     ) -> None:
         self.time = 1000.0
         self.model: Transformer = load_model(path, device=device)
@@ -109,7 +111,10 @@ class Rig:
         )
         self.on_layer: Callable[[], None] = lambda: None
         self.forward = Watched(runner)
-        tiers = Tiers(HostPages(self.memory, num_slots), None, now=self.now) if num_slots else None
+        tiers = None
+        if num_slots:
+            host = HostPages(self.memory, num_slots, is_shared=True)
+            tiers = Tiers(host, stores(host), now=self.now)
         sender = HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now)
         self.beats: list[Heartbeat] = []
         self.pulse = Pulse(self.beats.append, now=self.now)
@@ -181,9 +186,10 @@ class Rig:
         raise AssertionError("the engine never comes to rest")
 
     def _device_works(self) -> bool:
-        """Whether a real device still computes or digests, after a while."""
+        """Whether units are on their way, or a real device still computes or digests, after a
+        while."""
         if self.model.device.type == "cpu":
-            return False
+            return self.engine._cache.is_copying
         if not self.engine.is_working() and not self.source.exchange.is_moving:
             return False
         time.sleep(0.001)

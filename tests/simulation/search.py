@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from effuse.kvtransfer.handoff import SenderState
 from effuse.kvtransfer.pool import PageState
@@ -22,6 +23,17 @@ class Found:
     ends: int  # states in which all is over
 
 
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """A state, the shortest way to it, and the states from which one step leads to it."""
+
+    world: World
+    came_from: _Seen | None = None
+    step: str = ""
+    before: list[_Seen] = field(default_factory=list)
+    can_end: bool = False
+
+
 def is_end(world: World) -> bool:
     """All is over: the page is free and nothing of either handoff is left."""
 
@@ -38,54 +50,46 @@ def search(
     """Looks at all states within a depth, nearest first. Raises Violation, with the way there, for
     one that breaks a table or an invariant and, where the depth leaves none out, for one from which
     no end can be reached."""
-    start = World(is_two_sided=is_two_sided)
-    came_from: dict[World, tuple[World, str] | None] = {start: None}
-    before: dict[World, list[World]] = {start: []}
+    start = _Seen(World(is_two_sided=is_two_sided))
+    seen = {start.world: start}
     queue, num_steps, depth, is_whole = deque([(start, 0)]), 0, 0, True
     while queue:
-        world, depth = queue.popleft()
+        at, depth = queue.popleft()
         if depth == most_depth:
             is_whole = False
             continue
-        for name, move in moves(world, trust):
+        for name, move in moves(at.world, trust):
             num_steps += 1
             try:
                 after = move()
             except Violation as violation:
-                raise Violation(f"{violation}: {_way(came_from, world)}, {name}") from None
-            known = before.get(after)  # once, because hashing a world takes most of the time
+                raise Violation(f"{violation}: {_way(at)}, {name}") from None
+            known = seen.get(after)  # once, because hashing a world takes most of the time
             if known is None:
-                known = before[after] = []
-                came_from[after] = world, name
-                queue.append((after, depth + 1))
-            known.append(world)
-    ends = [world for world in before if is_end(world)]
+                known = seen[after] = _Seen(after, at, name)
+                queue.append((known, depth + 1))
+            known.before.append(at)
+    ends = [one for one in seen.values() if is_end(one.world)]
     if is_whole:
-        _check_all_can_end(came_from, before, ends)
-    return Found(len(before), num_steps, depth, len(ends))
+        _check_all_can_end(seen.values(), ends)
+    return Found(len(seen), num_steps, depth, len(ends))
 
 
-def _check_all_can_end(
-    came_from: dict[World, tuple[World, str] | None],
-    before: dict[World, list[World]],
-    ends: list[World],
-) -> None:
-    can_end, queue = set(ends), deque(ends)
+def _check_all_can_end(seen: Iterable[_Seen], ends: list[_Seen]) -> None:
+    queue = deque(ends)
     while queue:
-        for world in before[queue.popleft()]:
-            if world not in can_end:
-                can_end.add(world)
-                queue.append(world)
-    for world in before:
-        if world not in can_end:
-            raise Violation(f"never ends: {_way(came_from, world)}")
+        one = queue.popleft()
+        if not one.can_end:
+            one.can_end = True
+            queue.extend(one.before)
+    for one in seen:
+        if not one.can_end:
+            raise Violation(f"never ends: {_way(one)}")
 
 
-def _way(came_from: dict[World, tuple[World, str] | None], world: World) -> str:
+def _way(seen: _Seen) -> str:
     names: list[str] = []
-    step = came_from[world]
-    while step is not None:
-        world, name = step
-        names.append(name)
-        step = came_from[world]
+    while seen.came_from is not None:
+        names.append(seen.step)
+        seen = seen.came_from
     return ", ".join(reversed(names))

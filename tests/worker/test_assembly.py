@@ -128,6 +128,17 @@ def test_places_for_kept_kv_that_cannot_be_are_refused(
         assemble(config, "life-1", "decode", None, Pulse())
 
 
+def test_a_missing_package_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("effuse.kvtransfer.mooncake_pool.find_spec", lambda _: None)
+    config = WorkerConfig(
+        model=tmp_path, device="cpu", kv_offloading_size=0.01, kv_pool="mooncake://localhost:1"
+    )
+    with pytest.raises(ValueError, match=r"--kv-pool: mooncake is needed: .*pip install"):
+        assemble(config, "life-1", "decode", None, Pulse())
+
+
 def test_files_of_another_model_are_not_found(tmp_path: Path) -> None:
     """Nor those of another size of pages or blocks."""
     for seed, page_size, block_size in ((1, 16, 4), (2, 16, 4), (1, 8, 4), (1, 16, 8)):

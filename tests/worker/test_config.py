@@ -61,6 +61,31 @@ NAN = float("nan")
             },
             "--kv-offloading-dir: expected --tensor-parallel-size 1 with it, got 2",
         ),
+        ({"kv_pool": "mooncake://localhost:1"}, "--kv-pool: expected --kv-offloading-size with it"),
+        *(
+            ({"kv_offloading_size": 1.0, "kv_pool": url}, "--kv-pool: expected mooncake://host:")
+            for url in (
+                "redis://localhost:1/a",
+                "mooncake://localhost/a",
+                "mooncake://localhost:1/a/b",
+                "mooncake://localhost:99999/a",
+                "mooncake://user@localhost:1/a",
+                "mooncake://localhost:1/a?protocol=udp",
+                "mooncake://localhost:1/a?memory=1",
+            )
+        ),
+        (
+            {"kv_offloading_size": 1.0, "kv_pool": "mooncake://10.0.0.1:1/a"},
+            "--kv-pool: .*plain text.*--allow-plaintext pages",
+        ),
+        (
+            {
+                "kv_offloading_size": 1.0,
+                "kv_pool": "mooncake://localhost:1/a",
+                "tensor_parallel_size": 2,
+            },
+            "--kv-pool: expected --tensor-parallel-size 1 with it, got 2",
+        ),
         ({"drain_s": -1.0}, "--drain-s: expected seconds above 0, got -1"),
         ({"hang_timeout_s": float("inf")}, "--hang-timeout-s: expected seconds above 0, got inf"),
         ({"hang_timeout_s": 0.4}, "--hang-timeout-s: expected 1 s or more, because .* got 0.4"),

@@ -1,0 +1,38 @@
+"""The address of a pool of KV that several workers share."""
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal, Self
+from urllib.parse import parse_qsl, urlsplit
+
+FORM: Final = "mooncake://host:port/namespace?protocol=tcp|rdma&devices=a,b, the last two optional"
+_NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{0,64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolAddress:
+    """Where the master of Mooncake Store is, how its clients move bytes, and a part of all keys."""
+
+    host: str
+    port: int
+    namespace: str = ""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""  # names of RDMA devices with commas between; empty for all
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Raises ValueError with the accepted form."""
+        try:
+            parts = urlsplit(url)
+            host, port, namespace = parts.hostname, parts.port, parts.path.removeprefix("/")
+            given = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+        except ValueError as error:
+            raise ValueError(f"expected {FORM}, got {url!r}") from error
+        protocol, devices = given.pop("protocol", "tcp"), given.pop("devices", "")
+        is_whole = parts.scheme == "mooncake" and host and port and not parts.username
+        if not is_whole or given or parts.fragment or not _NAMESPACE.fullmatch(namespace):
+            raise ValueError(f"expected {FORM}, got {url!r}")
+        assert host and port, "checked above"
+        if protocol not in ("tcp", "rdma"):
+            raise ValueError(f"expected {FORM}, got {url!r}")
+        return cls(host=host, port=port, namespace=namespace, protocol=protocol, devices=devices)  # type: ignore[arg-type]

@@ -1,0 +1,303 @@
+"""The way of units between host memory and one store.
+
+Each step has a time limit, because a store may fail or never answer. Then it counts as absent for a
+while, and no request waits for it.
+"""
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from effuse.kvtransfer.stores import UnitFacts, UnitStore
+from effuse.kvtransfer.units import Key
+
+LOG = logging.getLogger(__name__)
+
+FIND_S: Final = 0.5
+"""Time for units to be found; then they are computed."""
+READ_S: Final = 1.0
+"""The same for units that are read."""
+WRITE_S: Final = 10.0
+"""Time for one to be written."""
+AGAIN_S: Final = 30.0
+"""How long a store is not used after it has failed, and a slower way is not measured again."""
+_GAIN: Final = 1 / 4
+
+
+class Rate:
+    """Measured seconds of an amount of work, of which the latest counts most."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+        self.measured_s = -math.inf  # moment of the last measurement
+
+    def note(self, amount: float, seconds: float, now: float) -> None:
+        """So much work took so long, and has ended now."""
+        keep = 1 - _GAIN
+        self._amount = keep * self._amount + amount
+        self._seconds = keep * self._seconds + seconds
+        self.measured_s = now
+
+    def seconds(self, amount: float) -> float:
+        """Expected seconds of so much work; 0 while none was measured."""
+        return self._seconds * amount / self._amount if self._amount else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class HostUnit:
+    """A unit in host memory."""
+
+    slots: tuple[int, ...]
+    digest: bytes
+    before: Key
+    boundary: Tensor | None  # [hidden_size], on the pool's device
+    num_readers: int = 0  # copies and writes that read the slots
+    is_gone: bool = False  # forgotten: its slots are free once nothing reads them
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """Successive units that a store is asked for, each with the one before it."""
+
+    units: Mapping[Key, Key]
+    result: "Future[int]"
+    began_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A unit on its way from a store to host memory."""
+
+    key: Key
+    tier: "StoreTier"
+    slots: tuple[int, ...]
+    result: "Future[UnitFacts]"
+    began_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Writing:
+    """A unit on its way to a store."""
+
+    key: Key
+    kept: HostUnit
+    result: "Future[int]"
+    began_s: float
+    is_late: bool = False
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """Bytes of KV that have moved so far, and faults."""
+
+    kept: int = 0
+    read: int = 0
+    corrupt: int = 0  # units that were cut or foreign
+    failures: int = 0  # errors, and times that it did not answer
+
+
+class StoreTier:
+    """One store, as far as it can be used."""
+
+    def __init__(self, store: UnitStore, now: Callable[[], float]) -> None:
+        self.store = store
+        self.counts = StoreCounts()
+        self.reading = Rate()  # seconds of bytes
+        self.due: OrderedDict[Key, None] = OrderedDict()  # units that it has yet to keep
+        self.searches: list[Search] = []
+        self.writing: list[Writing] = []
+        self._now = now
+        self._opening: Future[object] | None = store.open()
+        self._late: list[Read] = []  # no request waits for them
+        self._read_s = self._written_s = -math.inf  # when the last one ended
+        self._back_s = -math.inf  # from when on it is used again
+        self._writes_back_s = -math.inf  # the same for writes: a full disk can still be read
+
+    def __contains__(self, key: Key) -> bool:
+        return self.is_usable and key in self.store
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is open, did not fail a moment ago, and has answered so far."""
+        is_stuck = bool(self._late) or any(one.is_late for one in self.writing)
+        one = self._opening
+        is_open = one is not None and one.done() and one.exception() is None
+        return is_open and not is_stuck and self._now() >= self._back_s
+
+    def poll(self) -> tuple[list[HostUnit], list[int]]:
+        """Takes what has come; waits for nothing. Returns units that were written, and slots of
+        reads that no request waited for.
+        """
+        self._follow_opening()
+        self._end_searches()
+        written = self._end_writes()
+        over = [read for read in self._late if read.result.done()]
+        self._late = [read for read in self._late if read not in over]
+        return written, [slot for read in over for slot in read.slots]
+
+    def _follow_opening(self) -> None:
+        if self._opening is None:
+            if self._now() >= self._back_s:
+                self._opening = self.store.open()
+        elif self._opening.done() and (error := self._opening.exception()) is not None:
+            self._fail(str(error))
+
+    def _fail(self, text: str) -> None:
+        self.counts.failures += 1
+        if self._now() >= self._back_s:
+            LOG.warning("KV in %s is not used for %g s: %s", self.store.name, AGAIN_S, text)
+        self._back_s = self._now() + AGAIN_S
+        self._opening = None
+
+    # To the store.
+
+    def lacks(self, key: Key, num_bytes: int) -> bool:
+        """Whether a unit of so many bytes could be written now, and was not."""
+        if not self.is_usable or key in self.store or self._now() < self._writes_back_s:
+            return False
+        return self.store.has_room_for(num_bytes)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether it takes one more unit now."""
+        is_back = self.is_usable and self._now() >= self._writes_back_s
+        return is_back and len(self.writing) < self.store.most_writes
+
+    def write(self, key: Key, kept: HostUnit, views: Sequence[memoryview]) -> None:
+        """Starts to write a unit, which has one more reader until `poll` returns it."""
+        kept.num_readers += 1
+        result = self.store.keep(key, kept.before, partial(_facts, kept), views)
+        self.writing.append(Writing(key, kept, result, self._now()))
+
+    def _end_writes(self) -> list[HostUnit]:
+        now, over = self._now(), []
+        for one in list(self.writing):
+            if one.result.done():
+                self.writing.remove(one)
+                self._end_write(one)
+                over.append(one.kept)
+            elif not one.is_late and now - max(one.began_s, self._written_s) > WRITE_S:
+                one.is_late = True
+                self._fail(f"a write was not over after {WRITE_S:g} s")
+        return over
+
+    def _end_write(self, one: Writing) -> None:
+        self._written_s = self._now()
+        try:
+            size = one.result.result()
+        except ConnectionError as error:
+            self._fail(str(error))
+        except OSError as error:
+            self._fail_writes(str(error))
+        else:
+            self.store.kept(one.key, one.kept.before, size)
+            self.counts.kept += size
+            if one.kept.is_gone:
+                self.store.forget(one.key)
+
+    def _fail_writes(self, text: str) -> None:
+        self.counts.failures += 1
+        if self._now() >= self._writes_back_s:
+            LOG.warning("no KV is written to %s for %g s: %s", self.store.name, AGAIN_S, text)
+        self._writes_back_s = self._now() + AGAIN_S
+
+    # From the store.
+
+    def seek(self, units: Mapping[Key, Key]) -> Search | None:
+        """Starts to look for successive units that the store is not known to have; None if that is
+        no use."""
+        if not units or not self.is_usable or (result := self.store.find(units)) is None:
+            return None
+        self.searches.append(Search(units, result, self._now()))
+        return self.searches[-1]
+
+    def _end_searches(self) -> None:
+        for search in list(self.searches):
+            if search.result.done():
+                self._end_search(search)
+            elif self._now() - search.began_s > FIND_S:
+                self._fail(f"a search was not over after {FIND_S:g} s")
+            else:
+                continue
+            self.searches.remove(search)
+
+    def _end_search(self, search: Search) -> None:
+        try:
+            count = search.result.result()
+        except OSError as error:
+            self._fail(str(error))
+            return
+        for key, before in list(search.units.items())[:count]:
+            if key not in self.store:
+                self.store.kept(key, before, 0)
+
+    def read(self, key: Key, slots: tuple[int, ...], views: Sequence[memoryview]) -> Read:
+        """Starts to read a unit that it has."""
+        self.store.touch(key)
+        return Read(key, self, slots, self.store.load(key, views), self._now())
+
+    def is_awaited(self, read: Read) -> bool:
+        """Whether it goes on, and has the time to."""
+        return not read.result.done() and self._now() - read.began_s <= READ_S
+
+    def end_read(self, read: Read, num_bytes: int) -> UnitFacts | None:
+        """A read of so many bytes is not awaited any more: the unit's facts if it has come. If it
+        still goes on, `poll` returns its slots later.
+        """
+        if not read.result.done():
+            self.abandon(read)
+            if self._read_s < read.began_s:  # no other one has ended meanwhile
+                self._fail(f"a read was not over after {READ_S:g} s")
+            return None
+        try:
+            facts = read.result.result()
+        except (OSError, ValueError) as error:
+            self._fail_read(read.key, error)
+            return None
+        if read.key not in self.store:  # dropped meanwhile
+            return None
+        now = self._now()
+        self.counts.read += num_bytes
+        self.reading.note(num_bytes, now - max(read.began_s, self._read_s), now)
+        self._read_s = now
+        return facts
+
+    def _fail_read(self, key: Key, error: OSError | ValueError) -> None:
+        again = "a unit of KV could not be read, and is computed again: %s"
+        match error:
+            case FileNotFoundError():  # another process has removed it
+                pass
+            case PermissionError():  # of another user
+                self.counts.failures += 1
+                LOG.warning(again, error)
+            case OSError():
+                self._fail(str(error))
+            case _:
+                self.counts.corrupt += 1
+                LOG.warning(again, error)
+        if not isinstance(error, ConnectionError):
+            self.store.forget(key)
+
+    def is_late(self, read: Read) -> bool:
+        """Whether `poll` returns its slots."""
+        return read in self._late
+
+    def abandon(self, read: Read) -> None:
+        """No request waits for it any more. It has not begun if there are many."""
+        read.result.cancel()
+        self._late.append(read)
+
+
+def _facts(kept: HostUnit) -> UnitFacts:
+    """In the store's thread, because a row on a GPU comes only after queued work."""
+    row = kept.boundary
+    raw = b"" if row is None else row.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return UnitFacts(kept.digest, raw)

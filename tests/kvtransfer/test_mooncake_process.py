@@ -1,0 +1,226 @@
+"""The process between an engine and Mooncake's client, with a stand-in for that client.
+
+The stand-in keeps objects in files. It fails and stands still like the real one, which
+`test_mooncake.py` uses where it is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kvtransfer.pool_user import FACTS, KEYS, PoolUser
+
+from effuse.config.pool_address import PoolAddress
+from effuse.kvtransfer import mooncake_pool
+
+STAND_IN = """
+import ctypes, os
+from pathlib import Path
+
+HOME = Path(os.environ["STAND_IN"])
+
+def obey(name):
+    if (HOME / "ends").exists():
+        os._exit(9)
+    if (HOME / f"{name} stands still").exists():
+        ctypes.PyDLL(None).sleep(1000)  # with Python's lock
+    return int((HOME / "code").read_text()) if (HOME / "code").exists() else 0
+
+def path(name):
+    return HOME / name.encode().hex()
+
+class MooncakeDistributedStore:
+    def setup(self, host, metadata, memory, buffer, protocol, devices, master):
+        return obey("setup")
+
+    def register_buffer(self, address, size):
+        return 0
+
+    def batch_is_exist(self, names):
+        return [obey("call") or int(path(name).exists()) for name in names]
+
+    def get_size(self, name):
+        return obey("call") or (path(name).stat().st_size if path(name).exists() else -704)
+
+    def remove(self, name, force):
+        return obey("call") or path(name).unlink()
+
+    def batch_put_from_multi_buffers(self, names, addresses, sizes):
+        parts = map(ctypes.string_at, addresses[0], sizes[0])
+        path(names[0]).write_bytes(b"".join(parts))
+        return [obey("call")]
+
+    def batch_get_into_multi_buffers(self, names, addresses, sizes):
+        return [self.get(*one) for one in zip(names, addresses, sizes)]
+
+    def get(self, name, addresses, sizes):
+        data = path(name).read_bytes() if path(name).exists() else None
+        if data is None or len(data) > sum(sizes):
+            return obey("call") or (-704 if data is None else -600)
+        for address, size in zip(addresses, sizes):
+            ctypes.memmove(address, data[:size], min(size, len(data)))
+            data = data[size:]
+        return obey("call") or sum(sizes)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "store.py").write_text(STAND_IN)
+    paths = [str(tmp_path), *os.environ.get("PYTHONPATH", "").split(":")]
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, paths)))
+    monkeypatch.setenv("STAND_IN", str(tmp_path))
+    monkeypatch.setattr(mooncake_pool, "_ANSWER_S", 3.0)
+    return tmp_path
+
+
+@pytest.fixture
+def address() -> Iterator[PoolAddress]:
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        yield PoolAddress(host="127.0.0.1", port=master.getsockname()[1])
+
+
+@pytest.fixture
+def user(home: Path, address: PoolAddress) -> Iterator[PoolUser]:
+    made = PoolUser(address)
+    yield made
+    made.pool.close()
+
+
+def test_a_unit_comes_back_as_it_was(user: PoolUser) -> None:
+    """From slots in any order into others."""
+    user.keep(KEYS[0], 3, 4, 5, 1)
+    assert user.load(KEYS[0], 9, 11, 12, 15) == FACTS
+    assert torch.equal(user.slots[[9, 11, 12, 15]], user.slots[[3, 4, 5, 1]])
+    assert user.count(KEYS[0], KEYS[1]) == 1
+
+
+def test_many_units_come_at_once(user: PoolUser) -> None:
+    for at, key in enumerate(KEYS[:6]):
+        user.keep(key, at)
+    slots = range(8, 14)
+    views = [user.host.views([slot]) for slot in slots]
+    loads = [user.pool.load(key, one) for key, one in zip(KEYS[:6], views, strict=True)]
+    missing = user.pool.load(KEYS[7], user.host.views([15]))
+    assert {load.result(20) for load in loads} == {FACTS}
+    assert torch.equal(user.slots[8:14], user.slots[:6])
+    assert isinstance(missing.exception(20), FileNotFoundError)
+
+
+def test_a_unit_that_is_not_there_is_no_failure_of_the_pool(user: PoolUser) -> None:
+    with pytest.raises(FileNotFoundError):
+        user.load(KEYS[0], 1)
+
+
+def test_a_unit_of_another_size_is_refused(user: PoolUser) -> None:
+    user.keep(KEYS[0], 1, 2)
+    for slots in ((1,), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r"cut|expected"):
+            user.load(KEYS[0], *slots)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(-200, OSError), (-800, ConnectionError), (-901, ConnectionError)]
+)
+def test_codes_are_errors(home: Path, user: PoolUser, code: int, kind: type[OSError]) -> None:
+    (home / "code").write_text(str(code))
+    with pytest.raises(kind) as caught:
+        user.keep(KEYS[0], 1)
+    assert isinstance(caught.value, ConnectionError) == (kind is ConnectionError)
+
+
+def test_a_client_that_stands_still_is_killed_and_replaced(home: Path, user: PoolUser) -> None:
+    """It holds its Python's lock, so nothing in it could end the call."""
+    user.keep(KEYS[0], 1)
+    assert user.pool._client is not None
+    process = user.pool._client._process
+    (home / "call stands still").touch()
+    began_s = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"no answer within 3 s"):
+        user.count(KEYS[0])
+    assert process.poll() == -9 and time.monotonic() - began_s > 2.9
+    (home / "call stands still").unlink()
+    with pytest.raises(ConnectionError):
+        user.count(KEYS[0])
+    user.pool.open().result(20)
+    assert user.count(KEYS[0]) == 1
+
+
+@pytest.mark.parametrize("fault", ["ends", "setup stands still", "no master", "no package"])
+def test_a_start_that_fails_is_an_error(
+    home: Path, address: PoolAddress, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "no master":
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            address = PoolAddress(host="127.0.0.1", port=unused.getsockname()[1])
+    elif fault == "no package":
+        (home / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: missing')")
+    else:
+        (home / fault).touch()
+    reason = {
+        "ends": r"client has ended",
+        "setup stands still": r"no answer within 3 s",
+        "no master": r"refused",
+        "no package": r"libibverbs.so.1: missing",
+    }[fault]
+    with pytest.raises(ConnectionError, match=reason):
+        PoolUser(address)
+
+
+def test_a_client_that_ends_is_an_error(home: Path, user: PoolUser) -> None:
+    (home / "ends").touch()
+    with pytest.raises(ConnectionError, match=r"client has ended"):
+        user.count(KEYS[0])
+
+
+def test_an_engine_that_is_killed_leaves_no_process(home: Path, address: PoolAddress) -> None:
+    """Even if its Mooncake client stands still with Python's lock."""
+    code = f"""
+import time
+from pathlib import Path
+from kvtransfer.pool_user import KEYS, PoolUser
+from effuse.config.pool_address import PoolAddress
+user = PoolUser(PoolAddress(host="127.0.0.1", port={address.port}))
+Path({str(home / "call stands still")!r}).touch()
+user.pool.find({{KEYS[0]: b""}})
+print(user.pool._client._process.pid, flush=True)
+time.sleep(1000)
+"""
+    tests = str(Path(__file__).parent.parent)
+    env = os.environ | {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{tests}"}
+    engine = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, env=env)
+    assert engine.stdout is not None
+    with engine.stdout:
+        pid = int(engine.stdout.readline())
+    os.kill(pid, 0)
+    time.sleep(0.2)
+    engine.kill()
+    engine.wait(10)
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < end, "it still runs"
+        time.sleep(0.01)
+
+
+def test_a_package_that_does_not_work_is_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: missing')")
+    monkeypatch.setattr(mooncake_pool, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=r"--kv-pool: the package mooncake .* libibverbs"):
+        mooncake_pool.check_package()
+    monkeypatch.setattr(mooncake_pool, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--kv-pool: mooncake is needed: .*\.\[mooncake\]"):
+        mooncake_pool.check_package()

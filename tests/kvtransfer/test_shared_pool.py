@@ -1,0 +1,248 @@
+"""Units that workers share through a pool, under random operations and faults."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+from kvtransfer.fake_pool import FakePool, SharedUnits
+from kvtransfer.test_tiered_cache import storm
+from kvtransfer.tier_scene import PAGE_BYTES, TEXTS, Scene
+
+from effuse.kvtransfer import tiered_cache
+from effuse.kvtransfer.store_tier import AGAIN_S, READ_S, WRITE_S
+from effuse.kvtransfer.stores import UnitFacts
+from effuse.kvtransfer.tiers import Tiers
+from kvtransfer import fake_pool
+
+
+def worker(shared: SharedUnits, seed: int = 1, **changes: Any) -> Scene:
+    return Scene(random.Random(seed), shared=shared, **changes)
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+def test_a_worker_finds_what_another_one_computed(is_causal: bool) -> None:
+    shared = SharedUnits()
+    assert worker(shared, is_causal=is_causal).run(TEXTS[0]) == [0]
+    other = worker(shared, is_causal=is_causal)
+    assert other.run(TEXTS[0]) == [24]
+    assert other.counts.read == other.tiers.counts.loaded == 12 * PAGE_BYTES
+    assert other.counts.kept == 0
+
+
+def test_a_longer_text_begins_with_what_the_pool_has() -> None:
+    shared = SharedUnits()
+    worker(shared).run(TEXTS[0][:12])
+    other = worker(shared)
+    assert other.run([*TEXTS[0][:12], *TEXTS[1][:12]], TEXTS[0], TEXTS[2]) == [12, 12, 0]
+
+
+def test_tenants_share_nothing() -> None:
+    shared = SharedUnits()
+    worker(shared).run(TEXTS[0])
+    other = worker(shared)
+    other.start(TEXTS[0], salt="tenant")
+    for _ in range(3):
+        other.admit()
+        other.poll()
+    assert other.running[0].units.num_found == 0
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+def test_every_known_page_has_the_bytes_of_its_text(is_causal: bool, tmp_path: Any) -> None:
+    """Of two workers, one of them with files too, while the pool fails, forgets and spoils."""
+    read = corrupt = failures = 0
+    for seed in range(4):
+        shared, draw = SharedUnits(), random.Random(seed)
+        scenes = [
+            worker(shared, seed, is_causal=is_causal, directory=tmp_path / str(seed)),
+            worker(shared, seed + 100, is_causal=is_causal),
+        ]
+        for _ in range(30):
+            shared.fault = draw.choice(("", "", "", "dead", "stuck", "full"))
+            for scene in scenes:
+                storm(scene, 15)
+                assert scene.shared is not None
+                for future in scene.shared.stuck:
+                    future.set_exception(ConnectionError("no answer"))
+                scene.shared.stuck.clear()
+                scene.poll()
+                if draw.random() < 0.5:
+                    scene.time += AGAIN_S
+            for key in [key for key in shared.units if draw.random() < 0.1]:
+                del shared.units[key]
+            for data in shared.units.values():
+                if draw.random() < 0.1:
+                    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        read += sum(scene.tiers.stores[-1].counts.read for scene in scenes)
+        corrupt += sum(scene.tiers.figures()["corrupt"] for scene in scenes)
+        failures += sum(scene.tiers.figures()["pool_failures"] for scene in scenes)
+    assert min(read, corrupt, failures) > 0
+
+
+@pytest.mark.parametrize("bug", ["keys ignore the text", "no digest", "a wrong unit stays"])
+def test_planted_bugs_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, bug: str) -> None:
+    if bug == "keys ignore the text":
+        original = FakePool.load
+
+        def load(pool: FakePool, key: bytes, views: Any) -> Any:
+            units = pool._shared.units
+            first = next(iter(units))
+            units[key] = units[first]
+            return original(pool, key, views)
+
+        monkeypatch.setattr(fake_pool, "unpack", lambda raw, *_: UnitFacts(raw[24:40]))
+        monkeypatch.setattr(FakePool, "load", load)
+    elif bug == "no digest":
+        monkeypatch.setattr(tiered_cache, "pages_digest", lambda _: b"")
+    else:
+        monkeypatch.setattr(Tiers, "forget", lambda tiers, key: None)
+    with pytest.raises(AssertionError):
+        if bug == "a wrong unit stays":
+            test_a_wrong_unit_leaves_the_pool()
+        else:
+            test_every_known_page_has_the_bytes_of_its_text(True, tmp_path)
+
+
+def test_a_wrong_unit_leaves_the_pool() -> None:
+    """With those that were computed from it."""
+    shared = SharedUnits()
+    scene = worker(shared)
+    scene.run(TEXTS[0])
+    assert len(shared.units) == 6
+    one = scene.start(TEXTS[0][:4])
+    scene.admit()
+    scene.end(one, is_sound=False)
+    assert not shared.units
+
+
+def waiting(scene: Scene, text: list[int]) -> Any:
+    """A request that waits for the pool."""
+    one = scene.start(text)
+    for _ in range(3):
+        scene.poll()
+        scene.admit()
+    return one
+
+
+@pytest.mark.parametrize("fault", ["dead", "stuck"])
+def test_a_pool_that_fails_costs_one_request_a_second_and_one_line(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = SharedUnits()
+    worker(shared).run(TEXTS[0])
+    scene = worker(shared, num_slots=40)
+    shared.fault = fault
+    with caplog.at_level(logging.WARNING):
+        one = waiting(scene, TEXTS[0])
+        assert (one in scene.waiting) == (fault == "stuck")
+        scene.time += READ_S + 0.1
+        scene.poll()
+        scene.admit()
+        assert one in scene.running and one.units.num_found == 0
+        assert scene.shared is not None
+        scene.shared.stuck.clear()
+        before = list(shared.calls)
+        assert scene.run(TEXTS[1], TEXTS[1], TEXTS[2]) == [0, 24, 0]
+        assert shared.calls == before  # nobody asks it
+    reason = "it is dead" if fault == "dead" else "a search was not over after 0.5 s"
+    (record,) = caplog.records
+    assert record.getMessage() == f"KV in the shared pool is not used for 30 s: {reason}"
+    assert scene.counts.failures == 1
+    shared.fault = ""
+    scene.time += AGAIN_S
+    scene.poll()
+    scene.settle()
+    assert set(scene.tiers.kept) <= set(shared.units)  # what came meanwhile is there now
+    other = worker(shared)
+    assert other.run(TEXTS[1], TEXTS[2]) == [24, 24]
+
+
+def test_a_pool_that_comes_late_is_used_once_it_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    shared = SharedUnits(fault="dead")
+    scene = worker(shared, num_slots=24)
+    assert scene.run(TEXTS[0], TEXTS[1]) == [0, 0]
+    assert len(caplog.records) == scene.counts.failures == 1
+    shared.fault = ""
+    scene.time += AGAIN_S
+    scene.settle()
+    assert len(shared.units) == 12
+
+
+def test_a_stuck_read_gives_its_slots_back(caplog: pytest.LogCaptureFixture) -> None:
+    shared = SharedUnits()
+    worker(shared).run(TEXTS[0])
+    scene = worker(shared)
+    one = scene.start(TEXTS[0])
+    scene.poll()
+    scene.admit()  # asks
+    scene.poll()
+    shared.fault = "stuck"
+    scene.admit()
+    assert one in scene.waiting and scene.shared is not None and scene.shared.stuck
+    scene.time += READ_S + 0.1
+    scene.poll()
+    scene.admit()
+    assert one in scene.running and one.units.num_found == 0
+    assert "a read was not over after 1 s" in caplog.text
+    assert scene.tiers.figures()["pages"] == 12
+    for future in scene.shared.stuck:
+        future.set_exception(ConnectionError("no answer"))
+    scene.poll()
+    assert scene.tiers.figures()["pages"] == 0
+
+
+def test_writes_that_do_not_answer_stop_no_saving(caplog: pytest.LogCaptureFixture) -> None:
+    shared = SharedUnits(fault="")
+    scene = worker(shared, num_slots=12, most_polls=0)
+    scene.poll()
+    shared.fault = "stuck"
+    one = waiting(scene, TEXTS[0])
+    scene.time += READ_S + 0.1
+    scene.poll()
+    scene.admit()
+    scene.store(one)
+    scene.end(one)
+    scene.time += AGAIN_S
+    for future in scene.shared.stuck if scene.shared else ():
+        future.set_result(0)
+    saved = scene.tiers.counts.saved
+    scene.run(*TEXTS[1:])
+    scene.time += WRITE_S + 1
+    scene.run(*TEXTS[1:])
+    assert scene.tiers.counts.saved > saved
+
+
+def test_a_full_pool_costs_one_line_and_is_still_read(caplog: pytest.LogCaptureFixture) -> None:
+    shared = SharedUnits()
+    worker(shared).run(TEXTS[0])
+    shared.fault = "full"
+    scene = worker(shared, num_slots=12)
+    assert scene.run(TEXTS[1], TEXTS[2], TEXTS[0]) == [0, 0, 24]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("no KV is written to the shared pool for 30 s: ")
+    assert scene.counts.failures >= 1 and scene.counts.read > 0
+
+
+def test_a_unit_that_the_pool_has_given_up_is_computed() -> None:
+    shared = SharedUnits()
+    worker(shared).run(TEXTS[0])
+    scene = worker(shared)
+    one = scene.start(TEXTS[0])
+    scene.poll()
+    scene.admit()
+    shared.units.pop(one.units.keys[2])
+    for _ in range(10):
+        scene.poll()
+        scene.admit()
+    assert one in scene.running and one.units.num_found == 2
+    assert scene.tiers.figures()["corrupt"] == scene.counts.failures == 0
+
+
+def test_the_pool_is_asked_once_for_each_request() -> None:
+    shared = SharedUnits()
+    scene = worker(shared)
+    scene.run(TEXTS[0], TEXTS[0], TEXTS[1])
+    assert shared.calls.count("find") == 2
