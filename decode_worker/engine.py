@@ -16,6 +16,7 @@ from effuse.decode_worker.intake import (
     RehearsalReceiver,
     begun_drafts,
     handoff_failed,
+    prompt_progress,
     step_events,
 )
 from effuse.decode_worker.request import DecodeRequest
@@ -301,6 +302,8 @@ class DecodeEngine:
                     case Prefilled(request):
                         self.roster.keep(request)
                         self._verify(request)
+                        if request.asked.progress and not request.is_verified:
+                            self._outbox.say(prompt_progress(request))
                     case Denoised(request, outcome):
                         self.roster.keep(request)
                         cost = self.room.note_step(request, now, outcome.num_settled)

@@ -27,6 +27,7 @@ from effuse.worker.messages import (
     Draft,
     Failed,
     Finished,
+    PromptProgress,
     Reserved,
     StartDecode,
     StartRehearsal,
@@ -216,6 +217,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         settings=wire.settings(request.settings),
         writer=None if writer is None else writer.incarnation,
         drafts=request.drafts,
+        progress=request.progress,
         num_logprobs=wire.bounded(request, "num_logprobs", LOGPROBS),
         resume=wire.resume(request.resume, block_size) if request.HasField("resume") else None,
         group=wire.label(request.group, "group"),
@@ -258,6 +260,8 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
                     token_offset=event.token_offset, block=wire.block_to_proto(event.block)
                 )
             )
+        case PromptProgress():
+            return pb.DecodeResponse(progress=filled(pb.PrefillProgress, event))
         case Finished():
             return pb.DecodeResponse(finished=filled(pb.DecodeFinished, event))
         case _:

@@ -25,6 +25,7 @@ from effuse.worker.messages import (
     CoreEvent,
     Failed,
     PrefillDone,
+    PromptProgress,
     PromptPushed,
     PushTo,
     StartPrefill,
@@ -146,6 +147,8 @@ def _response(event: CoreEvent) -> pb.PrefillResponse:
     match event:
         case PrefillDone():
             return pb.PrefillResponse(computed=filled(pb.PrefillComputed, event))
+        case PromptProgress():
+            return pb.PrefillResponse(progress=filled(pb.PrefillProgress, event))
         case PromptPushed():
             return pb.PrefillResponse(pushed=filled(pb.PrefillPushed, event))
         case _:

@@ -24,6 +24,8 @@ def test_a_reservation_survives_both_ways() -> None:
     first.pool_address = 1 << 47
     first.memory_kind = "DRAM"
     sent.shards.add(endpoint="tcp://127.0.0.1:2", first_head=1, end_head=2, page_bytes=64)
+    for shard in sent.shards:
+        shard.context_degree = 1
     assert wire.reservation_to_proto(wire.reservation(sent)) == sent
 
 
