@@ -26,6 +26,7 @@ from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.mooncake_process import (
     FULL,
     MISSING,
+    MOST_BYTES,
     MOST_UNITS,
     PRESENT,
     Extents,
@@ -40,7 +41,6 @@ from effuse.kvtransfer.units import Key
 _Wanted = tuple[Key, Sequence[memoryview], "Future[UnitFacts]"]
 
 _READERS: Final = 2
-_MOST_BYTES: Final = 64 << 20  # in one call to load, or one unit
 _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait less
 _KILLED_S: Final = 5.0
 _MOST_KNOWN: Final = 1 << 18  # units; those of the pool are forgotten here beyond that
@@ -193,7 +193,7 @@ class MooncakePool(UnitStore):
         batch: list[_Wanted] = []
         num_bytes = 0
         with suppress(Empty):
-            while len(batch) < MOST_UNITS and num_bytes < _MOST_BYTES:
+            while len(batch) < MOST_UNITS and num_bytes < MOST_BYTES:
                 one = self._loads.get_nowait()
                 if one[2].set_running_or_notify_cancel():
                     batch.append(one)

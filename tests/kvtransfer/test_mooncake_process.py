@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ HOME = Path(os.environ["STAND_IN"])
 def obey(name):
     if (HOME / "ends").exists():
         os._exit(9)
+    if (HOME / "raises").exists():
+        raise RuntimeError
     if (HOME / f"{name} stands still").exists():
         ctypes.PyDLL(None).sleep(1000)  # with Python's lock
     return int((HOME / "code").read_text()) if (HOME / "code").exists() else 0
@@ -57,6 +60,9 @@ class MooncakeDistributedStore:
         parts = map(ctypes.string_at, addresses[0], sizes[0])
         path(names[0]).write_bytes(b"".join(parts))
         return [obey("call")]
+
+    def batch_get_into(self, names, addresses, sizes):
+        return [self.get(name, [at], [size]) for name, at, size in zip(names, addresses, sizes)]
 
     def batch_get_into_multi_buffers(self, names, addresses, sizes):
         return [self.get(*one) for one in zip(names, addresses, sizes)]
@@ -92,12 +98,16 @@ def address() -> Iterator[PoolAddress]:
 
 
 @pytest.fixture
-def user(home: Path, address: PoolAddress) -> Iterator[PoolUser]:
-    made = PoolUser(address)
+def user(home: Path, address: PoolAddress, request: pytest.FixtureRequest) -> Iterator[PoolUser]:
+    made = PoolUser(replace(address, protocol=getattr(request, "param", "tcp")))
     yield made
     made.pool.close()
 
 
+both_ways = pytest.mark.parametrize("user", ["tcp", "rdma"], indirect=True)
+
+
+@both_ways
 def test_a_unit_comes_back_as_it_was(user: PoolUser) -> None:
     """From slots in any order into others."""
     user.keep(KEYS[0], 3, 4, 5, 1)
@@ -106,6 +116,7 @@ def test_a_unit_comes_back_as_it_was(user: PoolUser) -> None:
     assert user.count(KEYS[0], KEYS[1]) == 1
 
 
+@both_ways
 def test_many_units_come_at_once(user: PoolUser) -> None:
     for at, key in enumerate(KEYS[:6]):
         user.keep(key, at)
@@ -123,6 +134,7 @@ def test_a_unit_that_is_not_there_is_no_failure_of_the_pool(user: PoolUser) -> N
         user.load(KEYS[0], 1)
 
 
+@both_ways
 def test_a_unit_of_another_size_is_refused(user: PoolUser) -> None:
     user.keep(KEYS[0], 1, 2)
     for slots in ((1,), (1, 2, 3)):
@@ -179,8 +191,9 @@ def test_a_start_that_fails_is_an_error(
         PoolUser(address)
 
 
-def test_a_client_that_ends_is_an_error(home: Path, user: PoolUser) -> None:
-    (home / "ends").touch()
+@pytest.mark.parametrize("fault", ["ends", "raises"])
+def test_a_client_that_ends_is_an_error(home: Path, user: PoolUser, fault: str) -> None:
+    (home / fault).touch()
     with pytest.raises(ConnectionError, match=r"client has ended"):
         user.count(KEYS[0])
 
