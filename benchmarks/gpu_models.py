@@ -55,6 +55,36 @@ LLADA_8B = ModelConfig(
     eos_token_ids=(126081,),
     block_size=32,
 )
+SDAR_8B = ModelConfig(
+    architecture="sdar",
+    num_layers=36,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=12288,
+    vocab_size=151936,
+    max_position_embeddings=1 << 20,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=True,
+    tie_embeddings=False,
+    mask_token_id=151669,
+    eos_token_ids=(151643,),
+    block_size=32,
+)
+FAST_DLLM_1_5B = replace(
+    DREAM_7B,
+    hidden_size=1536,
+    num_heads=12,
+    num_kv_heads=2,
+    intermediate_size=8960,
+    vocab_size=151936,
+    max_position_embeddings=1 << 17,
+    mask_token_id=151665,
+)
+"""Of Fast-dLLM v2, whose layers are those of Dream."""
 # For trying the benchmarks without a GPU.
 TINY = ModelConfig(
     architecture="dream",
@@ -75,7 +105,13 @@ TINY = ModelConfig(
     eos_token_ids=(91,),
     block_size=32,
 )
-MODELS = {"dream-7b": DREAM_7B, "llada-8b": LLADA_8B, "tiny": TINY}
+MODELS = {
+    "dream-7b": DREAM_7B,
+    "llada-8b": LLADA_8B,
+    "sdar-8b": SDAR_8B,
+    "fast-dllm-1.5b": FAST_DLLM_1_5B,
+    "tiny": TINY,
+}
 
 _MINI_EXPERTS = ExpertConfig(
     routing=Routing(
@@ -161,7 +197,7 @@ def random_model(
 
     def layer(number: int) -> LayerWeights:
         width, q_dim = config.hidden_size, len(shard.heads) * config.head_dim
-        qkv_dim = q_dim + 2 * len(shard.kv_heads) * config.head_dim
+        qkv_dim = (len(shard.queries) + 2 * len(shard.kv_heads)) * config.head_dim
         experts = config.experts_of(number)
         inner = config.intermediate_size if experts is None else experts.intermediate_size
         if experts is None or shard.experts is None:
@@ -197,4 +233,4 @@ def random_model(
         norm=ones(),
         head=head,
     )
-    return Transformer(config, weights, shard=shard, group=place.group)
+    return Transformer(config, weights, shard=shard, group=place.group, context=place.context)

@@ -10,6 +10,7 @@ the bytes that a rank reads, at the rate of a copy. Prints a table and writes JS
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -44,10 +45,12 @@ from effuse.models.part import Part
 from effuse.models.runner import ModelRunner
 from effuse.models.tensors import shard_of
 from effuse.models.transformer import Transformer
+from effuse.worker.rank_part import join_context
 
 MODULE = "effuse.benchmarks.gpu_ranks"
 PACE = 4
 PROFILED = 4  # steps
+LONG_STEPS = 24
 JOIN_S = 120.0
 
 
@@ -69,6 +72,8 @@ class Result:
     ratio: float | None = None  # to these, in turns
     bytes_ms: float | None = None
     kernels: tuple[str, ...] = field(default=())
+    context_parallel: int = 1  # ranks that hold the same heads for different tokens
+    kv_bytes: float = 0.0  # of a token on each GPU
 
     @property
     def case(self) -> tuple[object, ...]:
@@ -85,13 +90,14 @@ class RankBench(Bench):
 
 
 def measure_step(bench: Bench, batch: int, context: int, steps: int, size: int) -> Result:
-    """Steps of `batch` requests; of a dense model also in turns with their products."""
-    model, floor = bench.model, bench.floor
+    """Steps of `batch` requests; of a dense model also in turns with their products, if turns have
+    a size."""
+    model, floor, layout = bench.model, bench.floor, bench.memory.layout
     stepper, requests = bench.ready(batch, context, PACE)
     alone, kept = run_alone(stepper, steps)
     kernels = kernel_classes(lambda: next_step(stepper), PROFILED)
     turns = None
-    if not isinstance(bench, ExpertBench):
+    if size and not isinstance(bench, ExpertBench):
         turns, _ = bench.in_turns(stepper, requests, used_in(kept, stepper.layout), size)
 
     def silent_ms() -> float:
@@ -111,6 +117,8 @@ def measure_step(bench: Bench, batch: int, context: int, steps: int, size: int) 
         bare_by="; ".join(floor.times) if isinstance(floor, SummedFloor) else "",
         ratio=None if turns is None else turns.ratio,
         kernels=tuple(kernels),
+        context_parallel=layout.context_degree,
+        kv_bytes=layout.page_bytes / layout.span,
     )
 
 
@@ -118,12 +126,17 @@ def without_exchange(model: Transformer, measured: Callable[[], float], of_one: 
     """`measured` while ranks exchange nothing; `of_one` if there is a single rank."""
     if model.shard.size == 1:
         return of_one
-    group = model.group
+    group, context = model.group, model.context
     model.group = Silent(model.shard.size)
+    of_context = context.group if context is not None else None
+    if context is not None:
+        context.group = model.group
     try:
         return measured()
     finally:
         model.group = group
+        if context is not None and of_context is not None:
+            context.group = of_context
 
 
 def measure_prefill(bench: Bench, length: int, rounds: int = 6) -> Result:
@@ -196,6 +209,9 @@ def measure(
     batches = [row for row in BATCHES if row[0] in asked.batch]
     most = max((row[0] for row in batches), default=1)
     kind = RankBench if is_dense else ExpertBench
+    if asked.long:
+        measure_long(asked, place, device, keep)
+        return
     bench = kind(asked.model, device, most, max([asked.context, *asked.prefill]), place)
     bench.model.group.map_peers(bench.model.config.hidden_size, bench.model.dtype)
     for batch, steps, size in batches:
@@ -207,20 +223,43 @@ def measure(
         keep(measure_prefill(bench, length))
 
 
+def measure_long(
+    asked: argparse.Namespace,
+    place: RankPlace,
+    device: torch.device,
+    keep: Callable[[Result], None],
+) -> None:
+    """Steps over contexts that fill a GPU's memory, each case with pages of its own."""
+    is_mapped = False
+    for batch, context in asked.long:
+        bench = RankBench(asked.model, device, batch, context, place)
+        if not is_mapped:
+            bench.model.group.map_peers(bench.model.config.hidden_size, bench.model.dtype)
+        is_mapped = True
+        keep(measure_step(bench, batch, context, LONG_STEPS, 0))
+        del bench
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 def table(results: Sequence[Result]) -> str:
     """A line for each case; speedups are over one GPU's result of the same case."""
     lines = [
         "model        degree what    batch context   rows       ms  over one  no exchange ms"
-        "  bare ms  ratio  bytes ms  ratio"
+        "  bare ms  ratio  bytes ms  ratio  cut  KV of one"
     ]
-    ones = {each.case: each.ms for each in results if each.degree == 1}
+    ones = {each.case: each for each in results if each.degree == 1}
     for r in results:
-        speedup = _number(ones[r.case] / r.ms if r.case in ones else None, 9)
+        one = ones.get(r.case)
+        speedup = _number(None if one is None else one.ms / r.ms, 9)
+        kv = _number(r.kv_bytes / one.kv_bytes if one is not None and one.kv_bytes else None, 10)
         over_bytes = None if r.bytes_ms is None else r.ms / r.bytes_ms
         lines.append(
             f"{r.model:12} {r.degree:6} {r.what:7} {r.batch:5} {r.context:7} {r.rows:6.0f} "
             f"{r.ms:8.3f} {speedup} {r.silent_ms:15.3f} {_number(r.bare_ms, 8)} "
-            f"{_number(r.ratio, 6)} {_number(r.bytes_ms, 9)} {_number(over_bytes, 6)}"
+            f"{_number(r.ratio, 6)} {_number(r.bytes_ms, 9)} {_number(over_bytes, 6)} "
+            f"{r.context_parallel:4} {kv}"
         )
     return "\n".join(lines)
 
@@ -237,8 +276,11 @@ def run_rank(asked: argparse.Namespace) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(rank)
     if size > 1:
-        group = join_group(rank, size, device, asked.home / "meeting", JOIN_S)
-        place = RankPlace(rank, size, asked.model in EXPERT_MODELS, group)
+        meeting = asked.home / "meeting"
+        group = join_group(rank, size, device, meeting, JOIN_S)
+        degree = min(asked.context_parallel, size)
+        context = join_context(rank, size, degree, PAGE_SIZE, group, device, meeting)
+        place = RankPlace(rank, size, asked.model in EXPERT_MODELS, group, context=context)
     if size > 1 and device.type == "cuda":  # for the rivals
         store = dist.FileStore(str(asked.home / "rivals"), size)  # type: ignore[attr-defined]
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
@@ -314,6 +356,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--degree", type=int, action="append", help="default: 1, 2 and 4")
     parser.add_argument("--batch", type=int, action="append", default=[])
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument(
+        "--long", type=_long, action="append", default=[], metavar="BATCH@CONTEXT", help="a step"
+    )
+    parser.add_argument(
+        "--context-parallel", type=int, default=1, metavar="N", help="ranks that cut the context"
+    )
     parser.add_argument("--prefill", type=int, action="append", default=[], metavar="TOKENS")
     parser.add_argument("--seconds", type=float, default=500, help="for each group of GPUs")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_ranks.json"))
@@ -329,7 +377,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         results += run_wave(wave, argv, time.monotonic() + asked.seconds)
         write_record(asked.json, [asdict(each) for each in results], [])
     print(table(results))
-    return int(len(results) < len(degrees) * (len(asked.batch) + len(asked.prefill)))
+    num_cases = len(asked.batch) + len(asked.prefill) + len(asked.long)
+    return int(len(results) < len(degrees) * num_cases)
+
+
+def _long(text: str) -> tuple[int, int]:
+    batch, context = map(int, text.split("@"))
+    return batch, context
 
 
 if __name__ == "__main__":

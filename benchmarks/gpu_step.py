@@ -115,8 +115,10 @@ class Bench:
             str(dtype).removeprefix("torch."),
             rank=place.rank,
             degree=place.size,
+            context_degree=1 if place.context is None else place.context.cut.degree,
         )
-        num_pages = most_batch * (-(-(most_context + ANSWER) // PAGE_SIZE) + 1)
+        self.page_size = layout.span
+        num_pages = most_batch * (layout.pages_for(most_context + ANSWER) + 1)
         self.memory = PageMemory(layout, num_pages, device)
         self.memory.tensor.normal_()
         self.floor = self._floor(most_batch * (self.window + 2) * config.block_size)
@@ -240,11 +242,11 @@ class Bench:
     ) -> tuple[MarkedStepper, SlotLayout]:
         """A stepper with the graphs of `batch` requests; with `is_mixed` also of new requests."""
         size = self.model.config.block_size
-        pages = -(-(context + ANSWER) // PAGE_SIZE)
+        pages = -(-(context + ANSWER) // self.page_size)
         layout = SlotLayout(batch, size, max_window=self.window, max_stops=4, max_pages=pages)
         num_rows = batch * (self.window + 2) * size
         kv = self.memory.layer_views()
-        step = DeviceStep(self.model, kv, layout, num_rows, page_size=PAGE_SIZE)
+        step = DeviceStep(self.model, kv, layout, num_rows, page_size=self.page_size)
         if self.model.device.type == "cuda":
             step.adjust = Dealer(step.table, step.rows.first_candidate, pace)
         stepper = MarkedStepper(step)
@@ -287,12 +289,12 @@ class Bench:
             Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=slot),
             generation=slot + 1,
             pages=pages.tolist(),
-            page_size=PAGE_SIZE,
+            page_size=self.page_size,
         )
 
     def _paged(self) -> Paged:
         size, views = self.model.config.block_size, self.memory.layer_views()
-        runner = ModelRunner(self.model, views, page_size=PAGE_SIZE, block_size=size)
+        runner = ModelRunner(self.model, views, page_size=self.page_size, block_size=size)
         return Paged(self.model, self.memory, runner)
 
     def _limits(self, batch: int, context: int) -> DecodeLimits:
@@ -302,7 +304,7 @@ class Bench:
             max_num_seqs=batch,
             max_model_len=context + ANSWER,
             num_pages=self.memory.num_pages,
-            page_size=PAGE_SIZE,
+            page_size=self.page_size,
             block_size=size,
         )
 

@@ -148,7 +148,6 @@ class ConnectorHalf:
 
     @property
     def has_events(self) -> bool:
-        """Whether the other user's poll has brought events for this one."""
         return bool(self._events)
 
     def poll(self) -> list[ConnectorEvent]:

@@ -230,7 +230,6 @@ _REPEATED: Final[Mapping[str, Callable[[str], Any]]] = {
 
 
 def params_from(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Params:
-    """The settings from the parsed flags; ends with status 2 if they contradict each other."""
     try:
         given = {one.name: getattr(found, one.name) for one in fields(Params)}
         return Params(**{**given, "logit_bias": dict(found.logit_bias)})

@@ -23,7 +23,6 @@ from effuse.client.params import Params
 from effuse.config.decoding import Algorithm, DecodeSettings
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
-from effuse.models.family import Family
 from effuse.models.preflight import check_checkpoint
 from effuse.offline.llm import LLM
 from effuse.router.tokenizer import Tokenizer
@@ -45,17 +44,11 @@ class Rivals:
     concurrency: int
 
     @property
-    def family(self) -> Family:
-        return self.config.family
-
-    @property
     def device(self) -> Device:
-        """The device of all rows in this process."""
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
     def dtype(self) -> Dtype:
-        """Data type of weights and KV in those rows."""
         return "bfloat16" if torch.cuda.is_available() else "float32"
 
     @property
@@ -92,7 +85,7 @@ class Rivals:
     def described(self) -> str:
         adapter = "" if self.adapter is None else f" with adapter {self.adapter.name}"
         threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''} each"
-        loop = f"base model: {self.family.algorithm}, after {self.family.origin}"
+        loop = f"base model: {self.config.family.algorithm}, after {self.config.family.origin}"
         return f"{self.directory.name}{adapter} on {self.device}, {self.dtype}, {threads}; {loop}"
 
     def taken(self) -> list[int]:
@@ -125,11 +118,10 @@ def check(
 def base_model(rivals: Rivals, tally: Tally) -> None:
     """The model without its adapter, greedy, with the defaults of its authors' loop."""
     params = Params(max_tokens=rivals.params.max_tokens, temperature=0.0)
-    _answer_and_free(rivals, None, params, rivals.family.algorithm, tally)
+    _answer_and_free(rivals, None, params, rivals.config.family.algorithm, tally)
 
 
 def single_process(rivals: Rivals, tally: Tally) -> None:
-    """D2F by one engine, which prefills for itself."""
     _answer_and_free(rivals, rivals.adapter, rivals.params, "d2f", tally)
 
 

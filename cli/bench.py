@@ -124,7 +124,6 @@ def _arrived_s(run: Run) -> float:
 
 
 def _objective_s(run: Run) -> float:
-    """The longest objective of its requests."""
     goals = run.goals
     asked = [one for one in (goals.first_block_s, goals.gap_s, goals.total_s) if one < math.inf]
     return max(asked, default=0.0)
@@ -272,7 +271,6 @@ def _graded(run: Run, job: BenchJob) -> Run:
 
 
 def send(job: BenchJob, rate: float | None, tally: Tally) -> None:
-    """The fleet's way: sends every prompt to the router."""
     if rate is None:
         asyncio.run(send_in_turn(job.traffic, job.concurrency, tally))
     else:

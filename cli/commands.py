@@ -234,7 +234,6 @@ def longest_start_s(config: FleetConfig) -> float:
 
 
 def longest_end_s(config: FleetConfig, role: str) -> float:
-    """Time limit for a router or a worker to end."""
     if role == "router":
         told = value_of(config.router_flags, "--drain-s")
         return RouterConfig(drain_s=float(told or RouterConfig().drain_s)).longest_end_s

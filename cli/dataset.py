@@ -158,7 +158,6 @@ def check_item(scorer: Scorer | None, item: Item) -> None:
 
 
 def grader(scorer: Scorer) -> Grader:
-    """A way to grade answers."""
     if scorer == "gsm8k":
         return lambda item, text: last_number(text) == last_number(item.answer)
     return lambda item, text: passes(program(item, text))

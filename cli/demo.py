@@ -100,7 +100,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> Demo:
-    """The demo from the flags; exits with status 2 on bad ones."""
     parser = make_parser()
     demo: Demo = parser.parse_args(argv, Demo())
     demo.seed = secrets.randbits(32) if demo.seed is None else demo.seed

@@ -79,7 +79,6 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all answers divided by the duration of the run."""
         return self.tokens / self.total_s
 
     @property
@@ -96,7 +95,6 @@ class Run:
 
     @property
     def num_met(self) -> int:
-        """Requests that met every objective."""
         return sum(self.goals.met_by(sample) for sample in self.samples)
 
     @property

@@ -84,11 +84,9 @@ class Fleet:
 
     @property
     def address(self) -> str:
-        """Address of the router for clients, as host:port."""
         return self.address_of(router_names(self.config)[0])
 
     def address_of(self, name: str) -> str:
-        """Address of a process, as host:port."""
         return self._told[name]["address"]
 
     def metrics(self) -> dict[str, str]:
@@ -215,7 +213,6 @@ class Fleet:
         return True
 
     def dead(self) -> list[Process]:
-        """Processes that have ended by themselves."""
         return [one for one in self.processes.values() if one.returncode is not None]
 
     def wait_for_workers(self, prefill: int, decode: int, timeout_s: float) -> None:

@@ -320,7 +320,6 @@ def _print_text(event: Event) -> None:
 
 
 def logprob_lines(answer: Answer) -> list[str]:
-    """A line for each token: its id, its log-probability, and those of the likeliest ids."""
     return [
         f"{token:>7} {told.logprob:9.4f}" + "".join(f"  {i}: {own:.4f}" for i, own in told.top)
         for token, told in zip(answer.token_ids, answer.logprobs, strict=False)

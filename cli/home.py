@@ -87,14 +87,12 @@ class Home:
         return int(told["prefill"]), int(told["decode"])
 
     def knows(self, router: str, worker_id: str) -> bool:
-        """Whether a router uses a worker, according to its ready file."""
         try:
             return worker_id in self.told(router)["workers"].split(",")
         except FileNotFoundError:  # it is being replaced
             return False
 
     def remove(self) -> None:
-        """The fleet has ended."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 

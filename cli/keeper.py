@@ -49,7 +49,6 @@ class Restarts:
         return names
 
     def back(self, name: str, now: float) -> None:
-        """Records that a process is ready again."""
         self._back_at[name] = now
 
 
@@ -67,11 +66,9 @@ class Rolling:
 
     @property
     def is_over(self) -> bool:
-        """Whether no replacement is running or requested."""
         return self._steps is None and not self._is_asked
 
     def advance(self) -> None:
-        """Takes the steps that need no waiting."""
         if self._steps is None and self._is_asked:
             self._is_asked = False
             self._steps = self._replace_all()

@@ -98,7 +98,6 @@ class Tally:
         ]
 
     def run(self, name: str, goals: ServiceGoals, rate: float = float("nan")) -> Run:
-        """The figures so far."""
         total_s, failed = self._now() - self._began, self.failures.total()
         return Run(name, total_s, tuple(self.samples), failed=failed, rate=rate, goals=goals)
 

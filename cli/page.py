@@ -91,7 +91,6 @@ class PageHandler(BaseHTTPRequestHandler):
         """Logs nothing, for the viewers' privacy."""
 
     def end_headers(self) -> None:
-        """Adds the headers of every answer."""
         self.send_header("Content-Security-Policy", POLICY)
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
@@ -127,7 +126,6 @@ def _is_ours(host: str) -> bool:
 
 
 def _targets(metrics: Mapping[str, str]) -> bytes:
-    """Targets for Prometheus's HTTP service discovery."""
     listed = [{"targets": [at], "labels": {"process": name}} for name, at in metrics.items()]
     return json.dumps(listed).encode()
 

@@ -45,7 +45,6 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Id of the process and of its process group."""
         return self._child.pid
 
     @property
@@ -96,7 +95,6 @@ def kill_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_lines(log: Path, lines: int) -> list[str]:
-    """The last lines of a log, which may be very long or missing."""
     if not log.exists():
         return []
     with log.open("rb") as file:

@@ -61,7 +61,6 @@ def passes(source: str, limits: CodeLimits = USUAL) -> bool:
 
 
 def works() -> bool:
-    """Whether a right program passes here and a wrong one fails."""
     return passes(_SELF_CHECK) and not passes(f"{_SELF_CHECK}assert False\n")
 
 

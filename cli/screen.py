@@ -113,7 +113,6 @@ class Screen:
 
     @classmethod
     def of_errors(cls, workers: int) -> Self:
-        """On standard error of this process."""
         is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         return cls(sys.stderr, workers, is_terminal=is_terminal, width=columns)
 
@@ -130,7 +129,6 @@ class Screen:
             self._out.write(text)
 
     def flush(self) -> None:
-        """Draws the line about the start again if it has changed."""
         with self._lock:
             if not self._is_over:
                 self._draw()

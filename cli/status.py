@@ -201,7 +201,11 @@ def _role(worker: model_pb2.Worker) -> str:
     )
     if worker.num_leaving:
         name = f"{name}, finishes {worker.num_leaving} of its former role"
-    return f"{name} on {worker.ranks} devices" if worker.ranks > 1 else name
+    if worker.ranks > 1:
+        name = f"{name} on {worker.ranks} devices"
+    if worker.context_ranks > 1:
+        name = f"{name}, context cut over {worker.context_ranks}"
+    return name
 
 
 def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:

@@ -57,6 +57,7 @@ class UpView(argparse.Namespace):
     quiet: bool  # its logs stay in their files
     verbose: bool  # all of its logs are shown, and all that is known of it
     page_port: int | None  # where the page about it is; None serves none
+    decode_tensor_parallel_size: int | None  # None: that of all workers
 
 
 class FlagGroup(NamedTuple):
@@ -270,7 +271,6 @@ def _settle_roles(found: argparse.Namespace) -> None:
 
 
 def _of_role(found: argparse.Namespace, role: str) -> tuple[str, ...]:
-    """Flags of every worker that are set for one role by a name of their own."""
     size = getattr(found, f"{role}_tensor_parallel_size")
     return () if size is None else (SIZE_FLAG, str(size))
 
@@ -325,7 +325,13 @@ def _check_flags(
             names = group.names | groups["every"].names  # may be checked together
             if name == "router":
                 names = names | {"host"}  # which only the routers have
-            group.config(**{one: getattr(found, one) for one in names})
+            if name == "decode":  # which may cut the context over their devices
+                names = names | {"tensor_parallel_size", "page_size", "attention"}
+                names = names | {"batch_invariant"}
+            given = {one: getattr(found, one) for one in names}
+            if name == "decode" and found.decode_tensor_parallel_size is not None:
+                given["tensor_parallel_size"] = found.decode_tensor_parallel_size
+            group.config(**given)
     except ValueError as error:
         parser.error(str(error))
     return found

@@ -55,7 +55,6 @@ class Canvas:
         return [self._drafts[at] for at in sorted(self._drafts)]
 
     def spans(self) -> list[tuple[str, Style]]:
-        """All parts in order, split at changes of style."""
         spans: list[tuple[str, Style]] = [(self.text, "final")] if self.text else []
         for block in self.blocks():
             spans.extend(_cut(block))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn, TypeGuard
 
 from google.protobuf import struct_pb2
+from google.protobuf.json_format import MessageToJson
 
 from effuse.config.decoding import SettingError
 from effuse.v1 import generation_pb2 as pb
@@ -258,22 +259,15 @@ def _no_number(text: str) -> NoReturn:
 
 def _fields(struct: struct_pb2.Struct) -> dict[str, Any]:
     """Sorts keys: protobuf's maps have no order, but equal requests must have equal prompts."""
-    return {name: _value(struct.fields[name]) for name in sorted(struct.fields)}
+    try:
+        text = MessageToJson(struct, sort_keys=True)
+    except ValueError as error:  # JSON has no infinity
+        raise SettingError("template_arguments", "numbers of JSON", f"another: {error}") from error
+    found: dict[str, Any] = json.loads(text, parse_float=_shortest)
+    return found
 
 
-def _value(sent: struct_pb2.Value) -> Any:
-    match sent.WhichOneof("kind"):
-        case "number_value":
-            number = sent.number_value
-            return int(number) if number.is_integer() else number
-        case "string_value":
-            return sent.string_value
-        case "bool_value":
-            return sent.bool_value
-        case "struct_value":
-            return _fields(sent.struct_value)
-        case "list_value":
-            values: Sequence[struct_pb2.Value] = sent.list_value.values
-            return [_value(one) for one in values]
-        case _:
-            return None
+def _shortest(text: str) -> int | float:
+    """Every number of a Struct is a double, and templates print 1 and 1.0."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -55,7 +55,6 @@ NUMBERS: Final[Mapping[str, Bounds]] = {
 
 
 def _setting(form: str, about: str, default: Any = None) -> Any:
-    """A field: the form of its flag's value, if it has one, and its description."""
     told = {"form": form, "about": about}
     if default is dict:
         return field(default_factory=dict, hash=False, metadata=told)

@@ -68,7 +68,6 @@ class Retries:
 
     @property
     def metadata(self) -> Metadata:
-        """Metadata of the next attempt."""
         if self.attempts == 1:
             return self.shown
         return (*self.shown, (REPEATED_KEY, str(self.attempts - 1)))

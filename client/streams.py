@@ -129,7 +129,6 @@ class Stream:
         self._call = self._begin()
 
     def _begin(self) -> grpc._CallIterator[Event]:
-        """Makes an attempt."""
         asked = pb.GenerateStreamRequest(request=self._resumption.begin(self._request))
         retries = self._retries
         return self._method(asked, timeout=retries.left_s, metadata=retries.metadata)

@@ -52,7 +52,6 @@ def file(name: str, path: Path | None) -> None:
 
 
 def together(config: object, *names: str) -> None:
-    """Refuses some of these fields if the others are missing."""
     given = [name for name in names if getattr(config, name) is not None]
     if given and len(given) < len(names):
         others = ", ".join(flag_of(name) for name in names if name not in given)

@@ -198,7 +198,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits change before tokens are drawn from them."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return bool(self.min_p or self.logit_bias) or penalties != (0, 0, 1)
 

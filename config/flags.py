@@ -169,7 +169,6 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with status 2."""
         if message.startswith("the following arguments are required"):
             message += self._suggestion()
         line = _printable(f"{self.prog}: {message}")
@@ -177,7 +176,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{shown}\ntry '{self.prog} --help'\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuses a value that is none of the choices, and names the nearest one."""
         if action.choices is not None and value not in action.choices:
             choices = [str(one) for one in action.choices]
             found = f"invalid choice: {value!r} (choose from {', '.join(choices)})"

@@ -268,9 +268,14 @@ class DecodeEngine:
         for request in admitted:
             attempt = request.asked.attempt
             if request.needs_remote:
-                pages, writer = self.roster.begin_remote(request), request.asked.writer
+                pages, held = self.roster.begin_remote(request), request.units.num_pages
                 reservation = self._handoffs.reserve(
-                    attempt, pages, writer, self._now(), request.units.num_pages
+                    attempt,
+                    pages,
+                    request.asked.writer,
+                    self._now(),
+                    held,
+                    self._intake.limits.written_pages(request.sequence.first_block_start, held),
                 )
                 self._outbox.say(Reserved(reservation=reservation))
                 continue

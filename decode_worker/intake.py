@@ -341,7 +341,8 @@ class RehearsalReceiver:
             self._outbox.failed(attempt, "FAILED_PRECONDITION", text)
             return
         most = min(MOST_BYTES // self._handoffs.page_bytes, self._pool.num_pages // LEAST_SHARE)
-        count = min(max(1, most), MOST_PAGES, message.most_pages)
+        asked = max(1, message.most_pages // self._handoffs.context_degree)
+        count = min(max(1, most), MOST_PAGES, asked)
         if message.most_pages <= FEW_PAGES:  # a link warms up, and no prompt takes it before that
             is_busy, count = False, min(count, max(1, free // 2))
         if self._attempt is not None or self._handoffs.is_open(self._last):

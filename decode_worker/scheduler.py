@@ -22,8 +22,9 @@ class DecodeLimits:
     max_num_seqs: int  # requests that hold pages
     max_model_len: int  # tokens of prompt and answer
     num_pages: int
-    page_size: int  # tokens
+    page_size: int  # tokens, of all ranks that cut the context together
     block_size: int  # tokens
+    context_degree: int = 1  # ranks that cut the context; each holds such a part of a page
     max_window: int = DecodeConfig.max_window  # blocks with masks that one request has in flight
     max_stop_ids: int = DecodeConfig.max_stop_ids
 
@@ -41,6 +42,12 @@ class DecodeLimits:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold the KV of the first `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
+
+    def written_pages(self, num_tokens: int, num_held: int) -> int:
+        """Pages of a prefill worker with the first `num_tokens` tokens, without those in the first
+        `num_held` pages here."""
+        degree = self.context_degree
+        return -(-num_tokens * degree // self.page_size) - num_held * degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,13 @@
 One launcher for prefill chunks and denoising blocks of many sequences: a CPU runs torch operators,
 and CUDA runs the kernels behind `attention_triton`. On the CPU both KV layouts give the same bits.
 `pages` stores K and V.
+
+If ranks hold different tokens of a sequence, each computes partial results over its own, with the
+log-sum-exp of their scores, and `merge_partials` joins them (Milakov and Gimelshein, 2018).
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +17,8 @@ from torch.nn import functional
 
 from effuse.kernels.attention_batch import AttentionBatch, GatherPlan
 from effuse.kernels.pages import is_distinct, load_tokens, piece_elements
+
+_LOG2_E = 1.4426950408889634
 
 
 def block_attention(
@@ -61,6 +67,109 @@ def block_attention(
     return _attention_torch(q, k, v, k_cache, v_cache, plan, scale, out)
 
 
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Attention over some of the keys, by head, in one tensor that ranks can exchange."""
+
+    packed: Tensor  # [heads, width] in the model's dtype; each head's `out`, then its `lse`
+    out: Tensor  # [T, heads, D] view, normalised over these keys; zeros if there are none
+    lse: Tensor  # [T, heads] fp32 view: base-2 log-sum-exp of the scores; -inf if there are none
+
+
+def empty_partials(num_rows: int, num_heads: int, head_dim: int, like: Tensor) -> Partials:
+    """Partials that are to be filled, with the dtype and device of ``like``."""
+    width = num_rows * (head_dim + 4 // like.itemsize)
+    # Kernels need heads at multiples of 16 elements.
+    packed = like.new_empty(num_heads, -(-width // 16) * 16)
+    return view_partials(packed, num_rows, head_dim)
+
+
+def view_partials(packed: Tensor, num_rows: int, head_dim: int) -> Partials:
+    """The partials in a tensor [heads, width] of `empty_partials`, or in several side by side."""
+    ends = num_rows * head_dim, num_rows * (head_dim + 4 // packed.itemsize)
+    out = packed[:, : ends[0]].view(len(packed), num_rows, head_dim).transpose(0, 1)
+    lse = packed[:, ends[0] : ends[1]].view(torch.float32).transpose(0, 1)
+    return Partials(packed, out, lse)
+
+
+def partial_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    into: Partials,
+    cached_only: bool = False,
+) -> None:
+    """Fills `into` with `block_attention` of all packed rows over the keys of the batch.
+
+    With `cached_only` rows see the cached tokens of their sequence, none of the in-flight rows, and
+    perhaps no key. Rows of no sequence are undefined.
+    """
+    _check(q, k, v, k_cache, v_cache, batch)
+    if q.is_cuda:
+        from effuse.kernels import attention_triton
+
+        attention_triton.launch(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            out=into.out,
+            lse=into.lse,
+            cached_only=cached_only,
+        )
+        return
+    assert batch.gather is not None, "the batch was not built for the CPU"
+    plan = batch.gather
+    if is_distinct(k_cache):
+        k_cache, v_cache, plan = _as_one_page(k_cache, v_cache, plan)
+    if cached_only:
+        k, v, plan = k[:0], v[:0], replace(plan, seq_lens=[0] * len(plan.seq_lens))
+    segments = _segments(q, k, v, k_cache, v_cache, plan)
+    for (query, key, value), out, lse in zip(
+        segments,
+        torch.split(into.out, plan.segment_lens),
+        torch.split(into.lse, plan.segment_lens),
+        strict=True,
+    ):
+        heads, rows, dim = query.shape[1:]
+        grouped = query.reshape(len(key[0]), -1, dim)
+        scores = grouped @ key[0].transpose(1, 2) * scale
+        logs = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - logs).exp() if key.shape[2] else scores
+        out.copy_((weights @ value[0]).view(heads, rows, dim).transpose(0, 1))
+        lse.copy_(logs.view(heads, rows).T * _LOG2_E)
+
+
+def merge_partials(dealt: Partials, own: Partials) -> Tensor:
+    """The attention [T, heads, D] over the keys of all partials, in a fixed order of operations.
+
+    dealt: N partials, one after the other, of `own`'s heads. Every row has a key in `own`.
+    """
+    rows, heads, dim = own.out.shape
+    if own.out.is_cuda:
+        from effuse.kernels import attention_ranks_triton
+
+        return attention_ranks_triton.launch_merge(dealt.out, dealt.lse, own.out, own.lse)
+    parts = dealt.out.shape[1] // heads
+    outs = torch.cat([dealt.out.reshape(rows, parts, heads, dim), own.out[:, None]], dim=1)
+    logs = torch.cat([dealt.lse.reshape(rows, parts, heads), own.lse[:, None]], dim=1)
+    weights = torch.exp2(logs - logs.amax(1, keepdim=True))
+    total = torch.zeros_like(weights[:, 0])
+    result = torch.zeros_like(outs[:, 0], dtype=torch.float32)
+    for out, weight in zip(outs.unbind(1), weights.unbind(1), strict=True):
+        total += weight
+        result += out * weight[..., None]
+    return (result / total[..., None]).to(own.out.dtype)
+
+
 def _as_one_page(
     k_cache: Tensor, v_cache: Tensor, plan: GatherPlan
 ) -> tuple[Tensor, Tensor, GatherPlan]:
@@ -81,21 +190,28 @@ def _attention_torch(
     scale: float,
     out: Tensor,
 ) -> Tensor:
+    results: list[Tensor] = []
+    for query, key, value in _segments(q, k, v, k_cache, v_cache, plan):
+        result = functional.scaled_dot_product_attention(
+            query, key, value, scale=scale, enable_gqa=True
+        )
+        results.append(result[0].transpose(0, 1))
+    return torch.cat(results, out=out) if results else out
+
+
+def _segments(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: GatherPlan
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(queries [1, Hq, rows, D], keys and values [1, Hkv, seen, D]) of each segment."""
     index = _row_index(k_cache, plan)
     keys = _keys_by_sequence(k_cache, k, index, plan)
     if v_cache.stride() != k_cache.stride():
         index = _row_index(v_cache, plan)
     values = _keys_by_sequence(v_cache, v, index, plan)
     queries = iter(torch.split(q.transpose(0, 1)[None], plan.segment_lens, dim=2))
-    results: list[Tensor] = []
     for key, value, segment_keys in zip(keys, values, plan.segment_keys, strict=True):
         for count in segment_keys:
-            query, seen = next(queries), key.narrow(2, 0, count)
-            result = functional.scaled_dot_product_attention(
-                query, seen, value.narrow(2, 0, count), scale=scale, enable_gqa=True
-            )
-            results.append(result[0].transpose(0, 1))
-    return torch.cat(results, out=out) if results else out
+            yield next(queries), key.narrow(2, 0, count), value.narrow(2, 0, count)
 
 
 def _keys_by_sequence(

@@ -5,7 +5,7 @@ segments derived from them. It knows nothing of layers, heads or the memory that
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add
 
@@ -48,6 +48,97 @@ class AttentionBatch:
     max_seqlen: int
     max_context: int
     gather: GatherPlan | None  # present only on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCut:
+    """One rank's share of the cached tokens of every sequence, which ranks hold in turns: token p
+    is on rank p // turn % degree. A page of a table has a turn of each rank.
+    """
+
+    rank: int
+    degree: int
+    turn: int  # tokens that a rank has one after another: those of a page in its memory
+
+    def length(self, num_tokens: int) -> int:
+        """How many of a sequence's first tokens are here."""
+        whole, rest = divmod(num_tokens, self.degree * self.turn)
+        return whole * self.turn + min(max(rest - self.rank * self.turn, 0), self.turn)
+
+    def lengths(self, num_tokens: Tensor) -> Tensor:
+        """`length` of each number [S]."""
+        round_ = self.degree * self.turn
+        last = (num_tokens % round_ - self.rank * self.turn).clamp(0, self.turn)
+        return num_tokens // round_ * self.turn + last
+
+    def slots(self, slots: Tensor) -> Tensor:
+        """Slots [T] int64 of the pages of a table as slots of this rank's memory; -1 for tokens of
+        other ranks, and for -1."""
+        round_ = self.degree * self.turn
+        offset = slots % round_
+        is_here = (slots >= 0) & (offset // self.turn == self.rank)
+        return torch.where(is_here, slots // round_ * self.turn + offset % self.turn, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class CutBatch:
+    """The two parts of a batch whose cached tokens are cut over ranks."""
+
+    cached: AttentionBatch  # this rank's cached tokens, seen by all rows
+    in_flight: AttentionBatch  # the rows by themselves, with the same visibility
+
+
+def cut_batch(batch: AttentionBatch, cut: ContextCut) -> CutBatch:
+    """The parts of a batch; tables and the page size of `batch` are those of all ranks together."""
+    cached, in_flight = batch.gather, batch.gather
+    if cached is not None and in_flight is not None:
+        cached, in_flight = _cached_plan(cached, cut), _in_flight_plan(in_flight)
+    most = ContextCut(0, cut.degree, cut.turn).length(batch.max_context)
+    return CutBatch(
+        cached=replace(
+            batch,
+            context_lens=cut.lengths(batch.context_lens),
+            page_size=cut.turn,
+            max_context=most,
+            gather=cached,
+        ),
+        in_flight=replace(
+            batch,
+            context_lens=torch.zeros_like(batch.context_lens),
+            # A row's distance from the origin stays the same.
+            block_origins=batch.block_origins - batch.context_lens,
+            page_size=cut.turn,
+            max_context=0,
+            gather=in_flight,
+        ),
+    )
+
+
+def _cached_plan(plan: GatherPlan, cut: ContextCut) -> GatherPlan:
+    is_here = plan.token_offsets // cut.turn == cut.rank
+    lengths = [cut.length(count) for count in plan.context_lens]
+    seen = zip(lengths, plan.segment_keys, strict=True)
+    return replace(
+        plan,
+        token_pages=plan.token_pages[is_here],
+        token_offsets=plan.token_offsets[is_here] % cut.turn,
+        context_lens=lengths,
+        key_lens=lengths,
+        segment_keys=tuple((length,) * len(ends) for length, ends in seen),
+    )
+
+
+def _in_flight_plan(plan: GatherPlan) -> GatherPlan:
+    none = plan.token_pages[:0]
+    seen = zip(plan.context_lens, plan.segment_keys, strict=True)
+    return replace(
+        plan,
+        token_pages=none,
+        token_offsets=none,
+        context_lens=[0] * len(plan.context_lens),
+        key_lens=plan.seq_lens,
+        segment_keys=tuple(tuple(end - begin for end in ends) for begin, ends in seen),
+    )
 
 
 def make_attention_batch(

@@ -37,6 +37,7 @@ def hopper_attention_kernel(
     k_boxes,
     v_boxes,
     out,
+    lse,
     partial_out,
     partial_lse,
     cu_seqlens,
@@ -60,6 +61,8 @@ def hopper_attention_kernel(
     vc_head,
     out_token,
     out_head,
+    lse_token,
+    lse_head,
     scale,
     GROUPS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -72,6 +75,7 @@ def hopper_attention_kernel(
     MAX_SEQS: gl.constexpr,
     SPLIT_STEP: gl.constexpr,
     PART_KEYS: gl.constexpr,
+    CACHED_ONLY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -86,6 +90,8 @@ def hopper_attention_kernel(
     # The keys of this program are positions begin .. end - 1.
     begin = 0
     end = seen_end_of(last // GROUPS, num_rows, context, origin, BLOCK_SIZE)
+    if CACHED_ONLY:
+        end = context
     num_splits = 1
     if SPLIT_STEP > 0 and PART_KEYS > 0:
         num_splits = (context + num_rows + PART_KEYS - 1) // PART_KEYS
@@ -103,6 +109,8 @@ def hopper_attention_kernel(
         if split < num_splits - 1:
             end = begin + share
     num_tiles = (end - begin + TILE_KEYS - 1) // TILE_KEYS
+    if CACHED_ONLY:
+        num_tiles = gl.maximum(num_tiles, 1)  # without any key it is masked
     # From this position on a consumer must mask.
     whole = seen_end_of(first // GROUPS, num_rows, context, origin, BLOCK_SIZE)
     if PART_KEYS > 0:
@@ -137,14 +145,17 @@ def hopper_attention_kernel(
         k_token, k_head, v_token, v_head,
         kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
     )  # fmt: skip
-    results = (out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits)
+    own_lse = (lse, lse_token, lse_head) if lse is not None else ()
+    results = (
+        out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits, own_lse
+    )  # fmt: skip
     await_kernel_before()
     consumer = (memory, barriers, rows, span, q, q_token, q_head, results, scale)
     producer = (memory, barriers, rows, span, sources, boxes, strides)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP, PART_KEYS) + consumer),
+                (consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP, PART_KEYS, CACHED_ONLY) + consumer),
                 (produce, (PAGE_SIZE, CHUNK) + producer),
             ],
             [4],
@@ -153,8 +164,8 @@ def hopper_attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP, PART_KEYS) + consumer),
-                (consume, (1, GROUPS, BLOCK_SIZE, SPLIT_STEP, PART_KEYS) + consumer),
+                (consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP, PART_KEYS, CACHED_ONLY) + consumer),
+                (consume, (1, GROUPS, BLOCK_SIZE, SPLIT_STEP, PART_KEYS, CACHED_ONLY) + consumer),
                 (produce, (PAGE_SIZE, CHUNK) + producer),
             ],
             [4, 4],

@@ -93,6 +93,8 @@ def launch(
     out: Tensor,
     splits: int | None = None,
     batch_invariant: bool = False,
+    lse: Tensor | None = None,
+    cached_only: bool = False,
 ) -> None:
     """`attention_triton.launch` for arguments that `is_supported` accepts."""
     from effuse.kernels.attention_gluon import hopper_attention_kernel
@@ -125,6 +127,7 @@ def launch(
         v_cache,
         *(boxes or (None, None)),
         out,
+        lse,
         partial_out,
         partial_lse,
         batch.cu_seqlens,
@@ -140,6 +143,7 @@ def launch(
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
         scale * LOG2_E,
         GROUPS=groups,
         HEAD_DIM=head_dim,
@@ -152,6 +156,7 @@ def launch(
         MAX_SEQS=max(64, 1 << (num_seqs - 1).bit_length()),
         SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
         PART_KEYS=PART_KEYS if batch_invariant else 0,
+        CACHED_ONLY=cached_only,
         CONSUMER_REGISTERS=shape.consumer_registers,
         PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4,
@@ -159,9 +164,10 @@ def launch(
         enable_fp_fusion=True,
         launch_pdl=True,
     )
-    if num_splits > 1:
-        merge = merge_parts if batch_invariant else merge_splits
-        merge(partial_out, partial_lse, batch, out)
+    if num_splits > 1 and batch_invariant:
+        merge_parts(partial_out, partial_lse, batch, out)
+    elif num_splits > 1:
+        merge_splits(partial_out, partial_lse, batch, out, lse)
 
 
 def is_aligned(tensor: Tensor) -> bool:

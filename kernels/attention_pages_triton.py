@@ -99,3 +99,25 @@ def _load_rows(cache, page, offset, head, dim, present, page_stride, token_strid
     else:
         rows = tl.load(cache + places, mask=present[:, None], other=0.0)
     return rows
+
+
+@triton.jit
+def rows_at(rows, place, dim, present, stride):
+    """In-flight K or V [TILE_KEYS, HEAD_DIM] of these rows; 0 if they are not present."""
+    at = place.to(tl.int64)[:, None] * stride + dim[None, :]
+    return tl.load(rows + at, mask=present[:, None], other=0.0)
+
+
+@triton.jit
+def rows_of_both(
+    cache, page, offset, rows, place, dim, present, flies, page_stride, token_stride, stride,
+    IS_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """K or V [TILE_KEYS, HEAD_DIM] of cached tokens in unified pages and of in-flight rows."""
+    cached = cache + page * page_stride + offset.to(tl.int64) * token_stride
+    row = tl.where(present, cached, rows + place.to(tl.int64) * stride)
+    if IS_ALIGNED:
+        places = tl.multiple_of(row, 16)[:, None] + dim[None, :]
+    else:
+        places = row[:, None] + dim[None, :]
+    return tl.load(places, mask=(present | flies)[:, None], other=0.0)

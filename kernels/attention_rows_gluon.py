@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from effuse.kernels.attention_splits_triton import PEAK, add_part, seen_end_of
+from effuse.kernels.attention_splits_triton import PEAK, add_part, lse_of, seen_end_of
 
 ROWS = gl.constexpr(64)
 
@@ -22,6 +22,7 @@ def consume(
     BLOCK_SIZE: gl.constexpr,
     SPLIT_STEP: gl.constexpr,
     PART_KEYS: gl.constexpr,
+    CACHED_ONLY: gl.constexpr,
     memory,
     barriers,
     rows,
@@ -62,8 +63,11 @@ def consume(
     else:
         result, total, peak = _part(tiles, 0, num_tiles, masked_tiles, False)
 
-    out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits = results
-    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, result_layout))
+    out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits, own_lse = results
+    divisor = total
+    if CACHED_ONLY:
+        divisor = gl.where(total > 0, total, 1.0)
+    inverse = gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, result_layout))
     normalised = result * inverse[:, None]
     if SPLIT_STEP > 0 and num_splits > 1:
         row_token = (first_row + row // GROUPS).to(gl.int64)
@@ -83,6 +87,11 @@ def consume(
         whole_row = gl.convert_layout(row_valid, gl.SliceLayout(1, result_layout))
         gl.store(partial_out + part[:, None] + column[None, :], normalised, mask=whole_row[:, None])
     else:
+        if len(own_lse) == 3:
+            token = (first_row + row // GROUPS).to(gl.int64)
+            places = own_lse[0] + token * own_lse[1]
+            places += (kv_head * GROUPS + row % GROUPS) * own_lse[2]
+            gl.store(places, lse_of(peak, total), mask=row < num_rows * GROUPS)
         queries.store(normalised.to(q.dtype.element_ty))
         wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
         rows_written, exists = _row_offsets(

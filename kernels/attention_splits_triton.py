@@ -71,8 +71,9 @@ def merge_splits(
     partial_lse: Tensor,
     batch: AttentionBatch,
     out: Tensor,
+    lse: Tensor | None = None,
 ) -> None:
-    """Fill ``out`` [T, Hq, D] for sequences of more than one split.
+    """Fill ``out`` [T, Hq, D] and ``lse`` [T, Hq] fp32 for sequences of more than one split.
 
     ``partial_out`` [splits, T, Hq, D] fp32 holds normalised outputs, ``partial_lse``
     [splits, T, Hq] fp32 their base-2 log-sum-exp, of as many splits as `tokens_per_split` gives a
@@ -85,12 +86,14 @@ def merge_splits(
         partial_out,
         partial_lse,
         out,
+        lse,
         batch.cu_seqlens,
         batch.context_lens,
         num_seqs,
         tokens,
         splits,
         *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
         HEADS=heads,
         HEAD_DIM=head_dim,
         MAX_SEQS=max(64, triton.next_power_of_2(num_seqs)),
@@ -151,6 +154,13 @@ def seen_end_of(row, num_rows, context, origin, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def lse_of(peak, total):
+    """Base-2 log-sum-exp of rows with these peaks and sums; -inf without keys."""
+    some = total > 0
+    return tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@triton.jit
 def add_part(total, peak, part_total, part_peak):
     """(factors of the sums so far and of the part's, new total, new peak).
 
@@ -181,6 +191,7 @@ def _merge_kernel(
     partial_out,
     partial_lse,
     out,
+    lse,
     cu_seqlens,
     context_lens,
     num_seqs,
@@ -188,6 +199,8 @@ def _merge_kernel(
     splits,
     out_token,
     out_head,
+    lse_token,
+    lse_head,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MAX_SEQS: tl.constexpr,
@@ -229,6 +242,9 @@ def _merge_kernel(
         weights, values = _load_parts(parts_lse, parts, limit, step, HEAD_DIM, SPLITS_AT_ONCE)
         result, total, peak = _combine(weights, values, held - begin, result, total, peak)
     rows = out + token.to(tl.int64) * out_token + head * out_head
+    if lse is not None:
+        places = lse + token.to(tl.int64) * lse_token + head * lse_head
+        tl.store(places, lse_of(peak, total), mask=exists)
     result = (result / total[:, None]).to(out.dtype.element_ty)
     tl.store(rows[:, None] + dim[None, :], result, mask=exists[:, None])
 

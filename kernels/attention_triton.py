@@ -14,7 +14,6 @@ for each tile (from L2 except for the first tile).
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -23,9 +22,16 @@ from torch import Tensor
 
 from effuse.kernels import attention_hopper
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.attention_pages_triton import load_keys, load_values, places_of
+from effuse.kernels.attention_pages_triton import (
+    load_keys,
+    load_values,
+    places_of,
+    rows_at,
+    rows_of_both,
+)
 from effuse.kernels.attention_splits_triton import (
     SPLIT_STEP,
+    lse_of,
     merge_splits,
     most_splits,
     partial_results,
@@ -67,8 +73,10 @@ def launch(
     out: Tensor,
     splits: int | None = None,
     batch_invariant: bool = False,
+    lse: Tensor | None = None,
+    cached_only: bool = False,
 ) -> None:
-    """Fill ``out`` [T, Hq, D].
+    """Fill ``out`` [T, Hq, D], and ``lse`` [T, Hq] fp32 as in `attention.Partials`.
 
     Caches are views of either layout, as in `attention.block_attention`. ``splits`` overrides the
     number of programs for a sequence's keys. Raises ValueError for head dims that tensor cores do
@@ -85,10 +93,21 @@ def launch(
         raise ValueError(f"head_dim must be a power of two of at least 16, got {head_dim}")
     others = (k, v, k_cache, v_cache, out)
     distinct = is_distinct(k_cache)
-    is_hopper = not distinct and attention_hopper.is_supported(q, others, batch.page_size)
-    if is_hopper:
-        launch = partial(attention_hopper.launch, splits=splits, batch_invariant=batch_invariant)
-        launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
+    if not distinct and attention_hopper.is_supported(q, others, batch.page_size):
+        attention_hopper.launch(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            out=out,
+            splits=splits,
+            batch_invariant=batch_invariant,
+            lse=lse,
+            cached_only=cached_only,
+        )
         return
     if batch_invariant:
         splits = 1
@@ -106,6 +125,7 @@ def launch(
         k_cache,
         v_cache,
         out,
+        lse,
         partial_out,
         partial_lse,
         batch.cu_seqlens,
@@ -121,6 +141,7 @@ def launch(
         *_page_strides(k_cache, distinct),
         *_page_strides(v_cache, distinct),
         *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
         scale * LOG2_E,
         GROUPS=groups,
         HEAD_DIM=head_dim,
@@ -130,6 +151,7 @@ def launch(
         TILE_ROWS=tile.rows,
         TILE_KEYS=tile.keys,
         SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
+        CACHED_ONLY=cached_only,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         IS_ALIGNED=all(attention_hopper.is_aligned(one) for one in (k, v, k_cache, v_cache)),
         num_warps=tile.num_warps,
@@ -137,7 +159,7 @@ def launch(
         enable_fp_fusion=True,
     )
     if num_splits > 1:
-        merge_splits(partial_out, partial_lse, batch, out)
+        merge_splits(partial_out, partial_lse, batch, out, lse)
 
 
 def _page_strides(cache: Tensor, distinct: bool) -> tuple[int, int | None, int]:
@@ -171,28 +193,6 @@ def _block_of(position, origin, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rows_at(rows, place, dim, present, stride):
-    """In-flight K or V [TILE_KEYS, HEAD_DIM] of these rows; 0 if they are not present."""
-    at = place.to(tl.int64)[:, None] * stride + dim[None, :]
-    return tl.load(rows + at, mask=present[:, None], other=0.0)
-
-
-@triton.jit
-def _rows_of_both(
-    cache, page, offset, rows, place, dim, present, flies, page_stride, token_stride, stride,
-    IS_ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """K or V [TILE_KEYS, HEAD_DIM] of cached tokens in unified pages and of in-flight rows."""
-    cached = cache + page * page_stride + offset.to(tl.int64) * token_stride
-    row = tl.where(present, cached, rows + place.to(tl.int64) * stride)
-    if IS_ALIGNED:
-        places = tl.multiple_of(row, 16)[:, None] + dim[None, :]
-    else:
-        places = row[:, None] + dim[None, :]
-    return tl.load(places, mask=(present | flies)[:, None], other=0.0)
-
-
-@triton.jit
 def _accumulate(scores, values, accumulator, total, peak, scale, PRECISION: tl.constexpr):
     """One step of online softmax (Milakov and Gimelshein, 2018); peak in scaled log2 units."""
     # The peak starts finite, so a row that sees nothing here gives 0 and never NaN.
@@ -214,6 +214,7 @@ def _attention_kernel(
     k_cache,
     v_cache,
     out,
+    lse,
     partial_out,
     partial_lse,
     cu_seqlens,
@@ -237,6 +238,8 @@ def _attention_kernel(
     vc_head,
     out_token,
     out_head,
+    lse_token,
+    lse_head,
     scale,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -246,6 +249,7 @@ def _attention_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     SPLIT_STEP: tl.constexpr,
+    CACHED_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
@@ -292,6 +296,8 @@ def _attention_kernel(
     last_row = tl.minimum((first + TILE_ROWS - 1) // GROUPS, num_rows - 1)
     last_block = _block_of(context + last_row, origin, BLOCK_SIZE)
     visible = tl.minimum(origin + (last_block + 1) * BLOCK_SIZE - context, num_rows)
+    if CACHED_ONLY:
+        visible = 0
     row_block = _block_of(context + row, origin, BLOCK_SIZE)
     k += first_row.to(tl.int64) * k_token + kv_head * k_head
     v += first_row.to(tl.int64) * v_token + kv_head * v_head
@@ -324,12 +330,12 @@ def _attention_kernel(
         other = flying + key
         flies = (other >= 0) & (other < visible)
         if PIECE == 0:
-            keys = _rows_of_both(
+            keys = rows_of_both(
                 k_cache + kv_head * kc_head, page, offset, k, other, dim, present, flies,
                 kc_page, kc_token, k_token, IS_ALIGNED,
             )  # fmt: skip
         else:
-            keys = _rows_at(k, other, dim, flies, k_token)
+            keys = rows_at(k, other, dim, flies, k_token)
             cached_keys = load_keys(
                 k_cache, page, offset, kv_head, dim, present, kc_page, kc_token, kc_head,
                 PAGE_SIZE, PIECE,
@@ -340,12 +346,12 @@ def _attention_kernel(
         sees = present[None, :] | (sees & flies[None, :])
         scores = tl.where(sees, scores, float("-inf"))
         if PIECE == 0:
-            values = _rows_of_both(
+            values = rows_of_both(
                 v_cache + kv_head * vc_head, page, offset, v, other, dim, present, flies,
                 vc_page, vc_token, v_token, IS_ALIGNED,
             )  # fmt: skip
         else:
-            values = _rows_at(v, other, dim, flies, v_token)
+            values = rows_at(v, other, dim, flies, v_token)
             cached_values = load_values(
                 v_cache, page, offset, kv_head, dim, present, vc_page, vc_token, vc_head,
                 PAGE_SIZE, PIECE,
@@ -361,17 +367,20 @@ def _attention_kernel(
         for start in tl.range(flying, visible, TILE_KEYS):
             other = start + key
             present = other < visible
-            keys = _rows_at(k, other, dim, present, k_token)
+            keys = rows_at(k, other, dim, present, k_token)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             sees = row_block[:, None] >= _block_of(context + other, origin, BLOCK_SIZE)[None, :]
             scores = tl.where(sees & present[None, :], scores, float("-inf"))
-            values = _rows_at(v, other, dim, present, v_token)
+            values = rows_at(v, other, dim, present, v_token)
             accumulator, total, peak = _accumulate(
                 scores, values, accumulator, total, peak, scale, PRECISION
             )
 
     # Stage 4: normalise; every valid row has seen a key, unless it is in no split.
-    result = accumulator / total[:, None]
+    divisor = total
+    if CACHED_ONLY:
+        divisor = tl.where(total > 0, total, 1.0)
+    result = accumulator / divisor[:, None]
     if SPLIT_STEP > 0 and num_splits > 1:
         place = tl.program_id(2).to(tl.int64) * num_tokens + token
         place = place * (tl.num_programs(1) * GROUPS) + head
@@ -381,6 +390,9 @@ def _attention_kernel(
         tl.store(partial_lse + place, peak + tl.log2(total), mask=valid)
     else:
         out_rows = token * out_token + head * out_head
+        if lse is not None:
+            places = lse + token * lse_token + head * lse_head
+            tl.store(places, lse_of(peak, total), mask=valid)
         tl.store(
             out + out_rows[:, None] + dim[None, :],
             result.to(out.dtype.element_ty),

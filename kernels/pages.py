@@ -43,6 +43,13 @@ def is_distinct(k_cache: Tensor) -> bool:
     return k_cache.dim() == 5
 
 
+def of_heads(k_cache: Tensor, v_cache: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+    """One layer's views of some of its KV heads, in either layout."""
+    if is_distinct(k_cache):
+        return k_cache[:, heads], v_cache[:, heads]
+    return k_cache[:, :, heads], v_cache[:, :, heads]
+
+
 def piece_elements(dtype: torch.dtype) -> int:
     """Elements in a piece of K: the x of the layout."""
     return PIECE_BYTES // dtype.itemsize

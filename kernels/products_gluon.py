@@ -10,7 +10,8 @@ A program computes one tile after another. A producer warp copies the next steps
 to shared memory, also those of the next tile. Each consumer warpgroup multiplies 64 columns with
 all rows of the tile. The first weights are copied while the previous kernel still runs.
 
-The sum may be cut into shares, which are tiles of their own and which a later kernel adds.
+The sum may be cut into shares. Few rows have a tile for each share, which a later kernel adds.
+Many rows have all in one tile: each is added to those before, which wait in the result.
 """
 
 from triton.experimental import gluon
@@ -47,6 +48,7 @@ def product_kernel(
     TILE_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     SHARES: gl.constexpr,
+    IS_JOINED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -69,11 +71,12 @@ def product_kernel(
     memory = (held, parts, full, empty)
     spans = (num_columns, num_rows, steps)
     target = (bias, has_bias, out, rows, columns)
+    APART: gl.constexpr = 1 if IS_JOINED else SHARES
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, CONSUMERS, TILE_ROWS, SHARES, memory, spans, target)),
-                (_produce, (CONSUMERS, TILE_ROWS, SHARES, memory, spans, weights, sources)),
+                (_consume, (0, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, weights, sources)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -81,9 +84,9 @@ def product_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, CONSUMERS, TILE_ROWS, SHARES, memory, spans, target)),
-                (_consume, (1, CONSUMERS, TILE_ROWS, SHARES, memory, spans, target)),
-                (_produce, (CONSUMERS, TILE_ROWS, SHARES, memory, spans, weights, sources)),
+                (_consume, (0, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
+                (_consume, (1, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, weights, sources)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -108,24 +111,23 @@ def _tile(index, spans):
 
 
 @gluon.jit
-def _share(index, spans, SHARES: gl.constexpr):
-    """(tile, share of its sum, first step, number of steps) of an index."""
+def _share(index, turn, spans, APART: gl.constexpr, SHARES: gl.constexpr):
+    """(tile, share of its sum, first step, number of steps) of an index in a turn. The shares of a
+    tile are apart, or each is a turn of the program that has the tile."""
     num_columns, num_rows, steps = spans
-    if SHARES == 1:
-        share = 0
-        first = 0
-    else:
+    share = turn
+    if APART > 1:
         share = index // (num_columns * num_rows)
         index -= share * (num_columns * num_rows)
-        first = share * steps // SHARES
-        steps = (share + 1) * steps // SHARES - first
-    return index, share, first, steps
+    first = share * steps // SHARES
+    return index, share, first, (share + 1) * steps // SHARES - first
 
 
 @gluon.jit
 def _produce(
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
+    APART: gl.constexpr,
     SHARES: gl.constexpr,
     memory,
     spans,
@@ -135,7 +137,7 @@ def _produce(
     """Copies the steps of all tiles, each as soon as its stage is free."""
     _held, parts, _full, empty = memory
     STAGES: gl.constexpr = parts[0].shape[0]
-    tile, _number, first, steps = _share(gl.program_id(0), spans, SHARES)
+    tile, _number, first, steps = _share(gl.program_id(0), 0, spans, APART, SHARES)
     column, row = _tile(tile, spans)
     ahead = gl.minimum(STAGES, steps)
     for step in range(ahead):
@@ -144,15 +146,19 @@ def _produce(
     for step in range(ahead):
         _copy_rows(memory, sources, row * TILE_ROWS, first + step, step)
     count = ahead
-    for index in range(gl.program_id(0), SHARES * spans[0] * spans[1], gl.num_programs(0)):
-        tile, _number, first, steps = _share(index, spans, SHARES)
-        column, row = _tile(tile, spans)
-        for step in range(gl.where(index == gl.program_id(0), ahead, 0), steps):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
-            _copy_weights(CONSUMERS, TILE_ROWS, memory, weights, column, first + step, stage)
-            _copy_rows(memory, sources, row * TILE_ROWS, first + step, stage)
-            count += 1
+    for turn in gl.static_range(SHARES // APART):
+        for index in range(gl.program_id(0), APART * spans[0] * spans[1], gl.num_programs(0)):
+            tile, _number, first, steps = _share(index, turn, spans, APART, SHARES)
+            column, row = _tile(tile, spans)
+            copied = 0
+            if turn == 0:
+                copied = gl.where(index == gl.program_id(0), ahead, 0)
+            for step in range(copied, steps):
+                stage = count % STAGES
+                mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+                _copy_weights(CONSUMERS, TILE_ROWS, memory, weights, column, first + step, stage)
+                _copy_rows(memory, sources, row * TILE_ROWS, first + step, stage)
+                count += 1
 
 
 @gluon.jit
@@ -181,6 +187,7 @@ def _consume(
     which: gl.constexpr,
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
+    APART: gl.constexpr,
     SHARES: gl.constexpr,
     memory,
     spans,
@@ -190,18 +197,20 @@ def _consume(
     _held, parts, _full, _empty = memory
     bias, has_bias, out, rows, columns = target
     count = 0
-    for index in range(gl.program_id(0), SHARES * spans[0] * spans[1], gl.num_programs(0)):
-        tile, share, _first, steps = _share(index, spans, SHARES)
-        column, row = _tile(tile, spans)
-        totals, count = _sums(which, CONSUMERS, memory, steps, count)
-        first = (column * CONSUMERS + which) * COLUMNS
-        first_row = row * TILE_ROWS
-        into = out
-        if SHARES > 1:
-            into += share.to(gl.int64) * rows * columns
-        for part in gl.static_range(len(parts)):
-            _store(into, bias, has_bias, totals[part], first, first_row, rows, columns)
-            first_row += parts[part].shape[1]
+    for turn in gl.static_range(SHARES // APART):
+        for index in range(gl.program_id(0), APART * spans[0] * spans[1], gl.num_programs(0)):
+            tile, share, _first, steps = _share(index, turn, spans, APART, SHARES)
+            column, row = _tile(tile, spans)
+            totals, count = _sums(which, CONSUMERS, memory, steps, count)
+            into = out
+            if APART > 1:
+                into += share.to(gl.int64) * rows * columns
+            first = (column * CONSUMERS + which) * COLUMNS
+            first_row = row * TILE_ROWS
+            for part in gl.static_range(len(parts)):
+                place = (first, first_row, rows, columns)
+                _store(into, bias, has_bias, totals[part], place, turn > 0)
+                first_row += parts[part].shape[1]
 
 
 @gluon.jit
@@ -250,8 +259,9 @@ def _awaited(sums, pending: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, bias, has_bias, total, first, first_row, rows, columns):
-    """Stores a tile [64 columns, rows] of the product, row by row."""
+def _store(out, bias, has_bias, total, place, ADDS: gl.constexpr):
+    """Stores a tile [64 columns, rows] of the product, row by row, or adds it to what is there."""
+    first, first_row, rows, columns = place
     SIZE: gl.constexpr = total.shape[1]
     layout: gl.constexpr = total.type.layout
     column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))
@@ -262,6 +272,12 @@ def _store(out, bias, has_bias, total, first, first_row, rows, columns):
     wide: gl.constexpr = layout if is_wide else gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(total.to(out.dtype.element_ty), wide)
     column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, wide))
-    row = first_row + gl.arange(0, SIZE, layout=gl.SliceLayout(0, wide))
-    at = out + row.to(gl.int64)[None, :] * columns + column[:, None]
-    gl.store(at, result, mask=(column < columns)[:, None] & (row < rows)[None, :])
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(0, wide))
+    # Offsets of 4 bytes take half of the registers that addresses would.
+    at = out + first_row.to(gl.int64) * columns + (row[None, :] * columns + column[:, None])
+    mask = (column < columns)[:, None] & (row < rows - first_row)[None, :]
+    if ADDS:
+        # To what this thread has stored: there are no registers to load that.
+        gl.atomic_add(at, result, mask=mask, sem="relaxed")
+    else:
+        gl.store(at, result, mask=mask)

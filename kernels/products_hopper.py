@@ -49,7 +49,6 @@ TILES: Final = (
     DenseTile((128, 16), 1),
     DenseTile((128, 128, 16), 1),
     DenseTile((128, 16), 2),
-    DenseTile((128, 64), 1),
     DenseTile((128, 64), 2),
     DenseTile((128, 128), 2),
     DenseTile((128, 128, 16), 2),
@@ -67,10 +66,21 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def tile_of(rows: int, columns: int, inner: int, shares: int = 1) -> DenseTile:
-    """The tile that should be fastest for these sizes."""
+def tile_of(rows: int, columns: int, inner: int, apart: int = 1) -> DenseTile:
+    """The tile that should be fastest for these sizes; `apart`: shares of the sum in tiles of their
+    own."""
     seconds = _seconds_of_few if rows <= _FEW_ROWS else _seconds_of_many
-    return min(TILES, key=lambda tile: seconds(tile, rows, columns, inner // shares, shares))
+    return min(
+        _tiles_of(rows, apart),
+        key=lambda tile: seconds(tile, rows, columns, inner // apart, apart),
+    )
+
+
+def _tiles_of(rows: int, apart: int) -> tuple[DenseTile, ...]:
+    """Those that are compiled for such a product."""
+    if rows > _FEW_ROWS:
+        return tuple(tile for tile in TILES if tile.rows >= 128)
+    return tuple(tile for tile in TILES if apart == 1 or tile.consumers == 1)
 
 
 # Estimates for an H100 by rounds of tiles, each limited by products or copies. Their constants are
@@ -115,26 +125,28 @@ def launch(
 ) -> Tensor:
     """x [T, K] times ``weight`` [N, K], and a bias [N]: [T, N] in `out_dtype`, by default x's.
 
-    The sum over K may be cut into `shares` without a bias, [shares, T, N], for more programs if N
-    is small; they are fewer if K is too short. `tile` overrides `tile_of`. Raises ValueError if
-    rows of x or weights do not begin at multiples of 16 bytes.
+    The sum over K may be cut into `shares`, for more programs if N is small. They have no bias, are
+    fewer if K is too short, and come apart or added: [P, T, N] fp32. `tile` overrides `tile_of`.
+    Raises ValueError if rows of x or weights do not begin at multiples of 16 bytes.
     """
     from effuse.kernels.products_gluon import product_kernel
 
     (rows, inner), columns = x.shape, len(weight)
     steps = -(-inner // DEPTH)
     is_cut, shares = shares > 1, min(shares, steps)
-    shape = (shares, rows, columns) if is_cut else (rows, columns)
-    out = torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
+    apart = 1 if rows > _FEW_ROWS else shares
+    shape = (apart, rows, columns) if is_cut else (rows, columns)
+    dtype = torch.float32 if is_cut else out_dtype or x.dtype
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     if not rows:
         return out
     for one in (x, weight):
         if one.stride(1) != 1 or one.stride(0) % 8 or one.data_ptr() % 16:
             raise ValueError(f"expected rows at multiples of 16 bytes, got strides {one.stride()}")
-    tile = tile or tile_of(rows, columns, inner, shares)
+    tile = tile or tile_of(rows, columns, inner, apart)
     num_columns = -(-columns // (COLUMNS * tile.consumers))
     num_rows = -(-rows // tile.rows)
-    product_kernel[(min(PROCESSORS, num_columns * num_rows * shares),)](
+    product_kernel[(min(PROCESSORS, num_columns * num_rows * apart),)](
         _boxes(weight, COLUMNS),
         *(*(_boxes(x, part) for part in tile.parts), None, None)[:3],
         weight if bias is None else bias,
@@ -149,6 +161,7 @@ def launch(
         TILE_ROWS=tile.rows,
         STAGES=tile.stages,
         SHARES=shares,
+        IS_JOINED=apart < shares,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         num_warps=4,
@@ -160,10 +173,12 @@ def launch(
 
 def compile_tiles(device: torch.device, dtype: torch.dtype) -> None:
     """Compiles the kernel for every tile, so that no request waits for that."""
-    x = torch.zeros(DEPTH, 2 * DEPTH, dtype=dtype, device=device)
+    x = torch.zeros(_FEW_ROWS + 1, 2 * DEPTH, dtype=dtype, device=device)
     for tile in TILES:
         launch(x, x, tile=tile)
-        launch(x, x, out_dtype=torch.float32, shares=2, tile=tile)
+    for rows in (1, _FEW_ROWS + 1):
+        for tile in _tiles_of(rows, 2):
+            launch(x[:rows], x, shares=2, tile=tile)
 
 
 def _boxes(tensor: Tensor, rows: int) -> TensorDescriptor:

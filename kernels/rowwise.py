@@ -39,12 +39,13 @@ def linear(
 
 def halves(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
     """x [T, in] times ``weight`` [out, in] as two sums, each over one half of `in`: [2, T, out]
-    fp32, on a GPU, in a 16-bit type. Few columns have too few programs for the whole sum.
+    fp32, on a GPU, in a 16-bit type. Few columns have too few programs for the whole sum. With
+    `batch_invariant`, many rows have both added already: [1, T, out].
     """
     if batch_invariant:
         from effuse.kernels import products_hopper
 
-        return products_hopper.launch(x, weight, out_dtype=torch.float32, shares=2)
+        return products_hopper.launch(x, weight, shares=2)
     half = x.shape[1] // 2
     return torch.bmm(
         x.view(len(x), 2, half).transpose(0, 1),

@@ -200,10 +200,11 @@ def _rms_norm_kernel(
                 more = x + at[:, None] * row_stride + column[None, :]
                 values += tl.load(more, mask=mask, other=0.0).to(tl.float32) * share[:, None]
             values = values.to(x.dtype.element_ty)  # like a separate sum
-        added += values.to(tl.float32)
+        values = values.to(tl.float32)
         for part in tl.static_range(1, PARTS):
             more = x + part * part_stride + source[:, None] + column[None, :]
-            added += tl.load(more, mask=mask, other=0.0).to(tl.float32)
+            values += tl.load(more, mask=mask, other=0.0).to(tl.float32)
+        added += values
         # The sum is rounded before it is normalised, because the next layer reads the rounded one.
         values = added.to(out.dtype.element_ty)
         tl.store(total + target, values, mask=mask)

@@ -54,6 +54,11 @@ class Expected:
         return self.reservation.shards[self.layout.rank].address
 
     @property
+    def pages(self) -> tuple[PageRef, ...]:
+        """The reserved pages that are written on this rank."""
+        return self.reservation.pages_of(self.reservation.shards[self.layout.rank])
+
+    @property
     def is_moving(self) -> bool:
         """Whether bytes are arriving or are being digested."""
         return any(len(part.digests) or part.covered.any() for part in self.parts.values())
@@ -79,7 +84,7 @@ class Expected:
             if other.first < heads.end and heads.first < other.end:
                 text = f"heads {heads.first}..{heads.end} overlap {other.first}..{other.end}"
                 raise HandoffRefused(Cause.COVERAGE, text)
-        count, seed = len(self.reservation.pages), self.reservation.digest_seed
+        count, seed = len(self.pages), self.reservation.digest_seed
         covered = np.zeros((count, self.layout.num_groups), dtype=np.bool_)
         digests = PageDigests(digester, self.layout, span, count, seed)
         num_bytes = count * self.layout.bytes_of(span)
@@ -98,15 +103,15 @@ class Expected:
         return Arrived(manifest.transfer_id, manifest, seconds, num_bytes)
 
 
-def check_span(reservation: Reservation, first: int, pages: Sequence[PageRef]) -> None:
+def check_span(reserved_pages: Sequence[PageRef], first: int, pages: Sequence[PageRef]) -> None:
     """The pages that a writer names are those reserved at [first, first + n), in this
     allocation.
     """
-    reserved = reservation.pages[first : first + len(pages)]
+    reserved = tuple(reserved_pages[first : first + len(pages)])
     if first < 0 or len(reserved) != len(pages):
         raise HandoffRefused(
             Cause.COVERAGE,
-            f"pages {first}..{first + len(pages)} are not within the {len(reservation.pages)} "
+            f"pages {first}..{first + len(pages)} are not within the {len(reserved_pages)} "
             "reserved ones",
         )
     if reserved == tuple(pages):

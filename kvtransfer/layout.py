@@ -53,11 +53,12 @@ class KVLayout:
     num_layers: int
     num_kv_heads: int  # the model's; `heads` are those of this rank
     head_dim: int
-    page_size: int  # tokens in a page
+    page_size: int  # tokens in a page of this rank's memory
     dtype: str
     most_groups: int = MOST_GROUPS["nixl"]
     rank: int = 0  # of the worker's ranks, each of which has a pool of its own
-    degree: int = 1  # ranks that share the KV heads
+    degree: int = 1  # ranks that compute a model together
+    context_degree: int = 1  # of them, ranks that hold the same heads for different tokens
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -71,9 +72,14 @@ class KVLayout:
             raise ValueError(f"layout sizes must be positive, got {sizes}")
         if not 0 <= self.rank < self.degree:
             raise ValueError(f"rank {self.rank} is none of {self.degree} ranks")
-        if self.num_kv_heads % self.degree and self.degree % self.num_kv_heads:
+        if self.degree % self.context_degree:
             raise ValueError(
-                f"{self.degree} ranks cannot share {self.num_kv_heads} KV heads: neither number "
+                f"{self.context_degree} parts of the context do not divide {self.degree} ranks"
+            )
+        sharers = self._sharers
+        if self.num_kv_heads % sharers and sharers % self.num_kv_heads:
+            raise ValueError(
+                f"{sharers} ranks cannot share {self.num_kv_heads} KV heads: neither number "
                 "divides the other"
             )
         piece = PIECE_BYTES // DTYPE_BYTES[self.dtype]
@@ -84,15 +90,31 @@ class KVLayout:
             )
 
     @property
+    def _sharers(self) -> int:
+        """Ranks, or groups that cut the context, among which KV heads are spread."""
+        return self.degree // self.context_degree
+
+    @property
+    def context_rank(self) -> int:
+        """Which of `context_degree` turns of every sequence's tokens this rank holds."""
+        return self.rank % self.context_degree
+
+    @property
+    def span(self) -> int:
+        """Tokens in a page of the pool's tables: a page of each rank that cuts the context."""
+        return self.page_size * self.context_degree
+
+    @property
     def copies(self) -> int:
-        """Ranks that hold the same heads: more than one if there are more ranks than heads."""
-        return max(1, self.degree // self.num_kv_heads)
+        """Ranks that hold the same heads of the same tokens: more than one if there are more ranks
+        than heads."""
+        return max(1, self._sharers // self.num_kv_heads)
 
     @property
     def heads(self) -> range:
         """The model's KV heads that this rank's pool holds."""
-        count = max(1, self.num_kv_heads // self.degree)
-        first = self.rank // self.copies * count
+        count = max(1, self.num_kv_heads // self._sharers)
+        first = self.rank // self.context_degree // self.copies * count
         return range(first, first + count)
 
     def place_of(self, heads: range) -> range:
@@ -144,8 +166,8 @@ class KVLayout:
         return self.page_bytes // self.num_groups
 
     def pages_for(self, num_tokens: int) -> int:
-        """Number of pages for this many tokens."""
-        return -(-num_tokens // self.page_size)
+        """Number of pages of the pool's tables for this many tokens."""
+        return -(-num_tokens // self.span)
 
 
 @dataclass(frozen=True, slots=True)

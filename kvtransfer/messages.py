@@ -81,18 +81,24 @@ class Heads(Struct, frozen=True, array_like=True):
 
 
 class Shard(Struct, frozen=True, kw_only=True):
-    """One receiving rank: how to reach its pool, and what of each page its pool holds."""
+    """One receiving rank: how to reach its pool, and what its pool holds: of every
+    `context_degree`-th page of a prompt, from page `context_rank` on, some heads.
+    """
 
     address: ReceiverAddress
     heads: Heads
     page_bytes: PageBytes
+    context_rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
+    context_degree: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
 
 
 class Reservation(Struct, frozen=True, kw_only=True):
     """Pages that a decode engine holds for one handoff, and how to write into them.
 
     shards: one for each of its ranks, in their order; none where nothing is handed over. num_held:
-    pages of the prompt's beginning that it has already; `pages` come after them.
+    pages of the prompt's beginning that it has already; `pages` come after them. If ranks cut the
+    context, each of these pages has room for as many pages of the prompt, one on each rank, and
+    num_written pages of the prompt are written; 0 means as many as there is room for.
     """
 
     attempt: AttemptId
@@ -104,6 +110,22 @@ class Reservation(Struct, frozen=True, kw_only=True):
     digest_seed: U63  # of the digests that the receiver compares
     lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
     num_held: Annotated[int, Meta(ge=0, le=MAX_PAGES)] = 0
+    num_written: Annotated[int, Meta(ge=0, le=MAX_PAGES)] = 0
+
+    @property
+    def context_degree(self) -> int:
+        """Pages of a prompt for which one of its pages has room."""
+        return self.shards[0].context_degree if self.shards else 1
+
+    @property
+    def num_source_pages(self) -> int:
+        """Pages that the writer sends."""
+        return self.num_written or len(self.pages) * self.context_degree
+
+    def pages_of(self, shard: Shard) -> tuple[PageRef, ...]:
+        """The pages in which the writer's pages lie on one rank, in their order."""
+        left = self.num_source_pages - shard.context_rank
+        return self.pages[: -(-left // shard.context_degree)]
 
     @property
     def transfer_id(self) -> str:
@@ -262,7 +284,17 @@ def check_reservation(reservation: Reservation) -> Reservation:
         )
     if len(set(ids)) != len(ids):
         raise MalformedMessage("a page is reserved twice")
+    degree = checked.context_degree
+    if -(-checked.num_source_pages // degree) != len(checked.pages):
+        raise MalformedMessage(
+            f"{checked.num_source_pages} pages do not fill {len(checked.pages)} pages of {degree}"
+        )
     for shard in checked.shards:
+        if shard.context_degree != degree or shard.context_rank >= degree:
+            raise MalformedMessage(
+                f"a rank holds part {shard.context_rank} of {shard.context_degree} of the context, "
+                f"the first one is of {degree}"
+            )
         end = shard.address.pool_address + checked.num_pool_pages * shard.page_bytes
         if end > 1 << 63:
             raise MalformedMessage(f"the pool would end at {end:#x}, beyond 63 bits")

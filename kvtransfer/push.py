@@ -18,6 +18,7 @@ from effuse.kvtransfer.messages import (
     Heads,
     MalformedMessage,
     Manifest,
+    PageRef,
     Pages,
     ReceiverAddress,
     Reservation,
@@ -110,9 +111,14 @@ class Push:
         return len(self.part.heads) * self.own.layout.head_bytes
 
     @property
+    def pages(self) -> tuple[PageRef, ...]:
+        """The reserved pages that it fills."""
+        return self.reservation.pages_of(self.part.shard)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of its heads in all pages, without boundary state."""
-        return len(self.reservation.pages) * self.own.layout.bytes_of(self.part.heads)
+        """Bytes of its heads in all of its pages, without boundary state."""
+        return len(self.pages) * self.own.layout.bytes_of(self.part.heads)
 
     @property
     def bytes_under_way(self) -> int:
@@ -151,14 +157,20 @@ class Push:
     def cover(
         self, source_pages: tuple[int, ...], first: int, num_final: Pending[int] | None
     ) -> None:
-        """Adds pages to push. Raises HandoffRefused if they overlap or exceed the reservation."""
-        span = range(first, first + len(source_pages))
-        if first < 0 or span.stop > len(self.reservation.pages):
+        """Adds the pages among these that its rank holds. Raises HandoffRefused if they overlap or
+        exceed the reservation."""
+        end, count = first + len(source_pages), self.reservation.num_source_pages
+        if first < 0 or end > count:
             raise HandoffRefused(
                 Cause.COVERAGE,
-                f"pages {first}..{span.stop} are not within the {len(self.reservation.pages)} "
-                "reserved ones",
+                f"pages {first}..{end} are not within the {count} reserved ones",
             )
+        rank, degree = self.part.shard.context_rank, self.part.shard.context_degree
+        skipped = (rank - first) % degree
+        if not (source_pages := source_pages[skipped::degree]):
+            return
+        first = (first + skipped) // degree
+        span = range(first, first + len(source_pages))
         if not self.covered.isdisjoint(span):
             raise HandoffRefused(Cause.COVERAGE, f"pages {first}..{span.stop} overlap earlier ones")
         self.covered.update(span)
@@ -184,7 +196,7 @@ class Push:
         most = max(1, min(MAX_CHUNK_PAGES // runs, chunk_bytes // (runs * run_bytes)))
         for at in range(0, len(batch.source_pages), most):
             first, source_pages = batch.first + at, batch.source_pages[at : at + most]
-            targets = self.reservation.pages[first : first + len(source_pages)]
+            targets = self.pages[first : first + len(source_pages)]
             yield Chunk(first, source_pages, targets, groups, self.part.heads)
 
     def stop(self) -> None:
@@ -202,7 +214,7 @@ class Push:
 
         Raises HandoffRefused if pages are missing.
         """
-        missing = len(self.reservation.pages) - len(self.covered)
+        missing = len(self.pages) - len(self.covered)
         if missing:
             raise HandoffRefused(Cause.COVERAGE, f"{missing} pages were not pushed")
         if self.manifest is None:
@@ -237,18 +249,28 @@ def check_push(reservation: Reservation, own: Identity, transport: str) -> Reser
         raise HandoffRefused(Cause.FINGERPRINT, str(found))
     for shard in reservation.shards:
         _check_shard(shard, own.layout)
-    missing = set(range(own.layout.num_kv_heads)).difference(
-        *(shard.heads.span for shard in reservation.shards)
-    )
-    if missing:
-        raise HandoffRefused(Cause.COVERAGE, f"no rank receives the KV heads {sorted(missing)}")
+    degree = reservation.context_degree
+    for part in range(degree):
+        missing = set(range(own.layout.num_kv_heads)).difference(
+            *(one.heads.span for one in reservation.shards if one.context_rank == part)
+        )
+        if missing:
+            of_part = f" of part {part} of {degree} of the context" if degree > 1 else ""
+            text = f"no rank receives the KV heads {sorted(missing)}{of_part}"
+            raise HandoffRefused(Cause.COVERAGE, text)
     return reservation
 
 
 def shard_of(layout: KVLayout, address: ReceiverAddress) -> Shard:
     """The address of a pool of this layout, with its share of a page."""
     heads = Heads(layout.heads.start, layout.heads.stop)
-    return Shard(address=address, heads=heads, page_bytes=layout.page_bytes)
+    return Shard(
+        address=address,
+        heads=heads,
+        page_bytes=layout.page_bytes,
+        context_rank=layout.context_rank,
+        context_degree=layout.context_degree,
+    )
 
 
 def _check_shard(shard: Shard, layout: KVLayout) -> None:

@@ -161,14 +161,13 @@ class Pushes:
         if pushes is not None:
             return pushes
         checked = check_push(reservation, self._own, self._transport.name)
-        layout, count = self._own.layout, len(checked.pages)
+        layout, seed = self._own.layout, checked.digest_seed
         self._transfers[reservation.transfer_id] = pushes = []
         try:
             for part in parts_of(checked, layout):
                 peer = self._transport.reach(checked, part.shard)
-                digests = PageDigests(
-                    self._digester, layout, part.heads, count, checked.digest_seed
-                )
+                count = len(checked.pages_of(part.shard))
+                digests = PageDigests(self._digester, layout, part.heads, count, seed)
                 pushes.append(Push(checked, part, peer, self._own, digests, at))
         except HandoffRefused:
             del self._transfers[reservation.transfer_id]
@@ -259,7 +258,7 @@ class Pushes:
             self._transport.leave(push.peer)
         pushed = Pushed(
             reservation.transfer_id,
-            len(reservation.pages),
+            reservation.num_source_pages,
             sum(push.num_bytes for push in pushes),
             max((push.elapsed_s(now) for push in pushes), default=0.0),
             routes[0] if routes else UNKNOWN,

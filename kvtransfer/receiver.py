@@ -85,6 +85,11 @@ class HandoffReceiver:
         """Bytes in a page."""
         return self._identity.page_bytes
 
+    @property
+    def context_degree(self) -> int:
+        """Pages of a writer for which a page has room; 1 without a connector."""
+        return self._connector.describe()[0].context_degree if self._connector else 1
+
     def is_open(self, transfer_id: str) -> bool:
         """Whether this transfer still holds pages here, in quarantine or not."""
         return transfer_id in self._handoffs
@@ -102,18 +107,19 @@ class HandoffReceiver:
         writer: str | None,
         now: float,
         num_held: int = 0,
+        num_written: int = 0,
     ) -> Reservation:
         """Opens reserved pages to `writer`, the incarnation of the prefill worker that may push.
 
         The returned reservation may be sent immediately. num_held: pages before these that nobody
-        writes.
+        writes. num_written: as of `Reservation`.
         """
         if attempt.transfer_id in self._handoffs:
             raise ValueError(f"transfer {attempt.transfer_id} is already reserved")
         assert self._connector is not None, "this worker cannot receive now"
         self._time = now
         shards = self._connector.describe()
-        reservation = self._reservation(attempt, pages, shards, num_held)
+        reservation = self._reservation(attempt, pages, shards, num_held, num_written)
         machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._identity.lease_s)
         self._handoffs[attempt.transfer_id] = _Incoming(reservation, machine)
         for do in machine.handle(ReceiverEvent.OFFERED, now):
@@ -173,6 +179,7 @@ class HandoffReceiver:
         pages: tuple[PageRef, ...],
         shards: tuple[Shard, ...],
         num_held: int = 0,
+        num_written: int = 0,
     ) -> Reservation:
         return Reservation(
             attempt=attempt,
@@ -184,6 +191,7 @@ class HandoffReceiver:
             digest_seed=self._digest_seed,
             lease_s=self._identity.lease_s,
             num_held=num_held,
+            num_written=num_written,
         )
 
     def _arrived(self, event: Arrived) -> Arrived | None:

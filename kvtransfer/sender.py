@@ -197,7 +197,7 @@ class HandoffSender:
         reservation = handoff.reservation
         assert reservation is not None, "the pages have no destination yet"
         for pages, num_final in handoff.ready:
-            first = handoff.num_passed - reservation.num_held
+            first = handoff.num_passed - reservation.num_held * reservation.context_degree
             handoff.num_passed += len(pages)
             if wanted := tuple(pages[max(0, -first) :]):
                 self._connector.send(PushPages(reservation, wanted, max(0, first), num_final))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from effuse.kernels.attention_batch import ContextCut
 from effuse.kernels.peers import PeerSums, map_peers
 from effuse.kernels.rowwise import rms_norm_residual, total_of
 from effuse.kernels.values import WeightedParts
@@ -125,6 +126,14 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextGroup:
+    """Ranks of a model that hold the same KV heads for different tokens, and this one's share."""
+
+    cut: ContextCut
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlace:
     """Where a process stands in the group that serves a model together."""
 
@@ -133,6 +142,7 @@ class RankPlace:
     expert_parallel: bool = False
     meeting: Group = ALONE
     data_parallel: bool = False
+    context: ContextGroup | None = None  # if a sequence's cached tokens are cut over ranks
 
     @property
     def group(self) -> Group:
@@ -148,7 +158,13 @@ class RankPlace:
         """Its part of a model. Raises ValueError naming what does not divide."""
         if self.data_parallel:
             return replica_of(config, self.rank, self.size)
-        return shard_of(config, self.rank, self.size, expert_parallel=self.expert_parallel)
+        return shard_of(
+            config,
+            self.rank,
+            self.size,
+            expert_parallel=self.expert_parallel,
+            context_degree=1 if self.context is None else self.context.cut.degree,
+        )
 
 
 ALL: Final = RankPlace()
@@ -177,6 +193,12 @@ class ProcessGroup(Group):
         self._in_order = in_order
         self._peers: PeerSums | None = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._parts: list[Group] = []
+
+    def adopt(self, part: Group) -> None:
+        """Takes a group of some of its ranks, with exchanges in the same graphs; `close` closes
+        it."""
+        self._parts.append(part)
 
     def sum_norm(
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
@@ -240,6 +262,8 @@ class ProcessGroup(Group):
         for graph in self._graphs:
             graph.reset()  # NCCL ends a group only after all graphs with its exchanges
         self._graphs.clear()
+        for part in self._parts:
+            part.close()
         if self._peers is not None:
             self._peers.close()
         self._peers = self._collectives = None

@@ -85,12 +85,14 @@ class ModelNames:
 class ModelShard:
     """One rank's part of a model. Ranges are of the whole model's numbers.
 
-    KV heads that are fewer than ranks are replicated: several ranks hold the same one.
+    KV heads that are fewer than ranks are replicated: several ranks hold the same one. Ranks that
+    cut the context hold the same heads for different tokens, and compute queries of all of them.
     """
 
     rank: int
     size: int  # ranks in the group; a group of one holds all, or all but other replicas' experts
     heads: range
+    queries: range  # heads whose queries it computes: its own, or those of its context group
     kv_heads: range
     vocabulary: range
     vocabularies: tuple[int, ...]  # rows of the head that each rank holds
@@ -103,12 +105,29 @@ def whole(config: ModelConfig) -> ModelShard:
 
 
 def shard_of(
-    config: ModelConfig, rank: int, size: int, *, expert_parallel: bool = False
+    config: ModelConfig,
+    rank: int,
+    size: int,
+    *,
+    expert_parallel: bool = False,
+    context_degree: int = 1,
 ) -> ModelShard:
-    """The part of `rank` in a group of `size`. Raises ValueError naming what does not divide."""
+    """The part of `rank` in a group of `size`, of which `context_degree` ranks each cut the context
+    among them. Raises ValueError naming what does not divide."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not in a group of {size}")
     _check(config, size, expert_parallel=expert_parallel)
+    if size % context_degree:
+        raise ValueError(
+            f"--decode-context-parallel-size {context_degree}: {size} tensor-parallel ranks do not "
+            "divide by it"
+        )
+    group, groups = rank // context_degree, size // context_degree
+    if config.num_kv_heads % groups and groups % config.num_kv_heads:
+        raise ValueError(
+            f"--decode-context-parallel-size {context_degree}: {groups} groups of ranks cannot "
+            f"share {config.num_kv_heads} KV heads: neither number divides the other"
+        )
     experts = None
     if config.experts is not None and expert_parallel:
         experts = _part(config.experts.routing.num_experts, rank, size)
@@ -116,7 +135,8 @@ def shard_of(
         rank,
         size,
         heads=_part(config.num_heads, rank, size),
-        kv_heads=_kv_heads(config.num_kv_heads, rank, size),
+        queries=_part(config.num_heads, group, groups),
+        kv_heads=_kv_heads(config.num_kv_heads, group, groups),
         vocabulary=_part(config.vocab_size, rank, size),
         vocabularies=tuple(len(_part(config.vocab_size, one, size)) for one in range(size)),
         experts=experts,
@@ -257,7 +277,7 @@ def tensors_of(config: ModelConfig, shard: ModelShard) -> dict[str, Released]:
 def _attention(config: ModelConfig, shard: ModelShard, layer: LayerNames) -> Mapping[str, Released]:
     hidden, dim = config.hidden_size, config.head_dim
     q_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
-    q, kv = _rows(shard.heads, dim), _rows(shard.kv_heads, dim)
+    q, kv = _rows(shard.queries, dim), _rows(shard.kv_heads, dim)
     of_kv = kv_dim, (kv,)
     parts: Sequence[tuple[int, tuple[range, ...]]] = ((q_dim, (q,)), of_kv, of_kv)
     if len(layer.qkv) == 1:
@@ -265,7 +285,9 @@ def _attention(config: ModelConfig, shard: ModelShard, layer: LayerNames) -> Map
         parts = ((q_dim + 2 * kv_dim, joined),)
     found = {
         f"{layer.attn_norm}.weight": Released((hidden,)),
-        f"{layer.attn_out}.weight": Released((hidden, q_dim), _cut(shard, 1, q)),
+        f"{layer.attn_out}.weight": Released(
+            (hidden, q_dim), _cut(shard, 1, _rows(shard.heads, dim))
+        ),
     }
     for name, (count, ranges) in zip(layer.qkv, parts, strict=True):
         found[f"{name}.weight"] = Released((count, hidden), _cut(shard, 0, *ranges))

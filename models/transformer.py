@@ -32,7 +32,16 @@ from effuse.kernels.rowwise import (
 from effuse.kernels.sampling import of_shares, sample_confidence, share_record
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
-from effuse.models.group import ALONE, Group, Replicas, RowCounts, own_rows, whole_rows
+from effuse.models.context import ContextAttention
+from effuse.models.group import (
+    ALONE,
+    ContextGroup,
+    Group,
+    Replicas,
+    RowCounts,
+    own_rows,
+    whole_rows,
+)
 from effuse.models.tensors import ModelShard, whole
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum; with
@@ -99,7 +108,7 @@ class Transformer:
 
     In a group of ranks it is this rank's `shard`: hidden rows are those of the whole model on every
     rank, heads and K and V its own. One of several `replicas` has rows of its own, and each of its
-    forwards takes all of them.
+    forwards takes all of them. Ranks of a `context` hold different tokens of every sequence.
     """
 
     def __init__(
@@ -112,9 +121,11 @@ class Transformer:
         replicas: Replicas | None = None,
         *,
         batch_invariant: bool = False,
+        context: ContextGroup | None = None,
     ) -> None:
         """With `batch_invariant` a row's bits do not depend on other rows on a GPU either, and
-        attention is `block_attention`, whatever `attend` is."""
+        attention is `block_attention`, whatever `attend` is. The same holds with a `context`, whose
+        rows round by which of their keys are cached."""
         self.config = config
         self.shard = whole(config) if shard is None else shard
         self.group = group
@@ -122,15 +133,19 @@ class Transformer:
         self.weights = weights
         self.batch_invariant = batch_invariant
         self._linear = partial(linear, batch_invariant=batch_invariant)
-        self._attention = (
-            partial(block_attention, batch_invariant=True) if batch_invariant else attend
-        )
+        self.context = None if context is None else ContextAttention(context, self.shard)
+        if batch_invariant:
+            attend = partial(block_attention, batch_invariant=True)
+        self._attention = self.context or attend
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         is_exact = attend is block_attention and self.device.type == "cpu"
-        self.is_deterministic = batch_invariant or (is_exact and self.dtype == torch.float32)
+        # Whether stored K and V do not depend on other rows, apart from a context's merges.
+        self.stores_alike = batch_invariant or (is_exact and self.dtype == torch.float32)
+        self.is_deterministic = self.stores_alike and context is None
         self._scale = 1 / math.sqrt(config.head_dim)
         self.q_dim = len(self.shard.heads) * config.head_dim
+        self._queries_dim = len(self.shard.queries) * config.head_dim
         self._kv_dim = len(self.shard.kv_heads) * config.head_dim
         # The last block may go beyond the last position of the text.
         num_positions = config.max_position_embeddings + config.block_size
@@ -159,7 +174,8 @@ class Transformer:
         once its K and V are stored or queued. `counts` are the rows of all replicas, by default as
         many as here.
         """
-        rows = _Rows(positions, attention, slot_mapping, None if counts is None else counts.rows)
+        of_all = None if counts is None else counts.rows
+        rows = _Rows(positions, attention, self._begin(attention, slot_mapping), of_all)
         wanted = None if counts is None else counts.wanted
         normed, residual = self._but_last(token_ids, kv, rows, stored or _ignore)
         layer, number = self.weights.layers[-1], len(self.weights.layers) - 1
@@ -195,7 +211,7 @@ class Transformer:
 
         Fills `mixed` [T, Q] and `residual` [T, H]; `finish` turns any of them into hidden rows.
         """
-        rows = _Rows(positions, attention, slot_mapping)
+        rows = _Rows(positions, attention, self._begin(attention, slot_mapping))
         normed, before = self._but_last(token_ids, kv, rows, _ignore)
         mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
         residual.copy_(before)
@@ -254,6 +270,10 @@ class Transformer:
         meeting = self.group if self.replicas is None else self.replicas.group
         meeting.hold(graph)
 
+    def _begin(self, attention: AttentionBatch, slots: Tensor) -> Tensor:
+        """The slots of this rank in a forward over these."""
+        return slots if self.context is None else self.context.begin(attention, slots)
+
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored
     ) -> tuple[Tensor, Tensor]:
@@ -281,8 +301,8 @@ class Transformer:
         """Attention output before its projection, [T, Q]; stores K and V."""
         config, num_rows = self.config, len(x)
         qkv = self._linear(x, layer.qkv, layer.qkv_bias)
-        q, k, v = torch.split(qkv, [self.q_dim, self._kv_dim, self._kv_dim], dim=-1)
-        q = q.view(num_rows, len(self.shard.heads), config.head_dim)
+        q, k, v = torch.split(qkv, [self._queries_dim, self._kv_dim, self._kv_dim], dim=-1)
+        q = q.view(num_rows, len(self.shard.queries), config.head_dim)
         k, v = self._heads(k), self._heads(v)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
@@ -292,8 +312,10 @@ class Transformer:
         return mixed.view(num_rows, self.q_dim)
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
-        bias = None if layer.qkv_bias is None else layer.qkv_bias[self.q_dim :]
-        k, v = map(self._heads, self._linear(x, layer.qkv[self.q_dim :], bias).chunk(2, dim=-1))
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[self._queries_dim :]
+        k, v = map(
+            self._heads, self._linear(x, layer.qkv[self._queries_dim :], bias).chunk(2, dim=-1)
+        )
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
         self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate

@@ -80,6 +80,7 @@ def load_model(
         place.group,
         place.replicas,
         batch_invariant=batch_invariant,
+        context=place.context,
     )
 
 

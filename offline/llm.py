@@ -52,6 +52,7 @@ class GroupOptions(TypedDict, total=False):
     tensor_parallel_size: int
     expert_parallel: bool
     data_parallel_size: int
+    decode_context_parallel_size: int
 
 
 class EngineOptions(GroupOptions, total=False):
@@ -188,8 +189,7 @@ class LLM:
         ended: Callable[[_Running], None],
     ) -> None:
         """Runs these requests to their end."""
-        waiting, running = list(reversed(whole)), dict[str, _Running]()
-        num_done = 0
+        waiting, running, num_done = list(reversed(whole)), dict[str, _Running](), 0
         try:
             while waiting or running:
                 while waiting and len(running) < self._most:
@@ -283,7 +283,6 @@ class _Running:
         self._end_token_id: int | None = None
 
     def begin(self) -> None:
-        """The engine has it from now on."""
         self._gathering = Gathering()
         if self._asked.sent.output.echo and not self.start.sampling.answer_index:
             self._take(echo=pb.PromptEcho(text=self._prompt))
@@ -308,7 +307,6 @@ class _Running:
         return self._text.is_stopped
 
     def finish(self, event: Finished) -> None:
-        """The engine has ended it."""
         if rest := self._text.flush():
             offset, forwards = self._text.num_tokens, event.forward_passes
             commit = pb.BlockCommit(token_offset=offset, text=rest, forward_passes=forwards)

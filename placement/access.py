@@ -64,7 +64,6 @@ class RedisAccess:
 
     @classmethod
     def of(cls, config: Access) -> Self:
-        """The access that the flags of a process give."""
         return cls(
             credentials=config.redis_credentials,
             sentinel_credentials=config.sentinel_credentials,
@@ -73,7 +72,6 @@ class RedisAccess:
 
     @property
     def has_credentials(self) -> bool:
-        """Whether a user or a password is given."""
         return self.credentials is not None or bool(os.environ.get(CREDENTIALS_VARIABLE))
 
     def arguments(self, url: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ seconds of this process; no timestamp leaves it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -129,12 +129,15 @@ class Announcer:
         describe: Callable[[], WorkerRecord | None],
         holder: str,
         *,
+        on_superseded: Callable[[], Awaitable[None]] | None = None,
         times: LeaseTimes | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """on_superseded: is awaited before `run` raises `Superseded`."""
         self._store = store
         self._describe = describe
         self._holder = holder
+        self._on_superseded = on_superseded
         self._now = now
         self._lease = Lease(times or LeaseTimes())
         self._is_heard = True  # as far as the log shows
@@ -158,6 +161,8 @@ class Announcer:
                     await self._announce(record)
             await self._wait_for_change(self._lease.wait_s(self._now()))
         if self.state is LeaseState.SUPERSEDED:
+            if self._on_superseded is not None:
+                await self._on_superseded()
             raise Superseded("another process announces itself under this worker's id")
 
     async def release(self) -> None:
@@ -310,7 +315,6 @@ class FleetView:
 
     @property
     def is_current(self) -> bool:
-        """True while Redis answers."""
         return self._snapshot.is_current
 
     def workers(self) -> list[WorkerRecord]:

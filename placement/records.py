@@ -124,6 +124,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Positive
     max_num_batched_tokens: Positive
     ranks: Positive = 1  # devices that compute together
+    context_ranks: Positive = 1  # of them, those that hold the same KV heads for other tokens
 
 
 FEW_PAGES = 8  # for warming up a link, however busy its two ends are
@@ -189,7 +190,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def life(self) -> tuple[str, str]:
-        """A life of a worker: its id and incarnation."""
         return self.worker_id, self.incarnation
 
     def does(self, kind: Kind) -> bool:
@@ -197,12 +197,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def may_ever_decode(self) -> bool:
-        """Whether it accepts answers now, or after a change of its role."""
         return self.may_change_role or self.does("decode")
 
     @cached_property
     def fingerprint_text(self) -> str:
-        """The fingerprint as one value, for fast comparison and lookup."""
         return repr(self.fingerprint)
 
     @cached_property

@@ -290,7 +290,6 @@ class Store:
         return cast(list[bytes], await self._run_script("routers", own, args))
 
     async def release_router(self, router_id: str) -> None:
-        """Ends a router's lease; other routers may take its requests from now on."""
         key = self.keys.router(router_id)
         await self._ask_redis(lambda: self._redis.execute_command("DEL", key), self.circuit)
 

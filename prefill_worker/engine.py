@@ -250,7 +250,7 @@ class PrefillEngine:
 
         Refuses if prompts may need the pages; the few for warming up a link are always available.
         """
-        attempt, count = reservation.attempt, len(reservation.pages)
+        attempt, count = reservation.attempt, reservation.num_source_pages
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return

@@ -315,7 +315,7 @@ def unfit(prompt: Prompt, reservation: Reservation, *, is_first: bool) -> str:
     """Why a living prompt cannot be pushed there; empty if it can."""
     if not is_first:
         return "a second reservation arrived"
-    found, held = len(reservation.pages), reservation.num_held
+    found, held = reservation.num_source_pages, reservation.num_held * reservation.context_degree
     if found + held != prompt.num_pages:
         beside = f" beside {held} held ones" if held else ""
         return f"the prompt needs {prompt.num_pages} pages, {found} are reserved{beside}"

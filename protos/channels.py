@@ -273,7 +273,6 @@ def filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
 
 @cache
 def _shared(kind: type[Message], source: type) -> tuple[str, ...]:
-    """The fields of a message that a class has under the same names."""
     return tuple(name for name in kind.DESCRIPTOR.fields_by_name if hasattr(source, name))
 
 

@@ -189,7 +189,6 @@ class Admission:
         return min(self.most_running, sum(seats)) or self.most_running
 
     def running_by_model(self) -> dict[str, int]:
-        """Slots that requests hold."""
         return {name: slots.running for name, slots in tuple(self._models.items())}
 
     def waiting_by_model(self) -> dict[str, int]:

@@ -152,7 +152,6 @@ class AnswerRun:
         return () if self._alone_left_s() <= 0 else alone
 
     def _alone_left_s(self) -> float:
-        """Seconds for which it still waits for workers of its own."""
         request, router = self._request, self._router
         since = request.attempts.alone_since
         if since is None or not router.poison.verdicts.may_share(request.digest):
@@ -350,5 +349,4 @@ def _is_at(one: Request, place: WorkerLife | None) -> bool:
 
 
 def _is_ours(error: InvalidRequest) -> bool:
-    """Whether the router caused the refusal of a worker."""
     return any(v.field.split(".")[0] in OUR_FIELDS for v in error.violations)

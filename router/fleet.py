@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, get_args
 
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from effuse.placement.leases import FleetView
 from effuse.placement.records import Kind, Role, RoutedLoad, WorkerRecord
@@ -286,9 +286,15 @@ class RoutedFleet:
         self._waiting_for.clear()
         self._addresses[life] = record.address
         had = self._in_flight.get(life, IDLE)
-        begun = max(0, now.requests + now.prompts - before.requests - before.prompts)
-        sums = (a + c - b for a, b, c in zip(*map(astuple, (had, before, now)), strict=True))
-        self._in_flight[life] = replace(InFlight(*sums), placed=had.placed + begun)
+        begun = now.requests + now.prompts - before.requests - before.prompts
+        self._in_flight[life] = InFlight(  # written out, because every request passes here
+            had.requests + now.requests - before.requests,
+            had.tokens + now.tokens - before.tokens,
+            had.prompts + now.prompts - before.prompts,
+            had.to_prefill + now.to_prefill - before.to_prefill,
+            had.answers + now.answers - before.answers,
+            had.placed + max(0, begun),
+        )
 
 
 class AttemptShare:

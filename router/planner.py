@@ -65,7 +65,6 @@ class Times(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def are_known(self) -> bool:
-        """Whether both roles were measured."""
         return bool(self.prompts and self.answers)
 
     def prompt_s(self, tokens: float) -> float:
@@ -91,7 +90,6 @@ class Times(Struct, frozen=True, forbid_unknown_fields=True):
         return [_at_context(batches[batch], context) for batch in sorted(batches)]
 
     def piece_s(self, tokens: float) -> float:
-        """Seconds of the longest piece of a prompt in one forward."""
         seconds = self.prompt_s(tokens)
         return seconds * min(1.0, self.piece_tokens / tokens) if self.piece_tokens else seconds
 
@@ -121,7 +119,6 @@ class Workload(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def context(self) -> float:
-        """Tokens that an answer attends to on average."""
         return self.prompt + self.answer / 2
 
 

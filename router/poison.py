@@ -126,7 +126,6 @@ class Verdicts:
         return is_outside and sum(_weights(deaths, counts)) - MOST_SHARED < counts
 
     def refused_s(self, digest: str) -> float:
-        """Seconds for which the request is still refused; 0 if it is not."""
         return max(0.0, self._refused_until.get(digest, 0.0) - self._now())
 
     def refused(self) -> dict[str, float]:
@@ -263,12 +262,10 @@ class PoisonGuard:
             self._fleet.release_workers(request.holder)
 
     def note_answer(self, request: Request) -> None:
-        """The request has been answered: engines died of something else."""
         if not self.verdicts.is_empty:
             self.verdicts.clear(request.digest)
 
     async def share(self) -> None:
-        """Exchanges refusals with other routers, if Redis answers."""
         try:
             shared = await self._store.share_refusals(self.verdicts.refused(), MOST_KEPT)
         except StoreUnavailable as error:

@@ -42,7 +42,6 @@ class InFlight(Struct, frozen=True):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of ours is on it."""
         return not (self.requests or self.prompts)
 
 
@@ -79,7 +78,6 @@ class Candidate(Struct, frozen=True):
 
     @property
     def num_seats(self) -> int:
-        """How many requests we may have on it at once."""
         return self.record.capacity.max_num_seqs if self.seats is None else self.seats
 
     @property
@@ -267,7 +265,6 @@ def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
 
 
 def _state(candidate: Candidate, need: AttemptNeeds) -> str:
-    """How a worker is that cannot be used."""
     if candidate.condition is not Condition.READY:
         return str(candidate.condition.value)
     return "failing" if candidate.record.life in need.excluded else "reserved for another request"
@@ -385,7 +382,6 @@ def _decode_score(
 
 
 def _known_tokens(candidate: Candidate, need: AttemptNeeds) -> int:
-    """Tokens of the prompt that it probably has in its cache."""
     keeps = candidate.record.load.prefix_queries
     return need.cached.get(candidate.record.life, 0) if keeps else 0
 

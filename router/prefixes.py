@@ -184,7 +184,6 @@ class SentPrefixes:
         return PrefixNotes(tuple(groups))
 
     def give_back(self, notes: PrefixNotes) -> None:
-        """These notes were not shared after all."""
         for group in notes.groups:
             lives = _lives_of(group)
             for key in _split(group.keys):

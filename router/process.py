@@ -15,12 +15,7 @@ from typing import Final
 import grpc.aio
 import uvloop
 
-from effuse.compat import (
-    kserve_pb2,
-    kserve_pb2_grpc,
-    vllm_engine_pb2,
-    vllm_engine_pb2_grpc,
-)
+from effuse.compat import kserve_pb2_grpc, vllm_engine_pb2_grpc
 from effuse.config.access import host_and_port
 from effuse.placement.access import RedisAccess
 from effuse.placement.leases import pause_s
@@ -36,7 +31,7 @@ from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.openai_api import OpenAiApi
 from effuse.router.policy import Candidate, WorkerLife
-from effuse.router.role_driver import RoleDriver
+from effuse.router.role_changes import RoleDriver
 from effuse.router.router import Router
 from effuse.router.services import GenerationServicer, ModelServicer, MonitorServicer
 from effuse.router.steering import LOOK_S
@@ -44,21 +39,14 @@ from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
 from effuse.telemetry.traces import Traces, TracesUnavailable
-from effuse.v1 import (
-    generation_pb2,
-    generation_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    monitor_pb2,
-    monitor_pb2_grpc,
-)
+from effuse.v1 import generation_pb2_grpc, model_pb2_grpc, monitor_pb2_grpc
 
 LOG: Final = logging.getLogger(__name__)
-GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
-VLLM_ENGINE: Final[str] = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-KSERVE: Final[str] = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-MONITOR: Final[str] = monitor_pb2.DESCRIPTOR.services_by_name["MonitorService"].full_name
+GENERATION: Final = "effuse.v1.GenerationService"
+MODELS: Final = "effuse.v1.ModelService"
+MONITOR: Final = "effuse.v1.MonitorService"
+VLLM_ENGINE: Final = "vllm.grpc.engine.VllmEngine"
+KSERVE: Final = "inference.GRPCInferenceService"
 SERVICES: Final = (GENERATION, MODELS, MONITOR, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
@@ -202,7 +190,6 @@ def _listen_http(router: Router) -> HttpServer | None:
 
 
 def _tls_files(config: RouterConfig) -> TlsFiles | None:
-    """The certificates of the public ports, of gRPC and of HTTP."""
     if config.tls_cert is None:
         return None
     return TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca)

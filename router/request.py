@@ -85,7 +85,6 @@ class AnswerState:
 
     @property
     def is_ended(self) -> bool:
-        """Whether no event can follow."""
         return self.state in ENDED
 
     @property
@@ -190,7 +189,6 @@ class Costs:
         return self.earlier_forwards + self.forwards
 
     def block_gaps(self) -> list[float]:
-        """Seconds between its commits, those of lost attempts included."""
         return [later - earlier for earlier, later in pairwise(self.commit_times)]
 
     @classmethod
@@ -266,7 +264,6 @@ class Request:
 
     @property
     def num_written(self) -> int:
-        """Tokens of all answers that workers wrote."""
         return sum(len(one.answer.token_ids) for one in self.parts)
 
     @property
@@ -297,7 +294,6 @@ class Request:
         return self.answers
 
     def add_up(self) -> None:
-        """Adds up the costs and attempts of its answers, if it has several."""
         if not self.answers:
             return
         first, attempts = self.answers[0].attempts, self.attempts

@@ -113,42 +113,30 @@ class Router:
 
     def _read_metrics(self) -> None:
         admission, cleanup, placements = self.admission, self.cleanup, self.placements
-        for name, about, by_model in (
-            ("num_requests_running", "Requests on workers", admission.running_by_model),
-            ("num_requests_waiting", "Requests in the queue", admission.waiting_by_model),
-        ):
-            self.metrics.read_gauges(name, about, MODEL, by_model)
-        for gauge, text, read in (
-            ("num_requests_alone", "Requests that have workers reserved for them",
-             lambda: self.fleet.num_alone),
-            ("retry_budget", "Retries that need not wait",
-             lambda: self.budget.left(self.now())),
-            ("other_routers", "Other live routers", lambda: self.seats.others.num_alive),
-            ("prefix_index_units", "Units of prompts that some worker should have",
-             lambda: len(self.fleet.prompts)),
-            ("redis_full", "1 if Redis is full and refuses placements", lambda: placements.is_full),
-        ):  # fmt: skip
-            self.metrics.read_gauge(gauge, text, read)
-        for counter, text, read in (
-            (
-                "requests_shed",
-                "Requests refused because of their deadline",
-                lambda: admission.num_shed,
-            ),
-            ("retries", "Retries after losses", lambda: self.budget.num_taken),
-            ("aborts", "Attempts ended on workers", lambda: cleanup.num_aborts),
-            ("calls_ended_late", "Calls that were ended at shutdown", lambda: cleanup.num_late),
-            ("placements_dropped", "Placements that were not written", lambda: placements.dropped),
-            (
-                "prefix_claims_refuted",
-                "Prompts of which workers had dropped most of what they should have",
-                lambda: self.fleet.prompts.num_refuted,
-            ),
-            (
-                "prefix_index_failures",
-                "Exchanges of known prompts that Redis did not answer",
-                lambda: self.prefixes.num_failures,
-            ),
-            ("answers_dropped", "Answers that were not kept", lambda: placements.dropped_answers),
-        ):
-            self.metrics.read_counter(counter, text, read)
+        fleet, gauge, counter = self.fleet, self.metrics.read_gauge, self.metrics.read_counter
+        by_model = self.metrics.read_gauges
+        by_model("num_requests_running", "Requests on workers", MODEL, admission.running_by_model)
+        by_model("num_requests_waiting", "Requests in the queue", MODEL, admission.waiting_by_model)
+        text = "Requests that have workers reserved for them"
+        gauge("num_requests_alone", text, lambda: fleet.num_alone)
+        text = "Retries that need not wait"
+        gauge("retry_budget", text, lambda: self.budget.left(self.now()))
+        gauge("other_routers", "Other live routers", lambda: self.seats.others.num_alive)
+        text = "Units of prompts that some worker should have"
+        gauge("prefix_index_units", text, lambda: len(fleet.prompts))
+        text = "1 if Redis is full and refuses placements"
+        gauge("redis_full", text, lambda: placements.is_full)
+        text = "Requests refused because of their deadline"
+        counter("requests_shed", text, lambda: admission.num_shed)
+        counter("retries", "Retries after losses", lambda: self.budget.num_taken)
+        counter("aborts", "Attempts ended on workers", lambda: cleanup.num_aborts)
+        text = "Calls that were ended at shutdown"
+        counter("calls_ended_late", text, lambda: cleanup.num_late)
+        text = "Placements that were not written"
+        counter("placements_dropped", text, lambda: placements.dropped)
+        text = "Prompts of which workers had dropped most of what they should have"
+        counter("prefix_claims_refuted", text, lambda: fleet.prompts.num_refuted)
+        text = "Exchanges of known prompts that Redis did not answer"
+        counter("prefix_index_failures", text, lambda: self.prefixes.num_failures)
+        text = "Answers that were not kept"
+        counter("answers_dropped", text, lambda: placements.dropped_answers)

@@ -55,7 +55,6 @@ class Catalogue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker has announced a model so far."""
         return not (self._known or self.live())
 
     def live(self) -> dict[str, ModelInfo]:

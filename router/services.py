@@ -50,7 +50,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._serving = serving
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """The whole answer, or all answers, at the end."""
         return await self._serving.answer(lambda: request, context)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
@@ -269,7 +268,6 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     async def GetPlan(
         self, request: monitor_pb2.GetPlanRequest, context: Context
     ) -> monitor_pb2.GetPlanResponse:
-        """The plans, in the order of the models' names."""
         models = sorted(self._router.steering.models.items())
         kept = self._router.metrics.kept_shares
         return monitor_pb2.GetPlanResponse(

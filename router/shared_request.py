@@ -308,7 +308,6 @@ class KnownRequests:
         return True
 
     def find(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse | None:
-        """A tenant's request that runs here or ended a short while ago."""
         request = self._running.get(request_id)
         if request is not None:
             return describe(request) if request.tenant.name == tenant else None

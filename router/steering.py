@@ -27,7 +27,6 @@ from effuse.router.planner import (
     reasons,
 )
 from effuse.router.policy import Candidate, Condition, PrefillMode
-from effuse.router.role_changes import fixed
 
 LOOK_S: Final = 1.0
 """How often plans are made."""
@@ -224,6 +223,21 @@ class Steering:
         if workload is None or not times.are_known:
             return None
         return Planner(times, workload, self._objectives, self._mode)
+
+
+def fixed(records: Sequence[WorkerRecord]) -> tuple[int, int]:
+    """How many workers keep their roles: those that prefill, and the others. If all do, no plan can
+    be carried out, and a plan for other workers is advice: 0 and 0."""
+    kept = [one for one in records if not is_free(one)]
+    if len(kept) == len(records):
+        return 0, 0
+    num_prefill = sum(one.role == "prefill" for one in kept)
+    return num_prefill, len(kept) - num_prefill
+
+
+def is_free(record: WorkerRecord) -> bool:
+    """Whether plans may change its role."""
+    return record.may_change_role and not record.role_is_pinned
 
 
 def _sum_of(workloads: Sequence[Workload]) -> Workload | None:

@@ -60,7 +60,6 @@ NOBODY: Final = Tenant("")
 
 
 def make_token() -> str:
-    """A new token, of 256 random bits."""
     return f"effuse-{secrets.token_urlsafe(32)}"
 
 
@@ -320,7 +319,6 @@ class FairQueue:
         return last
 
     def remove(self, turn: Turn) -> bool:
-        """Takes out a turn, if it is there; whether it was."""
         try:
             self._lines[turn.tenant].waiting.remove(turn)
         except (KeyError, ValueError):

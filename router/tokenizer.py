@@ -128,8 +128,6 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text that an answer of these ids would have: special tokens are left out."""
-
         def decode() -> str:
             return self.decode([one for one in token_ids if self.is_text(one)])
 
@@ -150,7 +148,6 @@ class Tokenizer:
         return text
 
     def close(self) -> None:
-        """Ends the threads after their current texts."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find_chat_end(self) -> frozenset[int]:

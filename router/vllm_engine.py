@@ -11,12 +11,14 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import Message
 
 from effuse.client.answer import FINISH_REASONS, WholeAnswer
 from effuse.compat import vllm_engine_pb2 as engine
@@ -31,11 +33,14 @@ from effuse.router.request import Request
 from effuse.router.tokenizer import bundled_directory
 from effuse.v1 import generation_pb2 as pb
 
+Part = TypeVar("Part", bound=Message)
 TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "config.json", "generation_config.json",
 )  # fmt: skip
 PIECE_BYTES: Final = 1 << 20
+_ONE: Final = ("top_p", "repetition_penalty")
+"""Settings of which 1 is neutral."""
 _PRESENCE: Final = ("prompt_logprobs", "truncate_prompt_tokens")
 _INPUTS: Final = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 
@@ -49,39 +54,30 @@ def request_of(
     mark ids that are one."""
     _check(asked)
     params = asked.sampling_params
+    given = {field.name: value for field, value in params.ListFields()}
+    given = {name: value for name, value in given.items() if name not in _ONE or value != 1}
+    if "seed" in given:
+        given["seed"] %= SEEDS
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else chat_end_ids)}
+    given["stop_token_ids"] = sorted(stop_ids)
     request = pb.GenerateRequest(
         request_id=asked.request_id or None,
         n=None if params.n < 2 else params.n,
-        sampling=pb.SamplingParams(
-            temperature=params.temperature if params.HasField("temperature") else None,
-            top_p=None if params.top_p in (0.0, 1.0) else params.top_p,
-            top_k=params.top_k or None,
-            min_p=params.min_p or None,
-            presence_penalty=params.presence_penalty or None,
-            frequency_penalty=params.frequency_penalty or None,
-            repetition_penalty=(
-                None if params.repetition_penalty in (0.0, 1.0) else params.repetition_penalty
-            ),
-            logit_bias=params.logit_bias,
-            seed=params.seed % SEEDS if params.HasField("seed") else None,
-        ),
-        stopping=pb.StoppingParams(
-            max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
-            min_tokens=params.min_tokens or None,
-            stop=params.stop,
-            stop_token_ids=sorted(stop_ids),
-            ignore_eos=params.ignore_eos or None,
-        ),
-        output=pb.OutputOptions(
-            token_ids=True, logprobs=params.logprobs if params.HasField("logprobs") else None
-        ),
+        sampling=_part(pb.SamplingParams, given),
+        stopping=_part(pb.StoppingParams, given),
+        output=pb.OutputOptions(token_ids=True, logprobs=given.get("logprobs")),
     )
     if asked.HasField("tokenized"):
         request.prompt_token_ids.ids.extend(asked.tokenized.input_ids)
     elif asked.HasField("text"):
         request.prompt = asked.text
     return request
+
+
+def _part(kind: type[Part], given: Mapping[str, Any]) -> Part:
+    """The settings that a part of a request has, which have the same names there."""
+    names = given.keys() & kind.DESCRIPTOR.fields_by_name.keys()
+    return kind(**{name: given[name] for name in names})
 
 
 def chunk_of(event: pb.GenerateStreamResponse, prompt_tokens: int) -> engine.GenerateResponse:
@@ -201,7 +197,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: engine.GenerateRequest,
         context: Context,
     ) -> None:
-        """The answer as it grows, or at its end."""
         await self._serving.stream(
             lambda: request_of(request, self._router.tokenizer.chat_end_ids),
             context,

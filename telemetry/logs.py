@@ -331,7 +331,6 @@ def dropped_lines() -> int:
 
 
 def count(lines: int) -> None:
-    """Adds dropped lines of another process of effuse."""
     global _elsewhere
     _elsewhere += lines
 

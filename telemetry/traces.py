@@ -80,7 +80,6 @@ class Traces:
             started.end(now_ns)
 
     def annotate(self, attributes: Mapping[str, Attribute]) -> None:
-        """Adds results to the open span."""
         if self._tracer is not None:
             from opentelemetry.trace import get_current_span
 

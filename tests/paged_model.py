@@ -35,11 +35,13 @@ class PagedModel:
         self.model: Transformer = load_model(
             path, block_size=block_size, attend=attend, adapter=adapter, place=place or RankPlace()
         )
-        self.page_size, self.block_size = page_size, block_size
-        config = self.model.config
+        config, context = self.model.config, place and place.context
         num_heads = len(self.model.shard.kv_heads)
         sizes = config.num_layers, num_heads, config.head_dim, page_size
         memory = PageMemory(KVLayout("unified", *sizes, "float32"), NUM_PAGES)
+        # Tables have pages of all ranks together.
+        self.page_size = page_size * (context.cut.degree if context else 1)
+        self.block_size = block_size
         self.memory = memory.tensor.fill_(float("nan"))
         self.kv = memory.layer_views()
         self._free = torch.randperm(

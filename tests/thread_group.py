@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from effuse.models.group import Group, RankPlace
+from effuse.kernels.attention_batch import ContextCut
+from effuse.models.group import ContextGroup, Group, RankPlace
 
 T = TypeVar("T")
 _PATIENCE_S = 60.0
@@ -55,6 +56,10 @@ class ThreadGroup(Group):
     def close(self) -> None:
         pass
 
+    def abort(self) -> None:
+        """Lets no rank wait for another one."""
+        self._barrier.abort()
+
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._slots[self._rank] = x
         self._barrier.wait(_PATIENCE_S)
@@ -63,23 +68,40 @@ class ThreadGroup(Group):
         return parts
 
 
+def _groups(size: int, count: int) -> list[ThreadGroup]:
+    """The ends of so many groups of so many ranks, group by group."""
+    ends = []
+    for _ in range(count):
+        slots: list[Tensor | None] = [None] * size
+        barrier = threading.Barrier(size)
+        ends += [ThreadGroup(rank, slots, barrier) for rank in range(size)]
+    return ends
+
+
 def run_ranks(
     size: int,
     work: Callable[[RankPlace], T],
     *,
     expert_parallel: bool = False,
     data_parallel: bool = False,
+    context_degree: int = 1,
+    page_size: int = 4,
 ) -> list[T]:
     """Runs `work` once for each rank, all at once; results by rank. Raises what a rank raises."""
-    slots: list[Tensor | None] = [None] * size
-    barrier = threading.Barrier(size)
+    groups = _groups(size, 1)
+    parts = _groups(context_degree, size // context_degree)
 
     def one(rank: int) -> T:
+        group, part = groups[rank], parts[rank]
+        context = None
+        if context_degree > 1:
+            cut = ContextCut(rank % context_degree, context_degree, page_size)
+            context = ContextGroup(cut, part)
         try:
-            group = ThreadGroup(rank, slots, barrier)
-            return work(RankPlace(rank, size, expert_parallel, group, data_parallel))
+            return work(RankPlace(rank, size, expert_parallel, group, data_parallel, context))
         except BaseException:
-            barrier.abort()
+            for each in (*groups, *parts):
+                each.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

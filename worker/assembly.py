@@ -17,6 +17,7 @@ import torch
 from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.config.pool_address import PoolAddress
+from effuse.kernels.attention_batch import ContextCut
 from effuse.kernels.marks import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
@@ -30,7 +31,7 @@ from effuse.kvtransfer.unit_files import UnitFiles
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
-from effuse.models.group import RankPlace
+from effuse.models.group import ALONE, ContextGroup, RankPlace
 from effuse.models.part import PromptForward
 from effuse.models.transformer import Transformer
 from effuse.models.weights import weights_digest
@@ -77,7 +78,7 @@ class Assembly:
     tiers: Tiers | None
 
     def make_cache(self, pool: PagePool) -> UnitCache:
-        page_size, block_size = self.memory.layout.page_size, self.model.config.block_size
+        page_size, block_size = self.memory.layout.span, self.model.config.block_size
         is_causal = self.model.config.prompt_attention == "causal_blocks"
         if self.tiers is None:
             return UnitCache(
@@ -140,7 +141,7 @@ def assemble(
         ready=Ready(
             model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
             fingerprint=tuple((field.name, field.value) for field in agreed),
-            page_size=layout.page_size,
+            page_size=layout.span,
             page_bytes=part.memory.page_bytes,
             total_pages=part.memory.num_pages * config.num_replicas,
             connector=config.connector,
@@ -195,8 +196,12 @@ def _tiers(
 def _check_cuts(config: WorkerConfig, directory: Path) -> None:
     """Raises ValueError if the model cannot be cut for so many ranks."""
     model = ModelConfig.from_dir(directory, block_size=config.block_size)
-    has_replicas = config.num_replicas > 1
-    place = RankPlace(0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas)
+    has_replicas, degree, context = config.num_replicas > 1, config.context_degree, None
+    if degree > 1:
+        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE)
+    place = RankPlace(
+        0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas, context=context
+    )
     place.shard(model)
 
 
@@ -221,7 +226,7 @@ def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> Mode
         mask_token_id=model.config.mask_token_id,
         prompt_attention=model.config.prompt_attention,
         commit_rule=_COMMIT_RULE,
-        deterministic=model.is_deterministic,
+        deterministic=model.stores_alike,
     )
 
 

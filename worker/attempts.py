@@ -63,7 +63,6 @@ class Duty:
     changed_at: float = -math.inf  # when the role last became another one
 
     def does(self, kind: Kind) -> bool:
-        """Whether the worker accepts work of this kind."""
         return self.role in (kind, "both")
 
     def check(self, kind: Kind | None) -> None:
@@ -152,7 +151,6 @@ class OpenAttempt:
         return event
 
     def deliver(self, event: CoreEvent | EffuseError) -> None:
-        """Passes an event of the engine to the handler, or an error that ends the attempt."""
         if isinstance(event, Draft) and self._events.qsize() > _MOST_QUEUED_DRAFTS:
             return
         self._events.put_nowait(event)
@@ -230,7 +228,6 @@ class Attempts:
         return [one for one in self.running.values() if one.kind and not duty.does(one.kind)]
 
     def fail_all(self, error: EffuseError) -> None:
-        """Ends every attempt for its handler, which then ends it in the engine."""
         for attempt in self.running.values():
             attempt.deliver(error)
 
@@ -271,7 +268,6 @@ def to_error(failed: Failed) -> EffuseError:
 
 
 def deadline_passed(what: str) -> DeadlineExceeded:
-    """The error of a caller whose time has ended."""
     return DeadlineExceeded(f"the deadline passed before {what}")
 
 

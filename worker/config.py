@@ -226,6 +226,11 @@ class WorkerConfig(EngineSettings):
         return 1
 
     @property
+    def context_degree(self) -> int:
+        """Ranks that hold the same KV heads, each for other tokens."""
+        return 1
+
+    @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.num_replicas
 
@@ -236,7 +241,6 @@ class WorkerConfig(EngineSettings):
 
     @property
     def longest_end_s(self) -> float:
-        """Longest time from SIGTERM to the worker's end."""
         return self.drain_s + 2 * END_S + STOP_S
 
     def reachable_host(self) -> str:
@@ -282,6 +286,14 @@ class DecodeConfig(WorkerConfig):
     data_parallel_size: Annotated[
         int, "devices with requests and KV of their own, and each layer's experts in common"
     ] = 1
+    decode_context_parallel_size: Annotated[
+        int,
+        "devices, of those of tensor-parallel-size, that hold the same KV heads, each for other "
+        "tokens of every request",
+    ] = 1
+    cp_kv_cache_interleave_size: Annotated[
+        int | None, "tokens that lie on one of these devices one after another (default: page-size)"
+    ] = None
     max_window: Annotated[int, "most blocks in flight for one request"] = 8
     max_stop_ids: Annotated[int, "most stop ids of a request, including end-of-sequence ids"] = 16
 
@@ -299,13 +311,46 @@ class DecodeConfig(WorkerConfig):
                 "--kv-offloading-size: expected --data-parallel-size 1 with it, "
                 f"got {self.data_parallel_size}"
             )
+        self._check_context()
         checks.whole("max_window", self.max_window, int(WINDOW.low), int(WINDOW.high))
         checks.whole("max_stop_ids", self.max_stop_ids, 1, _MOST_STOP_IDS)
 
+    def _check_context(self) -> None:
+        degree, name = self.decode_context_parallel_size, "--decode-context-parallel-size"
+        checks.whole("decode_context_parallel_size", degree, 1, _MOST_RANKS)
+        if self.tensor_parallel_size % degree:
+            raise ValueError(
+                f"{name}: expected a divisor of --tensor-parallel-size "
+                f"{self.tensor_parallel_size}, got {degree}"
+            )
+        interleave = self.cp_kv_cache_interleave_size
+        if interleave not in (None, self.page_size):
+            raise ValueError(
+                "--cp-kv-cache-interleave-size: expected --page-size "
+                f"{self.page_size}, because a device holds whole pages of tokens that follow each "
+                f"other, got {interleave}"
+            )
+        if degree == 1:
+            return
+        if self.attention == "flex":
+            raise ValueError(
+                f"{name} {degree}: expected --attention triton with it, because flex returns no "
+                "log-sum-exp, by which devices merge their results"
+            )
+        if self.batch_invariant:
+            raise ValueError(
+                f"{name} {degree}: expected no --batch-invariant with it, because a result rounds "
+                "by how many of its keys are cached"
+            )
+
     @property
     def num_replicas(self) -> int:
-        """Ranks that compute requests of their own."""
         return self.data_parallel_size
+
+    @property
+    def context_degree(self) -> int:
+        """Ranks that hold the same KV heads, each for other tokens."""
+        return self.decode_context_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +366,11 @@ class BothConfig(PrefillConfig, DecodeConfig):
             raise ValueError(
                 "--data-parallel-size: expected 1 for a worker that also computes prompts for "
                 f"others, got {self.data_parallel_size}"
+            )
+        if self.context_degree > 1:
+            raise ValueError(
+                "--decode-context-parallel-size: expected 1 for a worker that also computes "
+                f"prompts for others, got {self.context_degree}"
             )
 
 

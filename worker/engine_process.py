@@ -67,7 +67,6 @@ Meanwhile = Callable[[Sequence[ToEngine]], Sequence[ToEngine]]
 
 
 def leave(come: Sequence[ToEngine]) -> Sequence[ToEngine]:
-    """Takes no message within a step."""
     return come
 
 
@@ -82,7 +81,6 @@ class Engine:
     ranks: "Ranks | None" = None
 
     def close(self) -> None:
-        """Stops the connector and the other ranks."""
         self.core.close()
         if self.ranks is not None:
             self.ranks.close()

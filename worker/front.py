@@ -68,7 +68,6 @@ class Role:
 
 
 def main(kind: type[Config], make_role: Callable[[Config], Role], prog: str, about: str) -> int:
-    """Runs a worker with the flags of the command line; returns its exit status."""
     config = flags.parse(kind, sys.argv[1:], prog=prog, about=about)
     return run(config, make_role(config))
 
@@ -118,8 +117,10 @@ class Front:
         )
         duty = Duty(role.name, role.may_change)
         self.shell = Shell(duty, config, attempts, supervisor, tasks, access)
+        secret = access.secret
+        doorkeeper = None if secret is None else FleetOnly(secret, self.shell.where)
         self.server = rpc.RpcServer(
-            rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=self._doorkeeper(access)
+            rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=doorkeeper
         )
         self._facts: dict[str, str] = {}  # for the process that waits for the ready file
         self._is_told = False  # it was written at least once
@@ -189,15 +190,10 @@ class Front:
         for attempt in self.shell.attempts.leaving(duty):
             attempt.deliver(duty.refusal("this worker hands the request over"))
 
-    def _doorkeeper(self, access: FleetAccess) -> FleetOnly | None:
-        if access.secret is None:
-            return None
-        return FleetOnly(access.secret, lambda: self.shell.address)
-
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         config, role = self._config, self._role
         if (secret := self.shell.access.secret) is not None:
-            proof = ProofServicer(secret, lambda: self.shell.address)
+            proof = ProofServicer(secret, self.shell.where)
             add_ProofServiceServicer_to_server(proof, self.server.server)
         role.add(self.shell, self.server.server)
         worker = WorkerServicer(self)
@@ -227,19 +223,14 @@ class Front:
         store = await stack.enter_async_context(
             Store(config.redis_url, config.fleet, access=access)
         )
-        self._announcer = Announcer(store, self.shell.record, new_incarnation())
-        beside: list[Coroutine[None, None, None]] = [self._keep_lease(self._announcer)]
+        self._announcer = Announcer(
+            store, self.shell.record, new_incarnation(), on_superseded=self._end_engine
+        )
+        beside: list[Coroutine[None, None, None]] = [self._announcer.run()]
         if self._role.beside is not None:
             view = FleetView(store, poll_s=_POLL_S, with_links=False)
             beside += [view.run(), self._role.beside(self.shell, view, self._announcer.wake.set)]
         return [self._tasks.create_task(one) for one in beside]
-
-    async def _keep_lease(self, announcer: Announcer) -> None:
-        try:
-            await announcer.run()
-        except Superseded:
-            await self._end_engine()
-            raise
 
     async def _follow_changes(self) -> None:
         """Updates health, the lease and the ready file: whether the worker can work."""
@@ -268,7 +259,6 @@ class Front:
         self._is_told = True
 
     async def _end_all(self) -> None:
-        """The drain of a process that will exit."""
         self.shell.is_draining = self._is_ending = True
         self._changed.set()
         await self._end_after(self._config.drain_s)
@@ -360,7 +350,6 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         )
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
-        """Begins to drain; attempts that still run after the deadline are ended."""
         if not request.deadline_s >= 0:  # also NaN
             raise InvalidRequest.of(
                 "deadline_s", f"expected 0 seconds or more, got {request.deadline_s}"
@@ -374,7 +363,6 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         return pb.UndrainResponse(running=len(self._shell.attempts))
 
     async def SetRole(self, request: pb.SetRoleRequest, context: _Context) -> pb.SetRoleResponse:
-        """Changes the role; attempts of the former role go on, or are handed over."""
         hand_over_s = request.hand_over_s if request.HasField("hand_over_s") else None
         self._front.set_role(request.role, hand_over_s, is_planned=request.planned)
         leaving = self._shell.attempts.leaving(self._shell.duty)

@@ -12,12 +12,13 @@ import torch
 import effuse.models
 from effuse.config.decoding import Sampling
 from effuse.kernels.attention import block_attention
+from effuse.kernels.attention_batch import ContextCut
 from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
-from effuse.models.group import RankPlace, join_group
+from effuse.models.group import ContextGroup, ProcessGroup, RankPlace, join_group
 from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
@@ -54,11 +55,34 @@ class RankPart:
 
 def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
     """Meets the other ranks of the engine. Raises ValueError if they do not come."""
-    size = config.num_ranks
-    group = join_group(
-        rank, size, device, meeting_path(home), _JOIN_S, in_order=config.batch_invariant
+    size, meeting = config.num_ranks, meeting_path(home)
+    group = join_group(rank, size, device, meeting, _JOIN_S, in_order=config.batch_invariant)
+    context = join_context(
+        rank, size, config.context_degree, config.page_size, group, device, meeting
     )
-    return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1)
+    return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1, context)
+
+
+def join_context(
+    rank: int,
+    size: int,
+    degree: int,
+    page_size: int,
+    group: ProcessGroup,
+    device: torch.device,
+    meeting: Path,
+) -> ContextGroup | None:
+    """Meets the other ranks of those that cut the context, if any do; they are neighbours. Raises
+    ValueError if they do not come."""
+    if degree == 1:
+        return None
+    cut = ContextCut(rank % degree, degree, page_size)
+    if degree == size:
+        return ContextGroup(cut, group)
+    at = meeting.with_name(f"{meeting.name}{rank // degree}")
+    part = join_group(cut.rank, degree, device, at, _JOIN_S)
+    group.adopt(part)
+    return ContextGroup(cut, part)
 
 
 def model_directory(config: WorkerConfig) -> Path:
@@ -259,6 +283,7 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
         most_groups=MOST_GROUPS[config.connector],
         rank=model.shard.rank,
         degree=model.shard.size,
+        context_degree=config.context_degree,
     )
 
 
@@ -312,7 +337,7 @@ def _prompt_graphs(
     graphs = PromptGraphs(
         model,
         memory.layer_views(),
-        page_size=memory.layout.page_size,
+        page_size=memory.layout.span,
         block_size=model.config.block_size,
         marks=marks,
         max_context=max_context,
@@ -335,7 +360,7 @@ def _runner(
     return ModelRunner(
         model,
         memory.layer_views(),
-        page_size=memory.layout.page_size,
+        page_size=memory.layout.span,
         block_size=model.config.block_size,
         graphs=graphs,
         marks=marks,

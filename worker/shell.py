@@ -228,6 +228,10 @@ class Shell:
         life = self.supervisor.life
         return "" if life is None else life.incarnation
 
+    def where(self) -> str:
+        """Its address for other processes."""
+        return self.address
+
     def admit(self, incarnation: str, kind: Kind | None = None) -> EngineLife:
         """Returns the engine for a new attempt of this kind; raises the reason for a refusal.
 

@@ -353,6 +353,7 @@ class Supervisor:
             total_pages=ready.total_pages,
             page_size=ready.page_size,
             ranks=config.num_ranks,
+            context_ranks=config.context_degree,
             max_num_seqs=config.max_num_seqs * config.num_replicas,
             max_num_batched_tokens=config.max_num_batched_tokens * config.num_replicas,
         )

@@ -134,7 +134,6 @@ class Limits:
         return self.serving_s / _STOPPED_PART
 
     def silence_s(self, progress: "Progress") -> float:
-        """How long the engine may be silent in its phase."""
         if progress.phase == "serving":
             return max(self.serving_s, _STEPS_PATIENCE * progress.step_s)
         return self.compiling_s if progress.phase == "compiling" else self.startup_s
@@ -158,7 +157,6 @@ class Progress:
 
     @classmethod
     def begin(cls, now: float) -> "Progress":
-        """An engine whose process has just been started."""
         return cls(began_at=now, looked_at=now, beat_at=now, moved_at=now)
 
 
@@ -255,12 +253,10 @@ class Backoff:
 
     @property
     def is_over(self) -> bool:
-        """True once another attempt is useless."""
         return self.failures >= self.most_failures
 
     @property
     def pause_s(self) -> float:
-        """The wait before the next start."""
         if self.is_at_once:
             return 0.0
         # Bounded, because an engine may end early any number of times.
@@ -268,7 +264,6 @@ class Backoff:
         return min(self.first_s * 2.0**doublings, self.most_s)
 
     def failed(self) -> "Backoff":
-        """An engine did not become ready."""
         return replace(self, failures=self.failures + 1, is_at_once=False)
 
     def ended(self, lived_s: float, *, by_itself: bool = True) -> "Backoff":

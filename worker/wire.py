@@ -83,7 +83,6 @@ def prompt(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def reservation(message: pb.Reservation) -> Reservation:
-    """Reads a reservation that another worker made."""
     attempt = attempt_id(message.attempt)
     try:
         return check_reservation(_reservation(message, attempt))
@@ -102,6 +101,7 @@ def _reservation(message: pb.Reservation, attempt: AttemptId) -> Reservation:
         fingerprint=tuple(Field(field.name, field.value) for field in message.fingerprint),
         lease_s=message.lease_s,
         num_held=message.num_held,
+        num_written=message.num_written,
     )
 
 
@@ -112,6 +112,8 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
         ),
         heads=Heads(message.first_head, message.end_head),
         page_bytes=message.page_bytes,
+        context_rank=message.context_rank,
+        context_degree=message.context_degree or 1,
     )
 
 
@@ -250,7 +252,6 @@ def _logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
 
 @contextmanager
 def _naming(parent: str) -> Iterator[None]:
-    """Names the request's field in a setting's error."""
     try:
         yield
     except SettingError as error:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 import torch
 from thread_group import run_ranks
 
 from effuse.benchmarks import gpu_ranks
+from effuse.benchmarks.gpu_long_context import lines
 from effuse.benchmarks.gpu_ranks import Result, measure, table, waves
 from effuse.benchmarks.gpu_ranks_floor import Silent
+from effuse.benchmarks.gpu_step import PAGE_SIZE
 from effuse.models.group import RankPlace
 
 CPU = torch.device("cpu")
@@ -18,7 +21,7 @@ CPU = torch.device("cpu")
 
 def asked(model: str, **options: object) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"model": model, "batch": [1], "context": 64, "prefill": [], **options}
+        **{"model": model, "batch": [1], "context": 64, "prefill": [], "long": [], **options}
     )
 
 
@@ -30,14 +33,20 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_ranks, "kernel_classes", lambda run, repeats: [run(), []][1])
 
 
-def measured(size: int, options: argparse.Namespace) -> list[list[Result]]:
+def measured(size: int, options: argparse.Namespace, context_degree: int = 1) -> list[list[Result]]:
     def of_rank(place: RankPlace) -> list[Result]:
         results: list[Result] = []
         measure(options, place, CPU, results.append)
         return results
 
     experts = options.model == "tiny-experts"
-    return run_ranks(size, of_rank, expert_parallel=experts and size > 1)
+    return run_ranks(
+        size,
+        of_rank,
+        expert_parallel=experts and size > 1,
+        context_degree=context_degree,
+        page_size=PAGE_SIZE,
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -53,6 +62,20 @@ def test_ranks_measure_steps_and_prompts_in_lockstep(size: int) -> None:
         assert (prompt.what, prompt.rows) == ("prefill", 96)
         assert ("nccl" in step.bare_by) == (size > 1)
     assert len({step.rows for step, _ in found}) == 1
+
+
+def test_ranks_that_cut_the_context_are_compared_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_ranks, "LONG_STEPS", 2)
+    options = asked("tiny", long=[(2, 64)])
+    ((one,),), ((cut,), *_) = measured(1, options), measured(4, options, context_degree=2)
+    assert (cut.context_parallel, one.context_parallel) == (2, 1)
+    assert one.kv_bytes == 4 * cut.kv_bytes > 0
+    assert cut.rows == one.rows
+    found = [replace(each, model="fast-dllm-1.5b", ms=ms) for each, ms in ((one, 4), (cut, 2))]
+    (told,) = lines(found)
+    assert "DCP 2, 2 x 64: 2.00x" in told and "KV 0.250 of one GPU's" in told
 
 
 @pytest.mark.parametrize("size", [1, 2])

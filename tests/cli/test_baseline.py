@@ -89,11 +89,11 @@ def test_the_base_model_is_answered_by_its_familys_own_loop(
     directory = write_tiny_checkpoint(tmp_path / "tiny", architecture, block_size=4)
     algorithm = {"sdar": "block_diffusion"}.get(architecture, architecture)
     rivals = check(directory, None, ["abc"], Params(max_tokens=8), 1)
-    assert rivals.family.algorithm == algorithm
+    assert rivals.config.family.algorithm == algorithm
     assert f"base model: {algorithm}, after" in rivals.described()
     run = measured(base_model, rivals)
     with LLM(
-        directory, device="cpu", dtype="float32", default_algorithm=rivals.family.algorithm
+        directory, device="cpu", dtype="float32", default_algorithm=rivals.config.family.algorithm
     ) as llm:
         (answer,) = llm.generate("abc", Params(max_tokens=8, temperature=0.0))
     assert [one.text for one in run.samples] == [answer.text]

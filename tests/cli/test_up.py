@@ -212,6 +212,17 @@ def test_gpus_that_are_asked_for_are_used_or_the_workers_say_why_not() -> None:
     assert config.worker_flags == ("--device", "cuda", "--device", "auto")  # the last one holds
 
 
+def test_a_context_is_cut_over_the_devices_of_decode_workers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cut = ["--device", "cpu", "--decode-context-parallel-size", "2"]
+    config, _ = parse([*cut, "--decode-tensor-parallel-size", "4"])
+    assert cut[2] in config.decode_flags and cut[2] not in config.prefill_flags
+    with pytest.raises(SystemExit):
+        parse(cut)
+    assert "a divisor of --tensor-parallel-size 1, got 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("gpus", [("0", "1", "2", "3")], indirect=True)
 @pytest.mark.parametrize(
     ("flags", "names"),

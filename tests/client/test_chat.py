@@ -116,3 +116,10 @@ def test_an_argument_that_json_cannot_express_is_named(wrong: object) -> None:
     assert effuse.Chat(HI.messages, {"tools": nested(99)}).to_input()
     with pytest.raises(ValueError, match=r"^template_arguments: expected values that JSON can"):
         effuse.Chat(HI.messages, {"tools": wrong}).to_input()
+
+
+def test_an_infinite_number_in_a_struct_is_named() -> None:
+    sent = effuse.Chat().user("hi").to_input()
+    sent.template_arguments.update({"a": float("inf")})
+    with pytest.raises(ValueError, match=r"^template_arguments: expected numbers of JSON, got"):
+        effuse.Chat.from_input(sent)

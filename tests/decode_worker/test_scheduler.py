@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -144,6 +145,13 @@ def test_what_can_never_fit_is_refused_with_numbers(
 
 def test_what_just_fits_is_accepted() -> None:
     check_fits(footprint(cached=160, rows=64, chunk=64), LIMITS)
+
+
+def test_a_prefill_worker_writes_pages_of_each_rank_that_cuts_the_context() -> None:
+    limits = replace(LIMITS, context_degree=2)  # so that its pages have 8 tokens
+    found = [limits.written_pages(tokens, num_held=1) for tokens in (16, 17, 24, 25, 200)]
+    assert found == [0, 1, 1, 2, 23]
+    assert LIMITS.written_pages(40, num_held=1) == LIMITS.pages_for(40) - 1
 
 
 def test_limits_name_the_value_at_fault() -> None:

@@ -21,7 +21,7 @@ from checkpoints import ARCHITECTURES, architecture_of
 from e2e.client import all_at_once, connect
 from e2e.kept import FAST_DLLM_V2, LLADA2, SDAR, Family, canvas
 from e2e.test_equality import solid_jobs
-from e2e.tiny import fleet_of, tiny_fleet
+from e2e.tiny import TINY, fleet_of, tiny_fleet
 
 from effuse.cli.fleet import Fleet
 from effuse.client.params import make_request
@@ -35,6 +35,12 @@ CANVASES: Final = {"LLaDA's loops": canvas("llada"), "Dream's loops": canvas("dr
 SPREAD: Final = "LLaDA2's loop, experts spread"
 REPLICAS: Final = "LLaDA2's loop, replicas"
 _ANSWERS: Final = 2  # of each request
+CUTS: Final = (
+    *(("zmq", 0, 4, 2, 16), ("zmq", 0, 4, 4, 8), ("zmq", 1, 2, 2, 8)),
+    *(("nixl", 1, 4, 2, 8), ("nixl", 2, 4, 4, 16), ("zmq", 4, 4, 2, 1)),
+)
+"""Of workers whose ranks cut the context: connector, both degrees, ranks that cut it, and tokens in
+a page: one token, a block, or more."""
 
 Asked = tuple[pb.GenerateRequest, Sequence[int]]
 
@@ -48,9 +54,14 @@ class Case:
     prefill: int
     decode: int
     algorithms: Sequence[str] = ALGORITHMS  # of an architecture
+    context: int = 1  # ranks of the decode worker that cut the context
+    page_size: int = TINY.page_size
 
     def __str__(self) -> str:
-        return f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
+        name = f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
+        if self.context > 1:
+            name += f", context cut by {self.context}, pages of {self.page_size}"
+        return name
 
 
 def all_cases() -> Iterator[Case]:
@@ -64,12 +75,20 @@ def all_cases() -> Iterator[Case]:
     for work in CANVASES:
         for decode in DEGREES:
             yield Case(work, "zmq", 0, decode)
+        yield Case(work, "zmq", 0, 4, context=2)
+    for work in (*ARCHITECTURES, *LOOPS):
+        for connector, prefill, decode, context, page_size in CUTS:
+            yield Case(work, connector, prefill, decode, context=context, page_size=page_size)
 
 
 def differing(case: Case) -> tuple[int, int]:
     """(tokens that differ from the expected ones, tokens) of one case."""
     with serving(case) as (fleet, asked), connect(fleet.address) as client:
-        answers = all_at_once(client.generate, [request for request, _ in asked])
+        requests = [request for request, _ in asked]
+        answers = all_at_once(client.generate, requests)
+        if case.context > 1:  # once more, with the KV that was kept
+            answers += all_at_once(client.generate, requests)
+            asked = asked * 2
     num_tokens = num_wrong = 0
     for (request, expected), first in zip(asked, answers, strict=True):
         both = [first, *first.others]
@@ -88,15 +107,21 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     """
     size = "--tensor-parallel-size"
     prefill = (size, str(case.prefill)) if case.prefill else ()
-    decode = ("--data-parallel-size" if case.work == REPLICAS else size, str(case.decode))
+    decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
+    if case.context > 1:
+        decode += ["--decode-context-parallel-size", str(case.context)]
+    pages = ("--page-size", str(case.page_size))
+    # So few that it preempts.
+    few = str(-(-14 * TINY.page_size // (case.page_size * case.context)))
     if case.work in ARCHITECTURES:
         architecture = architecture_of(case.work)
         with tiny_fleet(
             architecture,
             connector=case.connector,
             prefill=min(case.prefill, 1),
+            worker_flags=pages,
             prefill_flags=prefill,
-            decode_flags=(*decode, "--num-pages", "14"),  # so few that it preempts
+            decode_flags=(*decode, "--num-pages", few),
         ) as fleet:
             yield (
                 fleet,
@@ -115,6 +140,7 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
             family.write(Path(home) / "model", family.block_size),
             connector=case.connector,
             prefill=min(case.prefill, 1),
+            worker_flags=pages,
             prefill_flags=(*prefill, *(spread if case.prefill > 1 else ())),
             decode_flags=(*decode, *(spread if case.decode > 1 else ())),
         ) as fleet,

@@ -14,7 +14,7 @@ from e2e.degrees import Case, differing
 @pytest.mark.parametrize(
     "case",
     [
-        Case("sdar", "nixl", 1, 2, ("d2f",)),
+        Case("sdar", "nixl", 1, 2, ("d2f",), context=2),
         Case("LLaDA2's loop, experts spread", "zmq", 2, 1),
     ],
     ids=str,

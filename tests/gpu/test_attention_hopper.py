@@ -33,6 +33,16 @@ def test_equals_explicit_mask(name: str, head_dim: int, dtype: torch.dtype) -> N
     attention.check(case, triton_kernels(CUDA), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_merged_parts_of_a_context_equal_explicit_mask(
+    name: str, degree: int, dtype: torch.dtype
+) -> None:
+    case = replace(CASES[name], head_dim=128)
+    attention.check_cut_context(case, triton_kernels(CUDA), dtype, degree)
+
+
 @pytest.mark.parametrize("page_size", [16, 32])
 @pytest.mark.parametrize("splits", [None, 4])
 @pytest.mark.parametrize("most_rows", [64, 96, 160, 300])

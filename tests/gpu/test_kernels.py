@@ -61,6 +61,14 @@ def test_attention_alone_and_from_other_pages_is_bitwise_equal(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merged_parts_of_a_context_equal_explicit_mask(dtype: torch.dtype) -> None:
+    for name, case in attention.CASES.items():
+        if name != "huge_scores" or dtype != torch.float16:
+            attention.check_cut_context(case, OPS, dtype, 2)
+            attention.check_cut_context(case, triton_kernels(CUDA), dtype, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_does_not_depend_on_what_is_cached(dtype: torch.dtype) -> None:
     attention.check_cut(triton_kernels(CUDA), dtype)
 

@@ -44,6 +44,19 @@ def test_a_group_is_as_often_right_as_one_gpu(size: int, enforce_eager: bool) ->
     assert abs(found - expected) <= 4
 
 
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize(("size", "cut"), [(2, 2), (4, 2), (4, 4)])
+def test_a_group_that_cuts_the_context_is_as_often_right_as_one_gpu(
+    size: int, cut: int, enforce_eager: bool
+) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"fewer than {size} CUDA devices")
+    options: dict[str, Any] = {"enforce_eager": enforce_eager, "page_size": 16}
+    expected = num_right(**options)
+    found = num_right(tensor_parallel_size=size, decode_context_parallel_size=cut, **options)
+    assert abs(found - expected) <= 4
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize(
     "group",

@@ -26,6 +26,16 @@ def test_equals_explicit_mask(name: str, dtype: torch.dtype) -> None:
     attention.check(CASES[name], OPS, dtype)
 
 
+@pytest.mark.parametrize(("name", "degree"), [*((name, 2) for name in CASES), ("ragged", 4)])
+def test_merged_parts_of_a_context_equal_explicit_mask(name: str, degree: int) -> None:
+    attention.check_cut_context(CASES[name], OPS, torch.float32, degree)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_merged_parts_of_narrow_types(dtype: torch.dtype) -> None:
+    attention.check_cut_context(CASES["ragged"], OPS, dtype, 2)
+
+
 @pytest.mark.parametrize("name", ["ragged", "long_context", "heads_7_to_1", "token_major_pool"])
 def test_result_does_not_depend_on_batch_mates_or_page_order(name: str) -> None:
     attention.check_alone_and_shuffled(CASES[name], OPS, torch.float32)

@@ -97,8 +97,12 @@ class Group:
         hub: Hub | None = None,
         layout: KVLayout = LAYOUT,
         device: str = "cpu",
+        context: int = 1,
     ) -> None:
-        layouts = [replace(layout, rank=rank, degree=degree) for rank in range(degree)]
+        layouts = [
+            replace(layout, rank=rank, degree=degree, context_degree=context)
+            for rank in range(degree)
+        ]
         self.incarnation = incarnation
         self.memories = [PageMemory(one, NUM_PAGES, device) for one in layouts]
         if has_pages:
@@ -118,7 +122,9 @@ class Group:
         self.all = RankConnectors(self.ranks)
         self.all.start()
 
-    def reserve(self, pages: Sequence[int], writer: str = "prefill-1") -> Reservation:
+    def reserve(
+        self, pages: Sequence[int], writer: str = "prefill-1", num_written: int = 0
+    ) -> Reservation:
         """Has every rank expect these pages from the writer."""
         number = next(_numbers)
         reserved = Reservation(
@@ -130,16 +136,21 @@ class Group:
             fingerprint=print_of(LAYOUT),
             digest_seed=SEED,
             lease_s=LEASE_S,
+            num_written=num_written,
         )
         self.all.send(Expect(reserved, writer))
         return reserved
 
     def check_holds(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """These pages of every rank are its heads of those of `FULL`, and no other was touched."""
-        others = [page for page in range(NUM_PAGES) if page not in targets]
+        """These pages of every rank are its heads of those of `FULL`, and no other was touched. Of
+        ranks that cut the context, each has every so manieth of the sources."""
         for memory in self.memories:
-            expected = heads_of(FULL.tensor[list(sources)], memory.layout)
-            assert torch.equal(memory.tensor[list(targets)].cpu(), expected)
+            layout = memory.layout
+            own = sources[layout.context_rank :: layout.context_degree]
+            filled_here = targets[: len(own)]
+            expected = heads_of(FULL.tensor[list(own)], layout)
+            assert torch.equal(memory.tensor[list(filled_here)].cpu(), expected)
+            others = [page for page in range(NUM_PAGES) if page not in filled_here]
             assert not memory.tensor[others].any()
 
     def fill(self, value: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from kvtransfer.fixtures import HEADS, SMALL, boundary, reservation
 
@@ -179,3 +180,20 @@ def test_events_of_others_are_left_alone(desk: Desk) -> None:
     )
     desk.connector.events = [Arrived("transfer-2", manifest, 0.0, 0), PushCancelled("transfer-3")]
     assert desk.sender.poll() == []
+
+
+def test_held_pages_of_ranks_that_cut_the_context_are_not_sent() -> None:
+    """A page there has room for two of the prompt's."""
+    desk = Desk()
+    (shard,) = RESERVED.shards
+    shards = tuple(
+        msgspec.structs.replace(shard, context_rank=rank, context_degree=2) for rank in range(2)
+    )
+    reserved = msgspec.structs.replace(RESERVED, shards=shards, num_held=1, num_written=5)
+    desk.sender.pages_ready("transfer-1", (4, 5, 6))
+    desk.sender.address(reserved)
+    desk.sender.pages_ready("transfer-1", (7, 8, 9, 10))
+    assert [one for one in desk.connector.asked if one[1]] == [
+        ("push", (6,), 0, None),
+        ("push", (7, 8, 9, 10), 1, None),
+    ]

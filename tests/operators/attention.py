@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
+from effuse.kernels.attention import Partials, empty_partials, view_partials
+from effuse.kernels.attention_batch import (
+    AttentionBatch,
+    ContextCut,
+    cut_batch,
+    make_attention_batch,
+)
 from operators.paths import Attention, Operators
 from operators.pool import layer_of
 from operators.references import block_attention_ref
@@ -74,6 +80,12 @@ CASES = {
     "huge_scores": Case(PAGED, magnitude=300.0),
 }
 
+# Degrees by which the cached tokens of a case are cut over ranks, some of which have none.
+CUT_CASES = [
+    *itertools.product(("ragged", "split_context", "heads_14_to_2", "bidirectional_prompt"), (2,)),
+    *itertools.product(("many_splits", "context_page_plus_one", "huge_scores"), (4,)),
+]
+
 
 def check(case: Case, ops: Operators, dtype: torch.dtype) -> None:
     """Output of a case; NaN lies in every slot and result that is not written."""
@@ -81,6 +93,46 @@ def check(case: Case, ops: Operators, dtype: torch.dtype) -> None:
     ops.attention(call)
     exact, plain = reference(case, call, torch.float64), reference(case, call, dtype)
     assert_close(call.out, exact, plain)
+
+
+def check_cut_context(case: Case, ops: Operators, dtype: torch.dtype, degree: int) -> None:
+    """Output of a case whose cached tokens are cut over ranks, a page of the case each, after their
+    partial results are merged. One that holds no token gives zeros and -inf."""
+    whole = replace(case, page_size=case.page_size * degree)
+    call = build(whole, ops.device, dtype)
+    exact, plain = reference(whole, call, torch.float64), reference(whole, call, dtype)
+    parts = []
+    for rank in range(degree):
+        cut = ContextCut(rank, degree, case.page_size)
+        batch, here = cut_batch(call.batch, cut), slice(rank * cut.turn, (rank + 1) * cut.turn)
+        caches = [
+            strided(cache[:, here].contiguous(), is_major)
+            for cache, is_major in (
+                (call.k_cache, case.keys_token_major),
+                (call.v_cache, case.values_token_major),
+            )
+        ]
+        part = replace(call, k_cache=caches[0], v_cache=caches[1], batch=batch.cached)
+        parts.append(partial_of(part, ops, cached_only=True))
+        is_empty = torch.tensor([cut.length(row.context) == 0 for row in case.sequences])
+        rows = torch.repeat_interleave(is_empty, torch.tensor([r.rows for r in case.sequences]))
+        assert (parts[-1].out.cpu()[rows] == 0).all()
+        assert (parts[-1].lse.cpu()[rows] == -torch.inf).all()
+        assert parts[-1].lse.cpu()[~rows].isfinite().all()
+    in_flight = replace(part, batch=batch.in_flight, splits=None)
+    own = partial_of(in_flight, ops, cached_only=False)
+    packed = torch.cat([part.packed for part in parts])
+    dealt = view_partials(packed, len(call.q), case.head_dim)
+    assert_close(ops.merge_partials(dealt, own), exact, plain)
+
+
+def partial_of(call: Attention, ops: Operators, *, cached_only: bool) -> Partials:
+    """The partial results of a call, in memory that held NaN."""
+    rows, heads, dim = call.q.shape
+    made = empty_partials(rows, heads, dim, call.q)
+    made.packed.fill_(float("nan"))
+    ops.attention(replace(call, out=made.out, lse=made.lse, cached_only=cached_only))
+    return made
 
 
 def check_alone_and_shuffled(case: Case, ops: Operators, dtype: torch.dtype) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from effuse.kernels import (
     attention_gluon,
     attention_hopper,
+    attention_ranks_triton,
     attention_splits_triton,
     attention_triton,
     experts_routes_triton,
@@ -36,6 +37,7 @@ from effuse.kernels import (
     sampling_finish_triton,
     sampling_triton,
 )
+from effuse.kernels.attention import empty_partials
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.values import LogitEdits, RowSampling, WeightedParts
@@ -104,7 +106,12 @@ def distinct_cache(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def launch_attention(
-    shape: Shape, *, distinct: bool = False, hopper: bool = False, invariant: bool = False
+    shape: Shape,
+    *,
+    distinct: bool = False,
+    hopper: bool = False,
+    invariant: bool = False,
+    partial_results: bool = False,
 ) -> None:
     rows, context = shape.rows, 2048
     heads = shape.q_heads + 2 * shape.kv_heads
@@ -121,8 +128,25 @@ def launch_attention(
     )
     pages = distinct_cache(shape) if distinct else cache(shape)
     launch = attention_hopper.launch if hopper else attention_triton.launch
-    out = torch.empty_like(q)
-    launch(q, k, v, *pages, batch, scale=0.1, out=out, batch_invariant=invariant)
+    made = empty_partials(len(q), shape.q_heads, shape.head_dim, q) if partial_results else None
+    out, lse = (torch.empty_like(q), None) if made is None else (made.out, made.lse)
+    launch(
+        q,
+        k,
+        v,
+        *pages,
+        batch,
+        scale=0.1,
+        out=out,
+        batch_invariant=invariant,
+        lse=lse,
+        cached_only=partial_results,
+    )
+
+
+def launch_merge_of_ranks() -> None:
+    dealt, own = (empty_partials(64, heads, 128, meta(1)) for heads in (32, 8))
+    attention_ranks_triton.launch_merge(dealt.out, dealt.lse, own.out, own.lse)
 
 
 def launch_sampling(
@@ -182,6 +206,9 @@ def hopper_variants() -> Variants:
         invariant = partial(launch, invariant=True)
         modules = [attention_gluon, attention_splits_triton]
         yield f"{name}_invariant", kernels_of(modules, invariant)
+    partly = partial(launch, partial_results=True)
+    yield f"{name}_partial", kernels_of(modules, partly)
+    yield "ranks", kernels_of([attention_ranks_triton], launch_merge_of_ranks)
 
 
 def distinct_variants() -> Variants:
@@ -307,16 +334,11 @@ def product_variants() -> Variants:
     for tile in products_hopper.TILES:
         launch = partial(products_hopper.launch, meta(264, 3584), meta(4608, 3584), tile=tile)
         yield f"{tile.rows}x{tile.consumers}", kernels_of([products_gluon], launch)
-    for tile in products_hopper.TILES[-1:]:  # the one with the most accumulators
-        launch = partial(
-            products_hopper.launch,
-            meta(264, 3584),
-            meta(4608, 3584),
-            tile=tile,
-            out_dtype=FP32,
-            shares=2,
-        )
-        yield f"{tile.rows}x{tile.consumers} shares", kernels_of([products_gluon], launch)
+    most, fewer = products_hopper.TILES[-1], products_hopper.TILES[-2]  # of their accumulators
+    for tile, rows, name in ((most, 264, "shares"), (fewer, 2048, "added shares")):
+        x, weight = meta(rows, 3584), meta(4608, 3584)
+        launch = partial(products_hopper.launch, x, weight, tile=tile, shares=2)
+        yield f"{tile.rows}x{tile.consumers} {name}", kernels_of([products_gluon], launch)
     x, router = meta(32, 2048), meta(256, 2048)
     launch = partial(products_hopper.launch, x, router, out_dtype=FP32)
     yield "router", kernels_of([products_gluon], launch)

@@ -77,6 +77,12 @@ def attention_checks() -> Iterator[tuple[str, Check]]:
         yield f"{name}-fp32", partial(attention.check, case, OPS, torch.float32)
         if name in HALF_TOO:
             yield f"{name}-fp16", partial(attention.check, case, OPS, torch.float16)
+    for name, degree in attention.CUT_CASES:
+        case, dtype = attention.CASES[name], torch.float32
+        yield (
+            f"{name}-cut-by-{degree}",
+            partial(attention.check_cut_context, case, OPS, dtype, degree),
+        )
     ragged = attention.CASES["ragged"]
     alone = partial(attention.check_alone_and_shuffled, ragged, OPS, torch.float32)
     yield "alone_and_shuffled", alone

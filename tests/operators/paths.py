@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from effuse.kernels.attention import Partials
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes
 from effuse.kernels.experts_routing import Routing
@@ -50,6 +51,8 @@ class Attention:
     out: Tensor
     splits: int | None
     batch_invariant: bool
+    lse: Tensor | None = None
+    cached_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Operators:
 
     device: torch.device
     attention: Callable[[Attention], None]
+    merge_partials: Callable[[Partials, Partials], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_residual: Callable[[Tensor | WeightedParts, Tensor, Tensor, float], Pair]
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
@@ -71,17 +75,27 @@ class Operators:
 
 def public(device: torch.device) -> Operators:
     """The launchers that the models call."""
-    from effuse.kernels.attention import block_attention
+    from effuse.kernels.attention import block_attention, merge_partials, partial_attention
     from effuse.kernels.pages import store_kv
     from effuse.kernels.rowwise import rms_norm, rms_norm_residual, rotary, rotary_store_kv, swiglu
     from effuse.kernels.sampling import sample_confidence
 
     def attention(a: Attention) -> None:
+        if a.lse is not None:
+            into = Partials(a.out, a.out, a.lse)
+            partial_attention(
+                *(a.q, a.k, a.v, a.k_cache, a.v_cache, a.batch),
+                scale=a.scale,
+                into=into,
+                cached_only=a.cached_only,
+            )
+            return
         block_attention(a.q, a.k, a.v, a.k_cache, a.v_cache, a.batch, scale=a.scale, out=a.out)
 
     return Operators(
         device=device,
         attention=attention,
+        merge_partials=merge_partials,
         rms_norm=rms_norm,
         rms_norm_residual=rms_norm_residual,
         rotary=rotary,
@@ -95,6 +109,7 @@ def public(device: torch.device) -> Operators:
 def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     """The Triton kernels, on a GPU or (TRITON_INTERPRET=1) on the CPU."""
     from effuse.kernels import (
+        attention_ranks_triton,
         attention_triton,
         pages_distinct_triton,
         pages_triton,
@@ -115,7 +130,12 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
             out=a.out,
             splits=a.splits,
             batch_invariant=a.batch_invariant,
+            lse=a.lse,
+            cached_only=a.cached_only,
         )
+
+    def merge_partials(dealt: Partials, own: Partials) -> Tensor:
+        return attention_ranks_triton.launch_merge(dealt.out, dealt.lse, own.out, own.lse)
 
     def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         module = pages_distinct_triton if is_distinct(k_cache) else pages_triton
@@ -136,6 +156,7 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     return Operators(
         device=device,
         attention=attention,
+        merge_partials=merge_partials,
         rms_norm=rowwise_triton.launch_norm,
         rms_norm_residual=rowwise_triton.launch_norm_residual,
         rotary=rotary_triton.launch,

@@ -159,6 +159,7 @@ def test_a_record_that_was_dropped_while_an_older_one_was_written_ends_its_renew
                 writer.put(redis_server.PLACED)
                 task = asyncio.ensure_future(writer.run())
                 await eventually(lambda: writer.dropped == 1)
+                assert await writer.flush(20)
                 for name in ("x", "y", "z"):  # turns of the writer, each as long as a renewal waits
                     await asyncio.sleep(0.02)
                     writer.put(redis_server.placement(request_id=name, state="finished"))

@@ -24,7 +24,7 @@ from unread import full_pipe
 from effuse.placement.store import Store
 from effuse.router import seats
 from effuse.router.config import RouterConfig
-from effuse.router.role_driver import RoleDriver
+from effuse.router.role_changes import RoleDriver
 from effuse.router.steering import Steering
 
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]

@@ -13,7 +13,8 @@ from router.fake_model import worker_record
 from effuse.placement.records import Kind, Load, Role, WorkerRecord
 from effuse.router import role_changes
 from effuse.router.planner import Split
-from effuse.router.role_changes import COOL_S, Change, changes, fixed, why_not
+from effuse.router.role_changes import COOL_S, Change, changes, why_not
+from effuse.router.steering import fixed
 
 STEP_S = 1.0
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -114,7 +115,7 @@ PLANTED: dict[str, tuple[str, object]] = {
     "takes the last worker of a kind": ("_within_reach", lambda workers, prefill: prefill),
     "changes a worker again at once": ("is_cooling", lambda record: False),
     "changes too many at once": ("AT_ONCE", 0.5),
-    "moves what must stay": ("_is_free", lambda record: True),
+    "moves what must stay": ("is_free", lambda record: True),
 }
 
 

@@ -19,7 +19,7 @@ from router.test_steering import GAP, load
 from effuse.protos.errors import Refused
 from effuse.router.config import RouterConfig
 from effuse.router.planner import Planner, Split
-from effuse.router.role_driver import RETRY_S, SEEN_S, RoleDriver
+from effuse.router.role_changes import RETRY_S, SEEN_S, RoleDriver
 from effuse.router.router import Router
 from effuse.router.tokenizer import Tokenizer
 

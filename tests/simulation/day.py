@@ -28,7 +28,7 @@ from effuse.placement.records import Role, WorkerRecord
 from effuse.protos.errors import PeerLost
 from effuse.router.planner import Objectives, Workload
 from effuse.router.policy import IDLE, Candidate
-from effuse.router.role_driver import RoleDriver
+from effuse.router.role_changes import RoleDriver
 from effuse.router.router import Router
 from effuse.router.steering import Steering
 

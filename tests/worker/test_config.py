@@ -9,7 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig, to_json
+from effuse.worker.config import (
+    BothConfig,
+    DecodeConfig,
+    PrefillConfig,
+    WorkerConfig,
+    to_json,
+)
 from effuse.worker.engine_process import read_config
 
 NAN = float("nan")
@@ -120,6 +126,40 @@ def test_roles_check_their_own() -> None:
             PrefillConfig(min_handoff_gbps=gbps)
     with pytest.raises(ValueError, match="--page-size"):
         DecodeConfig(page_size=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "--decode-context-parallel-size: expected a divisor of --tensor-parallel-size 1, got"),
+        ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3, got 2"),
+        (
+            {"tensor_parallel_size": 2, "attention": "flex"},
+            "-size 2: expected --attention triton with it, because flex returns no log-sum-exp",
+        ),
+        ({"tensor_parallel_size": 2, "batch_invariant": True}, "expected no --batch-invariant"),
+        (
+            {"tensor_parallel_size": 2, "cp_kv_cache_interleave_size": 1},
+            "--cp-kv-cache-interleave-size: expected --page-size 16, because .*, got 1",
+        ),
+    ],
+)
+def test_a_context_that_cannot_be_cut_is_refused(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        DecodeConfig(decode_context_parallel_size=2, **changes)  # type: ignore[arg-type]
+
+
+def test_only_decode_workers_cut_the_context() -> None:
+    config = DecodeConfig(
+        tensor_parallel_size=4,
+        decode_context_parallel_size=2,
+        page_size=8,
+        cp_kv_cache_interleave_size=8,
+    )
+    assert (config.context_degree, config.num_ranks) == (2, 4)
+    assert PrefillConfig(tensor_parallel_size=4).context_degree == 1
+    with pytest.raises(ValueError, match="expected 1 for a worker that also computes prompts"):
+        BothConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
 def test_the_engine_reads_what_the_front_wrote(tmp_path: Path) -> None:

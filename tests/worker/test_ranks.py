@@ -53,6 +53,7 @@ def answers(llm: effuse.LLM) -> list[list[tuple[int, ...]]]:
     ("dream", {"tensor_parallel_size": 4}),
     ("llada2_moe", {"tensor_parallel_size": 2, "expert_parallel": True}),
     ("llada2_moe", {"data_parallel_size": 2}),
+    ("sdar", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
 ])  # fmt: skip
 def test_a_group_answers_as_one_process_does(
     tmp_path: Path, family: str, group_options: dict[str, Any]
@@ -65,15 +66,11 @@ def test_a_group_answers_as_one_process_does(
         else write_tiny_checkpoint(tmp_path, architecture_of(family), seed=2, sizes=sizes)
     )
     # Too few pages for all at once, so that requests are preempted.
-    options: dict[str, Any] = {
-        "device": "cpu",
-        "num_pages": 16,
-        "page_size": 8,
-        "max_model_len": 96,
-    }
-    with effuse.LLM(path, **options) as one:
+    options: dict[str, Any] = {"device": "cpu", "page_size": 8, "max_model_len": 96}
+    num_pages = 16 // group_options.get("decode_context_parallel_size", 1)
+    with effuse.LLM(path, num_pages=16, **options) as one:
         expected = answers(one)
-    with effuse.LLM(path, **group_options, **options) as group:
+    with effuse.LLM(path, **group_options, num_pages=num_pages, **options) as group:
         assert answers(group) == expected
         pids = [one.process.pid for one in ranks_of(group)._others.values()]
         assert len(pids) == size - 1
@@ -85,13 +82,14 @@ def test_kept_kv_comes_back_from_the_host_memory_of_every_rank(
 ) -> None:
     monkeypatch.setattr(Room, "prompt_s", lambda *_: 0.0)  # computing is never known to be faster
     path = write_tiny_checkpoint(tmp_path, "sdar", seed=2, block_size=4)
-    options: dict[str, Any] = {"device": "cpu", "num_pages": 24, "page_size": 8}
+    options: dict[str, Any] = {"device": "cpu", "num_pages": 24, "max_model_len": 64}
     prompts = [[20 + seed, *range(30, 69)] for seed in range(4)]
     asked = effuse.Params(max_tokens=8, ignore_eos=True)
-    with effuse.LLM(path, enable_prefix_caching=False, max_model_len=64, **options) as one:
+    with effuse.LLM(path, enable_prefix_caching=False, page_size=8, **options) as one:
         expected = [one.generate(prompt, asked)[0].token_ids for prompt in prompts]
+    cut: dict[str, Any] = {"decode_context_parallel_size": 2, "page_size": 4}
     with effuse.LLM(
-        path, tensor_parallel_size=2, kv_offloading_size=0.001, max_model_len=64, **options
+        path, tensor_parallel_size=2, kv_offloading_size=0.001, **cut, **options
     ) as group:
         core = group._core
         assert isinstance(core, DecodeEngine) and isinstance(core._cache, TieredCache)

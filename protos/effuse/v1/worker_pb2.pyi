@@ -80,7 +80,7 @@ class PrefillPushed(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("attempt", "incarnation", "connector", "num_pool_pages", "pages", "fingerprint", "lease_s", "digest_seed", "shards", "num_held")
+    __slots__ = ("attempt", "incarnation", "connector", "num_pool_pages", "pages", "fingerprint", "lease_s", "digest_seed", "shards", "num_held", "num_written")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class Reservation(_message.Message):
     DIGEST_SEED_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     connector: str
@@ -101,10 +102,11 @@ class Reservation(_message.Message):
     digest_seed: int
     shards: _containers.RepeatedCompositeFieldContainer[ReceivingShard]
     num_held: int
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ReceivingShard, _Mapping]]] = ..., num_held: _Optional[int] = ...) -> None: ...
+    num_written: int
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ReceivingShard, _Mapping]]] = ..., num_held: _Optional[int] = ..., num_written: _Optional[int] = ...) -> None: ...
 
 class ReceivingShard(_message.Message):
-    __slots__ = ("endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "boot_id", "first_head", "end_head", "page_bytes")
+    __slots__ = ("endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "boot_id", "first_head", "end_head", "page_bytes", "context_rank", "context_degree")
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +117,8 @@ class ReceivingShard(_message.Message):
     FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
     END_HEAD_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_RANK_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_DEGREE_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     agent_name: str
     agent_metadata: bytes
@@ -125,7 +129,9 @@ class ReceivingShard(_message.Message):
     first_head: int
     end_head: int
     page_bytes: int
-    def __init__(self, endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., boot_id: _Optional[str] = ..., first_head: _Optional[int] = ..., end_head: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
+    context_rank: int
+    context_degree: int
+    def __init__(self, endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., boot_id: _Optional[str] = ..., first_head: _Optional[int] = ..., end_head: _Optional[int] = ..., page_bytes: _Optional[int] = ..., context_rank: _Optional[int] = ..., context_degree: _Optional[int] = ...) -> None: ...
 
 class PageRef(_message.Message):
     __slots__ = ("page_id", "generation")

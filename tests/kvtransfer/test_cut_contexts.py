@@ -1,0 +1,134 @@
+"""Handoffs into ranks that hold different tokens: each page of a prompt arrives on its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+from kvtransfer.fixtures import boundary, next_event, print_of
+from kvtransfer.groups import LAYOUT, Group
+from kvtransfer.loopback import Hub
+
+from effuse.kvtransfer.connector import (
+    Arrived,
+    Cause,
+    FinishPush,
+    HandoffRefused,
+    Pushed,
+    PushPages,
+)
+from effuse.kvtransfer.layout import Identity, KVLayout
+from effuse.kvtransfer.messages import (
+    MalformedMessage,
+    PageRef,
+    Reservation,
+    Shard,
+    check_reservation,
+)
+from effuse.kvtransfer.push import check_push
+
+SOURCES = (6, 1, 2, 5, 0, 3, 7)
+TARGETS = (3, 4, 0, 7, 1, 2, 6)
+# Ranks of the sender and of the receiver, and how many of these cut the context.
+DEGREES = [(1, 2, 2), (2, 4, 2), (4, 4, 4), (8, 4, 2), (1, 8, 2), (2, 16, 2)]
+
+
+def hand_over(
+    sender: Group, receiver: Group, context: int, num_pages: int, settle: Callable[[], None]
+) -> None:
+    sources, targets = SOURCES[:num_pages], TARGETS[: -(-num_pages // context)]
+    reserved = receiver.reserve(targets, num_written=num_pages)
+    for first, end in ((0, 1), (1, 4), (4, num_pages)):  # most do not begin with a turn
+        if some := sources[first:end]:
+            sender.all.send(PushPages(reserved, some, first))
+    sender.all.send(FinishPush(reserved, boundary))
+    settle()
+    arrived = next_event(receiver.all, reserved.transfer_id)
+    pushed = next_event(sender.all, reserved.transfer_id)
+    num_bytes = sum(len(reserved.pages_of(one)) * one.page_bytes for one in reserved.shards)
+    assert isinstance(arrived, Arrived) and arrived.num_bytes == num_bytes
+    assert isinstance(pushed, Pushed)
+    assert (pushed.pages, pushed.num_bytes) == (num_pages, num_bytes)
+    receiver.check_holds(targets, sources)
+
+
+@pytest.mark.parametrize("is_two_sided", [False, True], ids=["one_sided", "two_sided"])
+@pytest.mark.parametrize(("sending", "receiving", "context"), DEGREES)
+def test_every_page_arrives_on_the_ranks_of_its_turn(
+    sending: int, receiving: int, context: int, is_two_sided: bool
+) -> None:
+    """Of prompts of all lengths; a short one leaves ranks without a page."""
+    for num_pages in range(1, len(SOURCES) + 1):
+        hub = Hub(is_two_sided=is_two_sided)
+        sender = Group("loopback", "prefill-1", sending, has_pages=True, hub=hub)
+        receiver = Group("loopback", "decode-1", receiving, hub=hub, context=context)
+        hand_over(sender, receiver, context, num_pages, hub.settle)
+
+
+@pytest.mark.parametrize("kind", ["nixl", "zmq"])
+def test_so_it_does_over_every_connector(kind: str) -> None:
+    with (
+        contextlib.closing(Group(kind, "prefill-1", 2, has_pages=True)) as sender,
+        contextlib.closing(Group(kind, "decode-1", 4, context=4)) as receiver,
+    ):
+        for num_pages in (1, 5, 7):
+            hand_over(sender, receiver, 4, num_pages, lambda: None)
+            receiver.fill(0.0)
+
+
+def reserved_by(num_ranks: int, context: int, num_pages: int, num_written: int) -> Reservation:
+    group = Group("loopback", "decode-1", num_ranks, hub=Hub(), context=context)
+    return group.reserve(TARGETS[:num_pages], num_written=num_written)
+
+
+@pytest.mark.parametrize("num_written", [2, 7])
+def test_pages_that_do_not_fill_a_reservation_are_refused(num_written: int) -> None:
+    with pytest.raises(MalformedMessage, match=f"{num_written} pages do not fill 3 pages of 2"):
+        check_reservation(reserved_by(2, 2, 3, num_written))
+
+
+def changed(reserved: Reservation, **changes: int) -> Reservation:
+    first, *others = reserved.shards
+    other = msgspec.structs.replace(others[0], **changes)
+    return msgspec.structs.replace(reserved, shards=(first, other, *others[1:]))
+
+
+def test_ranks_that_disagree_on_the_cut_are_refused() -> None:
+    reserved = reserved_by(2, 2, 1, 2)
+    with pytest.raises(MalformedMessage, match="holds part 1 of 4 of the context, the first"):
+        check_reservation(changed(reserved, context_degree=4))
+    with pytest.raises(MalformedMessage, match="holds part 2 of 2"):
+        check_reservation(changed(reserved, context_rank=2))
+
+
+def test_a_part_of_the_context_that_no_rank_holds_is_refused() -> None:
+    reserved = changed(reserved_by(2, 2, 1, 2), context_rank=0)
+    identity = Identity("prefill-1", print_of(LAYOUT), LAYOUT)
+    with pytest.raises(HandoffRefused, match=r"KV heads \[0, 1, 2, 3\] of part 1 of 2") as refused:
+        check_push(reserved, identity, "loopback")
+    assert refused.value.cause is Cause.COVERAGE
+
+
+def test_the_fingerprint_does_not_name_the_cut() -> None:
+    cut = replace(LAYOUT, rank=1, degree=2, context_degree=2)
+    assert print_of(cut) == print_of(LAYOUT)
+    assert (cut.span, cut.context_rank, cut.heads) == (2 * LAYOUT.page_size, 1, range(4))
+
+
+@pytest.mark.parametrize(
+    ("degree", "context", "told"),
+    [(4, 3, "3 parts of the context do not divide 4 ranks"), (6, 2, "3 ranks cannot share 4 KV")],
+)
+def test_a_layout_that_cannot_be_cut_is_refused(degree: int, context: int, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        KVLayout("unified", 4, 4, 16, 16, "float32", degree=degree, context_degree=context)
+
+
+def test_each_rank_names_the_pages_that_it_gets() -> None:
+    reserved = reserved_by(2, 2, 2, 3)
+    pages = tuple(PageRef(page, reserved.pages[0].generation) for page in TARGETS[:2])
+    found: list[Shard] = list(reserved.shards)
+    assert [reserved.pages_of(one) for one in found] == [pages, pages[:1]]
