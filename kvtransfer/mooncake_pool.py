@@ -64,7 +64,7 @@ class _Client:
 
     def __init__(self, address: PoolAddress, host: HostPages) -> None:
         """Starts it, and waits until it is connected. Raises ConnectionError."""
-        pairs = [socket.socketpair() for _ in range(_READERS + 1)]
+        pairs = [socket.socketpair() for _ in range(_READERS + 2)]
         assert host.descriptor >= 0, "the process has to map it"
         orders = PoolOrders(
             host=address.host,
@@ -135,7 +135,8 @@ class MooncakePool(UnitStore):
         super().__init__()
         self._address, self._host = address, host
         self._prefix = "/".join(part for part in ("effuse", address.namespace, content) if part)
-        self._readers, self._writer = Threads(_READERS), Threads(1)
+        # No search waits for a read.
+        self._finder, self._readers, self._writer = Threads(1), Threads(_READERS), Threads(1)
         self._loads: SimpleQueue[_Wanted] = SimpleQueue()
         self._client: _Client | None = None
         self._lock = Lock()
@@ -147,10 +148,10 @@ class MooncakePool(UnitStore):
             self._known.popitem(last=False)
 
     def open(self) -> "Future[object]":
-        return self._readers.submit(self._open)
+        return self._finder.submit(self._open)
 
     def find(self, units: Mapping[Key, Key]) -> "Future[int]":
-        return self._readers.submit(self._find, [self._name(key) for key in units])
+        return self._finder.submit(self._find, [self._name(key) for key in units])
 
     def load(self, key: Key, views: Sequence[memoryview]) -> "Future[UnitFacts]":
         result: Future[UnitFacts] = Future()
@@ -171,7 +172,7 @@ class MooncakePool(UnitStore):
         self._writer.submit(self._call, PoolCall("remove", (self._name(key),)))
 
     def close(self) -> None:
-        for threads in (self._writer, self._readers):
+        for threads in (self._finder, self._readers, self._writer):
             threads.close()
         if self._client is not None:
             self._client.kill()
