@@ -16,7 +16,6 @@ from effuse.decode_worker.intake import (
     RehearsalReceiver,
     begun_drafts,
     handoff_failed,
-    prompt_progress,
     step_events,
 )
 from effuse.decode_worker.request import DecodeRequest
@@ -303,7 +302,7 @@ class DecodeEngine:
                         self.roster.keep(request)
                         self._verify(request)
                         if request.asked.progress and not request.is_verified:
-                            self._outbox.say(prompt_progress(request))
+                            self._report_part(request)
                     case Denoised(request, outcome):
                         self.roster.keep(request)
                         cost = self.room.note_step(request, now, outcome.num_settled)
@@ -316,6 +315,12 @@ class DecodeEngine:
                             request.asked.attempt, "INTERNAL", message, retryable=is_retryable
                         )
         return has_applied
+
+    def _report_part(self, request: DecodeRequest) -> None:
+        """Reports that a part of a request's own prompt is computed."""
+        count = request.sequence.committed_len
+        event = messages.PromptProgress(attempt=request.asked.attempt, computed_tokens=count)
+        self._outbox.say(event)
 
     def _verify(self, request: DecodeRequest, arrived: Arrived | None = None) -> None:
         """Reports once that a prompt is complete, which may have arrived from a writer."""

@@ -35,7 +35,6 @@ from effuse.worker.messages import (
     Failed,
     FailureCode,
     Finished,
-    PromptProgress,
     Reserved,
     Resume,
     StartDecode,
@@ -73,13 +72,6 @@ def step_events(request: DecodeRequest, outcome: StepOutcome, cost: BlockCost) -
         final_len = request.sequence.final_len
         events += [_draft(request, one) for one in outcome.written if one.end > final_len]
     return events
-
-
-def prompt_progress(request: DecodeRequest) -> PromptProgress:
-    """How much of a prompt is computed here."""
-    return PromptProgress(
-        attempt=request.asked.attempt, computed_tokens=request.sequence.committed_len
-    )
 
 
 def begun_drafts(request: DecodeRequest) -> list[CoreEvent]:

@@ -21,7 +21,6 @@ from effuse.worker.messages import (
     AbortDone,
     Failed,
     PrefillDone,
-    PromptProgress,
     PromptPushed,
     PushRehearsal,
     StartPrefill,
@@ -226,20 +225,6 @@ def test_chunks_are_kept_as_they_are_computed(make: Make) -> None:
     assert sum(count for _, count in parts) < 2 * 24
     rig.abort(ended)
     audit(rig.engine)
-
-
-def test_each_part_but_the_last_is_reported_where_asked_for(make: Make) -> None:
-    rig = make(budget=8)
-    quiet = rig.start("a", COMMON)
-    rig.settle()
-    rig.abort(quiet)
-    rig.settle()
-    assert not rig.take(PromptProgress)
-    longer = (*COMMON, *prompt_of(5, 0, 24))
-    rig.engine.handle(StartPrefill(attempt=attempt_of("b"), prompt_token_ids=longer, progress=True))
-    rig.settle()
-    assert [one.computed_tokens for one in rig.take(PromptProgress)] == [32, 40]
-    assert len(rig.take(PrefillDone)) == 2
 
 
 def test_others_take_the_pages_of_what_was_used_longest_ago(make: Make) -> None:
