@@ -136,7 +136,7 @@ test-clients: $(VENV)/.dev clients ## Install these clients, and test a fleet wi
 	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: degrees
-degrees: $(VENV)/.dev ## Hold the tokens of workers of 1, 2 and 4 devices, on CPUs, against the references; takes an hour (ONLY="nixl, 2 to 4")
+degrees: $(VENV)/.dev ## Hold the tokens of workers of 1, 2 and 4 devices, on CPUs, against the references; takes two hours (ONLY="nixl, 2 to 4")
 	PYTHONPATH=tests $(BIN)/python -m e2e.degrees --only "$(ONLY)"
 
 .PHONY: chaos

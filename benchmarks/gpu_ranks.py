@@ -89,6 +89,13 @@ class RankBench(Bench):
         return Floor(self.model, most_rows) if whole else SummedFloor(self.model, most_rows)
 
 
+class LongBench(RankBench):
+    """Steps that are not compared with their products."""
+
+    def _floor(self, most_rows: int) -> Floor:
+        return Floor(self.model, 1)
+
+
 def measure_step(bench: Bench, batch: int, context: int, steps: int, size: int) -> Result:
     """Steps of `batch` requests; of a dense model also in turns with their products, if turns have
     a size."""
@@ -232,7 +239,7 @@ def measure_long(
     """Steps over contexts that fill a GPU's memory, each case with pages of its own."""
     is_mapped = False
     for batch, context in asked.long:
-        bench = RankBench(asked.model, device, batch, context, place)
+        bench = LongBench(asked.model, device, batch, context, place)
         if not is_mapped:
             bench.model.group.map_peers(bench.model.config.hidden_size, bench.model.dtype)
         is_mapped = True
@@ -281,7 +288,7 @@ def run_rank(asked: argparse.Namespace) -> None:
         degree = min(asked.context_parallel, size)
         context = join_context(rank, size, degree, PAGE_SIZE, group, device, meeting)
         place = RankPlace(rank, size, asked.model in EXPERT_MODELS, group, context=context)
-    if size > 1 and device.type == "cuda":  # for the rivals
+    if size > 1 and device.type == "cuda" and not asked.long:  # for the rivals
         store = dist.FileStore(str(asked.home / "rivals"), size)  # type: ignore[attr-defined]
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
     results: list[dict[str, object]] = []

@@ -222,7 +222,12 @@ async def _show_answer(
     """Prints the answers to the prompt with index `at` of the job, or to a turn of its chat."""
     wants_ids = job.params.logprobs is not None
     request = make_request(
-        prompt, job.params, request_id=job.request_id, token_ids=wants_ids, drafts=job.watch
+        prompt,
+        job.params,
+        request_id=job.request_id,
+        token_ids=wants_ids,
+        drafts=job.watch,
+        prompt_progress=job.watch,
     )
     names = answer_names(1 if job.chat else len(job.prompts), job.params.n or 1, at)
     if job.json:

@@ -45,6 +45,9 @@ class Canvas:
             self.forward_passes = commit.forward_passes
             # Final text replaces the drafts that it covers.
             self._drafts = {at: text for at, text in self._drafts.items() if at >= self.num_tokens}
+        elif event.HasField("progress"):
+            done, of = event.progress.computed_tokens, event.progress.prompt_tokens
+            self._drafts = {0: f"{done} of {of} tokens of the prompt"}
         elif event.HasField("draft"):
             self._drafts[event.draft.token_offset] = event.draft.text
         else:  # the answer ended; blocks after its end are dropped

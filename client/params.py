@@ -204,6 +204,7 @@ def make_request(
     request_id: str | None = None,
     token_ids: bool = False,
     drafts: bool = False,
+    prompt_progress: bool = False,
 ) -> pb.GenerateRequest:
     """The request for one prompt. Raises TypeError for arguments that are not a prompt and Params.
     Raises ValueError for ids out of range, and for a chat whose template arguments JSON cannot
@@ -220,7 +221,9 @@ def make_request(
         prompt=given if isinstance(given, str) else None,
         prompt_token_ids=pb.TokenIds(ids=given) if isinstance(given, tuple) else None,
         chat=given.to_input() if isinstance(given, Chat) else None,
-        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
+        output=pb.OutputOptions(
+            token_ids=token_ids, drafts=drafts, prompt_progress=prompt_progress
+        ),
     )
     request.MergeFrom(rest)
     return request

@@ -301,6 +301,8 @@ class DecodeEngine:
                     case Prefilled(request):
                         self.roster.keep(request)
                         self._verify(request)
+                        if request.asked.progress and not request.is_verified:
+                            self._report_part(request)
                     case Denoised(request, outcome):
                         self.roster.keep(request)
                         cost = self.room.note_step(request, now, outcome.num_settled)
@@ -313,6 +315,12 @@ class DecodeEngine:
                             request.asked.attempt, "INTERNAL", message, retryable=is_retryable
                         )
         return has_applied
+
+    def _report_part(self, request: DecodeRequest) -> None:
+        """Reports that a part of a request's own prompt is computed."""
+        count = request.sequence.committed_len
+        event = messages.PromptProgress(attempt=request.asked.attempt, computed_tokens=count)
+        self._outbox.say(event)
 
     def _verify(self, request: DecodeRequest, arrived: Arrived | None = None) -> None:
         """Reports once that a prompt is complete, which may have arrived from a writer."""

@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import grpc.aio
 
+from effuse.config.decoding import LOGPROBS
+from effuse.config.objectives import WITHIN
 from effuse.protos.channels import filled
 from effuse.protos.errors import Bug, InvalidRequest
 from effuse.v1 import worker_pb2 as pb
@@ -25,6 +27,7 @@ from effuse.worker.messages import (
     Draft,
     Failed,
     Finished,
+    PromptProgress,
     Reserved,
     StartDecode,
     StartRehearsal,
@@ -214,11 +217,12 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         settings=wire.settings(request.settings),
         writer=None if writer is None else writer.incarnation,
         drafts=request.drafts,
-        num_logprobs=wire.num_logprobs(request),
+        progress=request.progress,
+        num_logprobs=wire.bounded(request, "num_logprobs", LOGPROBS),
         resume=wire.resume(request.resume, block_size) if request.HasField("resume") else None,
-        group=wire.group(request),
-        gap_s=wire.gap_s(request),
-        cache_salt=wire.salt(request.cache_salt, "cache_salt"),
+        group=wire.label(request.group, "group"),
+        gap_s=wire.bounded(request, "gap_s", WITHIN),
+        cache_salt=wire.label(request.cache_salt, "cache_salt"),
     )
 
 
@@ -245,17 +249,10 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
         case Verified():
             return pb.DecodeResponse(verified=filled(pb.PrefillVerified, event))
         case Committed():
+            frontier = map(wire.block_to_proto, event.frontier)
+            logprobs = map(wire.logprobs_to_proto, event.logprobs)
             return pb.DecodeResponse(
-                commit=pb.DecodeCommit(
-                    token_offset=event.token_offset,
-                    token_ids=event.token_ids,
-                    forward_passes=event.forward_passes,
-                    frontier=[wire.block_to_proto(block) for block in event.frontier],
-                    end_token_id=event.end_token_id,
-                    logprobs=[wire.logprobs_to_proto(one) for one in event.logprobs],
-                    prompts_s=event.prompts_s,
-                    batch=event.batch,
-                )
+                commit=filled(pb.DecodeCommit, event, frontier=frontier, logprobs=logprobs)
             )
         case Draft():
             return pb.DecodeResponse(
@@ -263,6 +260,8 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
                     token_offset=event.token_offset, block=wire.block_to_proto(event.block)
                 )
             )
+        case PromptProgress():
+            return pb.DecodeResponse(progress=filled(pb.PrefillProgress, event))
         case Finished():
             return pb.DecodeResponse(finished=filled(pb.DecodeFinished, event))
         case _:

@@ -5,6 +5,7 @@ Pure values. The memory itself is in memory.py, the holders of pages in pool.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from effuse.kvtransfer.messages import Field
@@ -38,7 +39,7 @@ FIELD_NAMES = (
 Fingerprint = tuple[Field, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
     """Order and sizes of the K and V in a page, which is contiguous.
 
@@ -110,7 +111,7 @@ class KVLayout:
         than heads."""
         return max(1, self._sharers // self.num_kv_heads)
 
-    @property
+    @cached_property
     def heads(self) -> range:
         """The model's KV heads that this rank's pool holds."""
         count = max(1, self.num_kv_heads // self._sharers)
@@ -136,7 +137,7 @@ class KVLayout:
             return 1, len(groups) * self.group_bytes
         return len(groups), len(heads) * self.head_bytes
 
-    @property
+    @cached_property
     def page_shape(self) -> tuple[int, int, int, int, int, int]:
         """Shape of one page: [groups, heads of this rank, layers of a group, 2, page_size,
         head_dim], in both orders within a head.
@@ -144,23 +145,23 @@ class KVLayout:
         layers = self.num_layers // self.num_groups
         return (self.num_groups, len(self.heads), layers, 2, self.page_size, self.head_dim)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes in one page, all layers, K and V."""
         return prod(self.page_shape) * DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """Bytes of one KV head of one group of layers in a page."""
         return prod(self.page_shape[2:]) * DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         """Most groups of equally many consecutive layers in which a page is handed over."""
         most = min(self.num_layers, self.most_groups)
         return next(n for n in range(most, 0, -1) if self.num_layers % n == 0)
 
-    @property
+    @cached_property
     def group_bytes(self) -> int:
         """Bytes of one group of layers in a page; groups are contiguous."""
         return self.page_bytes // self.num_groups

@@ -26,6 +26,7 @@ from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.mooncake_process import (
     FULL,
     MISSING,
+    MOST_BYTES,
     MOST_UNITS,
     PRESENT,
     Extents,
@@ -40,7 +41,6 @@ from effuse.kvtransfer.units import Key
 _Wanted = tuple[Key, Sequence[memoryview], "Future[UnitFacts]"]
 
 _READERS: Final = 2
-_MOST_BYTES: Final = 64 << 20  # in one call to load, or one unit
 _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait less
 _KILLED_S: Final = 5.0
 _MOST_KNOWN: Final = 1 << 18  # units; those of the pool are forgotten here beyond that
@@ -64,7 +64,7 @@ class _Client:
 
     def __init__(self, address: PoolAddress, host: HostPages) -> None:
         """Starts it, and waits until it is connected. Raises ConnectionError."""
-        pairs = [socket.socketpair() for _ in range(_READERS + 1)]
+        pairs = [socket.socketpair() for _ in range(_READERS + 2)]
         assert host.descriptor >= 0, "the process has to map it"
         orders = PoolOrders(
             host=address.host,
@@ -135,7 +135,8 @@ class MooncakePool(UnitStore):
         super().__init__()
         self._address, self._host = address, host
         self._prefix = "/".join(part for part in ("effuse", address.namespace, content) if part)
-        self._readers, self._writer = Threads(_READERS), Threads(1)
+        # No search waits for a read.
+        self._finder, self._readers, self._writer = Threads(1), Threads(_READERS), Threads(1)
         self._loads: SimpleQueue[_Wanted] = SimpleQueue()
         self._client: _Client | None = None
         self._lock = Lock()
@@ -147,10 +148,10 @@ class MooncakePool(UnitStore):
             self._known.popitem(last=False)
 
     def open(self) -> "Future[object]":
-        return self._readers.submit(self._open)
+        return self._finder.submit(self._open)
 
     def find(self, units: Mapping[Key, Key]) -> "Future[int]":
-        return self._readers.submit(self._find, [self._name(key) for key in units])
+        return self._finder.submit(self._find, [self._name(key) for key in units])
 
     def load(self, key: Key, views: Sequence[memoryview]) -> "Future[UnitFacts]":
         result: Future[UnitFacts] = Future()
@@ -171,7 +172,7 @@ class MooncakePool(UnitStore):
         self._writer.submit(self._call, PoolCall("remove", (self._name(key),)))
 
     def close(self) -> None:
-        for threads in (self._writer, self._readers):
+        for threads in (self._finder, self._readers, self._writer):
             threads.close()
         if self._client is not None:
             self._client.kill()
@@ -193,7 +194,7 @@ class MooncakePool(UnitStore):
         batch: list[_Wanted] = []
         num_bytes = 0
         with suppress(Empty):
-            while len(batch) < MOST_UNITS and num_bytes < _MOST_BYTES:
+            while len(batch) < MOST_UNITS and num_bytes < MOST_BYTES:
                 one = self._loads.get_nowait()
                 if one[2].set_running_or_notify_cancel():
                     batch.append(one)

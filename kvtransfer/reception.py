@@ -202,11 +202,10 @@ class Receptions:
         size = len(heads) * self._own.layout.head_bytes
         count, sizes = num_pages * len(groups), [part.nbytes for part in payload]
         # there is no more room in a GPU's buffers
-        if count * size > self._transport.chunk_bytes:
+        if count * size > self._transport.most_bytes:
             raise HandoffRefused(
                 Cause.SIZE,
-                f"{count * size} bytes in one piece, expected at most "
-                f"{self._transport.chunk_bytes}",
+                f"{count * size} bytes in one piece, expected at most {self._transport.most_bytes}",
             )
         if sum(sizes) != count * size or any(nbytes % size for nbytes in sizes):
             raise HandoffRefused(

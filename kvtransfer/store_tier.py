@@ -117,7 +117,8 @@ class StoreTier:
         self._now = now
         self._opening: Future[object] | None = store.open()
         self._late: list[Read] = []  # no request waits for them
-        self._read_s = self._written_s = -math.inf  # when the last one ended
+        # When the last one ended.
+        self._found_s = self._read_s = self._written_s = -math.inf
         self._back_s = -math.inf  # from when on it is used again
         self._writes_back_s = -math.inf  # the same for writes: a full disk can still be read
 
@@ -223,10 +224,10 @@ class StoreTier:
         for search in list(self.searches):
             if search.result.done():
                 self._end_search(search)
-            elif self._now() - search.began_s > FIND_S:
-                self._fail(f"a search was not over after {FIND_S:g} s")
-            else:
+            elif self._now() - search.began_s <= FIND_S:
                 continue
+            elif self._found_s < search.began_s:  # no other one has ended meanwhile
+                self._fail(f"a search was not over after {FIND_S:g} s")
             self.searches.remove(search)
 
     def _end_search(self, search: Search) -> None:
@@ -235,6 +236,7 @@ class StoreTier:
         except OSError as error:
             self._fail(str(error))
             return
+        self._found_s = self._now()
         for key, before in list(search.units.items())[:count]:
             if key not in self.store:
                 self.store.kept(key, before, 0)

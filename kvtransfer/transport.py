@@ -99,7 +99,8 @@ class Transport(Protocol):
 
     name: str
     is_two_sided: bool  # the receiver places the bytes, and never places refused ones
-    chunk_bytes: int  # largest delivery, in either direction
+    chunk_bytes: int  # largest delivery that is sent
+    most_bytes: int = 1 << 40  # largest delivery that is accepted
     window_bytes: int  # most bytes of a push in transit
     drain_s: float  # a receiver that is silent for this long may be dropped
 

@@ -20,7 +20,14 @@ from effuse.kvtransfer.units import HeldUnits, UnitCache
 from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
-from effuse.worker.messages import Failed, FailureCode, PrefillDone, PromptPushed, StartPrefill
+from effuse.worker.messages import (
+    Failed,
+    FailureCode,
+    PrefillDone,
+    PromptProgress,
+    PromptPushed,
+    StartPrefill,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -58,6 +65,7 @@ class Prompt:
     num_ready: int = 0  # pages that the sender knows
     pages: tuple[PageRef, ...] = ()
     units: HeldUnits = field(default_factory=HeldUnits)
+    shows_progress: bool = False  # its caller wants to know of each part that is computed
     is_rehearsal: bool = False
     is_live: bool = True  # it has not failed or been aborted
     abort_due: bool | None = None  # if AbortDone is due: whether it ran when it was aborted
@@ -122,6 +130,7 @@ def make_prompt(message: StartPrefill, model: ModelConfig, page_size: int, now: 
         num_pages=-(-num_paged // page_size),
         can_split=can_split,
         arrived_s=now,
+        shows_progress=message.progress,
     )
 
 
@@ -280,8 +289,14 @@ class PromptTable:
         self._cache.add(prompt.units, prompt.pages, chunk.end)
         if prompt.is_unread and not prompt.is_being_written:
             self._release(prompt)
-        if prompt in self.computing and prompt.num_computed == prompt.num_paged:
+        if prompt not in self.computing:
+            return
+        if prompt.num_computed == prompt.num_paged:
             self.conclude(prompt)
+        elif prompt.shows_progress:
+            self._outbox.say(
+                PromptProgress(attempt=prompt.attempt, computed_tokens=prompt.num_computed)
+            )
 
     def conclude(self, prompt: Prompt) -> None:
         """The prompt's KV is complete."""

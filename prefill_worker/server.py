@@ -25,6 +25,7 @@ from effuse.worker.messages import (
     CoreEvent,
     Failed,
     PrefillDone,
+    PromptProgress,
     PromptPushed,
     PushTo,
     StartPrefill,
@@ -79,7 +80,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         start = StartPrefill(
             attempt=wire.attempt_id(first.start.attempt),
             prompt_token_ids=wire.prompt(first.start.prompt_token_ids),
-            cache_salt=wire.salt(first.start.cache_salt, "start.cache_salt"),
+            cache_salt=wire.label(first.start.cache_salt, "start.cache_salt"),
         )
         attempt = self._shell.begin(start.attempt, first.start.incarnation, start)
         self._shell.metrics.prompt_tokens.inc(len(start.prompt_token_ids))
@@ -146,6 +147,8 @@ def _response(event: CoreEvent) -> pb.PrefillResponse:
     match event:
         case PrefillDone():
             return pb.PrefillResponse(computed=filled(pb.PrefillComputed, event))
+        case PromptProgress():
+            return pb.PrefillResponse(progress=filled(pb.PrefillProgress, event))
         case PromptPushed():
             return pb.PrefillResponse(pushed=filled(pb.PrefillPushed, event))
         case _:

@@ -37,10 +37,10 @@ from effuse.router.client import (
 )
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import AttemptShare
-from effuse.router.own_prompts import PromptCost
 from effuse.router.policy import (
     AttemptNeeds,
     Placement,
+    PromptCost,
     Prospect,
     WorkerLife,
     is_alone,

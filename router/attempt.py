@@ -10,6 +10,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -19,7 +20,7 @@ from effuse.placement.records import WorkerRecord
 from effuse.protos.channels import filled
 from effuse.protos.errors import EffuseError, PeerLost, Refused
 from effuse.router.calls import DecodeCall, PrefillCall, read_message
-from effuse.router.client import Listener, commit_of, draft_of
+from effuse.router.client import ClientGone, Listener, commit_of, draft_of, progress_of
 from effuse.router.failures import Failure, FailureKind, judge
 from effuse.router.fleet import AttemptShare
 from effuse.router.policy import Placement
@@ -60,6 +61,7 @@ class Attempt:
         self._reason: FinishReason | None = None  # once the last event that counts has come
         self._moved_on_at = 0.0  # when the prompt's KV was complete, or the last commit came
         self._is_broken_off = False  # by us, since prefill failed
+        self._sending = asyncio.Lock()  # both calls bring events
         self._breaking_off: asyncio.TimerHandle | None = None
 
     async def run(self) -> FinishReason | Failure:
@@ -88,7 +90,7 @@ class Attempt:
         prefill, request = self._placement.prefill, self._request
         if prefill is not None and not request.attempts.is_patient:
             # Decode has time until the prompt is computed; the prompt has none to lose.
-            await self._open_prefill(prefill).send_prompt(self._id, self._break_off)
+            await self._send_prompt(prefill)
         decode = self._decode = self._open_decode()
         try:
             while self._reason is None:
@@ -96,12 +98,12 @@ class Attempt:
                 if not isinstance(response, worker_pb2.DecodeResponse):
                     raise PeerLost(f"{self._peer} ended its call before the answer ended")
                 for news in self._take(response):
-                    await self._told.send(news)
+                    await self._send(news)
                 if self._reason is None and prefill and response.HasField("reservation"):
                     await self._send_reservation(prefill, response.reservation)
         except EffuseError as error:
             if (last := self._end_without_word(error)) is not None:
-                await self._told.send(last)
+                await self._send(last)
             self._end_calls()
         assert self._reason is not None, "sent completely"
         if request.answer.text.is_stopped:  # its workers know nothing of that
@@ -110,7 +112,31 @@ class Attempt:
             self._router.cleanup.settle_calls([decode, *self._readers()], self._cut_off)
         return self._reason
 
+    async def _send(self, news: generation_pb2.GenerateStreamResponse) -> None:
+        async with self._sending:
+            await self._told.send(news)
+
+    async def _send_progress(self, computed_tokens: int) -> None:
+        """How much of the prompt is computed, unless the client still has to take an event."""
+        if not self._sending.locked():
+            with suppress(ClientGone):  # the next event finds that out, too
+                await self._send(progress_of(self._request, computed_tokens))
+
     # Opening.
+
+    @property
+    def _shows_progress(self) -> bool:
+        """Whether the client wants to know how much of the prompt is computed."""
+        request = self._request
+        return request.asked.sent.output.prompt_progress and not (
+            request.index or request.answer.token_ids
+        )
+
+    async def _send_prompt(self, prefill: WorkerRecord) -> PrefillCall:
+        call = self._open_prefill(prefill)
+        on_progress = self._send_progress if self._shows_progress else None
+        await call.send_prompt(self._id, self._break_off, on_progress)
+        return call
 
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._router.fleet.peers.at(worker.address).prefill
@@ -138,6 +164,7 @@ class Attempt:
             ),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
             drafts=request.asked.sent.output.drafts or self._router.monitor.num_watchers > 0,
+            progress=self._shows_progress,
             num_logprobs=request.asked.num_logprobs,
             resume=request.answer.resumption(),
             group=request.attempts.group,
@@ -171,8 +198,7 @@ class Attempt:
         """Sends prefill where the pages go, after the prompt if that has waited for them."""
         call = self._prefill  # not held in the loop of `_relay`, which outlives it
         if call is None:
-            call = self._open_prefill(prefill)
-            await call.send_prompt(self._id, self._break_off)
+            call = await self._send_prompt(prefill)
         await call.send_reservation(reservation)
 
     def _end_without_word(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
@@ -225,6 +251,8 @@ class Attempt:
                 self._router.monitor.note_draft(request, event.draft)
                 if request.asked.sent.output.drafts:
                     return draft_of(request, event.draft, self._router.tokenizer)
+            case "progress":
+                return progress_of(request, event.progress.computed_tokens)
             case "finished":
                 return commit_of(request, request.add_finished(event.finished))
         return None

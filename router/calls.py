@@ -238,21 +238,25 @@ class PrefillCall:
         return self.is_pushed and self.reader is not None and self.reader.done()
 
     async def send_prompt(
-        self, attempt: worker_pb2.AttemptId, on_failure: Callable[[], None]
+        self,
+        attempt: worker_pb2.AttemptId,
+        on_failure: Callable[[], None],
+        on_progress: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """Sends the prompt, and reads from then on, to the end of the call; calls `on_failure` if
-        that fails the attempt."""
+        that fails the attempt, and `on_progress` with the tokens that are computed."""
         start = worker_pb2.PrefillStart(
             attempt=attempt,
             prompt_token_ids=self._request.prompt.token_ids,
             incarnation=self.worker.incarnation,
             cache_salt=self._request.tenant.name,
+            progress=on_progress is not None,
         )
         with ignore_ended_call():
             await self.stream.write(worker_pb2.PrefillRequest(start=start))
         # Not kept here: an attempt and its call would hold each other, and all that is of a request
         # would be left to the garbage collector.
-        self.reader = asyncio.create_task(self._follow_push(on_failure))
+        self.reader = asyncio.create_task(self._follow_push(on_failure, on_progress))
 
     async def send_reservation(self, reservation: worker_pb2.Reservation) -> None:
         """Passes on where the pages go. Nothing follows, and the worker ends the call: to close our
@@ -263,9 +267,13 @@ class PrefillCall:
             is_heard = True
         self._is_unheard = not is_heard
 
-    async def _follow_push(self, on_failure: Callable[[], None]) -> None:
+    async def _follow_push(
+        self,
+        on_failure: Callable[[], None],
+        on_progress: Callable[[int], Awaitable[None]] | None,
+    ) -> None:
         try:
-            await self._read_all()
+            await self._read_all(on_progress)
         except EffuseError as error:
             if self.is_pushed or self._request.answer.state is State.DECODING:
                 LOG.info("after the pages arrived, %s failed: %s", self._peer, error.message)
@@ -288,11 +296,13 @@ class PrefillCall:
             return EngineLost(f"{told}, and its engine is lost")
         return Unreserved(told)
 
-    async def _read_all(self) -> None:
+    async def _read_all(self, on_progress: Callable[[int], Awaitable[None]] | None) -> None:
         while True:
             response = await read_message(self.stream, self._peer)
             if not isinstance(response, worker_pb2.PrefillResponse):
                 break
+            if response.HasField("progress") and on_progress is not None:
+                await on_progress(response.progress.computed_tokens)
             if response.HasField("computed"):
                 self._request.costs.prefilled = self._now()
                 self._request.costs.compute_s = response.computed.compute_s

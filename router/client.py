@@ -84,6 +84,17 @@ def draft_of(
     return pb.GenerateStreamResponse(request_id=request.id, answer_index=request.index, draft=shown)
 
 
+def progress_of(request: Request, computed_tokens: int) -> pb.GenerateStreamResponse:
+    """The client's event of a part of its prompt that is computed."""
+    num_tokens = len(request.prompt.token_ids)
+    progress = pb.PromptProgress(
+        computed_tokens=min(computed_tokens, num_tokens), prompt_tokens=num_tokens
+    )
+    return pb.GenerateStreamResponse(
+        request_id=request.id, answer_index=request.index, progress=progress
+    )
+
+
 def draft_text(decoder: Tokenizer, token_ids: Sequence[int], masked: Sequence[bool]) -> str:
     """The text of a block in flight: each run between masks by itself, each mask as U+2591."""
     parts: list[str] = []

@@ -1,7 +1,6 @@
 """The place of an attempt: a decode worker first, then a prefill worker that fits it, or none.
 
-Pure: filters, scores and picks among values. `fleet.py` has the requests in flight and the workers
-that take part."""
+Pure: filters, scores and picks among the workers and the requests in flight of `fleet.py`."""
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effuse.placement.records import Kind, WorkerRecord
-from effuse.router.own_prompts import PromptCost
 
 PrefillMode = Literal["auto", "remote", "local"]
 
@@ -82,8 +80,23 @@ class Candidate(Struct, frozen=True):
 
     @property
     def num_free_seats(self) -> int:
-        """How many more requests it can run at once; below 0 if it has too many."""
         return 0 if self.is_full else self.num_seats - self.in_flight.requests
+
+
+class PromptCost(NamedTuple):
+    """The prompt of an answer whose gaps have an objective, which pieces of prompts keep."""
+
+    tokens: int  # at least 1
+    seconds: float  # of a worker without answers
+
+    def is_sooner(self, decode: WorkerRecord, own: int, others: int) -> bool:
+        """Whether `decode` is done with it before a prefill worker. `own` and `others`: tokens that
+        wait at both. A bidirectional prompt has to fit into a gap as a whole."""
+        load, is_whole = decode.load, decode.model.prompt_attention == "bidirectional"
+        if not load.prompt_rate or (is_whole and self.tokens > load.prompt_piece):
+            return False
+        own_s = (own + self.tokens) / load.prompt_rate
+        return own_s < (others + self.tokens) * self.seconds / self.tokens
 
 
 class AttemptNeeds(Struct, frozen=True, kw_only=True):
@@ -104,7 +117,6 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> Hashable:
-        """Equal for equal needs."""
         sets = map(frozenset, (self.excluded, self.broken, self.doubtful, self.alone))
         told = self.model, self.mode, self.fingerprint, self.holder, self.beside, self.num_answers
         return (*told, *sets)
@@ -168,8 +180,7 @@ def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
 
 
 def has_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
-    """Whether workers are kept for a request that runs alone with which it can begin once they are
-    empty."""
+    """Whether workers that are kept for a request that runs alone suffice once they are empty."""
     return place(_idle(candidates), need) is not None
 
 
@@ -188,7 +199,6 @@ def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[Work
 
 
 def _idle(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The same workers with nothing in them."""
     return [replace(c, in_flight=IDLE, seats=None, is_full=False) for c in candidates]
 
 
@@ -200,8 +210,7 @@ def is_alone(record: WorkerRecord, alone: Collection[Kind]) -> bool:
 def _may_keep_one(
     candidates: Sequence[Candidate], need: AttemptNeeds, record: WorkerRecord
 ) -> bool:
-    """Half of the workers of a role at most are kept, and others have one that is ready, unless
-    there is only one in all."""
+    """Of several workers of a role at most half are kept, and another one is ready."""
     known = [
         c
         for c in candidates
@@ -284,8 +293,7 @@ def _links(
 
 
 def _is_refused_for_good(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
-    """Whether all workers of a model are ready, and each link was measured or has two connectors,
-    and is refused."""
+    """Whether all workers of a model are ready, and no link between them can become a good one."""
     ours = [c for c in candidates if c.record.model.name == need.model]
     if need.mode != "remote" or any(c.condition is not Condition.READY for c in ours):
         return False
@@ -307,8 +315,7 @@ def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
 
 
 def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:
-    """Whether no other request has it, and no other request is still in it if this one runs without
-    others."""
+    """Whether no other request has it or, if this one runs without others, is still in it."""
     if not is_alone(candidate.record, need.alone):
         return candidate.kept_for is None
     return candidate.kept_for == need.holder and candidate.in_flight.is_idle
@@ -322,8 +329,7 @@ def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
 
 
 def _may_decode(candidate: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
-    """Whether it has a seat, the weights, and a worker that prefills. It may be given a few prompts
-    to prefill for itself."""
+    """Whether it has a seat, the weights, and a worker that prefills, for a few prompts itself."""
     record = candidate.record
     if candidate.num_free_seats <= 0 or need.fingerprint not in (None, record.fingerprint):
         return False
@@ -332,8 +338,7 @@ def _may_decode(candidate: Candidate, fitting: Fitting, need: AttemptNeeds) -> b
 
 
 def _may_prefill_more(decode: Candidate) -> bool:
-    most = OWN_STEPS * decode.record.capacity.max_num_batched_tokens
-    return decode.in_flight.to_prefill < most
+    return decode.in_flight.to_prefill < OWN_STEPS * decode.record.capacity.max_num_batched_tokens
 
 
 def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterator[Candidate]:

@@ -139,6 +139,9 @@ def validate(
     if request.output.drafts and not is_stream:
         form = "false for Generate (only GenerateStream sends them)"
         findings.add("output.drafts", form, "true")
+    if request.output.prompt_progress and not is_stream:
+        form = "false for Generate (only GenerateStream sends it)"
+        findings.add("output.prompt_progress", form, "true")
     findings.raise_any()
     end_ids = {*model.eos_token_ids, *(() if chat is None else chat_end_ids)}
     if request.stopping.ignore_eos:

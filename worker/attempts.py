@@ -36,7 +36,7 @@ from effuse.protos.errors import (
     TransferFailed,
     Unavailable,
 )
-from effuse.worker.messages import CoreEvent, Draft, Failed, FailureCode, Reserved
+from effuse.worker.messages import CoreEvent, Draft, Failed, FailureCode, PromptProgress, Reserved
 from effuse.worker.wire import Writer
 
 LOG: Final = logging.getLogger(__name__)
@@ -151,7 +151,8 @@ class OpenAttempt:
         return event
 
     def deliver(self, event: CoreEvent | EffuseError) -> None:
-        if isinstance(event, Draft) and self._events.qsize() > _MOST_QUEUED_DRAFTS:
+        is_news = isinstance(event, Draft | PromptProgress)
+        if is_news and self._events.qsize() > _MOST_QUEUED_DRAFTS:
             return
         self._events.put_nowait(event)
 

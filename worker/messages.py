@@ -66,6 +66,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attempt: AttemptId
     prompt_token_ids: tuple[int, ...]
     cache_salt: str = ""  # prompts with other salts share no KV with it
+    progress: bool = False
 
 
 class PushTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -102,6 +103,7 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     settings: DecodeSettings
     writer: str | None  # incarnation of the prefill worker that will push; None prefills here
     drafts: bool = False
+    progress: bool = False
     num_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = (
         None  # number of likeliest ids sent with log-probabilities; None sends none
     )
@@ -227,6 +229,13 @@ class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     block: BlockState
 
 
+class PromptProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A part of a prompt is computed, but not the last. Sent only if the request asks for it."""
+
+    attempt: AttemptId
+    computed_tokens: int  # whose KV is there, known ones included
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The end of an answer."""
 
@@ -288,7 +297,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 AttemptEvent = (
-    Verified | Committed | Draft | Finished | PrefillDone | PromptPushed | Failed | AbortDone
+    Verified
+    | Committed
+    | Draft
+    | PromptProgress
+    | Finished
+    | PrefillDone
+    | PromptPushed
+    | Failed
+    | AbortDone
 )
 CoreEvent = Reserved | AttemptEvent  # events of a core; the process adds the rest
 ToFront = Ready | StartupFailed | Heartbeat | CoreEvent

@@ -3,6 +3,7 @@
 Runs only in an engine's processes; the front never imports it.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
+from effuse.models.config import ModelConfig
 from effuse.models.group import ContextGroup, ProcessGroup, RankPlace, join_group
 from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
@@ -147,20 +149,23 @@ def make_part(
         runner=runner,
         queued=queued,
         max_model_len=max_model_len,
-        host=_host_pages(config, memory),
+        host=_host_pages(config, model.config, memory),
     )
 
 
-def _host_pages(config: WorkerConfig, memory: PageMemory) -> HostPages | None:
-    """This rank's share of the host memory for kept KV. Raises ValueError if the machine refuses
-    it."""
+def _host_pages(config: WorkerConfig, model: ModelConfig, memory: PageMemory) -> HostPages | None:
+    """This rank's share of the host memory for kept KV. Raises ValueError if it holds no unit, or
+    if the machine refuses it."""
     size = config.kv_offloading_size
     if not size:
         return None
     num_slots = int(size * GIB) // (memory.page_bytes * config.num_ranks)
-    if not num_slots:
+    span = memory.layout.span
+    is_causal = model.prompt_attention == "causal_blocks"
+    least = math.lcm(span, model.block_size) // span if is_causal else 1  # pages of a unit
+    if num_slots < least:
         raise ValueError(
-            f"--kv-offloading-size: expected room for a page of {memory.page_bytes} bytes "
+            f"--kv-offloading-size: expected room for {least} pages of {memory.page_bytes} bytes "
             f"on each device, got {size:g} GiB"
         )
     try:

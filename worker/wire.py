@@ -9,14 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from effuse.config.decoding import (
-    LOGPROBS,
-    DecodeSettings,
-    Sampling,
-    SettingError,
-    Stopping,
-)
-from effuse.config.objectives import WITHIN
+from effuse.config.decoding import Bounds, DecodeSettings, Sampling, SettingError, Stopping
 from effuse.kvtransfer.messages import (
     AttemptId,
     Field,
@@ -204,34 +197,20 @@ def block_to_proto(block: BlockState) -> pb.BlockState:
     )
 
 
-def num_logprobs(message: pb.DecodeRequest) -> int | None:
-    """Reads how many likeliest ids are sent with log-probabilities; None sends none."""
-    if not message.HasField("num_logprobs"):
+def bounded(message: pb.DecodeRequest, name: str, bounds: Bounds) -> Any:
+    """Reads an optional number within its bounds; None if it is not set."""
+    if not message.HasField(name):
         return None
-    if message.num_logprobs not in LOGPROBS:
-        raise _wrong("num_logprobs", LOGPROBS.form, message.num_logprobs)
-    return message.num_logprobs
-
-
-def group(message: pb.DecodeRequest) -> str:
-    if len(message.group) > _MOST_ID_CHARS:
-        raise _wrong("group", f"at most {_MOST_ID_CHARS} characters", len(message.group))
-    return message.group
-
-
-def salt(value: str, field: str) -> str:
-    if len(value) > _MOST_ID_CHARS:
-        raise _wrong(field, f"at most {_MOST_ID_CHARS} characters", len(value))
+    if (value := getattr(message, name)) not in bounds:
+        raise _wrong(name, bounds.form, value)
     return value
 
 
-def gap_s(message: pb.DecodeRequest) -> float | None:
-    """Reads the objective for gaps in seconds; None if there is none."""
-    if not message.HasField("gap_s"):
-        return None
-    if message.gap_s not in WITHIN:
-        raise _wrong("gap_s", WITHIN.form, message.gap_s)
-    return message.gap_s
+def label(value: str, field: str) -> str:
+    """Reads the name of a group of answers, or the salt of a cache."""
+    if len(value) > _MOST_ID_CHARS:
+        raise _wrong(field, f"at most {_MOST_ID_CHARS} characters", len(value))
+    return value
 
 
 def logprobs_to_proto(told: TokenLogprobs | None) -> generation_pb2.TokenLogprobs:

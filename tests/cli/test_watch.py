@@ -14,6 +14,7 @@ from effuse.v1.generation_pb2 import (
     Finished,
     GenerateStreamResponse,
     PromptEcho,
+    PromptProgress,
 )
 
 EVENTS = (
@@ -31,6 +32,16 @@ def test_plain_lines_when_piped() -> None:
         for event in EVENTS:
             show(event)
     assert out.getvalue().splitlines() == ["  |\u2591\u2591", "  |[a]\u2591", "  [a]b"]
+
+
+def test_a_long_prompt_shows_how_much_of_it_is_computed() -> None:
+    out = io.StringIO()
+    progress = PromptProgress(computed_tokens=4096, prompt_tokens=131072)
+    with watch(Console(file=out, force_terminal=False, width=60)) as show:
+        for event in (GenerateStreamResponse(progress=progress), *EVENTS):
+            show(event)
+    assert out.getvalue().splitlines()[0] == "  |4096 of 131072 tokens of the prompt"
+    assert out.getvalue().splitlines()[-1] == "  [a]b"
 
 
 def test_a_prompt_that_is_asked_for_stands_before_its_answer() -> None:

@@ -233,6 +233,26 @@ def test_drafts_show_the_blocks_in_flight_where_asked_for(rig: Rig) -> None:
     assert quiet.token_ids == loud.token_ids
 
 
+def test_each_part_of_its_own_prompt_but_the_last_is_reported_where_asked_for(
+    tmp_path: Path,
+) -> None:
+    model = load_tiny(write_tiny_checkpoint(tmp_path / "model", "sdar", seed=3))
+    rig = Rig(model, budget=22)
+    prompt = [20 + index % 40 for index in range(90)]
+    asked = make_request("a", prompt, max_tokens=24, stop_token_ids=())
+    loud = rig.start(msgspec.structs.replace(asked, progress=True))
+    rig.run()
+    parts = [one for one in loud.events if isinstance(one, messages.PromptProgress)]
+    counts = [one.computed_tokens for one in parts]
+    assert len(counts) >= 2 and counts == sorted(set(counts)) and counts[-1] < 88
+    kinds = [type(event).__name__ for event in loud.events]
+    assert kinds[: len(counts) + 2] == ["Reserved", *["PromptProgress"] * len(counts), "Verified"]
+    again = rig.start(make_request("b", prompt, max_tokens=24, stop_token_ids=()))
+    rig.run()
+    assert not any(isinstance(one, messages.PromptProgress) for one in again.events)
+    assert again.token_ids == loud.token_ids
+
+
 def test_load_tells_what_the_engine_has(model: Transformer) -> None:
     rig = Rig(model, max_num_seqs=1)
     for name in "ab":

@@ -186,7 +186,7 @@ def test_more_bytes_than_pages_are_refused(two_sided: Scene) -> None:
 
 def test_more_in_one_piece_than_there_is_room_for_is_refused(two_sided: Scene) -> None:
     """Bytes copied into a GPU's pages go through a buffer of that size."""
-    two_sided.transport.chunk_bytes = 2 * SMALL.page_bytes
+    two_sided.transport.most_bytes = 2 * SMALL.page_bytes
     two_sided.begin()
     two_sided.send(0, 2)
     assert two_sided.events == []

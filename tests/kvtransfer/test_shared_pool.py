@@ -171,6 +171,64 @@ def test_a_pool_that_comes_late_is_used_once_it_is_there(caplog: pytest.LogCaptu
     assert len(shared.units) == 12
 
 
+def test_a_search_that_waits_for_others_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """Its request computes."""
+    shared = SharedUnits()
+    worker(shared).run(TEXTS[0], TEXTS[1])
+    scene = worker(shared)
+    scene.poll()
+    shared.fault = "stuck"
+    early, late = scene.start(TEXTS[0]), scene.start(TEXTS[1])
+    scene.admit()
+    assert scene.shared is not None
+    scene.time += 0.4
+    scene.shared.stuck.pop(0).set_result(6)
+    scene.poll()
+    scene.time += 0.2
+    scene.poll()
+    scene.admit()
+    assert late in scene.running and late.units.num_found == 0
+    assert early in scene.waiting and scene.counts.failures == 0 and not caplog.records
+
+
+def test_a_request_that_was_preempted_asks_again() -> None:
+    shared = SharedUnits()
+    scene = worker(shared)
+    one = waiting(scene, TEXTS[0])
+    assert one.units.num_found == 0
+    scene.end(one)
+    scene.empty_pool()
+    worker(shared).run(TEXTS[0])
+    assert scene.cache.fetch(one.units, 24, 0, lambda _: 0.0)
+    scene.poll()
+    assert set(one.units.keys) <= set(shared.units) and scene.shared is not None
+    assert all(key in scene.shared for key in one.units.keys)
+
+
+def test_a_unit_that_is_dropped_while_it_is_written_leaves_the_pool() -> None:
+    shared = SharedUnits()
+    scene = worker(shared, most_polls=0)
+    scene.poll()
+    one = scene.start(TEXTS[0][:4])
+    for _ in range(3):
+        scene.admit()
+        scene.poll()
+    scene.store(one)
+    shared.fault = "stuck"
+    scene.end(one)
+    scene.poll()
+    scene.poll()
+    assert scene.shared is not None and scene.writing
+    other = scene.start(TEXTS[0][:4])
+    scene.admit()
+    scene.end(other, is_sound=False)
+    shared.fault = ""
+    for future in scene.shared.stuck:
+        future.set_result(100)
+    scene.poll()
+    assert not scene.writing and shared.calls[-1] == "remove"
+
+
 def test_a_stuck_read_gives_its_slots_back(caplog: pytest.LogCaptureFixture) -> None:
     shared = SharedUnits()
     worker(shared).run(TEXTS[0])

@@ -54,7 +54,7 @@ from effuse.kvtransfer.messages import (
 )
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Heard, Lost
-from effuse.kvtransfer.zmq_transport import ZmqTransport
+from effuse.kvtransfer.zmq_transport import CHUNK_BYTES, ZmqTransport
 
 PAGES = range(2)  # 128 KiB: less than three seconds of a slow link
 SOURCE = filled(LARGE, len(PAGES))
@@ -288,3 +288,24 @@ def test_a_receiver_that_never_stops_answering_does_not_hold_up_the_others(
         heard += one_look
     transport.close()
     assert len(heard) == count + 1
+
+
+def test_a_receiver_on_the_host_takes_the_chunks_of_a_gpu() -> None:
+    """They are larger than those from a host's memory."""
+    memory = filled(LARGE, CHUNK_BYTES // LARGE.page_bytes)
+    target = PageMemory(LARGE, memory.num_pages)
+    transport = ZmqTransport(memory)
+    assert transport.chunk_bytes < CHUNK_BYTES
+    transport.chunk_bytes = CHUNK_BYTES
+    sender = ThreadConnector(transport, memory, "prefill-1", print_of(LARGE))
+    receiver = make("zmq", target, "decode-1")
+    sender.start()
+    receiver.start()
+    with contextlib.closing(sender), contextlib.closing(receiver):
+        pages = [PageRef(page, 1) for page in range(memory.num_pages)]
+        held = reservation(target, receiver.describe(), pages)
+        receiver.send(Expect(held, "prefill-1"))
+        sender.send(PushPages(held, tuple(range(memory.num_pages)), 0))
+        sender.send(FinishPush(held, boundary))
+        assert isinstance(next_event(sender, held.transfer_id), Pushed)
+    assert target.tensor.equal(memory.tensor)

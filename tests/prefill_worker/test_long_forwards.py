@@ -1,4 +1,4 @@
-"""A forward on a CPU that takes longer than the lease: messages sent and received within it."""
+"""Prompts whose computing takes long: a forward of more than a lease, and several parts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from effuse.worker.messages import (
     Abort,
     AbortDone,
     Failed,
+    PrefillDone,
+    PromptProgress,
     PromptPushed,
     PushTo,
     StartPrefill,
@@ -120,3 +122,20 @@ def test_what_ends_an_attempt_waits_for_the_forward_and_keeps_its_order(engine: 
     assert unknown == AbortDone(attempt=attempt_of("b"), was_running=False)
     assert isinstance(refused, Failed) and refused.code == "ABORTED"
     assert isinstance(wrong, Failed) and "needs 5 pages, 1 are reserved" in wrong.message
+
+
+def test_each_part_but_the_last_is_reported_where_asked_for(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path / "sdar", "sdar", seed=3, block_size=4)
+    rig = Rig(path, budget=8)
+    prompt = tuple(range(20, 44))
+    quiet = rig.start("a", prompt)
+    rig.settle()
+    rig.abort(quiet)
+    rig.settle()
+    assert not rig.take(PromptProgress)
+    longer = (*prompt, *range(60, 84))
+    rig.engine.handle(StartPrefill(attempt=attempt_of("b"), prompt_token_ids=longer, progress=True))
+    rig.settle()
+    assert [one.computed_tokens for one in rig.take(PromptProgress)] == [32, 40]
+    assert len(rig.take(PrefillDone)) == 2
+    rig.close()

@@ -159,6 +159,9 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         self.begin(start.attempt)
         try:
             await self.point("start")
+            if start.progress:
+                for count in (4, 8):
+                    yield pb.PrefillResponse(progress=pb.PrefillProgress(computed_tokens=count))
             computed = pb.PrefillComputed(queue_s=0.0, compute_s=0.01, cached_tokens=2)
             yield pb.PrefillResponse(computed=computed)
             await self.point("computed")

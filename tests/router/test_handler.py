@@ -151,6 +151,20 @@ def test_drafts_are_relayed_where_asked_for() -> None:
     run(body)
 
 
+def test_parts_of_the_prompt_are_shown_as_they_are_computed_where_asked_for() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        events = await stream(fleet, output=pb.OutputOptions(prompt_progress=True))
+        shown = [event for event in events if event.HasField("progress")]
+        counts = [(one.progress.computed_tokens, one.progress.prompt_tokens) for one in shown]
+        assert counts == [(4, 11), (8, 11)]
+        assert events.index(shown[-1]) < min(
+            at for at, event in enumerate(events) if event.HasField("commit")
+        )
+        assert not any(event.HasField("progress") for event in await stream(fleet))
+
+    run(body)
+
+
 def test_a_drafts_prompt_tail_is_not_shown() -> None:
     async def body(fleet: FakeFleet) -> None:
         def twist(response: worker_pb2.DecodeResponse) -> worker_pb2.DecodeResponse:

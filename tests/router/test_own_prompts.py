@@ -8,8 +8,7 @@ from router.fake_model import worker_record
 from router.test_policy import names
 
 from effuse.placement.records import Load, Role
-from effuse.router.own_prompts import PromptCost
-from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, place
+from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, PromptCost, place
 
 COST = PromptCost(tokens=200, seconds=0.2)  # 1000 tokens a second at a prefill worker
 

@@ -107,6 +107,10 @@ def test_9_an_oversized_message_is_resource_exhausted() -> None:
             "at most 245: the prompt has 11 tokens and the model accepts 256 in all, got 250",
         ),
         ({"output": pb.OutputOptions(drafts=True)}, errors.InvalidRequest, "only GenerateStream"),
+        (
+            {"output": pb.OutputOptions(prompt_progress=True)}, errors.InvalidRequest,
+            "output.prompt_progress: expected false for Generate",
+        ),
     ],
 )  # fmt: skip
 def test_bad_requests_are_refused_before_a_worker_sees_them(

@@ -15,12 +15,12 @@ STEEP = Weather(seconds=3600, days=0.5)  # an hour is a day, so waves are 24 tim
 
 
 def test_a_fleet_follows_waves_and_survives_failures() -> None:
-    report = simulate(STEEP, workers=40, routers=2)
+    report = simulate(STEEP, workers=40, routers=3)
     assert report.share >= LEAST_SHARE, report.text()
 
 
 def test_a_steady_load_changes_few_roles() -> None:
-    report = simulate(STEADY, workers=40, routers=2)
+    report = simulate(STEADY, workers=40, routers=3)
     assert report.share >= LEAST_SHARE, report.text()
     assert report.changes_per_hour <= MOST_CHANGES, report.text()
 
@@ -29,12 +29,12 @@ def test_a_planner_that_oscillates_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("GAIN", "FULL_GAIN", "AFTER_S", "FULL_AFTER_S", "BUSY", "FULL"):
         monkeypatch.setattr(steering, name, 0.0)
     monkeypatch.setattr(role_changes, "COOL_S", 0.0)
-    report = simulate(STEADY, workers=40, routers=2)
+    report = simulate(STEADY, workers=40, routers=3)
     assert report.changes_per_hour > 10 * MOST_CHANGES, report.text()
 
 
 def test_a_fleet_that_never_changes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waves need other roles: those of the first minutes lose requests later."""
     monkeypatch.setattr(role_changes, "COOL_S", 1e9)
-    report = simulate(STEEP, workers=40, routers=2)
+    report = simulate(STEEP, workers=40, routers=3)
     assert report.share < LEAST_SHARE, report.text()

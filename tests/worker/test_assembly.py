@@ -122,7 +122,11 @@ def test_pages_that_ranks_write_for_a_cut_context_are_limited_too() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"kv_offloading_size": 1e-9}, "--kv-offloading-size: expected room for a page of "),
+        ({"kv_offloading_size": 1e-9}, "--kv-offloading-size: expected room for 1 pages of "),
+        (
+            {"kv_offloading_size": 1e-6, "page_size": 2},
+            "--kv-offloading-size: expected room for 2 pages of ",
+        ),
         ({"kv_offloading_size": 1e6}, "--kv-offloading-size 1e.06: .*memory"),
         ({"kv_offloading_dir": Path("/dev/null/kv")}, "--kv-offloading-dir: .*Not a directory"),
     ],

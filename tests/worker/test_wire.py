@@ -8,7 +8,8 @@ import fronts
 import msgspec
 import pytest
 
-from effuse.config.decoding import Sampling
+from effuse.config.decoding import LOGPROBS, Sampling
+from effuse.config.objectives import WITHIN
 from effuse.protos.errors import InvalidRequest
 from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
@@ -23,6 +24,8 @@ def test_a_reservation_survives_both_ways() -> None:
     first.pool_address = 1 << 47
     first.memory_kind = "DRAM"
     sent.shards.add(endpoint="tcp://127.0.0.1:2", first_head=1, end_head=2, page_bytes=64)
+    for shard in sent.shards:
+        shard.context_degree = 1
     assert wire.reservation_to_proto(wire.reservation(sent)) == sent
 
 
@@ -86,16 +89,17 @@ def test_what_changes_logits_is_read_and_checked() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens: expected at most max_tokens 4"):
         wire.stopping(pb.DecodeRequest(max_tokens=4, min_tokens=5))
     with pytest.raises(InvalidRequest, match="num_logprobs"):
-        wire.num_logprobs(pb.DecodeRequest(num_logprobs=21))
-    assert wire.num_logprobs(pb.DecodeRequest(num_logprobs=0)) == 0
+        wire.bounded(pb.DecodeRequest(num_logprobs=21), "num_logprobs", LOGPROBS)
+    assert wire.bounded(pb.DecodeRequest(num_logprobs=0), "num_logprobs", LOGPROBS) == 0
     assert wire.sampling(pb.DecodeSampling(top_p=1, answer_index=3)).answer_index == 3
-    assert wire.group(pb.DecodeRequest(group="g" * 128)) == "g" * 128
+    assert wire.label("g" * 128, "group") == "g" * 128
     with pytest.raises(InvalidRequest, match="group: expected at most 128 characters, got 129"):
-        wire.group(pb.DecodeRequest(group="g" * 129))
-    assert wire.gap_s(pb.DecodeRequest()) is None and wire.gap_s(pb.DecodeRequest(gap_s=0.1)) == 0.1
+        wire.label("g" * 129, "group")
+    assert wire.bounded(pb.DecodeRequest(), "gap_s", WITHIN) is None
+    assert wire.bounded(pb.DecodeRequest(gap_s=0.1), "gap_s", WITHIN) == 0.1
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidRequest, match="gap_s: expected a number above 0, at most 3600"):
-            wire.gap_s(pb.DecodeRequest(gap_s=bad))
+            wire.bounded(pb.DecodeRequest(gap_s=bad), "gap_s", WITHIN)
 
 
 def test_messages_to_the_engine_survive_its_socket() -> None:

@@ -281,16 +281,18 @@ class DecodingParams(_message.Message):
     def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ..., entropy_bound: _Optional[float] = ..., editing_threshold: _Optional[float] = ..., max_post_steps: _Optional[int] = ..., factor: _Optional[float] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("token_ids", "drafts", "logprobs", "echo")
+    __slots__ = ("token_ids", "drafts", "logprobs", "echo", "prompt_progress")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bool
     drafts: bool
     logprobs: int
     echo: bool
-    def __init__(self, token_ids: _Optional[bool] = ..., drafts: _Optional[bool] = ..., logprobs: _Optional[int] = ..., echo: _Optional[bool] = ...) -> None: ...
+    prompt_progress: bool
+    def __init__(self, token_ids: _Optional[bool] = ..., drafts: _Optional[bool] = ..., logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., prompt_progress: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
@@ -383,12 +385,13 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., deterministic: _Optional[bool] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ..., others: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("request_id", "commit", "draft", "finished", "echo", "answer_index", "seed")
+    __slots__ = ("request_id", "commit", "draft", "finished", "echo", "progress", "answer_index", "seed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     ANSWER_INDEX_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -396,9 +399,18 @@ class GenerateStreamResponse(_message.Message):
     draft: BlockDraft
     finished: Finished
     echo: PromptEcho
+    progress: PromptProgress
     answer_index: int
     seed: int
-    def __init__(self, request_id: _Optional[str] = ..., commit: _Optional[_Union[BlockCommit, _Mapping]] = ..., draft: _Optional[_Union[BlockDraft, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ..., answer_index: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., commit: _Optional[_Union[BlockCommit, _Mapping]] = ..., draft: _Optional[_Union[BlockDraft, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ..., progress: _Optional[_Union[PromptProgress, _Mapping]] = ..., answer_index: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class PromptProgress(_message.Message):
+    __slots__ = ("computed_tokens", "prompt_tokens")
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    computed_tokens: int
+    prompt_tokens: int
+    def __init__(self, computed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class BlockCommit(_message.Message):
     __slots__ = ("token_offset", "num_tokens", "text", "token_ids", "forward_passes", "logprobs")

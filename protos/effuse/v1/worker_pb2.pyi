@@ -40,24 +40,34 @@ class PrefillRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "incarnation", "cache_salt")
+    __slots__ = ("attempt", "prompt_token_ids", "incarnation", "cache_salt", "progress")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     incarnation: str
     cache_salt: str
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., incarnation: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    progress: bool
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., incarnation: _Optional[str] = ..., cache_salt: _Optional[str] = ..., progress: _Optional[bool] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("computed", "pushed")
+    __slots__ = ("computed", "pushed", "progress")
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     computed: PrefillComputed
     pushed: PrefillPushed
-    def __init__(self, computed: _Optional[_Union[PrefillComputed, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ...) -> None: ...
+    progress: PrefillProgress
+    def __init__(self, computed: _Optional[_Union[PrefillComputed, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ..., progress: _Optional[_Union[PrefillProgress, _Mapping]] = ...) -> None: ...
+
+class PrefillProgress(_message.Message):
+    __slots__ = ("computed_tokens",)
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    computed_tokens: int
+    def __init__(self, computed_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillComputed(_message.Message):
     __slots__ = ("queue_s", "compute_s", "cached_tokens")
@@ -150,7 +160,7 @@ class FingerprintField(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs", "group", "gap_s", "cache_salt")
+    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs", "group", "gap_s", "cache_salt", "progress")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +177,7 @@ class DecodeRequest(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     GAP_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -183,7 +194,8 @@ class DecodeRequest(_message.Message):
     group: str
     gap_s: float
     cache_salt: str
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., group: _Optional[str] = ..., gap_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    progress: bool
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., group: _Optional[str] = ..., gap_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., progress: _Optional[bool] = ...) -> None: ...
 
 class LocalPrefill(_message.Message):
     __slots__ = ()
@@ -289,20 +301,22 @@ class BlockState(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., masks: _Optional[bytes] = ..., full: _Optional[bool] = ..., denoise_count: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("reservation", "verified", "commit", "draft", "finished", "then")
+    __slots__ = ("reservation", "verified", "commit", "draft", "finished", "progress", "then")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     THEN_FIELD_NUMBER: _ClassVar[int]
     reservation: Reservation
     verified: PrefillVerified
     commit: DecodeCommit
     draft: DecodeDraft
     finished: DecodeFinished
+    progress: PrefillProgress
     then: _containers.RepeatedCompositeFieldContainer[DecodeResponse]
-    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., draft: _Optional[_Union[DecodeDraft, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., then: _Optional[_Iterable[_Union[DecodeResponse, _Mapping]]] = ...) -> None: ...
+    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., draft: _Optional[_Union[DecodeDraft, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., then: _Optional[_Iterable[_Union[DecodeResponse, _Mapping]]] = ...) -> None: ...
 
 class PrefillVerified(_message.Message):
     __slots__ = ("bytes", "pages", "handoff_s", "compute_s", "cached_tokens")
