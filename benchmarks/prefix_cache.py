@@ -16,8 +16,9 @@ from statistics import median
 import numpy as np
 import torch
 
+from effuse.benchmarks import gpu_models
 from effuse.benchmarks.gpu_engines import Paged, paged, prefill_engine
-from effuse.benchmarks.gpu_models import DREAM_7B, TINY, random_model
+from effuse.benchmarks.gpu_models import TINY, random_model
 from effuse.benchmarks.gpu_prefill import compute, elapsed_ms, forget
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.report import Figure
@@ -27,20 +28,7 @@ from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.worker.messages import StartPrefill
 
-SDAR_8B = replace(
-    DREAM_7B,
-    architecture="sdar",
-    num_layers=36,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    intermediate_size=12288,
-    vocab_size=151936,
-    mask_token_id=151669,
-    qkv_bias=False,
-    qk_norm=True,
-    block_size=16,
-)
+SDAR_8B = replace(gpu_models.SDAR_8B, block_size=16, max_position_embeddings=16384)
 SMALL = replace(
     TINY,
     architecture="sdar",

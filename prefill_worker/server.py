@@ -81,6 +81,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             attempt=wire.attempt_id(first.start.attempt),
             prompt_token_ids=wire.prompt(first.start.prompt_token_ids),
             cache_salt=wire.label(first.start.cache_salt, "start.cache_salt"),
+            progress=first.start.progress,
         )
         attempt = self._shell.begin(start.attempt, first.start.incarnation, start)
         self._shell.metrics.prompt_tokens.inc(len(start.prompt_token_ids))

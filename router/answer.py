@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import nullcontext
 from typing import Final
 
@@ -287,7 +287,6 @@ class SideBySide(Listener):
         self._router = router
         self._client = client
         self._on_end = on_end
-        self._writing = asyncio.Lock()  # a call takes one message at a time
         self._is_reserved = asyncio.Event()
         self._place: WorkerLife | None = None  # where the prompt's KV comes to
         asked, stopping = request.asked, request.asked.sent.stopping
@@ -328,9 +327,8 @@ class SideBySide(Listener):
         await self.send(ended)
         return None
 
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
-        async with self._writing:
-            await self._client.send(event)
+    def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
+        return self._client.send(event)
 
     def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
         """The request counts as being at the workers of its first answer."""

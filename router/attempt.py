@@ -61,7 +61,6 @@ class Attempt:
         self._reason: FinishReason | None = None  # once the last event that counts has come
         self._moved_on_at = 0.0  # when the prompt's KV was complete, or the last commit came
         self._is_broken_off = False  # by us, since prefill failed
-        self._sending = asyncio.Lock()  # both calls bring events
         self._breaking_off: asyncio.TimerHandle | None = None
 
     async def run(self) -> FinishReason | Failure:
@@ -98,12 +97,12 @@ class Attempt:
                 if not isinstance(response, worker_pb2.DecodeResponse):
                     raise PeerLost(f"{self._peer} ended its call before the answer ended")
                 for news in self._take(response):
-                    await self._send(news)
+                    await self._told.send(news)
                 if self._reason is None and prefill and response.HasField("reservation"):
                     await self._send_reservation(prefill, response.reservation)
         except EffuseError as error:
             if (last := self._end_without_word(error)) is not None:
-                await self._send(last)
+                await self._told.send(last)
             self._end_calls()
         assert self._reason is not None, "sent completely"
         if request.answer.text.is_stopped:  # its workers know nothing of that
@@ -112,15 +111,11 @@ class Attempt:
             self._router.cleanup.settle_calls([decode, *self._readers()], self._cut_off)
         return self._reason
 
-    async def _send(self, news: generation_pb2.GenerateStreamResponse) -> None:
-        async with self._sending:
-            await self._told.send(news)
-
     async def _send_progress(self, computed_tokens: int) -> None:
-        """How much of the prompt is computed, unless the client still has to take an event."""
-        if not self._sending.locked():
-            with suppress(ClientGone):  # the next event finds that out, too
-                await self._send(progress_of(self._request, computed_tokens))
+        if self._request.answer.token_ids:  # a slow client has it before
+            return
+        with suppress(ClientGone):  # the next event finds that out, too
+            await self._told.send(progress_of(self._request, computed_tokens))
 
     # Opening.
 

@@ -312,13 +312,15 @@ class Listener:
 
 
 class AnswerStream:
-    """Writes each event to a streaming call; a slow client slows its own request only."""
+    """Writes each event to a streaming call, which takes one at a time, whoever sends it; a slow
+    client slows its own request only."""
 
     def __init__(
         self, context: grpc.aio.ServicerContext[Any, Any], *, stalled_s: float = STALLED_S
     ) -> None:
         self._context = context
         self._stalled_s = stalled_s
+        self._turn = asyncio.Lock()
         self._writing: asyncio.Future[None] | None = None
         self.translate: Translate | None = None
         """Makes another protocol's message of an event, or None to leave it out."""
@@ -327,17 +329,24 @@ class AnswerStream:
         """Writes one event; raises `ClientGone` if it is not taken in `stalled_s` seconds."""
         if self.translate is not None and (event := self.translate(event)) is None:
             return
-        write = cast(Awaitable[None], self._context.write(event))
-        writing = self._writing = asyncio.ensure_future(write)
-        writing.add_done_callback(_retrieve_error)
-        # Unlike a timeout this does not end the write: see `settle`.
-        await asyncio.wait({writing}, timeout=self._stalled_s)
-        if not writing.done():
-            raise ClientGone(f"the client has read nothing for {self._stalled_s:g} s")
+        async with self._turn:
+            if self._writing is not None:  # it may have outlived its sender
+                await self._taken(self._writing)
+            write = cast(Awaitable[None], self._context.write(event))
+            writing = self._writing = asyncio.ensure_future(write)
+            writing.add_done_callback(_retrieve_error)
+            await self._taken(writing)
         try:
             writing.result()
         except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise ClientGone("the client's call ended") from error
+
+    async def _taken(self, writing: asyncio.Future[None]) -> None:
+        """Waits for a write. Unlike a timeout this does not end it: see `settle`."""
+        if not writing.done():
+            await asyncio.wait({writing}, timeout=self._stalled_s)
+        if not writing.done():
+            raise ClientGone(f"the client has read nothing for {self._stalled_s:g} s")
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:

@@ -27,6 +27,7 @@ from effuse.worker.messages import (
     FailureCode,
     Finished,
     PrefillDone,
+    PromptProgress,
     PromptPushed,
     PushRehearsal,
     PushTo,
@@ -72,6 +73,7 @@ class FakeCore:
                 self._start_decode(message)
             case StartPrefill():
                 self._start(message)
+                self._report_part(message)
                 self._out.append(PrefillDone(attempt=message.attempt, queue_s=0.0, compute_s=0.5))
             case PushTo():
                 attempt = message.reservation.attempt
@@ -112,6 +114,10 @@ class FakeCore:
             case 908:  # as by a kernel out of memory
                 os.kill(os.getpid(), signal.SIGKILL)
         self._waiting[message.attempt.transfer_id] = message
+
+    def _report_part(self, message: StartPrefill | StartDecode) -> None:
+        if message.progress:
+            self._out.append(PromptProgress(attempt=message.attempt, computed_tokens=4))
 
     def _start_decode(self, message: StartDecode) -> None:
         if message.prompt_token_ids[0] == NO_ROOM:
@@ -186,6 +192,8 @@ class FakeCore:
     def _advance(self, name: str, decode: StartDecode) -> None:
         done = self._done.get(name, 0)
         state = BlockState((7, 99), b"\x02", True, done)
+        if not done:
+            self._report_part(decode)
         if decode.drafts:
             self._out.append(Draft(attempt=decode.attempt, token_offset=done, block=state))
         self._out.append(

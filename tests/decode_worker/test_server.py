@@ -39,7 +39,7 @@ def test_all_of_an_answer_arrives_in_order(tmp_path: Path) -> None:
     async def go() -> None:
         async with running(make_role(), CONFIG, tmp_path) as one:
             request = decode_request("a", one.incarnation)
-            request.drafts = True
+            request.drafts = request.progress = True
             events = await events_of(one.decode.Decode(request, timeout=20))
             held = events[0].reservation
             assert (held.attempt, held.incarnation) == (attempt("a"), one.incarnation)
@@ -55,6 +55,8 @@ def test_all_of_an_answer_arrives_in_order(tmp_path: Path) -> None:
             )
             drafts = [event.draft for event in events if event.HasField("draft")]
             assert [draft.token_offset for draft in drafts] == [0, 1, 2]
+            parts = [event.progress for event in events if event.HasField("progress")]
+            assert [part.computed_tokens for part in parts] == [4]
             assert events[-1].finished == pb.DecodeFinished(num_tokens=3, forward_passes=3)
 
     asyncio.run(go())

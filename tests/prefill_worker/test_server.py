@@ -76,6 +76,20 @@ def test_computing_begins_before_the_reservation_and_the_push_waits_for_it(tmp_p
     asyncio.run(go())
 
 
+def test_parts_of_the_prompt_are_reported_where_asked_for(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(ROLE, CONFIG, tmp_path) as one:
+            start = prefill_start("a", one.incarnation)
+            start.start.progress = True
+            call = await opened(one, [start])
+            assert (await event_of(call)).progress.computed_tokens == 4
+            assert (await event_of(call)).HasField("computed")
+            await call.write(reservation("a"))
+            assert (await event_of(call)).HasField("pushed")
+
+    asyncio.run(go())
+
+
 async def until_forgotten(kept: weakref.ref[OpenAttempt]) -> None:
     """Returns once no request holds it any more."""
 

@@ -162,6 +162,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
             if start.progress:
                 for count in (4, 8):
                     yield pb.PrefillResponse(progress=pb.PrefillProgress(computed_tokens=count))
+                await self.point("progress")
             computed = pb.PrefillComputed(queue_s=0.0, compute_s=0.01, cached_tokens=2)
             yield pb.PrefillResponse(computed=computed)
             await self.point("computed")

@@ -24,9 +24,16 @@ class Context:
     def __init__(self) -> None:
         self.taken = asyncio.Event()
         self.error: Exception | None = None
+        self.is_busy = False
+        self.texts: list[str] = []
 
     async def write(self, message: pb.GenerateStreamResponse) -> None:
+        if self.is_busy:
+            raise grpc.aio.UsageError("a message is being written")
+        self.is_busy = True
         await self.taken.wait()
+        self.is_busy = False
+        self.texts.append(message.commit.text)
         if self.error is not None:
             raise self.error
 
@@ -60,6 +67,25 @@ def test_a_request_that_ends_leaves_its_write_alone() -> None:
         context.error = grpc.aio.InternalError("the call is over")
         context.taken.set()
         await stream.settle()
+
+    asyncio.run(go())
+
+
+def test_one_event_is_written_at_a_time_also_after_its_sender_has_ended() -> None:
+    async def go() -> None:
+        context = Context()
+        stream = stream_to(context, stalled_s=60.0)
+        events = [pb.GenerateStreamResponse(commit=pb.BlockCommit(text=text)) for text in "abc"]
+        senders = [asyncio.create_task(stream.send(event)) for event in events[:1]]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        senders[0].cancel()
+        await asyncio.wait(senders)
+        senders = [asyncio.create_task(stream.send(event)) for event in events[1:]]
+        await asyncio.sleep(0.01)
+        context.taken.set()
+        await asyncio.gather(*senders)
+        assert context.texts == ["a", "b", "c"]
 
     asyncio.run(go())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import grpc.aio
 import pytest
@@ -153,6 +154,8 @@ def test_drafts_are_relayed_where_asked_for() -> None:
 
 def test_parts_of_the_prompt_are_shown_as_they_are_computed_where_asked_for() -> None:
     async def body(fleet: FakeFleet) -> None:
+        # The parts after the first one take their time.
+        fleet.prefill[0].at["progress"] = partial(asyncio.sleep, 0.05)
         events = await stream(fleet, output=pb.OutputOptions(prompt_progress=True))
         shown = [event for event in events if event.HasField("progress")]
         counts = [(one.progress.computed_tokens, one.progress.prompt_tokens) for one in shown]
