@@ -312,7 +312,7 @@ class Listener:
 
 
 class AnswerStream:
-    """Writes each event to a streaming call, which takes one at a time, whoever sends it; a slow
+    """Writes each event to a streaming call, which takes one at a time, from any sender; a slow
     client slows its own request only."""
 
     def __init__(
