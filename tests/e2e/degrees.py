@@ -81,9 +81,10 @@ def all_cases() -> Iterator[Case]:
             yield Case(work, connector, prefill, decode, context=context, page_size=page_size)
 
 
-def differing(case: Case) -> tuple[int, int]:
-    """(tokens that differ from the expected ones, tokens) of one case."""
+def differing(case: Case, most: int | None = None) -> tuple[int, int]:
+    """(tokens that differ from the expected ones, tokens) of one case, or of its first requests."""
     with serving(case) as (fleet, asked), connect(fleet.address) as client:
+        asked = asked[:most]
         requests = [request for request, _ in asked]
         answers = all_at_once(client.generate, requests)
         if case.context > 1:  # once more, with the KV that was kept
