@@ -4,6 +4,7 @@ without another project's client or without the right to make networks.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -128,10 +129,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # or each full collection would search all that was collected here: up to a second
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # or libraries report at the interpreter's end that their objects were leaked
+    # At the interpreter's end libraries would report that frozen objects were leaked; before it
+    # pytest collects ten times.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True)

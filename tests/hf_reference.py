@@ -12,19 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 _LLADA_LAYER = {
     "attn_norm": "input_layernorm",
@@ -84,9 +74,9 @@ class HfReference:
         )
 
 
-def _build(config: dict[str, Any]) -> PreTrainedModel:
+def _build(config: dict[str, Any]) -> transformers.PreTrainedModel:
     if config["model_type"] == "llada":
-        llama = LlamaConfig(
+        llama = transformers.LlamaConfig(
             **_shared(config),
             hidden_size=config["d_model"],
             intermediate_size=config["mlp_hidden_size"],
@@ -96,7 +86,7 @@ def _build(config: dict[str, Any]) -> PreTrainedModel:
             num_key_value_heads=config["n_kv_heads"],
             tie_word_embeddings=config["weight_tying"],
         )
-        return _settled(LlamaForCausalLM(llama))
+        return _settled(transformers.LlamaForCausalLM(llama))
     copied = (
         "hidden_size",
         "intermediate_size",
@@ -108,16 +98,22 @@ def _build(config: dict[str, Any]) -> PreTrainedModel:
     )
     sizes = {key: config[key] for key in copied}
     if config["model_type"] == "Dream":
-        return _settled(Qwen2ForCausalLM(Qwen2Config(**_shared(config), **sizes)))
+        return _settled(
+            transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_shared(config), **sizes))
+        )
     if config["model_type"] == "sdar_moe":
         keys = ("head_dim", "moe_intermediate_size", "norm_topk_prob", "num_experts")
         own = {key: config[key] for key in (*keys, "num_experts_per_tok")}
-        return _settled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**_shared(config), **sizes, **own)))
-    qwen3 = Qwen3Config(**_shared(config), **sizes, head_dim=config["head_dim"])
-    return _settled(Qwen3ForCausalLM(qwen3))
+        return _settled(
+            transformers.Qwen3MoeForCausalLM(
+                transformers.Qwen3MoeConfig(**_shared(config), **sizes, **own)
+            )
+        )
+    qwen3 = transformers.Qwen3Config(**_shared(config), **sizes, head_dim=config["head_dim"])
+    return _settled(transformers.Qwen3ForCausalLM(qwen3))
 
 
-def _settled(model: PreTrainedModel) -> PreTrainedModel:
+def _settled(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     model.eval()  # type: ignore[no-untyped-call]
     return model
 

@@ -206,7 +206,7 @@ def set_role(
 
 def expected_of(fleet: Fleet, seed: int) -> dict[Job, list[int]]:
     """Jobs with the tokens that a fleet writes while nothing happens to it."""
-    jobs = draw_jobs(seed, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
+    jobs = draw_jobs(seed, 12, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
     with connect(fleet.address) as client:
         return {job: list(client.generate(job.message()).token_ids) for job in jobs}
 

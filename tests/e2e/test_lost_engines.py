@@ -19,7 +19,7 @@ from effuse.cli.fleet import Fleet
 
 ROUNDS = 2  # so that each engine is killed
 CONCURRENT = 4
-THINK_S = 0.3  # which leaves the engines that start some of a small machine
+THINK_S = 0.8  # which leaves the engines that start some of a small machine
 DECODE = ("decode-0", "decode-1", "decode-2")
 
 
@@ -79,7 +79,7 @@ def kill_engines(fleet: Fleet, names: Sequence[str]) -> None:
 
 
 def test_killed_engines_cost_no_request_and_change_no_token() -> None:
-    jobs = draw_jobs(8, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
+    jobs = draw_jobs(8, 12, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
     with tiny_fleet("sdar", connector="zmq", decode=3) as fleet, connect(fleet.address) as client:
         undisturbed = {job: list(client.generate(job.message()).token_ids) for job in jobs}
         load = Load(client, jobs)

@@ -35,7 +35,7 @@ METHOD = {
         "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
     },
 }
-THINK_S = 0.3  # which leaves the processes that start some of a small machine
+THINK_S = 0.8  # which leaves the processes that start some of a small machine
 
 
 @dataclass
@@ -104,7 +104,7 @@ def roll(fleet: Fleet, name: str) -> None:
 def test_a_rolling_update_costs_no_stream_and_changes_no_token() -> None:
     """A decode worker without time for its requests leaves them to the other one. The routers share
     their port, so both are replaced."""
-    jobs = draw_jobs(8, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=4)
+    jobs = draw_jobs(8, 12, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=4)
     with tiny_fleet(
         "sdar", connector="zmq", decode=2, routers=ROUTERS,
         decode_flags=("--drain-s", "0.01"),
@@ -123,7 +123,7 @@ def test_a_rolling_update_costs_no_stream_and_changes_no_token() -> None:
 
 def test_one_worker_of_each_kind_is_replaced_twice_and_no_request_is_lost() -> None:
     """Each successor is there before its predecessor ends."""
-    jobs = draw_jobs(8, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=4)
+    jobs = draw_jobs(8, 12, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=4)
     with tiny_fleet("sdar", connector="zmq") as fleet:
         with connect(fleet.address) as client:
             undisturbed = {job: list(client.generate(job.message()).token_ids) for job in jobs}

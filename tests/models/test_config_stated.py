@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from expert_checkpoints import write_expert_checkpoint
-from transformers import LlamaConfig, OlmoeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError
@@ -195,11 +195,11 @@ def test_two_places_that_differ_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [TOP, *ROTARY_PLACES[:3]], ids=".".join)
 def test_the_rotary_base_is_that_of_transformers(tmp_path: Path, place: tuple[str, ...]) -> None:
     classes = {
-        "sdar": Qwen3Config,
-        "dream": Qwen2Config,
-        "sdar_moe": Qwen3MoeConfig,
-        "stable_diffcoder": LlamaConfig,
-        "llada_moe": OlmoeConfig,
+        "sdar": transformers.Qwen3Config,
+        "dream": transformers.Qwen2Config,
+        "sdar_moe": transformers.Qwen3MoeConfig,
+        "stable_diffcoder": transformers.LlamaConfig,
+        "llada_moe": transformers.OlmoeConfig,
     }
     for family, config_class in classes.items():
         plain = {k: v for k, v in RELEASES[family].items() if k != "rope_theta"}
@@ -211,7 +211,10 @@ def test_the_rotary_base_is_that_of_transformers(tmp_path: Path, place: tuple[st
 
 def test_transformers_saves_what_is_read(tmp_path: Path) -> None:
     """A configuration as transformers 5 writes it, all its keys stated."""
-    for family, config_class in (("sdar", Qwen3Config), ("sdar_moe", Qwen3MoeConfig)):
+    for family, config_class in (
+        ("sdar", transformers.Qwen3Config),
+        ("sdar_moe", transformers.Qwen3MoeConfig),
+    ):
         config = config_class(**RELEASES[family]).to_dict() | {
             key: RELEASES[family][key] for key in ("model_type", "architectures")
         }
