@@ -35,7 +35,7 @@ METHOD = {
         "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
     },
 }
-THINK_S = 0.8  # which leaves the processes that start some of a small machine
+THINK_S = 0.3  # which leaves the processes that start some of a small machine
 
 
 @dataclass
