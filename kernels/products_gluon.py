@@ -10,8 +10,8 @@ A program computes one tile after another. A producer warp copies the next steps
 to shared memory, also those of the next tile. Each consumer warpgroup multiplies 64 columns with
 all rows of the tile. The first weights are copied while the previous kernel still runs.
 
-The sum may be cut into shares. Few rows have a tile for each share, which a later kernel adds.
-Many rows have all in one tile: each is added to those before, which wait in the result.
+The sum may be cut into shares. Each has a tile of its own, and a later kernel adds them, or all are
+turns of one tile: each is added to those before, which wait in the result.
 """
 
 from triton.experimental import gluon
@@ -30,7 +30,9 @@ GROUP = gl.constexpr(16)
 
 
 # One kernel for all counts: a new kind of count must not compile while requests wait.
-@gluon.jit(do_not_specialize=["rows", "num_columns", "num_rows", "steps", "has_bias"])
+@gluon.jit(
+    do_not_specialize=["rows", "num_columns", "num_rows", "steps", "shares", "turns", "has_bias"]
+)
 def product_kernel(
     weights,
     first_rows,
@@ -43,12 +45,12 @@ def product_kernel(
     num_columns,
     num_rows,
     steps,
+    shares,
+    turns,
     has_bias,
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    SHARES: gl.constexpr,
-    IS_JOINED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -69,27 +71,37 @@ def product_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     memory = (held, parts, full, empty)
-    spans = (num_columns, num_rows, steps)
+    spans = (num_columns, num_rows, steps, shares, turns)
     target = (bias, has_bias, out, rows, columns)
-    APART: gl.constexpr = 1 if IS_JOINED else SHARES
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
-                (_produce, (CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, weights, sources)),
+                (_consume, (0, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, memory, spans, weights, sources)),
             ],
             [1],
             [PRODUCER_REGISTERS],
         )  # fmt: skip
-    else:
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
-                (_consume, (1, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
-                (_produce, (CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, weights, sources)),
+                (_consume, (0, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_consume, (1, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, memory, spans, weights, sources)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_consume, (1, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_consume, (2, CONSUMERS, TILE_ROWS, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, memory, spans, weights, sources)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
@@ -103,7 +115,7 @@ def _stages_of(source, STAGES: gl.constexpr):
 def _tile(index, spans):
     """(column of tiles, row of tiles): the columns of a group side by side, then their rows, so
     that both meet in the L2 cache."""
-    num_columns, num_rows, _steps = spans
+    num_columns, num_rows, _steps, _shares, _turns = spans
     group = index // (GROUP * num_rows)
     width = gl.minimum(GROUP, num_columns - group * GROUP)
     within = index - group * (GROUP * num_rows)
@@ -111,24 +123,26 @@ def _tile(index, spans):
 
 
 @gluon.jit
-def _share(index, turn, spans, APART: gl.constexpr, SHARES: gl.constexpr):
+def _share(index, turn, spans):
     """(tile, share of its sum, first step, number of steps) of an index in a turn. The shares of a
     tile are apart, or each is a turn of the program that has the tile."""
-    num_columns, num_rows, steps = spans
-    share = turn
-    if APART > 1:
-        share = index // (num_columns * num_rows)
-        index -= share * (num_columns * num_rows)
-    first = share * steps // SHARES
-    return index, share, first, (share + 1) * steps // SHARES - first
+    num_columns, num_rows, steps, shares, _turns = spans
+    share = turn + index // (num_columns * num_rows)
+    first = share * steps // shares
+    return index % (num_columns * num_rows), share, first, (share + 1) * steps // shares - first
+
+
+@gluon.jit
+def _num_tiles(spans):
+    """Of one turn."""
+    num_columns, num_rows, _steps, shares, turns = spans
+    return num_columns * num_rows * (shares // turns)
 
 
 @gluon.jit
 def _produce(
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
-    APART: gl.constexpr,
-    SHARES: gl.constexpr,
     memory,
     spans,
     weights,
@@ -137,7 +151,7 @@ def _produce(
     """Copies the steps of all tiles, each as soon as its stage is free."""
     _held, parts, _full, empty = memory
     STAGES: gl.constexpr = parts[0].shape[0]
-    tile, _number, first, steps = _share(gl.program_id(0), 0, spans, APART, SHARES)
+    tile, _number, first, steps = _share(gl.program_id(0), 0, spans)
     column, row = _tile(tile, spans)
     ahead = gl.minimum(STAGES, steps)
     for step in range(ahead):
@@ -146,13 +160,11 @@ def _produce(
     for step in range(ahead):
         _copy_rows(memory, sources, row * TILE_ROWS, first + step, step)
     count = ahead
-    for turn in gl.static_range(SHARES // APART):
-        for index in range(gl.program_id(0), APART * spans[0] * spans[1], gl.num_programs(0)):
-            tile, _number, first, steps = _share(index, turn, spans, APART, SHARES)
+    for turn in range(spans[4]):
+        for index in range(gl.program_id(0), _num_tiles(spans), gl.num_programs(0)):
+            tile, _number, first, steps = _share(index, turn, spans)
             column, row = _tile(tile, spans)
-            copied = 0
-            if turn == 0:
-                copied = gl.where(index == gl.program_id(0), ahead, 0)
+            copied = gl.where((turn == 0) & (index == gl.program_id(0)), ahead, 0)
             for step in range(copied, steps):
                 stage = count % STAGES
                 mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
@@ -187,8 +199,6 @@ def _consume(
     which: gl.constexpr,
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
-    APART: gl.constexpr,
-    SHARES: gl.constexpr,
     memory,
     spans,
     target,
@@ -197,14 +207,12 @@ def _consume(
     _held, parts, _full, _empty = memory
     bias, has_bias, out, rows, columns = target
     count = 0
-    for turn in gl.static_range(SHARES // APART):
-        for index in range(gl.program_id(0), APART * spans[0] * spans[1], gl.num_programs(0)):
-            tile, share, _first, steps = _share(index, turn, spans, APART, SHARES)
+    for turn in range(spans[4]):
+        for index in range(gl.program_id(0), _num_tiles(spans), gl.num_programs(0)):
+            tile, share, _first, steps = _share(index, turn, spans)
             column, row = _tile(tile, spans)
             totals, count = _sums(which, CONSUMERS, memory, steps, count)
-            into = out
-            if APART > 1:
-                into += share.to(gl.int64) * rows * columns
+            into = out + (share - turn).to(gl.int64) * rows * columns
             first = (column * CONSUMERS + which) * COLUMNS
             first_row = row * TILE_ROWS
             for part in gl.static_range(len(parts)):
@@ -259,7 +267,7 @@ def _awaited(sums, pending: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, bias, has_bias, total, place, ADDS: gl.constexpr):
+def _store(out, bias, has_bias, total, place, adds):
     """Stores a tile [64 columns, rows] of the product, row by row, or adds it to what is there."""
     first, first_row, rows, columns = place
     SIZE: gl.constexpr = total.shape[1]
@@ -276,8 +284,11 @@ def _store(out, bias, has_bias, total, place, ADDS: gl.constexpr):
     # Offsets of 4 bytes take half of the registers that addresses would.
     at = out + first_row.to(gl.int64) * columns + (row[None, :] * columns + column[:, None])
     mask = (column < columns)[:, None] & (row < rows - first_row)[None, :]
-    if ADDS:
-        # To what this thread has stored: there are no registers to load that.
-        gl.atomic_add(at, result, mask=mask, sem="relaxed")
+    if is_wide:
+        if adds:
+            # To what this thread has stored: there are no registers to load that.
+            gl.atomic_add(at, result, mask=mask, sem="relaxed")
+        else:
+            gl.store(at, result, mask=mask)
     else:
         gl.store(at, result, mask=mask)
