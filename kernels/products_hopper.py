@@ -38,6 +38,7 @@ _SHARED_BYTES: Final = 224_000
 _REGISTERS: Final = (0, 240, 240, 160)
 """Of a consumer's thread, by the number of consumers."""
 
+_MOST_JOINED_ROWS: Final = 192
 _TURNS: Final = 3
 _MOST_ELEMENTS: Final = 1 << 28
 _DELAY_CYCLES: Final = 6_000_000
@@ -46,7 +47,8 @@ _BYTES_PER_S: Final = 2e12
 
 @dataclass(frozen=True, slots=True)
 class DenseTile:
-    """A tile's parts of rows, and its consumers of 64 columns each."""
+    """A tile's parts of rows, and its consumers of 64 columns each. If it has one consumer, the next
+    tile has another one."""
 
     parts: tuple[int, ...]
     consumers: int
@@ -83,6 +85,7 @@ TILES: Final = (
     DenseTile((128, 128), 1),
     DenseTile((128, 128, 16), 1),
     DenseTile((128,), 2),
+    DenseTile((128, 32), 2),
     DenseTile((128, 64), 2),
     DenseTile((128, 128), 2),
     DenseTile((128, 64), 3),
@@ -137,7 +140,9 @@ def _plans(rows: int, shares: int) -> Iterator[Plan]:
     for tile in TILES:
         is_small = rows > 24 * tile.rows and tile.rows < 192
         if tile.rows < 2 * max(rows, TILES[0].rows) and not is_small:
-            yield Plan(tile)
+            # The sums of all shares of a tile lie in registers.
+            if shares == 1 or tile.rows <= _MOST_JOINED_ROWS and tile.consumers < 3:
+                yield Plan(tile)
             if shares > 1 and rows <= MEASURED_ROWS[-1] // 4:
                 yield Plan(tile, is_apart=True)
 
@@ -225,10 +230,10 @@ def launch(
         num_rows,
         steps,
         shares,
-        shares // apart,
         int(bias is not None),
         CONSUMERS=tile.consumers,
         TILE_ROWS=tile.rows,
+        TURNS=shares // apart,
         STAGES=tile.stages,
         CONSUMER_REGISTERS=_REGISTERS[tile.consumers],
         PRODUCER_REGISTERS=24,
