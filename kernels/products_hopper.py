@@ -48,7 +48,7 @@ _BYTES_PER_S: Final = 2e12
 
 @dataclass(frozen=True, slots=True)
 class DenseTile:
-    """A tile's parts of rows, and its consumers of 64 columns each. Two take turns if it has one."""
+    """A tile's parts of rows, and its consumers of 64 columns each. If it has one, two take turns."""
 
     parts: tuple[int, ...]
     consumers: int
@@ -163,8 +163,8 @@ def _fastest(plans: list[Plan], run: Callable[[Plan], None], parts_s: float) -> 
     shares apart cost their reader."""
 
     def seconds(plans: Sequence[Plan]) -> list[float]:
-        torch.cuda._sleep(_DELAY_CYCLES)  # the host queues all meanwhile
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(plans) + 1)]
+        torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]  # the host queues all meanwhile
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(plans) + 1)]  # type: ignore[no-untyped-call]
         events[0].record()
         for plan, event in zip(plans, events[1:], strict=True):
             run(plan)
