@@ -48,7 +48,7 @@ _BYTES_PER_S: Final = 2e12
 
 @dataclass(frozen=True, slots=True)
 class DenseTile:
-    """A tile's parts of rows, and its consumers of 64 columns each. If it has one, two take turns."""
+    """A tile's parts of rows, and its 64-column consumers. If it has one, two take turns."""
 
     parts: tuple[int, ...]
     consumers: int
