@@ -33,6 +33,7 @@ from effuse.kernels.sampling import of_shares, sample_confidence, share_record
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.context import ContextAttention
+from effuse.models.context_prompts import PromptAttention
 from effuse.models.group import (
     ALONE,
     ContextGroup,
@@ -133,10 +134,18 @@ class Transformer:
         self.weights = weights
         self.batch_invariant = batch_invariant
         self._linear = partial(linear, batch_invariant=batch_invariant)
-        self.context = None if context is None else ContextAttention(context, self.shard)
+        self.context: ContextAttention | None = None
+        self.prompts: PromptAttention | None = None  # if ranks of a context compute different rows
+        if context is not None and context.weights is not None:
+            is_causal = config.prompt_attention == "causal_blocks"
+            self.prompts = PromptAttention(
+                context, is_causal=is_causal, block_size=config.block_size
+            )
+        elif context is not None:
+            self.context = ContextAttention(context, self.shard)
         if batch_invariant:
             attend = partial(block_attention, batch_invariant=True)
-        self._attention = self.context or attend
+        self._attention = self.context or self.prompts or attend
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         is_exact = attend is block_attention and self.device.type == "cpu"
@@ -318,7 +327,9 @@ class Transformer:
         )
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
-        self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate
+        k, _ = self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate
+        if self.prompts is not None:
+            self.prompts.store(k, v, *layer_kv)
 
     def _rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, rows: _Rows
