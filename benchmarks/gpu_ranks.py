@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -322,6 +323,13 @@ def waves(degrees: Sequence[int], num_gpus: int) -> list[list[int]]:
 
 def run_wave(degrees: Sequence[int], argv: Sequence[str], deadline: float) -> list[Result]:
     """Groups of these degrees, side by side; what each has measured before the deadline."""
+    return [Result(**one) for one in run_processes(degrees, argv, deadline, MODULE)]
+
+
+def run_processes(
+    degrees: Sequence[int], argv: Sequence[str], deadline: float, module: str
+) -> list[dict[str, Any]]:
+    """The same of any module whose first rank writes its results."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
     with tempfile.TemporaryDirectory() as home:
         processes = []
@@ -332,15 +340,14 @@ def run_wave(degrees: Sequence[int], argv: Sequence[str], deadline: float) -> li
             flags = ["--size", str(degree), "--home", str(place)]
             processes += [
                 subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, *argv, *flags, "--rank", str(rank)],
+                    [sys.executable, "-P", "-m", module, *argv, *flags, "--rank", str(rank)],
                     env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)},
                 )
                 for rank in range(degree)
             ]
         _wait(processes, deadline)
         files = [Path(home) / str(degree) / "results.json" for degree in degrees]
-        found = [one for file in files if file.exists() for one in json.loads(file.read_text())]
-    return [Result(**one) for one in found]
+        return [one for file in files if file.exists() for one in json.loads(file.read_text())]
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:

@@ -32,6 +32,10 @@ class Silent(Group):
         every = x.repeat(1, self._size)
         return functional.pad(every, (0, max(0, sum(sizes) - every.shape[1])))[:, : sum(sizes)]
 
+    def collect(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        every = x.new_zeros(self._size * len(x), *x.shape[1:]) if into is None else into.zero_()
+        return every.unflatten(0, (self._size, len(x)))
+
 
 class SummedFloor(Floor):
     """A rank's products, with a sum over all ranks behind two products of each layer."""

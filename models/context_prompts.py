@@ -70,7 +70,7 @@ class PromptAttention:
     """One rank's side of it, an `Attend`; all ranks of the group call it together."""
 
     def __init__(self, context: ContextGroup, *, is_causal: bool, block_size: int) -> None:
-        self._cut = context.cut
+        self.cut = context.cut
         self.group = context.group
         self._block_size = block_size
         self._is_causal = is_causal
@@ -87,10 +87,10 @@ class PromptAttention:
         """
         runs = [self._runs(part) for part in parts]
         order, firsts = self._order(parts, runs)
-        own = order[self._cut.rank]
+        own = order[self.cut.rank]
         at, is_row = np.maximum(own, 0), own >= 0
         wanted = np.zeros_like(packed.wanted_rows)
-        if self._cut.rank == 0:
+        if self.cut.rank == 0:
             wanted = np.searchsorted(own[is_row], packed.wanted_rows)
         everyone = order.reshape(-1)
         places = np.where(everyone < 0, -1, packed.slots[everyone])
@@ -100,7 +100,7 @@ class PromptAttention:
                 np.where(is_row, packed.positions[at], 0),
                 np.full_like(own, -1),
                 wanted,
-                self._cut.slots(torch.from_numpy(places)).numpy(),
+                self.cut.slots(torch.from_numpy(places)).numpy(),
             ]
         )
         spaces = self._planned(parts, runs, everyone, firsts, device, bring)
@@ -148,10 +148,10 @@ class PromptAttention:
     ) -> tuple[Tensor, Tensor]:
         """Views of a workspace's pages, filled."""
         _, heads, dim = keys.shape
-        pages = keys.new_empty(space.num_pages, heads, 2, self._cut.turn, dim)
+        pages = keys.new_empty(space.num_pages, heads, 2, self.cut.turn, dim)
         if count := len(space.own_pages):
             own = [one.transpose(1, 2)[space.own_pages] for one in (k_cache, v_cache)]
-            self.group.collect(torch.stack(own, dim=2), into=pages[: self._cut.degree * count])
+            self.group.collect(torch.stack(own, dim=2), into=pages[: self.cut.degree * count])
         views = pages[:, :, 0].transpose(1, 2), pages[:, :, 1].transpose(1, 2)
         store_kv(keys, values, *views, space.slots)
         return views
@@ -160,10 +160,10 @@ class PromptAttention:
 
     def _runs(self, part: Part) -> list[list[range]]:
         if not self._is_causal:
-            return runs_of_ranks(len(part.token_ids), None, self._cut.degree)
+            return runs_of_ranks(len(part.token_ids), None, self.cut.degree)
         if (part.start - part.block_origin) % self._block_size:
             raise ValueError(f"a part begins at {part.start}, within a block of {self._block_size}")
-        return runs_of_ranks(len(part.token_ids), self._block_size, self._cut.degree)
+        return runs_of_ranks(len(part.token_ids), self._block_size, self.cut.degree)
 
     def _order(
         self, parts: Sequence[Part], runs: Sequence[list[list[range]]]
@@ -178,7 +178,7 @@ class PromptAttention:
                     for run in of_part[rank]
                 ]
             )
-            for rank in range(self._cut.degree)
+            for rank in range(self.cut.degree)
         ]
         order = np.full((len(rows), max(map(len, rows))), -1, np.int64)
         for of_rank, own in zip(order, rows, strict=True):
@@ -204,16 +204,16 @@ class PromptAttention:
             for part, table, first in zip(parts[span], tables, firsts[span], strict=True):
                 row = everyone - first
                 is_here = (row >= 0) & (row < len(part.token_ids)) & (everyone >= 0)
-                page, offset = np.divmod(part.start + row[is_here], self._cut.turn)
-                slots[is_here] = np.asarray(table)[page] * self._cut.turn + offset
+                page, offset = np.divmod(part.start + row[is_here], self.cut.turn)
+                slots[is_here] = np.asarray(table)[page] * self.cut.turn + offset
             seqs = [
                 (part, table, run)
                 for part, table, of_ranks in zip(parts[span], tables, runs[span], strict=True)
-                for run in of_ranks[self._cut.rank]
+                for run in of_ranks[self.cut.rank]
                 if run
             ]
             count = sum(len(run) for _, _, run in seqs)
-            num_padding = 0 if end < len(parts) else len(everyone) // self._cut.degree - done - count
+            num_padding = 0 if end < len(parts) else len(everyone) // self.cut.degree - done - count
             rows = slice(done, done + count + num_padding)
             batch = self._batch(seqs, num_padding, device) if rows.stop > done else None
             pages, places = bring([own_pages, slots])
@@ -232,15 +232,13 @@ class PromptAttention:
     def _tables(self, parts: Sequence[Part]) -> tuple[list[list[int]], Integers, int]:
         """The page of a workspace for each page of each part; the own pages to gather; and the
         number of pages in all. A page that ranks hold together has a page of each of them."""
-        turn, degree = self._cut.turn, self._cut.degree
+        turn, degree = self.cut.turn, self.cut.degree
         spans = [-(-part.start // (turn * degree)) for part in parts]
         gathered, own_pages = sum(spans), []
         tables, following, first = [], degree * gathered, 0
         for part, count in zip(parts, spans, strict=True):
             own_pages += part.pages[:count]
-            table = [
-                rank * gathered + first + at for at in range(count) for rank in range(degree)
-            ]
+            table = [rank * gathered + first + at for at in range(count) for rank in range(degree)]
             num_new = -(-(part.start + len(part.token_ids)) // turn) - len(table)
             table += range(following, following + num_new)
             following, first = following + max(num_new, 0), first + count
@@ -268,12 +266,12 @@ class PromptAttention:
         batch = make_attention_batch(
             *(lengths, seen, tables, origins),
             block_size=self._block_size,
-            page_size=self._cut.turn,
+            page_size=self.cut.turn,
             device=device,
         )
         if self._is_causal:
             return batch
-        return cut_batch(batch, ContextCut(0, 1, self._cut.turn)).cached
+        return cut_batch(batch, ContextCut(0, 1, self.cut.turn)).cached
 
 
 def _all_cached(
@@ -289,7 +287,5 @@ def _all_cached(
 ) -> None:
     """`block_attention` of rows that see all tokens in the pages, their own among them."""
     found = empty_partials(*q.shape, q)
-    partial_attention(
-        q, k, v, k_cache, v_cache, batch, scale=scale, into=found, cached_only=True
-    )
+    partial_attention(q, k, v, k_cache, v_cache, batch, scale=scale, into=found, cached_only=True)
     out.copy_(found.out)

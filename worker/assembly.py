@@ -198,7 +198,8 @@ def _check_cuts(config: WorkerConfig, directory: Path) -> None:
     model = ModelConfig.from_dir(directory, block_size=config.block_size)
     has_replicas, degree, context = config.num_replicas > 1, config.context_degree, None
     if degree > 1:
-        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE)
+        weights = ALONE if config.cuts_rows else None
+        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE, weights)
     place = RankPlace(
         0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas, context=context
     )

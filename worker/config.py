@@ -231,8 +231,14 @@ class WorkerConfig(EngineSettings):
         return 1
 
     @property
+    def cuts_rows(self) -> bool:
+        """Whether these ranks also compute different rows, each with all weights of its group."""
+        return False
+
+    @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.num_replicas
+        rows = self.context_degree if self.cuts_rows else 1
+        return self.tensor_parallel_size * self.num_replicas * rows
 
     @property
     def runs_graphs(self) -> bool:
@@ -254,6 +260,11 @@ class WorkerConfig(EngineSettings):
 class PrefillConfig(WorkerConfig):
     """Settings of a prefill worker. Raises ValueError that names the accepted form."""
 
+    prefill_context_parallel_size: Annotated[
+        int,
+        "devices, for each of those of tensor-parallel-size, that compute equal parts of each "
+        "prompt and hold its KV together",
+    ] = 1
     reservation_s: Annotated[float, "most time that a computed prompt waits for a reservation"] = (
         60.0
     )
@@ -270,6 +281,35 @@ class PrefillConfig(WorkerConfig):
             raise ValueError(
                 f"--min-handoff-gbps: expected 0 or more GB/s, got {self.min_handoff_gbps:g}"
             )
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        degree, most = self.prefill_context_parallel_size, _MOST_RANKS // self.tensor_parallel_size
+        checks.whole("prefill_context_parallel_size", degree, 1, most)
+        if degree == 1:
+            return
+        accepted = (
+            ("attention", "triton", "flex reads no keys that other devices compute"),
+            ("kv_layout", "unified", "devices gather whole pages of it"),
+            ("batch_invariant", False, "the devices of a prompt merge no rows in a fixed order"),
+            ("kv_offloading_dir", None, "files hold the pages of one device"),
+            ("kv_pool", None, "the pool holds the pages of one device"),
+        )
+        for name, value, reason in accepted:
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"--prefill-context-parallel-size {degree}: expected {flag_of(name)} {value} "
+                    f"with it, because {reason}, got {getattr(self, name)}"
+                )
+
+    @property
+    def context_degree(self) -> int:
+        """Ranks that hold the same KV heads, each for other tokens."""
+        return self.prefill_context_parallel_size
+
+    @property
+    def cuts_rows(self) -> bool:
+        return self.prefill_context_parallel_size > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,11 +407,13 @@ class BothConfig(PrefillConfig, DecodeConfig):
                 "--data-parallel-size: expected 1 for a worker that also computes prompts for "
                 f"others, got {self.data_parallel_size}"
             )
-        if self.context_degree > 1:
-            raise ValueError(
-                "--decode-context-parallel-size: expected 1 for a worker that also computes "
-                f"prompts for others, got {self.context_degree}"
-            )
+        cuts = self.prefill_context_parallel_size, self.decode_context_parallel_size
+        for kind, degree in zip(("prefill", "decode"), cuts, strict=True):
+            if degree > 1:
+                raise ValueError(
+                    f"--{kind}-context-parallel-size: expected 1 for a worker that both computes "
+                    f"prompts for others and writes answers, got {degree}"
+                )
 
 
 def to_json(config: WorkerConfig) -> bytes:

@@ -20,7 +20,7 @@ from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
 from effuse.models.config import ModelConfig
-from effuse.models.group import ContextGroup, ProcessGroup, RankPlace, join_group
+from effuse.models.group import ALONE, ContextGroup, ProcessGroup, RankPlace, join_group
 from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
@@ -60,7 +60,14 @@ def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> R
     size, meeting = config.num_ranks, meeting_path(home)
     group = join_group(rank, size, device, meeting, _JOIN_S, in_order=config.batch_invariant)
     context = join_context(
-        rank, size, config.context_degree, config.page_size, group, device, meeting
+        rank,
+        size,
+        config.context_degree,
+        config.page_size,
+        group,
+        device,
+        meeting,
+        cuts_rows=config.cuts_rows,
     )
     return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1, context)
 
@@ -73,18 +80,26 @@ def join_context(
     group: ProcessGroup,
     device: torch.device,
     meeting: Path,
+    *,
+    cuts_rows: bool = False,
 ) -> ContextGroup | None:
-    """Meets the other ranks of those that cut the context, if any do; they are neighbours. Raises
-    ValueError if they do not come."""
+    """Meets the other ranks of those that cut the context, if any do; they are neighbours. If they
+    compute different rows, those that cut the weights meet too. Raises ValueError if they do not
+    come."""
     if degree == 1:
         return None
-    cut = ContextCut(rank % degree, degree, page_size)
-    if degree == size:
-        return ContextGroup(cut, group)
+    cut, count = ContextCut(rank % degree, degree, page_size), size // degree
+    if count == 1:
+        return ContextGroup(cut, group, ALONE if cuts_rows else None)
     at = meeting.with_name(f"{meeting.name}{rank // degree}")
     part = join_group(cut.rank, degree, device, at, _JOIN_S)
     group.adopt(part)
-    return ContextGroup(cut, part)
+    if not cuts_rows:
+        return ContextGroup(cut, part)
+    at = meeting.with_name(f"{meeting.name}w{cut.rank}")
+    weights = join_group(rank // degree, count, device, at, _JOIN_S)
+    group.adopt(weights)
+    return ContextGroup(cut, part, weights)
 
 
 def model_directory(config: WorkerConfig) -> Path:
@@ -126,6 +141,8 @@ def make_part(
     replica's pages are its own.
     """
     max_model_len = _max_model_len(config, model)
+    if model.prompts is not None:
+        model.prompts.most_tokens = max_model_len
     model.group.map_peers(model.config.hidden_size, model.dtype)
     layout, device = _layout(config, model), model.device
     num_pages = _num_pages(config, model, layout, max_model_len)
@@ -140,9 +157,8 @@ def make_part(
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
-    warm_up(
-        runner, model.config.max_position_embeddings, model.config.block_size, config.num_replicas
-    )
+    most, num_rows = model.config.max_position_embeddings, model.config.block_size
+    warm_up(runner, most, num_rows, config.num_replicas, has_candidates=model.prompts is None)
     return RankPart(
         model=model,
         memory=memory,
@@ -174,22 +190,31 @@ def _host_pages(config: WorkerConfig, model: ModelConfig, memory: PageMemory) ->
         raise ValueError(f"--kv-offloading-size {size:g}: {error}") from error
 
 
-def warm_up(runner: Forward, most: int, num_rows: int, num_replicas: int = 1) -> None:
+def warm_up(
+    runner: Forward,
+    most: int,
+    num_rows: int,
+    num_replicas: int = 1,
+    *,
+    has_candidates: bool = True,
+) -> None:
     """Runs a forward of `num_rows` rows of each replica, nearly all of which want a candidate;
-    writes to page 0.
+    writes to page 0. Without candidates it is one of prompts.
 
     A sequence has at most `most` of them, the model's positions: tables end there.
     """
     parts = []
     for replica, begin in product(range(num_replicas), range(0, num_rows, most)):
         length = min(most, num_rows - begin)
-        wanted = range(1, length)  # position 0 has no row before it, which shifting models need
+        # Position 0 has no row before it, which shifting models need.
+        wanted = range(1, length if has_candidates else 1)
         part = Part(
             token_ids=[0] * length,
             start=0,
             pages=[0],
             num_stored=int(begin == 0),
             block_origin=0,
+            keep_boundary=not has_candidates,
             candidates=wanted,
             denoise_counts=[0] * len(wanted),
             sampling=Sampling(temperature=1.0, top_p=0.9, top_k=8),
@@ -278,6 +303,10 @@ def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
 
 
 def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
+    rank, degree = model.shard.rank, model.shard.size
+    if model.prompts is not None:
+        cut = model.prompts.cut
+        rank, degree = rank * cut.degree + cut.rank, degree * cut.degree
     return KVLayout(
         kind=config.kv_layout,
         num_layers=model.config.num_layers,
@@ -286,8 +315,8 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
         page_size=config.page_size,
         dtype=str(model.dtype).removeprefix("torch."),
         most_groups=MOST_GROUPS[config.connector],
-        rank=model.shard.rank,
-        degree=model.shard.size,
+        rank=rank,
+        degree=degree,
         context_degree=config.context_degree,
     )
 
@@ -302,18 +331,30 @@ def _num_pages(
     if model.device.type == "cpu":
         return max(least, _CPU_POOL_BYTES // layout.page_bytes)
     everyone = model.group if model.replicas is None else model.replicas.group
-    return everyone.least(_device_pages(config, model, layout))
+    least = everyone.least(_device_pages(config, model, layout, max_model_len))
+    return least if model.prompts is None else model.prompts.group.least(least)
 
 
-def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) -> int:
+def _device_pages(
+    config: WorkerConfig, model: Transformer, layout: KVLayout, max_model_len: int
+) -> int:
     """Pages in the device memory that the largest forward leaves of the configured share."""
     probe = PageMemory(layout, 1, model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     most = model.config.max_position_embeddings
-    warm_up(_runner(model, probe), most, config.max_num_batched_tokens, config.num_replicas)
+    warm_up(
+        _runner(model, probe),
+        most,
+        config.max_num_batched_tokens,
+        config.num_replicas,
+        has_candidates=model.prompts is None,
+    )
     total = torch.cuda.get_device_properties(model.device).total_memory
     share = int(total * config.gpu_memory_utilization)
     room = share - torch.cuda.max_memory_allocated(model.device)
+    if model.prompts is not None:  # which gathers one layer of the longest prompt
+        pages = layout.pages_for(max_model_len) * (layout.context_degree + 2)
+        room -= pages * layout.page_bytes // layout.num_layers
     if room < layout.page_bytes:
         raise ValueError(
             f"--gpu-memory-utilization: {share} of {total} bytes leave no room for KV pages next "
@@ -337,8 +378,10 @@ def _prompt_graphs(
     max_context: int,
 ) -> PromptGraphs | None:
     """Graphs captured before serving; None if they are not used."""
-    if model.device.type != "cuda" or not config.runs_graphs or model.replicas is not None:
-        return None  # a graph of replicas would need rows of all of them
+    # A graph of replicas would need rows of all of them, and ranks of a prompt plan each forward.
+    is_apart = model.replicas is not None or model.prompts is not None
+    if model.device.type != "cuda" or not config.runs_graphs or is_apart:
+        return None
     graphs = PromptGraphs(
         model,
         memory.layer_views(),

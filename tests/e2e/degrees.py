@@ -56,11 +56,17 @@ class Case:
     algorithms: Sequence[str] = ALGORITHMS  # of an architecture
     context: int = 1  # ranks of the decode worker that cut the context
     page_size: int = TINY.page_size
+    rows: int = 1  # ranks, for each of the prefill degree, that compute different rows of a prompt
+    max_tokens: int = 2048  # in a forward of the prefill worker
 
     def __str__(self) -> str:
         name = f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
         if self.context > 1:
-            name += f", context cut by {self.context}, pages of {self.page_size}"
+            name += f", context cut by {self.context}"
+        if self.rows > 1:
+            name += f", prompts cut by {self.rows}, forwards of {self.max_tokens}"
+        if self.page_size != TINY.page_size:
+            name += f", pages of {self.page_size}"
         return name
 
 
@@ -86,7 +92,7 @@ def differing(case: Case) -> tuple[int, int]:
     with serving(case) as (fleet, asked), connect(fleet.address) as client:
         requests = [request for request, _ in asked]
         answers = all_at_once(client.generate, requests)
-        if case.context > 1:  # once more, with the KV that was kept
+        if max(case.context, case.rows) > 1:  # once more, with the KV that was kept
             answers += all_at_once(client.generate, requests)
             asked = asked * 2
     num_tokens = num_wrong = 0
@@ -107,6 +113,9 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     """
     size = "--tensor-parallel-size"
     prefill = (size, str(case.prefill)) if case.prefill else ()
+    if case.rows > 1:
+        prefill += ("--prefill-context-parallel-size", str(case.rows))
+        prefill += ("--max-num-batched-tokens", str(case.max_tokens))
     decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
     if case.context > 1:
         decode += ["--decode-context-parallel-size", str(case.context)]

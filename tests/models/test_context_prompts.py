@@ -93,7 +93,9 @@ def check(path: Path, size: int, degree: int, page_size: int, most_tokens: int =
 def test_ranks_store_what_one_stores(
     tmp_path: Path, architecture: Architecture, degree: int
 ) -> None:
-    check(write_tiny_checkpoint(tmp_path, architecture, seed=3, block_size=BLOCK), degree, degree, 4)
+    check(
+        write_tiny_checkpoint(tmp_path, architecture, seed=3, block_size=BLOCK), degree, degree, 4
+    )
 
 
 @pytest.mark.parametrize(("size", "degree", "page_size"), [(4, 2, 8), (2, 2, 3), (3, 3, 2)])
