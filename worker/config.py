@@ -284,23 +284,25 @@ class PrefillConfig(WorkerConfig):
         self._check_rows()
 
     def _check_rows(self) -> None:
-        degree, most = self.prefill_context_parallel_size, _MOST_RANKS // self.tensor_parallel_size
-        checks.whole("prefill_context_parallel_size", degree, 1, most)
+        degree, size = self.prefill_context_parallel_size, self.tensor_parallel_size
+        checks.whole("prefill_context_parallel_size", degree, 1, _MOST_RANKS)
         if degree == 1:
             return
-        accepted = (
-            ("attention", "triton", "flex reads no keys that other devices compute"),
-            ("kv_layout", "unified", "devices gather whole pages of it"),
-            ("batch_invariant", False, "the devices of a prompt merge no rows in a fixed order"),
-            ("kv_offloading_dir", None, "files hold the pages of one device"),
-            ("kv_pool", None, "the pool holds the pages of one device"),
-        )
-        for name, value, reason in accepted:
-            if getattr(self, name) != value:
+        name = f"--prefill-context-parallel-size {degree}"
+        if degree * size > _MOST_RANKS:
+            raise ValueError(
+                f"{name}: expected at most {_MOST_RANKS} devices, got {degree} times "
+                f"--tensor-parallel-size {size}"
+            )
+        for other, accepted in (("attention", "triton"), ("kv_layout", "unified")):
+            if (found := getattr(self, other)) != accepted:
                 raise ValueError(
-                    f"--prefill-context-parallel-size {degree}: expected {flag_of(name)} {value} "
-                    f"with it, because {reason}, got {getattr(self, name)}"
+                    f"{name}: expected {flag_of(other)} {accepted} with it, because the other "
+                    f"attends to no keys of other devices, got {found}"
                 )
+        for other in ("batch_invariant", "kv_offloading_dir", "kv_pool"):
+            if getattr(self, other):
+                raise ValueError(f"{name}: expected no {flag_of(other)} with it")
 
     @property
     def context_degree(self) -> int:

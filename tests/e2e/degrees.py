@@ -42,6 +42,13 @@ CUTS: Final = (
 """Of workers whose ranks cut the context: connector, both degrees, ranks that cut it, and tokens in
 a page: one token, a block, or more."""
 
+CUT_PROMPTS: Final = (
+    *(("zmq", 1, 2, 1, 1, 8, 2048), ("nixl", 1, 4, 2, 1, 16, 2048), ("zmq", 1, 4, 1, 1, 8, 16)),
+    *(("nixl", 1, 2, 2, 2, 8, 16), ("zmq", 1, 4, 4, 2, 4, 2048), ("nixl", 2, 2, 1, 1, 8, 24)),
+)
+"""Of prefill workers whose ranks cut prompts: connector, the prefill degree, ranks that cut prompts,
+the decode degree, ranks that cut the context there, tokens in a page, and in a forward."""
+
 Asked = tuple[pb.GenerateRequest, Sequence[int]]
 
 
@@ -85,6 +92,17 @@ def all_cases() -> Iterator[Case]:
     for work in (*ARCHITECTURES, *LOOPS):
         for connector, prefill, decode, context, page_size in CUTS:
             yield Case(work, connector, prefill, decode, context=context, page_size=page_size)
+        for row in CUT_PROMPTS:
+            connector, prefill, rows, decode, context, page_size, max_tokens = row
+            if max_tokens < 2048 and work in ("llada", "dream"):
+                continue  # their prompts cannot be split
+            yield Case(
+                *(work, connector, prefill, decode),
+                context=context,
+                page_size=page_size,
+                rows=rows,
+                max_tokens=max_tokens,
+            )
 
 
 def differing(case: Case) -> tuple[int, int]:

@@ -95,7 +95,7 @@ def hand_over_cut(
     """Prompts of all lengths; the receiver has the first `held` pages of its tables. A page of the
     sender's tables is the same of each rank, so that a prompt's pages are those of `FULL`."""
     ours, theirs = cuts
-    for num_pages in range(held * theirs, NUM_PAGES + 1):
+    for num_pages in range(held * theirs, NUM_PAGES):
         count = num_pages - held * theirs
         targets = TARGETS[: -(-count // theirs)]
         reserved = receiver.reserve(targets, num_written=count, num_held=held)

@@ -169,17 +169,19 @@ def test_prefill_workers_cut_prompts_beside_their_weights(tmp_path: Path) -> Non
     assert (config.context_degree, config.num_ranks, config.cuts_rows) == (4, 8, True)
     offloading = {"kv_offloading_size": 1.0, "kv_offloading_dir": tmp_path}
     for changes, told in (
-        ({"prefill_context_parallel_size": 65}, "expected a whole number from 1 to 64, got 65"),
-        ({"tensor_parallel_size": 33}, "from 1 to 1, got 2"),
-        ({"attention": "flex"}, "-size 2: expected --attention triton with it, because flex reads"),
+        ({"prefill_context_parallel_size": 65}, "expected 1 to 64, got 65"),
+        ({"tensor_parallel_size": 33}, "at most 64 devices, got 2 times .*-size 33"),
+        ({"attention": "flex"}, "-size 2: expected --attention triton with it, because"),
         ({"kv_layout": "distinct"}, "expected --kv-layout unified with it"),
-        ({"batch_invariant": True}, "expected --batch-invariant False with it"),
-        (offloading, "expected --kv-offloading-dir None with it"),
+        ({"batch_invariant": True}, "expected no --batch-invariant with it"),
+        (offloading, "expected no --kv-offloading-dir with it"),
     ):
         given: dict[str, object] = {"prefill_context_parallel_size": 2, **changes}
         with pytest.raises(ValueError, match=told):
             PrefillConfig(**given)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="--prefill-.*: expected 1 for a worker that both computes"):
+    with pytest.raises(
+        ValueError, match="--prefill-.*: expected 1 for a worker that both computes"
+    ):
         BothConfig(prefill_context_parallel_size=2)
 
 
