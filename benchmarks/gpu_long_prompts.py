@@ -22,7 +22,8 @@ import torch
 
 from effuse.benchmarks.gpu_models import MODELS
 from effuse.benchmarks.gpu_prefill import elapsed_ms
-from effuse.benchmarks.gpu_ranks import JOIN_S, LongBench, run_processes
+from effuse.benchmarks.gpu_processes import run_processes
+from effuse.benchmarks.gpu_ranks import JOIN_S, LongBench
 from effuse.benchmarks.gpu_ranks_floor import Silent
 from effuse.benchmarks.gpu_record import kernel_classes, write_record
 from effuse.benchmarks.gpu_step import PAGE_SIZE
@@ -30,7 +31,7 @@ from effuse.benchmarks.gpu_timing import synchronize
 from effuse.models.group import ALL, RankPlace, join_group
 from effuse.models.part import Part
 from effuse.models.runner import ModelRunner
-from effuse.worker.rank_part import join_context
+from effuse.worker.meeting import join_context
 
 MODULE = "effuse.benchmarks.gpu_long_prompts"
 LENGTHS = (131072, 262144)

@@ -141,7 +141,7 @@ def _plans(rows: int, shares: int) -> Iterator[Plan]:
         is_small = rows > 24 * tile.rows and tile.rows < 192
         if tile.rows < 2 * max(rows, TILES[0].rows) and not is_small:
             # The sums of all shares of a tile lie in registers.
-            if shares == 1 or tile.rows <= _MOST_JOINED_ROWS and tile.consumers < 3:
+            if shares == 1 or (tile.rows <= _MOST_JOINED_ROWS and tile.consumers < 3):
                 yield Plan(tile)
             if shares > 1 and rows <= MEASURED_ROWS[-1] // 4:
                 yield Plan(tile, is_apart=True)

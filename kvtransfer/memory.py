@@ -142,7 +142,7 @@ class PageMemory:
         self.tensor[target].copy_(self.tensor[source])
 
     def zero_tail(self, page_id: int, num_used: int) -> None:
-        """Clears the slots of a page from `num_used` on, so that its bytes are determined. Of a page
+        """Clears the slots of a page from `num_used` on, so that its bytes are determined; of one
         that ranks hold together, those on this rank."""
         layout = self.layout
         if not 0 <= num_used <= layout.span:

@@ -22,6 +22,7 @@ from effuse.kernels.attention_batch import (
     make_attention_batch,
 )
 from effuse.kernels.pages import store_kv
+from effuse.models.config import ModelConfig
 from effuse.models.group import ContextGroup
 from effuse.models.packing import Integers, PackedParts
 from effuse.models.part import Part
@@ -69,11 +70,11 @@ class CutRows(NamedTuple):
 class PromptAttention:
     """One rank's side of it, an `Attend`; all ranks of the group call it together."""
 
-    def __init__(self, context: ContextGroup, *, is_causal: bool, block_size: int) -> None:
+    def __init__(self, context: ContextGroup, config: ModelConfig) -> None:
         self.cut = context.cut
         self.group = context.group
-        self._block_size = block_size
-        self._is_causal = is_causal
+        self._block_size = config.block_size
+        self._is_causal = config.prompt_attention == "causal_blocks"
         self.most_tokens = 0  # of a workspace, if one sequence has no more; 0 is no limit
         self._slots: Tensor | None = None  # [N * R] of all ranks' rows in this rank's pages
         self._spaces: Sequence[_Workspace] = ()
@@ -234,7 +235,8 @@ class PromptAttention:
         number of pages in all. A page that ranks hold together has a page of each of them."""
         turn, degree = self.cut.turn, self.cut.degree
         spans = [-(-part.start // (turn * degree)) for part in parts]
-        gathered, own_pages = sum(spans), []
+        gathered = sum(spans)
+        own_pages: list[int] = []
         tables, following, first = [], degree * gathered, 0
         for part, count in zip(parts, spans, strict=True):
             own_pages += part.pages[:count]
@@ -274,6 +276,13 @@ class PromptAttention:
         return cut_batch(batch, ContextCut(0, 1, self.cut.turn)).cached
 
 
+def prompt_attention(context: ContextGroup | None, config: ModelConfig) -> PromptAttention | None:
+    """A rank's side, if the ranks of its context compute different rows."""
+    if context is None or context.weights is None:
+        return None
+    return PromptAttention(context, config)
+
+
 def _all_cached(
     q: Tensor,
     k: Tensor,
@@ -286,6 +295,6 @@ def _all_cached(
     out: Tensor,
 ) -> None:
     """`block_attention` of rows that see all tokens in the pages, their own among them."""
-    found = empty_partials(*q.shape, q)
+    found = empty_partials(len(q), q.shape[1], q.shape[2], q)
     partial_attention(q, k, v, k_cache, v_cache, batch, scale=scale, into=found, cached_only=True)
     out.copy_(found.out)

@@ -245,9 +245,9 @@ class ProcessGroup(Group):
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
 
     def collect(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        parts = x.new_empty(self.size * len(x), *x.shape[1:]) if into is None else into
+        parts: Tensor = x.new_empty(self.size * len(x), *x.shape[1:]) if into is None else into
         self._collectives._allgather_base(parts, x.contiguous()).wait()
-        return parts.unflatten(0, (self.size, len(x)))
+        return parts.view(self.size, *x.shape)
 
     def deal(self, x: Tensor) -> Tensor:
         dealt = torch.empty_like(x)

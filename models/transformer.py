@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention import block_attention
+from effuse.kernels.attention import Attend, block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rowwise import (
@@ -33,7 +32,7 @@ from effuse.kernels.sampling import of_shares, sample_confidence, share_record
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.context import ContextAttention
-from effuse.models.context_prompts import PromptAttention
+from effuse.models.context_prompts import prompt_attention
 from effuse.models.group import (
     ALONE,
     ContextGroup,
@@ -51,24 +50,6 @@ _MOST_ROWS_HALVED = 256
 
 LayerKV = tuple[Tensor, Tensor]
 Stored = Callable[[int], None]
-
-
-class Attend(Protocol):
-    """Attention over packed rows, as in `kernels.attention.block_attention`."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-    ) -> Tensor:
-        """[T, Hq, D]"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +115,9 @@ class Transformer:
         self.weights = weights
         self.batch_invariant = batch_invariant
         self._linear = partial(linear, batch_invariant=batch_invariant)
+        self.prompts = prompt_attention(context, config)
         self.context: ContextAttention | None = None
-        self.prompts: PromptAttention | None = None  # if ranks of a context compute different rows
-        if context is not None and context.weights is not None:
-            is_causal = config.prompt_attention == "causal_blocks"
-            self.prompts = PromptAttention(
-                context, is_causal=is_causal, block_size=config.block_size
-            )
-        elif context is not None:
+        if context is not None and self.prompts is None:
             self.context = ContextAttention(context, self.shard)
         if batch_invariant:
             attend = partial(block_attention, batch_invariant=True)

@@ -39,13 +39,13 @@ from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import choose_connector, connect, why_no_nixl
 from effuse.worker.group_parts import GroupConnector, GroupHost, GroupRunner
+from effuse.worker.meeting import join
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open
 from effuse.worker.rank_part import (
     GIB,
     RankPart,
     device_of,
-    join,
     load_shard,
     make_part,
     model_directory,

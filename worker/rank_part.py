@@ -12,24 +12,22 @@ import torch
 
 import effuse.models
 from effuse.config.decoding import Sampling
-from effuse.kernels.attention import block_attention
-from effuse.kernels.attention_batch import ContextCut
+from effuse.kernels.attention import Attend, block_attention
 from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
 from effuse.models.config import ModelConfig
-from effuse.models.group import ALONE, ContextGroup, ProcessGroup, RankPlace, join_group
+from effuse.models.group import RankPlace
 from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
-from effuse.models.transformer import Attend, Transformer
+from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model, measure_products, select_dtype
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.group_parts import GroupMemory
-from effuse.worker.rank_messages import meeting_path
 from effuse.worker.ranks import Ranks
 from effuse.worker.watchdog import Pulse
 
@@ -39,7 +37,6 @@ the end of every operator, and are many times slower.
 """
 
 GIB = 1 << 30
-_JOIN_S = 60.0  # for processes that all wait to meet
 _CPU_POOL_BYTES = 256 << 20  # if the config does not set it; touched page by page at first use
 
 
@@ -53,53 +50,6 @@ class RankPart:
     queued: QueuedLayers | None
     max_model_len: int
     host: HostPages | None  # for kept KV without room in the pages
-
-
-def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
-    """Meets the other ranks of the engine. Raises ValueError if they do not come."""
-    size, meeting = config.num_ranks, meeting_path(home)
-    group = join_group(rank, size, device, meeting, _JOIN_S, in_order=config.batch_invariant)
-    context = join_context(
-        rank,
-        size,
-        config.context_degree,
-        config.page_size,
-        group,
-        device,
-        meeting,
-        cuts_rows=config.cuts_rows,
-    )
-    return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1, context)
-
-
-def join_context(
-    rank: int,
-    size: int,
-    degree: int,
-    page_size: int,
-    group: ProcessGroup,
-    device: torch.device,
-    meeting: Path,
-    *,
-    cuts_rows: bool = False,
-) -> ContextGroup | None:
-    """Meets the other ranks of those that cut the context, if any do; they are neighbours. If they
-    compute different rows, those that cut the weights meet too. Raises ValueError if they do not
-    come."""
-    if degree == 1:
-        return None
-    cut, count = ContextCut(rank % degree, degree, page_size), size // degree
-    if count == 1:
-        return ContextGroup(cut, group, ALONE if cuts_rows else None)
-    at = meeting.with_name(f"{meeting.name}{rank // degree}")
-    part = join_group(cut.rank, degree, device, at, _JOIN_S)
-    group.adopt(part)
-    if not cuts_rows:
-        return ContextGroup(cut, part)
-    at = meeting.with_name(f"{meeting.name}w{cut.rank}")
-    weights = join_group(rank // degree, count, device, at, _JOIN_S)
-    group.adopt(weights)
-    return ContextGroup(cut, part, weights)
 
 
 def model_directory(config: WorkerConfig) -> Path:

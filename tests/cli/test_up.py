@@ -223,20 +223,6 @@ def test_a_context_is_cut_over_the_devices_of_decode_workers(
     assert "a divisor of --tensor-parallel-size 1, got 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("gpus", [("0", "1", "2", "3", "4")], indirect=True)
-def test_prefill_workers_that_cut_prompts_get_their_gpus(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    cut = ["--prefill-context-parallel-size", "2"]
-    config, _ = parse([*cut, "--prefill-tensor-parallel-size", "2"])
-    assert cut[0] in config.prefill_flags and cut[0] not in config.decode_flags
-    assert {name: one.gpu for name, one in config.assignments().items()} == {
-        "prefill-0": "0,1,2,3",
-        "decode-0": "4",
-    }
-    _refused([*cut, "--kv-layout", "distinct"], "expected --kv-layout unified with it", capsys)
-
-
 @pytest.mark.parametrize("gpus", [("0", "1", "2", "3")], indirect=True)
 @pytest.mark.parametrize(
     ("flags", "names"),

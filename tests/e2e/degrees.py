@@ -46,8 +46,8 @@ CUT_PROMPTS: Final = (
     *(("zmq", 1, 2, 1, 1, 8, 2048), ("nixl", 1, 4, 2, 1, 16, 2048), ("zmq", 1, 4, 1, 1, 8, 16)),
     *(("nixl", 1, 2, 2, 2, 8, 16), ("zmq", 1, 4, 4, 2, 4, 2048), ("nixl", 2, 2, 1, 1, 8, 24)),
 )
-"""Of prefill workers whose ranks cut prompts: connector, the prefill degree, ranks that cut prompts,
-the decode degree, ranks that cut the context there, tokens in a page, and in a forward."""
+"""Of prefill workers whose ranks cut prompts: connector, the prefill degree, these ranks, the
+decode degree, ranks that cut the context there, tokens in a page, and in a forward."""
 
 Asked = tuple[pb.GenerateRequest, Sequence[int]]
 
@@ -130,10 +130,10 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     which are equal.
     """
     size = "--tensor-parallel-size"
-    prefill = (size, str(case.prefill)) if case.prefill else ()
+    prefill = [size, str(case.prefill)] if case.prefill else []
     if case.rows > 1:
-        prefill += ("--prefill-context-parallel-size", str(case.rows))
-        prefill += ("--max-num-batched-tokens", str(case.max_tokens))
+        prefill += ["--prefill-context-parallel-size", str(case.rows)]
+        prefill += ["--max-num-batched-tokens", str(case.max_tokens)]
     decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
     if case.context > 1:
         decode += ["--decode-context-parallel-size", str(case.context)]
@@ -147,7 +147,7 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
             connector=case.connector,
             prefill=min(case.prefill, 1),
             worker_flags=pages,
-            prefill_flags=prefill,
+            prefill_flags=tuple(prefill),
             decode_flags=(*decode, "--num-pages", few),
         ) as fleet:
             yield (

@@ -74,7 +74,7 @@ def check(path: Path, size: int, degree: int, page_size: int, most_tokens: int =
     )
     for rank, (found, boundaries) in enumerate(of_ranks):
         for own, tokens in zip(found, prompts, strict=True):
-            by_rank = tokens.unflatten(0, (-1, page_size)).transpose(1, 2)
+            by_rank = tokens.view(-1, page_size, *tokens.shape[1:]).transpose(1, 2)
             heads = own.shape[3]
             at = rank // degree * heads
             mine = by_rank[rank % degree :: degree][..., at : at + heads, :]
