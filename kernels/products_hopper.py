@@ -8,8 +8,9 @@ cache each tile reads its columns and its rows.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Final
@@ -38,8 +39,8 @@ _SHARED_BYTES: Final = 224_000
 _REGISTERS: Final = (0, 240, 240, 160)
 """Of a consumer's thread, by the number of consumers."""
 
-_MOST_JOINED_ROWS: Final = 192
-_TURNS: Final = 3
+_TURNS: Final = 5
+_WORTH_MORE_TURNS: Final = 1.25
 _MOST_ELEMENTS: Final = 1 << 28
 _DELAY_CYCLES: Final = 6_000_000
 _BYTES_PER_S: Final = 2e12
@@ -47,8 +48,7 @@ _BYTES_PER_S: Final = 2e12
 
 @dataclass(frozen=True, slots=True)
 class DenseTile:
-    """A tile's parts of rows, and its consumers of 64 columns each. If it has one consumer, the next
-    tile has another one."""
+    """A tile's parts of rows, and its 64-column consumers. If it has one, two take turns."""
 
     parts: tuple[int, ...]
     consumers: int
@@ -88,10 +88,11 @@ TILES: Final = (
     DenseTile((128, 32), 2),
     DenseTile((128, 64), 2),
     DenseTile((128, 128), 2),
+    DenseTile((128, 128, 16), 2),
     DenseTile((128, 64), 3),
     DenseTile((128, 128), 3),
 )
-"""Few, because each is two kernels to compile. These were chosen out of 19 by measurements."""
+"""Few, because each is two kernels to compile. These were chosen out of 20 by measurements."""
 
 _measured: dict[tuple[int, int, int], tuple[Plan, ...]] = {}
 """For MEASURED_ROWS by (columns, inner, shares); the last ones may be missing."""
@@ -111,7 +112,9 @@ def plan_of(rows: int, columns: int, inner: int, shares: int = 1) -> Plan:
     found = _measured.get((columns, inner, shares))
     if found:
         return found[min(bisect_left(MEASURED_ROWS, rows), len(found) - 1)]
-    return min(_plans(rows, shares), key=lambda plan: _rounds(plan, rows, columns, shares))
+    return min(
+        _plans(rows, shares, is_wide=True), key=lambda plan: _rounds(plan, rows, columns, shares)
+    )
 
 
 def measure(
@@ -123,63 +126,66 @@ def measure(
     columns, inner = weights[0].shape
     if (columns, inner, shares) in _measured:
         return
-    is_wide = shares > 1 or out_dtype == torch.float32  # three consumers spill such results
+    is_wide = shares > 1 or out_dtype == torch.float32
     most = max(MEASURED_ROWS[0], min(MEASURED_ROWS[-1], _MOST_ELEMENTS // (columns * shares)))
     # Zeros would take less power than what a model computes with, and so another clock.
     x = torch.randn(most, inner, dtype=weights[0].dtype, device=weights[0].device)
     fastest: list[Plan] = []
     for rows in (rows for rows in MEASURED_ROWS if rows <= most):
-        plans = [plan for plan in _plans(rows, shares) if plan.tile.consumers < 3 or not is_wide]
-        times = _times(plans, x[:rows], weights, shares, out_dtype)
-        fastest.append(plans[times.index(min(times))])
+        run = partial(_run, x[:rows], weights, shares, out_dtype)
+        parts_s = len(weights) * (shares - 1) * rows * columns * 4 * 2 / _BYTES_PER_S
+        fastest.append(_fastest(list(_plans(rows, shares, is_wide=is_wide)), run, parts_s))
     _measured[columns, inner, shares] = tuple(fastest)
 
 
-def _plans(rows: int, shares: int) -> Iterator[Plan]:
-    """Those that may be fastest: neither mostly empty tiles nor very many of them."""
+def _plans(rows: int, shares: int, *, is_wide: bool) -> Iterator[Plan]:
+    """Those that may be fastest: neither mostly empty tiles, nor very many of them, nor sums that
+    spill registers."""
     for tile in TILES:
         is_small = rows > 24 * tile.rows and tile.rows < 192
-        if tile.rows < 2 * max(rows, TILES[0].rows) and not is_small:
-            # The sums of all shares of a tile lie in registers.
-            if shares == 1 or (tile.rows <= _MOST_JOINED_ROWS and tile.consumers < 3):
-                yield Plan(tile)
-            if shares > 1 and rows <= MEASURED_ROWS[-1] // 4:
-                yield Plan(tile, is_apart=True)
+        if tile.rows >= 2 * max(rows, TILES[0].rows) or is_small:
+            continue
+        most_sums = 192 if tile.consumers < 3 else 96 if is_wide else 128
+        for is_apart in (False, True)[: min(shares, 2)]:
+            if tile.rows // 2 * (1 if is_apart else shares) <= most_sums:
+                yield Plan(tile, is_apart)
 
 
-def _times(
-    plans: Sequence[Plan],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    shares: int,
-    out_dtype: torch.dtype | None,
-) -> list[float]:
-    """Seconds of one product with each plan, and of what shares apart cost their reader."""
+def _run(
+    x: Tensor, weights: Sequence[Tensor], shares: int, out_dtype: torch.dtype | None, plan: Plan
+) -> None:
+    for weight in weights:
+        launch(x, weight, shares=shares, out_dtype=out_dtype, plan=plan)
 
-    def run(plan: Plan) -> None:
-        for weight in weights:
-            launch(x, weight, shares=shares, out_dtype=out_dtype, plan=plan)
 
-    turns: list[list[float]] = []
-    for turn in range(-1, _TURNS):
-        if turn >= 0:  # the host queues them all meanwhile
-            torch.cuda._sleep(_DELAY_CYCLES)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(plans) + 1)]
+def _fastest(plans: list[Plan], run: Callable[[Plan], None], parts_s: float) -> Plan:
+    """Each runs once, then those that seem fast in turns, because the clock drifts. `parts_s`: what
+    shares apart cost their reader."""
+
+    def seconds(plans: Sequence[Plan]) -> list[float]:
+        torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]  # the host queues all meanwhile
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(plans) + 1)]  # type: ignore[no-untyped-call]
         events[0].record()
         for plan, event in zip(plans, events[1:], strict=True):
             run(plan)
             event.record()
         events[-1].synchronize()
-        if turn >= 0:
-            taken = [begin.elapsed_time(end) for begin, end in pairwise(events)]
-            turns.append([ms / 1e3 / len(weights) for ms in taken])
-    parts_s = (shares - 1) * len(x) * len(weights[0]) * 4 * 2 / _BYTES_PER_S
-    medians = map(median, zip(*turns, strict=True))
-    return [s + parts_s * plan.is_apart for plan, s in zip(plans, medians, strict=True)]
+        spans = zip(plans, pairwise(events), strict=True)
+        return [a.elapsed_time(b) / 1e3 + parts_s * plan.is_apart for plan, (a, b) in spans]
+
+    for plan in plans:
+        run(plan)  # which may compile it
+    first = seconds(plans)
+    fast = [p for p, s in zip(plans, first, strict=True) if s <= _WORTH_MORE_TURNS * min(first)]
+    turns: list[dict[Plan, float]] = []
+    for turn in range(_TURNS):
+        order = fast[turn % len(fast) :] + fast[: turn % len(fast)]
+        turns.append(dict(zip(order, seconds(order), strict=True)))
+    return min(fast, key=lambda plan: median(one[plan] for one in turns))
 
 
 def _rounds(plan: Plan, rows: int, columns: int, shares: int) -> float:
-    """An estimate in proportion to the time: rounds of tiles, by what a tile copies and computes."""
+    """In proportion to the time: rounds of tiles, by what a tile copies and computes."""
     tile = plan.tile
     count = -(-columns // tile.columns) * -(-rows // tile.rows)
     rounds = -(-count * shares // PROCESSORS) if plan.is_apart else shares * -(-count // PROCESSORS)
