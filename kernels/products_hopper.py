@@ -169,8 +169,8 @@ def _run(
 
 
 def _fastest(plans: list[Plan], run: Callable[[Plan], None], parts_s: float) -> Plan:
-    """Each runs once, then those that seem fast forth and back, because the clock drifts. `parts_s`:
-    what shares apart cost their reader."""
+    """Each runs once, then those that seem fast in order and back, because the clock drifts.
+    `parts_s` is the cost of shares apart for their reader."""
     cycles = _DELAY_CYCLES
 
     def seconds(plans: Sequence[Plan]) -> list[float]:
@@ -182,7 +182,7 @@ def _fastest(plans: list[Plan], run: Callable[[Plan], None], parts_s: float) -> 
             for plan, event in zip(plans, events[1:], strict=True):
                 run(plan)
                 event.record()
-            has_waited = events[0].query()  # for the host, which the times would include
+            has_waited = events[0].query()  # type: ignore[no-untyped-call]  # for the host, which the times would include
             events[-1].synchronize()
             if not has_waited:
                 break
