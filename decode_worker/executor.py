@@ -17,7 +17,7 @@ from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates, IntArray
-from effuse.kernels.marks import Place, QueuedLayers
+from effuse.kernels.pages import Place, QueuedLayers
 from effuse.kernels.sampling_llada import LladaDraw
 from effuse.kernels.values import ScoreCode
 from effuse.models.part import Forward, HostLogprobs, Part, PartResult

@@ -18,7 +18,7 @@ from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.config.pool_address import PoolAddress
 from effuse.kernels.attention_batch import ContextCut
-from effuse.kernels.marks import QueuedLayers
+from effuse.kernels.pages import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory

@@ -12,7 +12,7 @@ from auditing import audit
 from decoding.engines import cache_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 
-from effuse.kernels.marks import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
