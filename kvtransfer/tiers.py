@@ -16,9 +16,9 @@ from torch import Tensor
 
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.pool import FreeRuns
-from effuse.kvtransfer.store_tier import HostUnit, Rate, Read, Search, StoreTier
+from effuse.kvtransfer.store_tier import HostUnit, Read, Search, StoreTier
 from effuse.kvtransfer.stores import UnitStore
-from effuse.kvtransfer.units import Key
+from effuse.kvtransfer.units import Key, Rate
 
 _FREE_SHARE: Final = 8  # of the host's slots, one in so many is kept free by writing to files
 _LOOKED_AT: Final = 16  # units that leave the host next
