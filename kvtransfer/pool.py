@@ -62,16 +62,13 @@ class Spare(Protocol):
     @property
     def num_pages(self) -> int:
         """Pages that become free once it has given up all that it can."""
-        ...
 
     @property
     def held(self) -> Container[int]:
         """Ids of all its pages. One is free for others once it is the only holder."""
-        ...
 
     def give_up(self) -> Sequence[PageRef]:
         """Forgets some of these pages, the least useful ones, and returns them for release."""
-        ...
 
 
 class PagePool:

@@ -32,15 +32,12 @@ class Host(Protocol):
 
     def save(self, page_ids: Sequence[int], slots: Sequence[int]) -> DigestJob:
         """Starts to copy pages to slots."""
-        ...
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> DigestJob:
         """Starts to copy slots to pages."""
-        ...
 
     def views(self, slots: Sequence[int]) -> list[memoryview]:
         """Writable bytes of slots."""
-        ...
 
 
 @dataclass(slots=True)

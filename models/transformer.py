@@ -67,7 +67,6 @@ class Attend(Protocol):
         scale: float,
     ) -> Tensor:
         """[T, Hq, D]"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
