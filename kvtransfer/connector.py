@@ -194,9 +194,6 @@ class Connector(Protocol):
     def name(self) -> str:
         """zmq or nixl."""
 
-    def start(self) -> None:
-        """Starts to work; describe() is valid from now on."""
-
     def close(self) -> None:
         """Ends everything, within a few seconds."""
 
