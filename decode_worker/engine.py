@@ -22,11 +22,11 @@ from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.room import Room
 from effuse.decode_worker.roster import Roster
 from effuse.decode_worker.sequence import RequestError
-from effuse.kvtransfer.connector import Arrived
+from effuse.kvtransfer.connector import ArrivalRefused, Arrived
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState, room_in
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.units import UnitCache
 from effuse.placement.records import Load
 from effuse.worker import messages
@@ -222,7 +222,7 @@ class DecodeEngine:
         was_running = self._rehearsal.abort(attempt.transfer_id) or request is not None
         self._outbox.abort_done(attempt, was_running=was_running)
 
-    def _take_report(self, report: Arrived | HandoffFailed) -> None:
+    def _take_report(self, report: Arrived | ArrivalRefused) -> None:
         """Handles the result of a handoff or of a rehearsal."""
         if self._rehearsal.take_report(report):
             return

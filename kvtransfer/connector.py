@@ -62,7 +62,7 @@ class Arrived(Struct, frozen=True, tag=True):
 
 
 class ArrivalRefused(Struct, frozen=True, tag=True):
-    """An expected transfer failed; its writer may still write."""
+    """An expected transfer failed. Its pages are in quarantine until nothing can arrive in them."""
 
     transfer_id: str
     cause: Cause

@@ -74,10 +74,6 @@ class HandoffSender:
         machine = Machine(SENDER, SenderState.COMPUTING, self._now(), math.inf)
         self._handoffs[attempt.transfer_id] = _Outgoing(attempt, machine)
 
-    def reservation(self, transfer_id: str) -> Reservation | None:
-        """The destination of this handoff, once it is known."""
-        return self._handoffs[transfer_id].reservation
-
     def awaits_reservation(self, transfer_id: str) -> bool:
         """Whether this handoff has not ended and its destination is not known."""
         handoff = self._handoffs.get(transfer_id)

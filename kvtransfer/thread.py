@@ -142,18 +142,19 @@ class ThreadConnector:
         memory: PageMemory,
         incarnation: str,
         fingerprint: Fingerprint,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = transport.name
         self._transport = transport
         self._layout = memory.layout
+        self._now = now
         own = Identity(incarnation, fingerprint, memory.layout)
-        self._exchange = Exchange(transport, digester_of(memory), own, self._emit)
+        self._exchange = Exchange(transport, digester_of(memory), own, self._emit, now)
         self._requests: deque[tuple[Command, float]] = deque()  # with their times
         self._events: deque[ConnectorEvent] = deque()
         self._error: Exception | None = None
         self._turns = 0  # of the thread
-        self._turns_seen = 0
-        self._turned_at = self._polled_at = time.monotonic()
+        self._turns_seen, self._turned_at, self._polled_at = 0, now(), now()
         self._closing = threading.Event()
         self._opened = threading.Event()
         self._ended = threading.Event()
@@ -190,7 +191,7 @@ class ThreadConnector:
 
     def send(self, command: Command) -> None:
         """Makes the thread carry out a command soon; from any thread."""
-        self._requests.append((command, time.monotonic()))
+        self._requests.append((command, self._now()))
         _raise(self._request_signal)
 
     def poll(self) -> list[ConnectorEvent]:
@@ -208,7 +209,7 @@ class ThreadConnector:
         return self._event_signal
 
     def _check_turns(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         stood_still = now - self._polled_at > _PAUSE_S
         self._polled_at = now
         if stood_still or self._turns != self._turns_seen:

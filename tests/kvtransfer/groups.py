@@ -16,7 +16,6 @@ from kvtransfer.receiver_process import transport
 from effuse.kvtransfer.connector import (
     Cancel,
     Command,
-    Connector,
     ConnectorEvent,
     Expect,
     FinishPush,
@@ -38,7 +37,7 @@ _numbers = itertools.count(1)
 class RankConnectors:
     """A Connector over those of all ranks, in the order of ranks, in one process."""
 
-    def __init__(self, connectors: Sequence[Connector]) -> None:
+    def __init__(self, connectors: Sequence[LoopbackConnector | ThreadConnector]) -> None:
         self.name = connectors[0].name
         self._ranks = connectors
         self._events = RankEvents(len(connectors))
@@ -108,7 +107,7 @@ class Group:
         if has_pages:
             for memory in self.memories:
                 memory.tensor.copy_(heads_of(FULL.tensor, memory.layout))
-        self.ranks: list[Connector] = []
+        self.ranks: list[LoopbackConnector | ThreadConnector] = []
         for memory in self.memories:
             if hub is not None:
                 self.ranks.append(

@@ -50,6 +50,7 @@ from effuse.kvtransfer.messages import (
     ReceiverAddress,
     Reservation,
 )
+from effuse.kvtransfer.thread import ThreadConnector
 
 BOUNDARY = boundary(hidden=b"\x01" * 64)
 
@@ -60,7 +61,7 @@ class Pair:
 
     kind: str
     source: PageMemory
-    sender: Connector
+    sender: ThreadConnector
     remote: RemoteReceiver
 
     def push(self, reserved: Reservation, pages: Sequence[int]) -> None:
@@ -107,7 +108,7 @@ def large(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def alone() -> Iterator[Connector]:
+def alone() -> Iterator[ThreadConnector]:
     """A ZMQ connector without a peer."""
     connector = make("zmq", PageMemory(SMALL, 4), "prefill-1")
     connector.start()
