@@ -222,14 +222,6 @@ class FreeRuns:
     def __len__(self) -> int:
         return self._count
 
-    def ids(self) -> list[int]:
-        """Every free id, ascending."""
-        return [
-            i
-            for start in sorted(self._length_at)
-            for i in range(start, start + self._length_at[start])
-        ]
-
     def take(self, count: int) -> list[int]:
         """Removes `count` ids: from the smallest run that fits, otherwise from the longest ones."""
         assert 0 <= count <= self._count, (count, self._count)

@@ -4,7 +4,6 @@ For one engine thread. Reports come from poll(); pages of a verified handoff bel
 """
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import (
@@ -86,12 +85,6 @@ class HandoffReceiver:
     def is_open(self, transfer_id: str) -> bool:
         """Whether this transfer still holds pages here, in quarantine or not."""
         return transfer_id in self._handoffs
-
-    def quarantined(self) -> Iterator[PageRef]:
-        """Pages of abandoned handoffs in which bytes may still arrive; for the audit."""
-        for handoff in self._handoffs.values():
-            if handoff.machine.state in (ReceiverState.ABORTING, ReceiverState.FENCING):
-                yield from handoff.reservation.pages
 
     def reserve(
         self,

@@ -65,9 +65,6 @@ class HandoffSender:
         self._handoffs: dict[str, _Outgoing] = {}
         self._reports: list[SendReport] = []
 
-    def __len__(self) -> int:
-        return len(self._handoffs)
-
     def begin(self, attempt: AttemptId) -> None:
         """A prompt will be computed; its pages wait for a reservation."""
         assert attempt.transfer_id not in self._handoffs, attempt

@@ -15,6 +15,7 @@ import pytest
 from eventually import is_readable
 from kvtransfer.fixtures import (
     DEADLINE_S,
+    FIELD_NAMES,
     SMALL,
     address_of,
     boundary,
@@ -42,7 +43,6 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     PushPages,
 )
-from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from auditing import AuditError, audit_pool
+from auditing import AuditError, audit_pool, quarantined
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 
@@ -60,7 +60,7 @@ class Desk:
 def desk() -> Iterator[Desk]:
     made = Desk()
     yield made
-    audit_pool(made.pool, made.receiver.quarantined())
+    audit_pool(made.pool, quarantined(made.receiver))
     made.writer.close()
     made.connector.close()
 
@@ -101,7 +101,7 @@ def test_pages_of_a_writer_that_died_wait_until_the_connector_has_shut_it_out(de
     assert isinstance(failed, ArrivalRefused) and failed.cause is Cause.PEER
     assert desk.receiver.poll(desk.time) == []
     assert desk.count(PageState.QUARANTINED) == 2
-    assert list(desk.receiver.quarantined()) == list(reservation.pages)
+    assert quarantined(desk.receiver) == list(reservation.pages)
     desk.push(other)
     (arrived,) = desk.receiver.poll(desk.time)
     assert isinstance(arrived, Arrived) and arrived.transfer_id == "transfer-2"
