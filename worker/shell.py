@@ -305,7 +305,7 @@ class Shell:
         It may take long while a transfer is in flight. The supervisor replaces an engine that never
         answers, so this ends in any case.
         """
-        self.send(attempt, Abort(attempt=attempt.id, reason="the stream ended"))
+        self.send(attempt, Abort(attempt=attempt.id))
         while not attempt.engine_gone:
             try:
                 async with asyncio.timeout(_ABORT_WARN_S):

@@ -170,7 +170,7 @@ class Rig:
 
     def abort(self, attempt: AttemptId) -> None:
         """Has the engine end an attempt."""
-        self.engine.handle(Abort(attempt=attempt, reason="test"))
+        self.engine.handle(Abort(attempt=attempt))
 
     def step(self) -> bool:
         """One step; keeps the events."""
