@@ -44,12 +44,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import (
-    AttemptId,
-    PageRef,
-    ReceiverAddress,
-    Reservation,
-)
+from effuse.kvtransfer.messages import AttemptId, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.thread import ThreadConnector
 
 BOUNDARY = boundary(hidden=b"\x01" * 64)
