@@ -59,6 +59,7 @@ from effuse.models.config import ModelConfig
 from effuse.models.group import ALL, RankPlace
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
+from effuse.models.weights import measure_products
 
 WINDOW = 4
 PAGE_SIZE = 32
@@ -213,7 +214,8 @@ class Bench:
     ) -> Transformer:
         drawn = random_model(config, device, dtype, place)
         if self.batch_invariant:
-            return Transformer(config, drawn.weights, batch_invariant=True)
+            drawn = Transformer(config, drawn.weights, batch_invariant=True)
+            measure_products(drawn)
         return drawn
 
     def _floor(self, most_rows: int) -> Floor:

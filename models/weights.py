@@ -40,6 +40,7 @@ from effuse.models.tensors import (
 from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MEASURED_LAYERS = 4
 
 
 def load_model(
@@ -82,6 +83,31 @@ def load_model(
         batch_invariant=batch_invariant,
         context=place.context,
     )
+
+
+def measure_products(model: Transformer) -> None:
+    """Chooses the tiles of a batch-invariant model's products on this GPU: a few seconds, and a
+    minute for kernels that no earlier process has compiled. Without a GPU it does nothing."""
+    if model.device.type == "cpu":
+        return
+    from effuse.kernels.products_hopper import measure  # imports Triton, which a CPU does not need
+
+    first_kv = len(model.shard.queries) * model.config.head_dim
+    layers, head = model.weights.layers, model.weights.head
+    dense = [layer for layer in layers if layer.router is None]
+    routers = [layer.router for layer in layers if layer.router is not None]
+    products = (
+        ([layer.qkv for layer in layers], 1, None),
+        ([layer.qkv[first_kv:] for layer in layers], 1, None),
+        ([layer.attn_out for layer in layers], 1, None),
+        ([layer.gate_up for layer in dense], 1, None),
+        ([layer.down for layer in dense], 2 if model.shard.size == 1 else 1, None),
+        ([head], 1, None),
+        (routers, 1, torch.float32),
+    )
+    for weights, shares, out_dtype in products:
+        if weights:
+            measure(weights[:_MEASURED_LAYERS], shares=shares, out_dtype=out_dtype)
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:

@@ -25,7 +25,7 @@ from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
-from effuse.models.weights import load_model, select_dtype
+from effuse.models.weights import load_model, measure_products, select_dtype
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.group_parts import GroupMemory
@@ -100,8 +100,8 @@ def load_shard(
     directory, is_exact = model_directory(config), config.dtype == "auto" and device.type == "cpu"
     dtype = select_dtype("float32" if is_exact else config.dtype, directory)
     if config.batch_invariant:
-        prepare_batch_invariant(device, dtype)
-    return load_model(
+        check_batch_invariant(device, dtype)
+    model = load_model(
         directory,
         adapter=config.adapter,
         device=device,
@@ -111,6 +111,9 @@ def load_shard(
         place=place,
         batch_invariant=config.batch_invariant,
     )
+    if config.batch_invariant:
+        measure_products(model)
+    return model
 
 
 def make_part(
@@ -217,8 +220,8 @@ def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def prepare_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
-    """Compiles what keeps rows independent of each other; ValueError if nothing can."""
+def check_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError if no kernel keeps rows independent of each other."""
     name = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
         if dtype != torch.float32:
@@ -231,7 +234,6 @@ def prepare_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(
             f"--batch-invariant: expected bfloat16 or float16 on a Hopper GPU, got {name} on {gpu}"
         )
-    products_hopper.compile_tiles(device, dtype)
 
 
 def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:
