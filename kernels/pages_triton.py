@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.pages import is_distinct
-
 TILE_TOKENS = 32  # of a program for distinct pages
 
 
@@ -20,7 +18,7 @@ def launch_store(
 ) -> None:
     """Write rows to their slots in pages of either layout; -1 stores nothing."""
     tokens, heads, dim = k.shape
-    if is_distinct(k_cache):
+    if k_cache.dim() == 5:  # the distinct layout
         _launch_distinct(k, v, k_cache, v_cache, slot_mapping)
     elif tokens:
         _store_kernel[(tokens,)](
