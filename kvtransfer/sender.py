@@ -65,18 +65,11 @@ class HandoffSender:
         self._handoffs: dict[str, _Outgoing] = {}
         self._reports: list[SendReport] = []
 
-    def __len__(self) -> int:
-        return len(self._handoffs)
-
     def begin(self, attempt: AttemptId) -> None:
         """A prompt will be computed; its pages wait for a reservation."""
         assert attempt.transfer_id not in self._handoffs, attempt
         machine = Machine(SENDER, SenderState.COMPUTING, self._now(), math.inf)
         self._handoffs[attempt.transfer_id] = _Outgoing(attempt, machine)
-
-    def reservation(self, transfer_id: str) -> Reservation | None:
-        """The destination of this handoff, once it is known."""
-        return self._handoffs[transfer_id].reservation
 
     def awaits_reservation(self, transfer_id: str) -> bool:
         """Whether this handoff has not ended and its destination is not known."""

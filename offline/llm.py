@@ -254,7 +254,7 @@ class LLM:
                 one = running.get(attempt.transfer_id)
                 if one is None or not one.take(event):
                     return None
-                self._core.handle(Abort(attempt=attempt, reason="found a stop string"))
+                self._core.handle(Abort(attempt=attempt))
                 del running[attempt.transfer_id]
                 return one
             case Finished(attempt=attempt):
@@ -267,7 +267,7 @@ class LLM:
 
     def _abort(self, running: Iterable[_Running]) -> None:
         for one in running:
-            self._core.handle(Abort(attempt=one.start.attempt, reason="the batch was abandoned"))
+            self._core.handle(Abort(attempt=one.start.attempt))
         self._core.outbox()
 
 

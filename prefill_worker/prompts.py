@@ -15,8 +15,7 @@ from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.store_tier import Rate
-from effuse.kvtransfer.units import HeldUnits, UnitCache
+from effuse.kvtransfer.units import HeldUnits, Rate, UnitCache
 from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox

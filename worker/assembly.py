@@ -18,7 +18,7 @@ from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.config.pool_address import PoolAddress
 from effuse.kernels.attention_batch import ContextCut
-from effuse.kernels.marks import QueuedLayers
+from effuse.kernels.pages import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
@@ -77,19 +77,17 @@ class Assembly:
     caches: bool  # KV may outlive its request
     tiers: Tiers | None
 
-    def make_cache(self, pool: PagePool) -> UnitCache:
-        page_size, block_size = self.memory.layout.span, self.model.config.block_size
-        is_causal = self.model.config.prompt_attention == "causal_blocks"
-        if self.tiers is None:
-            return UnitCache(
-                pool,
-                page_size=page_size,
-                block_size=block_size,
-                is_causal=is_causal,
-                is_on=self.caches,
-            )
-        return TieredCache(
-            pool, self.tiers, page_size=page_size, block_size=block_size, is_causal=is_causal
+    def make_pool(self) -> tuple[PagePool, UnitCache]:
+        """The accounts of the pages, and the cache over them."""
+        pool, config = PagePool(self.memory.num_pages), self.model.config
+        make: Callable[..., UnitCache] = partial(UnitCache, is_on=self.caches)
+        if self.tiers is not None:
+            make = partial(TieredCache, tiers=self.tiers)
+        return pool, make(
+            pool,
+            page_size=self.memory.layout.span,
+            block_size=config.block_size,
+            is_causal=config.prompt_attention == "causal_blocks",
         )
 
 

@@ -73,7 +73,6 @@ class Steps(Protocol):
 
     def obey(self, command: Slots) -> None:
         """Does what the leader does with its own slots."""
-        ...
 
 
 MakeSteps = Callable[[Any, RankPart], Steps]

@@ -16,7 +16,6 @@ from kvtransfer.receiver_process import transport
 from effuse.kvtransfer.connector import (
     Cancel,
     Command,
-    Connector,
     ConnectorEvent,
     Expect,
     FinishPush,
@@ -38,7 +37,7 @@ _numbers = itertools.count(1)
 class RankConnectors:
     """A Connector over those of all ranks, in the order of ranks, in one process."""
 
-    def __init__(self, connectors: Sequence[Connector]) -> None:
+    def __init__(self, connectors: Sequence[LoopbackConnector | ThreadConnector]) -> None:
         self.name = connectors[0].name
         self._ranks = connectors
         self._events = RankEvents(len(connectors))
@@ -109,7 +108,7 @@ class Group:
             for memory in self.memories:
                 own, pages = memory.layout, FULL.tensor[memory.layout.context_rank :: context]
                 memory.tensor[: len(pages)] = heads_of(pages, own)
-        self.ranks: list[Connector] = []
+        self.ranks: list[LoopbackConnector | ThreadConnector] = []
         for memory in self.memories:
             if hub is not None:
                 self.ranks.append(
