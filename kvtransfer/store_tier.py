@@ -22,7 +22,8 @@ from effuse.kvtransfer.units import Key
 LOG = logging.getLogger(__name__)
 
 FIND_S: Final = 0.5
-"""Time for units to be found; then they are computed."""
+"""Time for units to be found; then they are computed. Searches and reads may wait for earlier ones, so
+it begins anew with each of them that ends."""
 READ_S: Final = 1.0
 """The same for units that are read."""
 WRITE_S: Final = 10.0
@@ -224,11 +225,11 @@ class StoreTier:
         for search in list(self.searches):
             if search.result.done():
                 self._end_search(search)
-            elif self._now() - search.began_s <= FIND_S:
-                continue
-            elif self._found_s < search.began_s:  # no other one has ended meanwhile
+                self.searches.remove(search)
+            elif self._now() - max(search.began_s, self._found_s) > FIND_S:
                 self._fail(f"a search was not over after {FIND_S:g} s")
-            self.searches.remove(search)
+                self.searches.clear()
+                return
 
     def _end_search(self, search: Search) -> None:
         try:
@@ -248,7 +249,8 @@ class StoreTier:
 
     def is_awaited(self, read: Read) -> bool:
         """Whether it goes on, and has the time to."""
-        return not read.result.done() and self._now() - read.began_s <= READ_S
+        began_s = max(read.began_s, self._read_s)
+        return not read.result.done() and self._now() - began_s <= READ_S
 
     def end_read(self, read: Read, num_bytes: int) -> UnitFacts | None:
         """A read of so many bytes is not awaited any more: the unit's facts if it has come. If it
@@ -256,9 +258,10 @@ class StoreTier:
         """
         if not read.result.done():
             self.abandon(read)
-            if self._read_s < read.began_s:  # no other one has ended meanwhile
-                self._fail(f"a read was not over after {READ_S:g} s")
+            self._fail(f"a read was not over after {READ_S:g} s")
             return None
+        now, began_s = self._now(), max(read.began_s, self._read_s)
+        self._read_s = now
         try:
             facts = read.result.result()
         except (OSError, ValueError) as error:
@@ -266,10 +269,8 @@ class StoreTier:
             return None
         if read.key not in self.store:  # dropped meanwhile
             return None
-        now = self._now()
         self.counts.read += num_bytes
-        self.reading.note(num_bytes, now - max(read.began_s, self._read_s), now)
-        self._read_s = now
+        self.reading.note(num_bytes, now - began_s, now)
         return facts
 
     def _fail_read(self, key: Key, error: OSError | ValueError) -> None:
