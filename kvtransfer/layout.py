@@ -34,6 +34,7 @@ FIELD_NAMES = (
     "layer_groups",
     "digest",
     "deterministic",
+    "kv_unit_tokens",
 )
 
 Fingerprint = tuple[Field, ...]
@@ -191,6 +192,7 @@ class ModelFacts:
     prompt_attention: str  # causal_blocks or bidirectional
     commit_rule: str  # which forward stores a block's KV
     deterministic: bool = False  # whether a row's bits do not depend on what else is computed
+    unit_tokens: int = 0  # in a unit of kept KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,7 @@ def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
         str(layout.num_groups),
         DIGEST,
         str(facts.deterministic).lower(),
+        str(facts.unit_tokens),
     )
     return tuple(Field(*pair) for pair in zip(FIELD_NAMES, values, strict=True))
 

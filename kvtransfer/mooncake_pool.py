@@ -5,6 +5,7 @@ the next `open` starts another.
 """
 
 import errno
+import hashlib
 import os
 import socket
 import subprocess
@@ -137,6 +138,8 @@ class MooncakePool(UnitStore):
         super().__init__()
         self._address, self._host = address, host
         self._prefix = "/".join(part for part in ("effuse", address.namespace, content) if part)
+        place = f"{address.host}:{address.port}/{self._prefix}".encode()
+        self.number = int.from_bytes(hashlib.sha256(place).digest()[:7]) or 1
         # No search waits for a read.
         self._finder, self._readers, self._writer = Threads(1), Threads(_READERS), Threads(1)
         self._searches: SimpleQueue[_Sought] = SimpleQueue()
@@ -207,8 +210,8 @@ class MooncakePool(UnitStore):
             for _, result in batch:
                 result.set_exception(error)
             return
-        for names, result in batch:
-            found = list(islice(codes, len(names)))
+        for asked, result in batch:
+            found = list(islice(codes, len(asked)))
             try:
                 _checked(min(found, default=0))
                 result.set_result(len(list(takewhile(bool, found))))
