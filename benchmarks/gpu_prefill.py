@@ -178,7 +178,7 @@ def compute(engine: PrefillEngine, messages: Sequence[StartPrefill]) -> None:
 def forget(engine: PrefillEngine, messages: Sequence[StartPrefill]) -> None:
     """Ends the attempts, whose pages are free then."""
     for message in messages:
-        engine.handle(Abort(attempt=message.attempt, reason="measured"))
+        engine.handle(Abort(attempt=message.attempt))
     _step_until(engine, AbortDone, len(messages))
 
 

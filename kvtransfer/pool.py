@@ -62,16 +62,13 @@ class Spare(Protocol):
     @property
     def num_pages(self) -> int:
         """Pages that become free once it has given up all that it can."""
-        ...
 
     @property
     def held(self) -> Container[int]:
         """Ids of all its pages. One is free for others once it is the only holder."""
-        ...
 
     def give_up(self) -> Sequence[PageRef]:
         """Forgets some of these pages, the least useful ones, and returns them for release."""
-        ...
 
 
 class PagePool:
@@ -224,14 +221,6 @@ class FreeRuns:
 
     def __len__(self) -> int:
         return self._count
-
-    def ids(self) -> list[int]:
-        """Every free id, ascending."""
-        return [
-            i
-            for start in sorted(self._length_at)
-            for i in range(start, start + self._length_at[start])
-        ]
 
     def take(self, count: int) -> list[int]:
         """Removes `count` ids: from the smallest run that fits, otherwise from the longest ones."""

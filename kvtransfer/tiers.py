@@ -17,9 +17,9 @@ from torch import Tensor
 
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.pool import FreeRuns
-from effuse.kvtransfer.store_tier import HostUnit, Rate, Read, Search, StoreTier
+from effuse.kvtransfer.store_tier import HostUnit, Read, Search, StoreTier
 from effuse.kvtransfer.stores import UnitStore
-from effuse.kvtransfer.units import Key
+from effuse.kvtransfer.units import Key, Rate
 
 _FREE_SHARE: Final = 8  # of the host's slots, one in so many is kept free by writing to files
 _LOOKED_AT: Final = 16  # units that leave the host next
@@ -33,15 +33,12 @@ class Host(Protocol):
 
     def save(self, page_ids: Sequence[int], slots: Sequence[int]) -> DigestJob:
         """Starts to copy pages to slots."""
-        ...
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> DigestJob:
         """Starts to copy slots to pages."""
-        ...
 
     def views(self, slots: Sequence[int]) -> list[memoryview]:
         """Writable bytes of slots."""
-        ...
 
 
 @dataclass(slots=True)

@@ -28,6 +28,26 @@ Key = bytes
 Ids = Sequence[int] | npt.NDArray[np.int64]
 
 _KEY_BYTES: Final = 32
+_GAIN: Final = 1 / 4
+
+
+class Rate:
+    """Measured seconds of an amount of work, of which the latest counts most."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+        self.measured_s = -math.inf  # moment of the last measurement
+
+    def note(self, amount: float, seconds: float, now: float) -> None:
+        """So much work took so long, and has ended now."""
+        keep = 1 - _GAIN
+        self._amount = keep * self._amount + amount
+        self._seconds = keep * self._seconds + seconds
+        self.measured_s = now
+
+    def seconds(self, amount: float) -> float:
+        """Expected seconds of so much work; 0 while none was measured."""
+        return self._seconds * amount / self._amount if self._amount else 0.0
 
 
 @dataclass(slots=True, eq=False)

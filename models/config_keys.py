@@ -61,9 +61,9 @@ class ConfigKeys:
             raise self.error(key, f"expected at most {_MOST_LAYERS} layers, found {value}")
         return value
 
-    def number(self, key: str, *, default: float | None = None) -> float:
+    def number(self, key: str) -> float:
         """A finite number above zero."""
-        value = self._value(key, default, "a number")
+        value = self._value(key, None, "a number")
         is_number = not isinstance(value, bool)
         if is_number and isinstance(value, int | float) and 0 < value <= _MOST_NUMBER:
             return float(value)

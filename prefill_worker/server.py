@@ -94,7 +94,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             reader.cancel()
             if stream.limit is not None:
                 stream.limit.cancel()
-            self._shell.leave(attempt, "the stream ended")
+            self._shell.leave(attempt)
 
     async def _relay(self, stream: _PrefillCall, context: _Context) -> None:
         while True:

@@ -18,7 +18,7 @@ from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.config.pool_address import PoolAddress
 from effuse.kernels.attention_batch import ContextCut
-from effuse.kernels.marks import QueuedLayers
+from effuse.kernels.pages import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
@@ -39,13 +39,13 @@ from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import choose_connector, connect, why_no_nixl
 from effuse.worker.group_parts import GroupConnector, GroupHost, GroupRunner
+from effuse.worker.meeting import join
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open
 from effuse.worker.rank_part import (
     GIB,
     RankPart,
     device_of,
-    join,
     load_shard,
     make_part,
     model_directory,
@@ -79,26 +79,18 @@ class Assembly:
     tiers: Tiers | None
     unit_tokens: int | None = None  # in a unit of kept KV, if not the fewest
 
-    def make_cache(self, pool: PagePool) -> UnitCache:
-        page_size, block_size = self.memory.layout.span, self.model.config.block_size
-        is_causal = self.model.config.prompt_attention == "causal_blocks"
-        unit_tokens = self.unit_tokens
-        if self.tiers is None:
-            return UnitCache(
-                pool,
-                page_size=page_size,
-                block_size=block_size,
-                unit_tokens=unit_tokens,
-                is_causal=is_causal,
-                is_on=self.caches,
-            )
-        return TieredCache(
+    def make_pool(self) -> tuple[PagePool, UnitCache]:
+        """The accounts of the pages, and the cache over them."""
+        pool, config = PagePool(self.memory.num_pages), self.model.config
+        make: Callable[..., UnitCache] = partial(UnitCache, is_on=self.caches)
+        if self.tiers is not None:
+            make = partial(TieredCache, tiers=self.tiers)
+        return pool, make(
             pool,
-            self.tiers,
-            page_size=page_size,
-            block_size=block_size,
-            unit_tokens=unit_tokens,
-            is_causal=is_causal,
+            page_size=self.memory.layout.span,
+            block_size=config.block_size,
+            unit_tokens=self.unit_tokens,
+            is_causal=config.prompt_attention == "causal_blocks",
         )
 
 
@@ -218,7 +210,8 @@ def _check_cuts(config: WorkerConfig, directory: Path) -> None:
     model = ModelConfig.from_dir(directory, block_size=config.block_size)
     has_replicas, degree, context = config.num_replicas > 1, config.context_degree, None
     if degree > 1:
-        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE)
+        weights = ALONE if config.cuts_rows else None
+        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE, weights)
     place = RankPlace(
         0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas, context=context
     )

@@ -119,7 +119,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Ends an attempt, known or not, and refuses it from now on; AbortDone follows."""
 
     attempt: AttemptId
-    reason: str
 
 
 class WriterGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -25,7 +25,6 @@ from effuse.kernels import (
     experts_triton,
     pages_copy_triton,
     pages_digests_triton,
-    pages_distinct_triton,
     pages_triton,
     peers_triton,
     products_gluon,
@@ -186,11 +185,10 @@ def launch_rotary(*, stores: bool, rotary_dim: int = 128) -> None:
 
 def launch_pages(*, distinct: bool = False) -> None:
     shape = SHAPES["dream_page_64"]
-    module = pages_distinct_triton if distinct else pages_triton
     k_cache, v_cache = distinct_cache(shape) if distinct else cache(shape)
     _, k, v = torch.split(meta(64, 36, 128), [28, 4, 4], dim=1)
     slots = meta(64, dtype=INT64)
-    module.launch_store(k, v, k_cache, v_cache, slots)
+    pages_triton.launch_store(k, v, k_cache, v_cache, slots)
 
 
 def attention_variants() -> Variants:
@@ -215,7 +213,7 @@ def distinct_variants() -> Variants:
     for name, shape in SHAPES.items():
         modules = [attention_triton, attention_splits_triton]
         yield name, kernels_of(modules, partial(launch_attention, shape, distinct=True))
-    yield "pages", kernels_of([pages_distinct_triton], partial(launch_pages, distinct=True))
+    yield "pages", kernels_of([pages_triton], partial(launch_pages, distinct=True))
 
 
 def launch_sum(size: int, *, shares: bool, ahead: bool, num_parts: int = 0) -> None:

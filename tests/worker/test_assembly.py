@@ -14,13 +14,13 @@ from decoding.engines import layout_of, load_tiny
 
 from effuse.kvtransfer.layout import KVLayout, mismatch
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.pool import PagePool
 from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
 from effuse.worker import rank_part
 from effuse.worker.assembly import assemble
-from effuse.worker.config import Dtype, WorkerConfig
+from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import _check_reservable
+from effuse.worker.engine_settings import Dtype
 from effuse.worker.messages import Heartbeat
 from effuse.worker.rank_part import warm_up
 from effuse.worker.watchdog import Pulse
@@ -225,7 +225,7 @@ def test_the_tokens_of_a_unit_fill_pages_and_blocks_and_must_agree(tmp_path: Pat
             model=path, device="cpu", num_pages=8, page_size=12, kv_unit_tokens=asked
         )
         parts = assemble(config, "life-1", "decode", None, Pulse())
-        cache = parts.make_cache(PagePool(8))
+        _, cache = parts.make_pool()
         prints.append(parts.fingerprint)
         assert cache.unit_size == parts.unit_tokens == expected
     found = mismatch(*prints)
