@@ -222,7 +222,6 @@ class Digests:
 
     @property
     def value(self) -> int:
-        """Digest of all that was added."""
         return int(self._all.intdigest())
 
 
