@@ -152,7 +152,8 @@ class Fence(Struct, frozen=True, tag=True):
 
 
 class PushPages(Struct, frozen=True, tag=True):
-    """Pages [first, first + n) of the reservation are in `source_pages`.
+    """Pages [first, first + n) of the reservation are in `source_pages`. If ranks cut the context,
+    each of these has a page of each rank; some of the first and last one are not reserved.
 
     `num_final` returns how many groups of their layers are final, until all are; without it all
     are. A transfer may have many of these commands. One without pages reaches the peer early, and

@@ -171,7 +171,7 @@ class Receptions:
         part = expected.parts.get(pages.heads)
         if part is None:
             raise HandoffRefused(Cause.FINGERPRINT, "pages arrived before their fingerprint")
-        check_span(expected.pages, pages.first, pages.pages)
+        check_span(part.pages, pages.first, pages.pages)
         groups = range(pages.group, pages.end_group)
         if not groups or groups.stop > expected.layout.num_groups:
             raise HandoffRefused(
@@ -226,7 +226,7 @@ class Receptions:
             raise HandoffRefused(Cause.MALFORMED, "a second manifest arrived")
         self._check_fingerprint(manifest.fingerprint)
         check_num_bytes(part.num_bytes, manifest.num_bytes)
-        check_pages(part, expected.pages)
+        check_pages(part)
         others = [one.manifest for one in expected.parts.values() if one.manifest is not None]
         check_same_prompt(manifest, others)
         part.manifest = manifest

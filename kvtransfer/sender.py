@@ -189,9 +189,13 @@ class HandoffSender:
     def _push(self, handoff: _Outgoing) -> None:
         reservation = handoff.reservation
         assert reservation is not None, "the pages have no destination yet"
+        degree = self._connector.describe()[0].context_degree  # prompt's pages in one of ours
         for pages, num_final in handoff.ready:
-            first = handoff.num_passed - reservation.num_held * reservation.context_degree
+            first = handoff.num_passed * degree
+            first -= reservation.num_held * reservation.context_degree
             handoff.num_passed += len(pages)
-            if wanted := tuple(pages[max(0, -first) :]):
-                self._connector.send(PushPages(reservation, wanted, max(0, first), num_final))
+            num_held = max(0, -first // degree)
+            if wanted := tuple(pages[num_held:]):
+                first += num_held * degree
+                self._connector.send(PushPages(reservation, wanted, first, num_final))
         handoff.ready.clear()

@@ -124,8 +124,12 @@ class ModelRunner:
             device=self.model.device,
             stored_lens=[part.num_stored for part in parts],
         )
-        arrays = (packed.token_ids, packed.positions, packed.slots, packed.wanted_rows)
-        token_ids, positions, slots, wanted = self._to_device(arrays)
+        if self.model.prompts is None:
+            arrays = (packed.token_ids, packed.positions, packed.slots, packed.wanted_rows)
+            token_ids, positions, slots, wanted = self._to_device(arrays)
+        else:
+            cut = self.model.prompts.begin(parts, packed, self.model.device, self._to_device)
+            token_ids, positions, slots, wanted = cut
         return self.model.forward(
             token_ids,
             positions,

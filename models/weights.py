@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from effuse.kernels.attention import block_attention
+from effuse.kernels.attention import Attend, block_attention
 from effuse.models.adapter import Adapter, open_adapter
 from effuse.models.checkpoint import (
     TensorFiles,
@@ -37,10 +37,10 @@ from effuse.models.tensors import (
     tensor_shapes,
     tensors_of,
 )
-from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
+from effuse.models.transformer import LayerWeights, ModelWeights, Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MEASURED_LAYERS = 4
+_MEASURED_LAYERS = 2
 
 
 def load_model(

@@ -36,7 +36,8 @@ from effuse.router.tokenizer import AnswerText, Tokenizer, bundled_directory
 from effuse.router.validation import Asked, encode_prompt, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.worker.attempts import to_error
-from effuse.worker.config import Attention, DecodeConfig, Device, Dtype, KVLayoutKind
+from effuse.worker.config import DecodeConfig
+from effuse.worker.engine_settings import Attention, Device, Dtype, KVLayoutKind
 from effuse.worker.gpus import check_device
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 

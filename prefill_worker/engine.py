@@ -77,6 +77,7 @@ class PrefillEngine:
             )
         self._executor = executor
         self._config = config
+        self._page_size = config.page_size * config.context_degree  # of the pool, of all ranks
         self._model = model
         self._pool = pool
         self._sender = sender
@@ -190,7 +191,7 @@ class PrefillEngine:
             **self._cache.figures(),
             **room_in(
                 ((len(one.pages), one.num_computed) for one in self.table.prompts.values()),
-                self._config.page_size,
+                self._page_size,
             ),
         )
 
@@ -205,7 +206,7 @@ class PrefillEngine:
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
             return
-        prompt = make_prompt(message, model, config.page_size, self._now())
+        prompt = make_prompt(message, model, config, self._now())
         try:
             check_prompt(prompt, config, model, self._pool.num_pages)
         except PromptRefused as error:
@@ -249,7 +250,8 @@ class PrefillEngine:
 
         Refuses if prompts may need the pages; the few for warming up a link are always available.
         """
-        attempt, count = reservation.attempt, reservation.num_source_pages
+        attempt = reservation.attempt
+        count = -(-reservation.num_source_pages // self._config.context_degree)
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
@@ -322,7 +324,7 @@ class PrefillEngine:
                 break
             has_admitted = True
             known = prompt.num_cached if may_push else 0
-            if cached := prompt.take_final_pages(known, self._config.page_size):
+            if cached := prompt.take_final_pages(known, self._page_size):
                 self._sender.pages_ready(prompt.attempt.transfer_id, cached)
             if not prompt.num_left:
                 self._sender.computed(prompt.attempt.transfer_id, prompt.boundary)

@@ -130,7 +130,7 @@ class PromptExecutor:
         """Gives the sender the pages that this chunk makes final, with the unused end of the last
         one cleared.
         """
-        prompt, page_size = chunk.prompt, self._memory.layout.page_size
+        prompt, page_size = chunk.prompt, self._memory.layout.span
         used = prompt.num_paged % page_size
         if used and chunk.end == prompt.num_paged:
             self._memory.zero_tail(prompt.pages[-1].page_id, used)

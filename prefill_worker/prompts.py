@@ -54,7 +54,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     block_origin: int
     num_paged: int
-    num_pages: int
+    num_pages: int  # of the pool
+    num_moved: int  # of these, pages of `page_size` tokens, each on one rank: what a handoff moves
     can_split: bool  # into chunks that end at a block's end; a bidirectional prompt cannot
     arrived_s: float
     started_s: float = 0.0
@@ -115,7 +116,9 @@ class PromptChunk:
         return self.end - self.start
 
 
-def make_prompt(message: StartPrefill, model: ModelConfig, page_size: int, now: float) -> Prompt:
+def make_prompt(
+    message: StartPrefill, model: ModelConfig, config: PrefillConfig, now: float
+) -> Prompt:
     """A block-causal prompt is paged in whole blocks, a bidirectional one completely."""
     token_ids = message.prompt_token_ids
     can_split = model.prompt_attention == "causal_blocks"
@@ -126,7 +129,8 @@ def make_prompt(message: StartPrefill, model: ModelConfig, page_size: int, now: 
         token_ids=token_ids,
         block_origin=model.block_origin(len(token_ids)),
         num_paged=num_paged,
-        num_pages=-(-num_paged // page_size),
+        num_pages=-(-num_paged // (config.page_size * config.context_degree)),
+        num_moved=-(-num_paged // config.page_size),
         can_split=can_split,
         arrived_s=now,
         shows_progress=message.progress,
@@ -141,6 +145,7 @@ def make_rehearsal(attempt: AttemptId, pages: tuple[PageRef, ...]) -> Prompt:
         block_origin=0,
         num_paged=0,
         num_pages=len(pages),
+        num_moved=0,
         can_split=False,
         arrived_s=math.inf,  # its caller has a time limit
         pages=pages,
@@ -173,7 +178,8 @@ def check_prompt(prompt: Prompt, config: PrefillConfig, model: ModelConfig, page
         raise PromptRefused(f"the prompt contains the mask token {model.mask_token_id}")
     if prompt.num_pages > pages:
         raise PromptRefused(
-            f"the prompt needs {prompt.num_pages} pages of {config.page_size} tokens; "
+            f"the prompt needs {prompt.num_pages} pages of "
+            f"{config.page_size * config.context_degree} tokens; "
             f"the pool has {pages}"
         )
     if not prompt.can_split and prompt.num_paged > most:
@@ -332,9 +338,9 @@ def unfit(prompt: Prompt, reservation: Reservation, *, is_first: bool) -> str:
     found, degree = reservation.num_source_pages, reservation.context_degree
     held = reservation.num_held * degree
     # Some ranks that cut the context may have nothing in the last page of a prompt that is held.
-    if found != max(0, prompt.num_pages - held) or held >= prompt.num_pages + degree:
+    if found != max(0, prompt.num_moved - held) or held >= prompt.num_moved + degree:
         beside = f" beside {held} held ones" if held else ""
-        return f"the prompt needs {prompt.num_pages} pages, {found} are reserved{beside}"
+        return f"the prompt needs {prompt.num_moved} pages, {found} are reserved{beside}"
     return ""
 
 

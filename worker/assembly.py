@@ -39,13 +39,13 @@ from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import choose_connector, connect, why_no_nixl
 from effuse.worker.group_parts import GroupConnector, GroupHost, GroupRunner
+from effuse.worker.meeting import join
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open
 from effuse.worker.rank_part import (
     GIB,
     RankPart,
     device_of,
-    join,
     load_shard,
     make_part,
     model_directory,
@@ -196,7 +196,8 @@ def _check_cuts(config: WorkerConfig, directory: Path) -> None:
     model = ModelConfig.from_dir(directory, block_size=config.block_size)
     has_replicas, degree, context = config.num_replicas > 1, config.context_degree, None
     if degree > 1:
-        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE)
+        weights = ALONE if config.cuts_rows else None
+        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE, weights)
     place = RankPlace(
         0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas, context=context
     )

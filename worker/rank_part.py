@@ -12,24 +12,22 @@ import torch
 
 import effuse.models
 from effuse.config.decoding import Sampling
-from effuse.kernels.attention import block_attention
-from effuse.kernels.attention_batch import ContextCut
+from effuse.kernels.attention import Attend, block_attention
 from effuse.kernels.pages import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
 from effuse.models.config import ModelConfig
-from effuse.models.group import ContextGroup, ProcessGroup, RankPlace, join_group
+from effuse.models.group import RankPlace
 from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
-from effuse.models.transformer import Attend, Transformer
+from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model, measure_products, select_dtype
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.group_parts import GroupMemory
-from effuse.worker.rank_messages import meeting_path
 from effuse.worker.ranks import Ranks
 from effuse.worker.watchdog import Pulse
 
@@ -39,7 +37,6 @@ the end of every operator, and are many times slower.
 """
 
 GIB = 1 << 30
-_JOIN_S = 60.0  # for processes that all wait to meet
 _CPU_POOL_BYTES = 256 << 20  # if the config does not set it; touched page by page at first use
 
 
@@ -53,38 +50,6 @@ class RankPart:
     queued: QueuedLayers | None
     max_model_len: int
     host: HostPages | None  # for kept KV without room in the pages
-
-
-def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
-    """Meets the other ranks of the engine. Raises ValueError if they do not come."""
-    size, meeting = config.num_ranks, meeting_path(home)
-    group = join_group(rank, size, device, meeting, _JOIN_S, in_order=config.batch_invariant)
-    context = join_context(
-        rank, size, config.context_degree, config.page_size, group, device, meeting
-    )
-    return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1, context)
-
-
-def join_context(
-    rank: int,
-    size: int,
-    degree: int,
-    page_size: int,
-    group: ProcessGroup,
-    device: torch.device,
-    meeting: Path,
-) -> ContextGroup | None:
-    """Meets the other ranks of those that cut the context, if any do; they are neighbours. Raises
-    ValueError if they do not come."""
-    if degree == 1:
-        return None
-    cut = ContextCut(rank % degree, degree, page_size)
-    if degree == size:
-        return ContextGroup(cut, group)
-    at = meeting.with_name(f"{meeting.name}{rank // degree}")
-    part = join_group(cut.rank, degree, device, at, _JOIN_S)
-    group.adopt(part)
-    return ContextGroup(cut, part)
 
 
 def model_directory(config: WorkerConfig) -> Path:
@@ -129,6 +94,8 @@ def make_part(
     replica's pages are its own.
     """
     max_model_len = _max_model_len(config, model)
+    if model.prompts is not None:
+        model.prompts.most_tokens = max_model_len
     model.group.map_peers(model.config.hidden_size, model.dtype)
     layout, device = _layout(config, model), model.device
     num_pages = _num_pages(config, model, layout, max_model_len)
@@ -143,9 +110,8 @@ def make_part(
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
-    warm_up(
-        runner, model.config.max_position_embeddings, model.config.block_size, config.num_replicas
-    )
+    most, num_rows = model.config.max_position_embeddings, model.config.block_size
+    warm_up(runner, most, num_rows, config.num_replicas, has_candidates=model.prompts is None)
     return RankPart(
         model=model,
         memory=memory,
@@ -177,22 +143,31 @@ def _host_pages(config: WorkerConfig, model: ModelConfig, memory: PageMemory) ->
         raise ValueError(f"--kv-offloading-size {size:g}: {error}") from error
 
 
-def warm_up(runner: Forward, most: int, num_rows: int, num_replicas: int = 1) -> None:
+def warm_up(
+    runner: Forward,
+    most: int,
+    num_rows: int,
+    num_replicas: int = 1,
+    *,
+    has_candidates: bool = True,
+) -> None:
     """Runs a forward of `num_rows` rows of each replica, nearly all of which want a candidate;
-    writes to page 0.
+    writes to page 0. Without candidates it is one of prompts.
 
     A sequence has at most `most` of them, the model's positions: tables end there.
     """
     parts = []
     for replica, begin in product(range(num_replicas), range(0, num_rows, most)):
         length = min(most, num_rows - begin)
-        wanted = range(1, length)  # position 0 has no row before it, which shifting models need
+        # Position 0 has no row before it, which shifting models need.
+        wanted = range(1, length if has_candidates else 1)
         part = Part(
             token_ids=[0] * length,
             start=0,
             pages=[0],
             num_stored=int(begin == 0),
             block_origin=0,
+            keep_boundary=not has_candidates,
             candidates=wanted,
             denoise_counts=[0] * len(wanted),
             sampling=Sampling(temperature=1.0, top_p=0.9, top_k=8),
@@ -280,6 +255,10 @@ def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
 
 
 def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
+    rank, degree = model.shard.rank, model.shard.size
+    if model.prompts is not None:
+        cut = model.prompts.cut
+        rank, degree = rank * cut.degree + cut.rank, degree * cut.degree
     return KVLayout(
         kind=config.kv_layout,
         num_layers=model.config.num_layers,
@@ -288,8 +267,8 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
         page_size=config.page_size,
         dtype=str(model.dtype).removeprefix("torch."),
         most_groups=MOST_GROUPS[config.connector],
-        rank=model.shard.rank,
-        degree=model.shard.size,
+        rank=rank,
+        degree=degree,
         context_degree=config.context_degree,
     )
 
@@ -304,18 +283,30 @@ def _num_pages(
     if model.device.type == "cpu":
         return max(least, _CPU_POOL_BYTES // layout.page_bytes)
     everyone = model.group if model.replicas is None else model.replicas.group
-    return everyone.least(_device_pages(config, model, layout))
+    least = everyone.least(_device_pages(config, model, layout, max_model_len))
+    return least if model.prompts is None else model.prompts.group.least(least)
 
 
-def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) -> int:
+def _device_pages(
+    config: WorkerConfig, model: Transformer, layout: KVLayout, max_model_len: int
+) -> int:
     """Pages in the device memory that the largest forward leaves of the configured share."""
     probe = PageMemory(layout, 1, model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     most = model.config.max_position_embeddings
-    warm_up(_runner(model, probe), most, config.max_num_batched_tokens, config.num_replicas)
+    warm_up(
+        _runner(model, probe),
+        most,
+        config.max_num_batched_tokens,
+        config.num_replicas,
+        has_candidates=model.prompts is None,
+    )
     total = torch.cuda.get_device_properties(model.device).total_memory
     share = int(total * config.gpu_memory_utilization)
     room = share - torch.cuda.max_memory_allocated(model.device)
+    if model.prompts is not None:  # which gathers one layer of the longest prompt
+        pages = layout.pages_for(max_model_len) * (layout.context_degree + 2)
+        room -= pages * layout.page_bytes // layout.num_layers
     if room < layout.page_bytes:
         raise ValueError(
             f"--gpu-memory-utilization: {share} of {total} bytes leave no room for KV pages next "
@@ -339,8 +330,10 @@ def _prompt_graphs(
     max_context: int,
 ) -> PromptGraphs | None:
     """Graphs captured before serving; None if they are not used."""
-    if model.device.type != "cuda" or not config.runs_graphs or model.replicas is not None:
-        return None  # a graph of replicas would need rows of all of them
+    # A graph of replicas would need rows of all of them, and ranks of a prompt plan each forward.
+    is_apart = model.replicas is not None or model.prompts is not None
+    if model.device.type != "cuda" or not config.runs_graphs or is_apart:
+        return None
     graphs = PromptGraphs(
         model,
         memory.layer_views(),

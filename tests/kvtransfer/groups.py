@@ -104,9 +104,10 @@ class Group:
         ]
         self.incarnation = incarnation
         self.memories = [PageMemory(one, NUM_PAGES, device) for one in layouts]
-        if has_pages:
+        if has_pages:  # a page of ranks that cut the context has as many of these
             for memory in self.memories:
-                memory.tensor.copy_(heads_of(FULL.tensor, memory.layout))
+                own, pages = memory.layout, FULL.tensor[memory.layout.context_rank :: context]
+                memory.tensor[: len(pages)] = heads_of(pages, own)
         self.ranks: list[LoopbackConnector | ThreadConnector] = []
         for memory in self.memories:
             if hub is not None:
@@ -122,7 +123,11 @@ class Group:
         self.all.start()
 
     def reserve(
-        self, pages: Sequence[int], writer: str = "prefill-1", num_written: int = 0
+        self,
+        pages: Sequence[int],
+        writer: str = "prefill-1",
+        num_written: int = 0,
+        num_held: int = 0,
     ) -> Reservation:
         """Has every rank expect these pages from the writer."""
         number = next(_numbers)
@@ -136,6 +141,7 @@ class Group:
             digest_seed=SEED,
             lease_s=LEASE_S,
             num_written=num_written,
+            num_held=num_held,
         )
         self.all.send(Expect(reserved, writer))
         return reserved

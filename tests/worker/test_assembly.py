@@ -18,8 +18,9 @@ from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
 from effuse.worker import rank_part
 from effuse.worker.assembly import assemble
-from effuse.worker.config import Dtype, WorkerConfig
+from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import _check_reservable
+from effuse.worker.engine_settings import Dtype
 from effuse.worker.messages import Heartbeat
 from effuse.worker.rank_part import warm_up
 from effuse.worker.watchdog import Pulse
