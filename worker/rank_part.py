@@ -110,7 +110,8 @@ def make_part(
     )
     # Only a worker that pushes needs to know which layers are stored.
     marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role != "decode" else None
-    most_cached = max_model_len if caches_prefixes(config, model) else 0
+    begins_cached = config.enable_prefix_caching and model.config.family.is_block_causal
+    most_cached = max_model_len if begins_cached else 0
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
@@ -326,11 +327,6 @@ def _device_pages(
         )
     torch.cuda.empty_cache()
     return min(room // layout.page_bytes, MAX_POOL_PAGES)
-
-
-def caches_prefixes(config: WorkerConfig, model: Transformer) -> bool:
-    """Whether prompts may begin with cached tokens."""
-    return config.enable_prefix_caching and model.config.prompt_attention == "causal_blocks"
 
 
 def _prompt_graphs(
