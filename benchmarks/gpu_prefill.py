@@ -29,6 +29,7 @@ from effuse.benchmarks.prefill_rivals import PlainPrefill, bare_prefill
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.part import Part
 from effuse.models.transformer import Transformer
+from effuse.models.weights import measure_products
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.worker.messages import Abort, AbortDone, PrefillDone, StartPrefill
 
@@ -68,6 +69,8 @@ class Bench:
         self.name = name
         weights = random_model(MODELS[name], device, dtype).weights
         self.model = Transformer(MODELS[name], weights, batch_invariant=batch_invariant)
+        if batch_invariant:
+            measure_products(self.model)
         self.paged: Paged = paged(self.model, most_tokens + 64 * PAGE_SIZE, page_size=PAGE_SIZE)
         self.engine = prefill_engine(self.paged, max_num_batched_tokens=min(most_tokens, MOST_ROWS))
         self._names = count()
@@ -175,7 +178,7 @@ def compute(engine: PrefillEngine, messages: Sequence[StartPrefill]) -> None:
 def forget(engine: PrefillEngine, messages: Sequence[StartPrefill]) -> None:
     """Ends the attempts, whose pages are free then."""
     for message in messages:
-        engine.handle(Abort(attempt=message.attempt, reason="measured"))
+        engine.handle(Abort(attempt=message.attempt))
     _step_until(engine, AbortDone, len(messages))
 
 

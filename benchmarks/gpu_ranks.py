@@ -13,9 +13,7 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +28,7 @@ from effuse.benchmarks.gpu_floor import Floor
 from effuse.benchmarks.gpu_models import EXPERT_MODELS, MODELS
 from effuse.benchmarks.gpu_moe import DrawnRoutes, ExpertBench
 from effuse.benchmarks.gpu_prefill import elapsed_ms
+from effuse.benchmarks.gpu_processes import run_processes
 from effuse.benchmarks.gpu_ranks_floor import Silent, SummedFloor
 from effuse.benchmarks.gpu_record import kernel_classes, write_record
 from effuse.benchmarks.gpu_step import BATCHES, PAGE_SIZE, Bench
@@ -45,7 +44,7 @@ from effuse.models.part import Part
 from effuse.models.runner import ModelRunner
 from effuse.models.tensors import shard_of
 from effuse.models.transformer import Transformer
-from effuse.worker.rank_part import join_context
+from effuse.worker.meeting import join_context
 
 MODULE = "effuse.benchmarks.gpu_ranks"
 PACE = 4
@@ -322,37 +321,7 @@ def waves(degrees: Sequence[int], num_gpus: int) -> list[list[int]]:
 
 def run_wave(degrees: Sequence[int], argv: Sequence[str], deadline: float) -> list[Result]:
     """Groups of these degrees, side by side; what each has measured before the deadline."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
-    with tempfile.TemporaryDirectory() as home:
-        processes = []
-        for degree in degrees:
-            own, gpus = gpus[:degree], gpus[degree:]
-            place = Path(home) / str(degree)
-            place.mkdir()
-            flags = ["--size", str(degree), "--home", str(place)]
-            processes += [
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, *argv, *flags, "--rank", str(rank)],
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)},
-                )
-                for rank in range(degree)
-            ]
-        _wait(processes, deadline)
-        files = [Path(home) / str(degree) / "results.json" for degree in degrees]
-        found = [one for file in files if file.exists() for one in json.loads(file.read_text())]
-    return [Result(**one) for one in found]
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
-    """Until all have ended; kills the others if one fails, or at the deadline."""
-    while time.monotonic() < deadline:
-        ended = [process.poll() for process in processes]
-        if None not in ended or any(ended):
-            break
-        time.sleep(0.1)
-    for process in processes:
-        process.kill()
-        process.wait()
+    return [Result(**one) for one in run_processes(degrees, argv, deadline, MODULE)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,6 +32,10 @@ class Silent(Group):
         every = x.repeat(1, self._size)
         return functional.pad(every, (0, max(0, sum(sizes) - every.shape[1])))[:, : sum(sizes)]
 
+    def collect(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        every = x.expand(self._size, *x.shape)  # numbers and not zeros, which take less power
+        return every.clone() if into is None else into.view_as(every).copy_(every)
+
 
 class SummedFloor(Floor):
     """A rank's products, with a sum over all ranks behind two products of each layer."""

@@ -169,7 +169,7 @@ class Bench:
         load = ClosedLoad(engine, messages, at_once)
         seconds = load.run()
         tokens = sum(served.tokens for served in load.served)
-        rows = engine.counters.rows - sum(prompts.rows)
+        rows = engine.counters.step_tokens - sum(prompts.rows)
         # Each request's first step is its first block, which is in no record.
         masks = stepper.num_masks + len(lengths) * self.model.config.block_size
         needed = _needed_flops(self.model, rows, masks, sum(lengths))

@@ -59,6 +59,7 @@ from effuse.models.config import ModelConfig
 from effuse.models.group import ALL, RankPlace
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
+from effuse.models.weights import measure_products
 
 WINDOW = 4
 PAGE_SIZE = 32
@@ -211,10 +212,10 @@ class Bench:
     def _model(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, place: RankPlace
     ) -> Transformer:
-        drawn = random_model(config, device, dtype, place)
+        model = random_model(config, device, dtype, place)
         if self.batch_invariant:
-            return Transformer(config, drawn.weights, batch_invariant=True)
-        return drawn
+            measure_products(model := Transformer(config, model.weights, batch_invariant=True))
+        return model
 
     def _floor(self, most_rows: int) -> Floor:
         return Floor(self.model, most_rows)
@@ -310,16 +311,14 @@ class Bench:
 
 
 def _scripted(sequence: Tokens, settings: DecodeSettings, plan: StepPlan, pace: int) -> None:
-    left = [block.masks_left for block in sequence.blocks]
-    denoise.apply_step(sequence, settings, plan, deal(plan, left, pace))
+    dealt = deal(plan, [block.masks_left for block in sequence.blocks], pace)
+    denoise.apply_step(sequence, settings, plan, dealt)
 
 
 def table(results: Sequence[Result]) -> str:
     """One line for each batch and context; step, bare and ratio are those in turns."""
-    lines = [
-        "model      ctx batch   rows  cands  padding  step ms  bare ms  ratio (of turns)"
-        "    alone ms  idle  tok/s  launch ms  strayed"
-    ]
+    heading = "model      ctx batch   rows  cands  padding  step ms  bare ms  ratio (of turns)"
+    lines = [f"{heading}    alone ms  idle  tok/s  launch ms  strayed"]
     for r in results:
         low, high = r.turns.spread
         lines.append(
@@ -370,8 +369,8 @@ def _measure_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     contexts = asked.context or [512, 2048]
     batches = [row for row in BATCHES if not asked.batch or row[0] in asked.batch]
-    most = max(row[0] for row in batches), max(contexts)
-    bench = Bench(name, device, *most, batch_invariant=asked.batch_invariant)
+    most = max(row[0] for row in batches)
+    bench = Bench(name, device, most, max(contexts), batch_invariant=asked.batch_invariant)
     for context in contexts:
         for batch, steps, size in batches:
             if time.monotonic() > deadline:

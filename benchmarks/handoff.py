@@ -218,7 +218,7 @@ def _await_receipt(connector: Connector) -> int:
             raise RuntimeError(f"the handoff ended with {event}")
 
 
-def _connector(kind: str, memory: PageMemory, incarnation: str, role: str) -> Connector:
+def _connector(kind: str, memory: PageMemory, incarnation: str, role: str) -> ThreadConnector:
     transport = _transport(kind, memory, incarnation, role)
     return ThreadConnector(transport, memory, incarnation, _fingerprint())
 

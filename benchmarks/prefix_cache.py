@@ -25,6 +25,7 @@ from effuse.benchmarks.report import Figure
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.part import Part
 from effuse.models.transformer import Transformer
+from effuse.models.weights import measure_products
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.worker.messages import StartPrefill
 
@@ -53,6 +54,8 @@ def measure(*, batch_invariant: bool = False) -> tuple[Figure, list[str]]:
     config, dtype = (SDAR_8B, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
     weights = random_model(config, device, dtype).weights
     model = Transformer(config, weights, batch_invariant=batch_invariant)
+    if batch_invariant:
+        measure_products(model)
     parts = paged(model, 4 * LENGTH, page_size=PAGE_SIZE)
     engine = prefill_engine(parts, max_num_batched_tokens=LENGTH)
     generator, names = np.random.default_rng(1), count()

@@ -139,7 +139,7 @@ class ConnectorHalf:
     def __init__(self, whole: Connector, *, pushes: bool) -> None:
         """`pushes`: its user pushes pages, and receives none."""
         self.name = whole.name
-        self.start, self.close, self.describe = whole.start, whole.close, whole.describe
+        self.close, self.describe = whole.close, whole.describe
         self.send, self.fileno = whole.send, whole.fileno
         self.other = self
         self._whole = whole

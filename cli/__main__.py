@@ -39,11 +39,9 @@ class Command(Protocol):
 
     def main(self, argv: Sequence[str]) -> int:
         """Run it; returns the exit status."""
-        ...
 
     def make_parser(self) -> argparse.ArgumentParser:
         """Its flags."""
-        ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:

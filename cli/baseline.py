@@ -26,7 +26,8 @@ from effuse.models.defaults import read_defaults
 from effuse.models.preflight import check_checkpoint
 from effuse.offline.llm import LLM
 from effuse.router.tokenizer import Tokenizer
-from effuse.worker.config import DecodeConfig, Device, Dtype
+from effuse.worker.config import DecodeConfig
+from effuse.worker.engine_settings import Device, Dtype
 from effuse.worker.rank_part import CPU_THREADS
 
 TOO_LONG = "INVALID_ARGUMENT: the prompt does not fit the model"

@@ -22,6 +22,7 @@ from effuse.worker.gpus import Memory, gpus_here, memory_of
 LOOPBACK = "127.0.0.1"
 SIZE_FLAG = "--tensor-parallel-size"
 REPLICAS_FLAG = "--data-parallel-size"
+ROWS_FLAG = "--prefill-context-parallel-size"
 HTTP_PORT = 8000
 _MEMORY = "--gpu-memory-utilization"
 Flags = Sequence[str]
@@ -112,7 +113,10 @@ class FleetConfig(Members):
     def _size(self, of_role: tuple[str, ...]) -> int:
         """GPUs of each worker of a role, whose own flags come last."""
         flags = (*self.worker_flags, *of_role)
-        return max(int(value_of(flags, name) or 1) for name in (SIZE_FLAG, REPLICAS_FLAG))
+        size, replicas, rows = (
+            int(value_of(flags, name) or 1) for name in (SIZE_FLAG, REPLICAS_FLAG, ROWS_FLAG)
+        )
+        return max(size, replicas) * rows
 
 
 def new_name() -> str:

@@ -22,7 +22,7 @@ from effuse.client.answer import Answer
 from effuse.client.params import Params
 from effuse.problems.problem import ANSWER_PREFIX, Problem, check, problem
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
-from effuse.worker.config import Dtype
+from effuse.worker.engine_settings import Dtype
 
 _DTYPES = tuple(one for one in get_args(Dtype) if one != "auto")
 _Z95 = 1.96

@@ -149,7 +149,7 @@ def _too_few(workers: Collection[str], needed: int, gpus: Sequence[str]) -> str:
     told = ", ".join(f"{roles[role]} {role}" for role in ("prefill", "decode"))
     fleet = f"{count} worker{'s' * (count > 1)}" + (f" ({told})" if not roles["worker"] else "")
     if needed != count:
-        return f"{fleet} need {needed} GPUs by their --tensor-parallel-size, got {_listed(gpus)}"
+        return f"{fleet} need {needed} GPUs by their parallel sizes, got {_listed(gpus)}"
     return (
         f"{fleet} on {_listed(gpus)}: each worker needs its own GPU; start fewer workers, or let "
         "them share GPUs and memory with --gpu-sharing"

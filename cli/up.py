@@ -325,12 +325,13 @@ def _check_flags(
             names = group.names | groups["every"].names  # may be checked together
             if name == "router":
                 names = names | {"host"}  # which only the routers have
-            if name == "decode":  # which may cut the context over their devices
+            if name in ("prefill", "decode"):  # which may cut the context over their devices
                 names = names | {"tensor_parallel_size", "page_size", "attention"}
-                names = names | {"batch_invariant"}
+                names = names | {"batch_invariant", "kv_layout"}
             given = {one: getattr(found, one) for one in names}
-            if name == "decode" and found.decode_tensor_parallel_size is not None:
-                given["tensor_parallel_size"] = found.decode_tensor_parallel_size
+            of_role = getattr(found, f"{name}_tensor_parallel_size", None)
+            if of_role is not None:
+                given["tensor_parallel_size"] = of_role
             group.config(**given)
     except ValueError as error:
         parser.error(str(error))

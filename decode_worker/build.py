@@ -16,7 +16,7 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.replicas import JointForward, ReplicatedEngine
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.marks import QueuedLayers, place_on_cuda
+from effuse.kernels.pages import QueuedLayers, place_on_cuda
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
@@ -24,12 +24,12 @@ from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
 from effuse.models.transformer import Transformer
-from effuse.placement.records import ModelInfo
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
 from effuse.worker.group_parts import ReplicaConnector
 from effuse.worker.rank_messages import CopyPage, ForReplica, Prepare
+from effuse.worker.rank_part import RankPart
 from effuse.worker.ranks import Ranks
 from effuse.worker.watchdog import Pulse
 
@@ -52,16 +52,32 @@ def build(
     parts = assemble(
         config, incarnation, "decode", config.default_algorithm, pulse, connects=connects
     )
-    limits = limits_of(config, parts.memory, parts.model, parts.max_model_len)
-    check_defaults(parts.ready.model, limits)
+    limits = checked_limits(config, parts)
     connector = parts.connect() if connects else None
     wakes = () if connector is None else (connector.fileno(),)
-    model, on_device = parts.model, denoises_on_device(config, parts.model.device)
-    with pulse.during("capturing" if on_device else "loading"):
-        if config.num_replicas > 1:
+    if config.num_replicas > 1:
+        on_device = denoises_on_device(config, parts.model.device)
+        with pulse.during("capturing" if on_device else "loading"):
             return replicated(config, incarnation, parts, limits, connector, on_device=on_device)
+    core = make_engine(config, incarnation, parts, pulse, *parts.make_pool(), limits, connector)
+    return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
+
+
+def make_engine(
+    config: DecodeConfig,
+    incarnation: str,
+    parts: Assembly,
+    pulse: Pulse,
+    pool: PagePool,
+    cache: UnitCache,
+    limits: DecodeLimits,
+    connector: Connector | None,
+) -> DecodeEngine:
+    """An engine over the pages of `pool`, with captured graphs if it denoises on a device."""
+    on_device = denoises_on_device(config, parts.model.device)
+    with pulse.during("capturing" if on_device else "loading"):
         executor = make_executor(
-            model,
+            parts.model,
             parts.memory,
             parts.runner,
             limits,
@@ -69,10 +85,7 @@ def build(
             queued=parts.queued,
             ranks=parts.ranks,
         )
-    pool = PagePool(parts.memory.num_pages)
-    cache = parts.make_cache(pool)
-    core = make_core(config, incarnation, parts, pool, cache, limits, executor, connector)
-    return Engine(core, parts.ready, wakes=wakes, ranks=parts.ranks)
+    return make_core(config, incarnation, parts, pool, cache, limits, executor, connector)
 
 
 def replicated(
@@ -106,9 +119,8 @@ def replicated(
             own = connector and ReplicaConnector(ranks, number, connector.name)
         slots = None if steps is None else _slots_of(steps, number)
         executor = Executor(runner, copy_page, place, slots=slots, replica=number, ask=joint.ask)
-        pool = PagePool(memory.num_pages)
-        cache = parts.make_cache(pool)
-        cores.append(make_core(config, incarnation, parts, pool, cache, limits, executor, own))
+        made = *parts.make_pool(), limits, executor, own
+        cores.append(make_core(config, incarnation, parts, *made))
     wakes = () if connector is None else (connector.fileno(), ranks.event_signal)
     return Engine(ReplicatedEngine(cores, joint), parts.ready, wakes=wakes, ranks=ranks)
 
@@ -162,25 +174,25 @@ def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:
     return device.type == "cuda" and config.runs_graphs
 
 
-def limits_of(
-    config: DecodeConfig, memory: PageMemory, model: Transformer, max_model_len: int
-) -> DecodeLimits:
+def limits_of(config: DecodeConfig, part: Assembly | RankPart) -> DecodeLimits:
     """The limits that a config, the pages and the model set."""
+    layout = part.memory.layout
     return DecodeLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        num_pages=memory.num_pages,
-        page_size=memory.layout.span,
-        context_degree=memory.layout.context_degree,
-        block_size=model.config.block_size,
+        max_model_len=part.max_model_len,
+        num_pages=part.memory.num_pages,
+        page_size=layout.span,
+        context_degree=layout.context_degree,
+        block_size=part.model.config.block_size,
         max_window=config.max_window,
         max_stop_ids=config.max_stop_ids,
     )
 
 
-def check_defaults(model: ModelInfo, limits: DecodeLimits) -> None:
-    """Raises ValueError if requests with only the model's defaults would be refused."""
+def checked_limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
+    """The same. Raises ValueError if requests with only the model's defaults would be refused."""
+    limits, model = limits_of(config, parts), parts.ready.model
     window = model.defaults.settings.most_active
     most_blocks = -(-model.max_model_len // model.block_size)
     taken = {
@@ -194,6 +206,7 @@ def check_defaults(model: ModelInfo, limits: DecodeLimits) -> None:
                 f"{flag_of(name)}: expected at least {least}, the model's default for requests "
                 f"without a value, got {found}"
             )
+    return limits
 
 
 def make_executor(

@@ -38,11 +38,9 @@ class CanvasRules(Protocol):
 
     def proposals(self, step: CanvasStep) -> IntArray:
         """Masks that need a token; there may be none."""
-        ...
 
     def choose(self, step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
         """Indices of the proposals for `masks` that are written."""
-        ...
 
 
 RULES: Final[Mapping[Algorithm, CanvasRules]] = {

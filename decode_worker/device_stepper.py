@@ -26,7 +26,7 @@ from effuse.decode_worker.device_buckets import (
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import Column, SlotLayout, Status
-from effuse.models.progress import ProgressLog
+from effuse.models.progress import progress_log
 from effuse.models.transformer import LayerKV, Transformer
 from effuse.worker.rank_messages import GrowSlot, JoinSlot, LaunchStep, LeaveSlot, Slots
 from effuse.worker.ranks import Ranks
@@ -234,10 +234,10 @@ class DeviceStepper:
             for count in sorted({bucket(n) for n in candidates}, reverse=True)
             for filters in ((False, True) if draws_shares else (True,))
         ]
-        with ProgressLog("graphs of steps", len(buckets)) as progress:
+        with progress_log("graphs of steps", len(buckets)) as add_progress:
             for one in buckets:
                 self._graph(one)
-                progress.add()
+                add_progress(1)
 
     def _row_bucket(self, count: int) -> int:
         return min(bucket(count), self.step.rows.token_ids.shape[0])

@@ -8,6 +8,8 @@ executor runs forwards. Single-threaded.
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled, Share
 from effuse.decode_worker.intake import (
     Boundary,
@@ -22,11 +24,11 @@ from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.room import Room
 from effuse.decode_worker.roster import Roster
 from effuse.decode_worker.sequence import RequestError
-from effuse.kvtransfer.connector import Arrived
+from effuse.kvtransfer.connector import ArrivalRefused, Arrived
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState, room_in
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.units import UnitCache
 from effuse.placement.records import Load
 from effuse.worker import messages
@@ -105,7 +107,6 @@ class DecodeEngine:
         return self._executor.is_running or self._cache.is_copying
 
     def close(self) -> None:
-        """Stops the connector."""
         self._cache.close()
         self._handoffs.close()
 
@@ -172,17 +173,9 @@ class DecodeEngine:
             quarantined_pages=self._pool.count(PageState.QUARANTINED),
             queued_tokens=sum(r.num_to_prefill for r in requests if not r.needs_remote),
             blocks_left=sum(request.sequence.num_blocks_left for request in requests),
-            steps=self.counters.steps,
-            step_requests=self.counters.requests,
-            step_tokens=self.counters.rows,
-            preemptions=self.counters.preemptions,
-            prompts_shared=self.counters.prompts_shared,
-            prompt_tokens=self.counters.prompt_tokens,
-            prompts_overdue=self.counters.prompts_overdue,
             prompt_piece=self.room.offer[0],
             prompt_rate=self.room.offer[1],
-            kv_bytes=self.counters.kv_bytes,
-            kv_bytes_held=self.counters.kv_bytes_held,
+            **msgspec.structs.asdict(self.counters),
             **self._cache.figures(),
             **room_in(
                 ((len(r.pages), r.num_stored(page_size)) for r in requests if r.pages), page_size
@@ -222,7 +215,7 @@ class DecodeEngine:
         was_running = self._rehearsal.abort(attempt.transfer_id) or request is not None
         self._outbox.abort_done(attempt, was_running=was_running)
 
-    def _take_report(self, report: Arrived | HandoffFailed) -> None:
+    def _take_report(self, report: Arrived | ArrivalRefused) -> None:
         """Handles the result of a handoff or of a rehearsal."""
         if self._rehearsal.take_report(report):
             return

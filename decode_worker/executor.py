@@ -17,7 +17,7 @@ from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates, IntArray
-from effuse.kernels.marks import Place, QueuedLayers
+from effuse.kernels.pages import Place, QueuedLayers
 from effuse.kernels.sampling_llada import LladaDraw
 from effuse.kernels.values import ScoreCode
 from effuse.models.part import Forward, HostLogprobs, Part, PartResult
@@ -35,13 +35,12 @@ _SCORES: Final[Mapping[Alg, ScoreCode]] = {
 }
 
 
-@dataclass(slots=True)
-class Counters:
-    """Counters of an engine since its start."""
+class Counters(msgspec.Struct):
+    """Counters of an engine since its start, by their names in `Load`."""
 
     steps: int = 0  # forwards
-    requests: int = 0  # sum of the requests in each
-    rows: int = 0  # sum of the tokens in each
+    step_requests: int = 0  # sum of the requests in each
+    step_tokens: int = 0  # sum of the tokens in each
     preemptions: int = 0
     prompts_shared: int = 0  # whose KV came from another request
     prompt_tokens: int = 0  # of prompts that were computed here
@@ -198,7 +197,7 @@ class Executor:
     def _launch_slots(self, slots: DeviceSlots) -> None:
         """Launches a step of the slots; if that fails, only their requests fail."""
         self.counters.steps += 1
-        self.counters.requests += len(slots.residents)
+        self.counters.step_requests += len(slots.residents)
         try:
             self._slots_guard.run(slots.stepper.launch, len(slots.residents))
         except ForwardFailed as failure:
@@ -219,7 +218,7 @@ class Executor:
             if outcome is None:
                 results.append(Broken(request, NOT_FINITE, is_retryable=False))
             else:
-                self.counters.rows += plan.end - plan.start
+                self.counters.step_tokens += plan.end - plan.start
                 results.append(Denoised(request, outcome))
         return results
 
@@ -229,8 +228,8 @@ class Executor:
         if self._replica:
             parts = [[replace(part, replica=self._replica) for part in each] for each in parts]
         self.counters.steps += 1
-        self.counters.requests += len(shares)
-        self.counters.rows += sum(len(part.token_ids) for each in parts for part in each)
+        self.counters.step_requests += len(shares)
+        self.counters.step_tokens += sum(len(part.token_ids) for each in parts for part in each)
         return parts
 
     def take(

@@ -19,11 +19,11 @@ from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
 from effuse.decode_worker.request import BlockCost, DecodeRequest
 from effuse.decode_worker.scheduler import DecodeLimits, check_fits
 from effuse.decode_worker.sequence import Block, RequestError, Sequence
-from effuse.kvtransfer.connector import Arrived, Cause
+from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Cause
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.models.config import ModelConfig
 from effuse.placement.records import FEW_PAGES
 from effuse.worker.engine_process import Outbox
@@ -51,7 +51,7 @@ _CODES: dict[Cause, FailureCode] = {
 }
 
 
-def handoff_failed(attempt: AttemptId, handoff: HandoffFailed) -> Failed:
+def handoff_failed(attempt: AttemptId, handoff: ArrivalRefused) -> Failed:
     """An attempt's pages will not arrive. Another writer's may."""
     return Failed(
         attempt=attempt,
@@ -359,13 +359,13 @@ class RehearsalReceiver:
             reservation = self._handoffs.reserve(attempt, pages, message.writer, now)
             self._outbox.say(Reserved(reservation=reservation))
 
-    def take_report(self, report: Arrived | HandoffFailed) -> bool:
+    def take_report(self, report: Arrived | ArrivalRefused) -> bool:
         """Handles the end of a handoff; False if it is not the rehearsal's."""
         attempt, pages = self._attempt, self._pages
         if attempt is None or report.transfer_id != attempt.transfer_id:
             return False
         self._attempt, self._pages = None, ()
-        if isinstance(report, HandoffFailed):
+        if isinstance(report, ArrivalRefused):
             self._outbox.say(handoff_failed(attempt, report))
         else:
             self._pool.release(pages)

@@ -9,8 +9,7 @@ from effuse.worker.rank_process import main
 
 def make_steps(config: DecodeConfig, part: RankPart) -> DeviceStepper:
     """The slots of a rank's device."""
-    limits = limits_of(config, part.memory, part.model, part.max_model_len)
-    return make_stepper(part.model, part.memory.layer_views(), limits)
+    return make_stepper(part.model, part.memory.layer_views(), limits_of(config, part))
 
 
 if __name__ == "__main__":

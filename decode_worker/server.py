@@ -57,8 +57,6 @@ class _DecodeCall:
 
 
 class DecodeServicer(pb_grpc.DecodeServiceServicer):
-    """Answers for one shell."""
-
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
 
@@ -126,9 +124,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
                 await context.write(pb.RehearseResponse(verified=told.verified))
 
     def _leave(self, stream: _DecodeCall) -> None:
-        """Ends an unfinished attempt, although no caller waits for it."""
-        if not stream.attempt.ended.is_set():
-            self._shell.spawn(self._end(stream))
+        self._shell.leave(stream.attempt, lambda: self._end_writer(stream))
 
     async def _relay(self, stream: _DecodeCall, context: _Context) -> None:
         while True:
@@ -175,17 +171,13 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
                 metrics.failed.labels(event.code).inc()
                 raise to_error(event)
 
-    async def _end(self, stream: _DecodeCall) -> None:
-        """Ends an attempt whose stream broke, failed or ran out of time."""
-        attempt = stream.attempt
-        try:
-            await self._shell.end_in_engine(attempt, "the stream ended")
-            if stream.writer is not None and not stream.is_verified:
-                has_drained = await self._wait_for_writer(stream, stream.writer)
-                gone = WriterGone(transfer_id=attempt.id.transfer_id, has_drained=has_drained)
-                self._shell.send(attempt, gone)
-        finally:
-            self._shell.attempts.close(attempt)
+    async def _end_writer(self, stream: _DecodeCall) -> None:
+        """Tells the engine when the writer of a prompt that did not arrive writes no more."""
+        if stream.writer is not None and not stream.is_verified:
+            has_drained = await self._wait_for_writer(stream, stream.writer)
+            transfer_id = stream.attempt.id.transfer_id
+            gone = WriterGone(transfer_id=transfer_id, has_drained=has_drained)
+            self._shell.send(stream.attempt, gone)
 
     async def _wait_for_writer(self, stream: _DecodeCall, writer: wire.Writer) -> bool:
         """Returns once the writer cannot interfere; True if none of its writes is left."""
@@ -223,6 +215,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         group=wire.label(request.group, "group"),
         gap_s=wire.bounded(request, "gap_s", WITHIN),
         cache_salt=wire.label(request.cache_salt, "cache_salt"),
+        in_pool=request.local.in_pool,
     )
 
 

@@ -10,6 +10,7 @@ log-sum-exp of their scores, and `merge_partials` joins them (Milakov and Gimels
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,24 @@ from effuse.kernels.attention_batch import AttentionBatch, GatherPlan
 from effuse.kernels.pages import is_distinct, load_tokens, piece_elements
 
 _LOG2_E = 1.4426950408889634
+
+
+class Attend(Protocol):
+    """Attention over packed rows, as in `block_attention`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """[T, Hq, D]"""
+        ...
 
 
 def block_attention(

@@ -8,7 +8,6 @@ rows, and visibility becomes a block mask whose blocks are counted, not evaluate
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -139,7 +138,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, scale: fl
     """FlexAttention of q [S, H, rows, D] over k and v [S, keys, Hkv, D]; compiled on CUDA."""
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     gqa = q.shape[1] != keys.shape[1]
-    attention = _compiled() if q.is_cuda else cast("Callable[..., object]", flex_attention)
+    attention: Callable[..., object] = flex_attention
+    if q.is_cuda:
+        attention = _compiled()
     out = attention(q, keys, values, block_mask=mask, scale=scale, enable_gqa=gqa)
     assert isinstance(out, Tensor)
     return out

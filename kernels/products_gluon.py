@@ -8,10 +8,11 @@ up to three parts with an accumulator each, so that their number need not be a p
 
 A program computes one tile after another. A producer warp copies the next steps of weights and rows
 to shared memory, also those of the next tile. Each consumer warpgroup multiplies 64 columns with
-all rows of the tile. The first weights are copied while the previous kernel still runs.
+all rows of the tile. Tiles of 64 columns alternate between two warpgroups, so that one multiplies
+while the other stores. The first weights are copied while the previous kernel still runs.
 
-The sum may be cut into shares. Few rows have a tile for each share, which a later kernel adds.
-Many rows have all in one tile: each is added to those before, which wait in the result.
+The sum may be cut into shares. Each has a tile of its own, and a later kernel adds them, or all are
+turns of one tile, which adds them.
 """
 
 from triton.experimental import gluon
@@ -30,7 +31,7 @@ GROUP = gl.constexpr(16)
 
 
 # One kernel for all counts: a new kind of count must not compile while requests wait.
-@gluon.jit(do_not_specialize=["rows", "num_columns", "num_rows", "steps", "has_bias"])
+@gluon.jit(do_not_specialize=["rows", "num_columns", "num_rows", "steps", "shares", "has_bias"])
 def product_kernel(
     weights,
     first_rows,
@@ -43,12 +44,12 @@ def product_kernel(
     num_columns,
     num_rows,
     steps,
+    shares,
     has_bias,
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
+    TURNS: gl.constexpr,
     STAGES: gl.constexpr,
-    SHARES: gl.constexpr,
-    IS_JOINED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -67,29 +68,33 @@ def product_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
-    memory = (held, parts, full, empty)
-    spans = (num_columns, num_rows, steps)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)  # those that read a stage
+    ended = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for consumer in gl.static_range(2):
+        mbarrier.init(ended.index(consumer), count=1)
+    memory = (held, parts, full, empty, ended)
+    spans = (num_columns, num_rows, steps, shares)
     target = (bias, has_bias, out, rows, columns)
-    APART: gl.constexpr = 1 if IS_JOINED else SHARES
-    if CONSUMERS == 1:
+    if CONSUMERS < 3:
         gl.warp_specialize(
             [
-                (_consume, (0, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
-                (_produce, (CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, weights, sources)),
+                (_consume, (0, CONSUMERS, TILE_ROWS, TURNS, memory, spans, target)),
+                (_consume, (1, CONSUMERS, TILE_ROWS, TURNS, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, TURNS, memory, spans, weights, sources)),
             ],
-            [1],
-            [PRODUCER_REGISTERS],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
-                (_consume, (1, CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, target)),
-                (_produce, (CONSUMERS, TILE_ROWS, APART, SHARES, memory, spans, weights, sources)),
+                (_consume, (0, CONSUMERS, TILE_ROWS, TURNS, memory, spans, target)),
+                (_consume, (1, CONSUMERS, TILE_ROWS, TURNS, memory, spans, target)),
+                (_consume, (2, CONSUMERS, TILE_ROWS, TURNS, memory, spans, target)),
+                (_produce, (CONSUMERS, TILE_ROWS, TURNS, memory, spans, weights, sources)),
             ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
@@ -103,7 +108,7 @@ def _stages_of(source, STAGES: gl.constexpr):
 def _tile(index, spans):
     """(column of tiles, row of tiles): the columns of a group side by side, then their rows, so
     that both meet in the L2 cache."""
-    num_columns, num_rows, _steps = spans
+    num_columns, num_rows, _steps, _shares = spans
     group = index // (GROUP * num_rows)
     width = gl.minimum(GROUP, num_columns - group * GROUP)
     within = index - group * (GROUP * num_rows)
@@ -111,33 +116,35 @@ def _tile(index, spans):
 
 
 @gluon.jit
-def _share(index, turn, spans, APART: gl.constexpr, SHARES: gl.constexpr):
+def _share(index, turn, spans):
     """(tile, share of its sum, first step, number of steps) of an index in a turn. The shares of a
-    tile are apart, or each is a turn of the program that has the tile."""
-    num_columns, num_rows, steps = spans
-    share = turn
-    if APART > 1:
-        share = index // (num_columns * num_rows)
-        index -= share * (num_columns * num_rows)
-    first = share * steps // SHARES
-    return index, share, first, (share + 1) * steps // SHARES - first
+    tile are apart, or each is a turn."""
+    num_columns, num_rows, steps, shares = spans
+    share = turn + index // (num_columns * num_rows)
+    first = share * steps // shares
+    return index % (num_columns * num_rows), share, first, (share + 1) * steps // shares - first
+
+
+@gluon.jit
+def _num_tiles(spans, TURNS: gl.constexpr):
+    num_columns, num_rows, _steps, shares = spans
+    return num_columns * num_rows * (shares // TURNS)
 
 
 @gluon.jit
 def _produce(
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
-    APART: gl.constexpr,
-    SHARES: gl.constexpr,
+    TURNS: gl.constexpr,
     memory,
     spans,
     weights,
     sources,
 ):
     """Copies the steps of all tiles, each as soon as its stage is free."""
-    _held, parts, _full, empty = memory
+    _held, parts, _full, empty, _ended = memory
     STAGES: gl.constexpr = parts[0].shape[0]
-    tile, _number, first, steps = _share(gl.program_id(0), 0, spans, APART, SHARES)
+    tile, _number, first, steps = _share(gl.program_id(0), 0, spans)
     column, row = _tile(tile, spans)
     ahead = gl.minimum(STAGES, steps)
     for step in range(ahead):
@@ -146,9 +153,9 @@ def _produce(
     for step in range(ahead):
         _copy_rows(memory, sources, row * TILE_ROWS, first + step, step)
     count = ahead
-    for turn in gl.static_range(SHARES // APART):
-        for index in range(gl.program_id(0), APART * spans[0] * spans[1], gl.num_programs(0)):
-            tile, _number, first, steps = _share(index, turn, spans, APART, SHARES)
+    for index in range(gl.program_id(0), _num_tiles(spans, TURNS), gl.num_programs(0)):
+        for turn in gl.static_range(TURNS):
+            tile, _number, first, steps = _share(index, turn, spans)
             column, row = _tile(tile, spans)
             copied = 0
             if turn == 0:
@@ -165,7 +172,7 @@ def _produce(
 def _copy_weights(
     CONSUMERS: gl.constexpr, TILE_ROWS: gl.constexpr, memory, weights, column, step, stage
 ):
-    held, _parts, full, _empty = memory
+    held, _parts, full, _empty, _ended = memory
     copied = full.index(stage)
     mbarrier.expect(copied, (CONSUMERS * COLUMNS + TILE_ROWS) * DEPTH * 2)
     for which in gl.static_range(CONSUMERS):
@@ -176,7 +183,7 @@ def _copy_weights(
 
 @gluon.jit
 def _copy_rows(memory, sources, first, step, stage):
-    _held, parts, full, _empty = memory
+    _held, parts, full, _empty, _ended = memory
     for part in gl.static_range(len(parts)):
         copy_box(sources[part], [first, step * DEPTH], full.index(stage), parts[part].index(stage))
         first += parts[part].shape[1]
@@ -187,36 +194,70 @@ def _consume(
     which: gl.constexpr,
     CONSUMERS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
-    APART: gl.constexpr,
-    SHARES: gl.constexpr,
+    TURNS: gl.constexpr,
     memory,
     spans,
     target,
 ):
     """One warpgroup's columns of all tiles."""
-    _held, parts, _full, _empty = memory
+    _held, parts, _full, _empty, ended = memory
     bias, has_bias, out, rows, columns = target
+    ALTERNATES: gl.constexpr = CONSUMERS == 1
+    held_by: gl.constexpr = 0 if ALTERNATES else which
+    begin, stride, count = gl.program_id(0), gl.num_programs(0), 0
+    if ALTERNATES:
+        if which == 1:
+            count = _steps_of(begin, spans, TURNS)
+            begin += stride
+        stride *= 2
+    number = which
+    for index in range(begin, _num_tiles(spans, TURNS), stride):
+        if ALTERNATES:
+            # Also because only waits for all phases of a barrier, one after another, are safe.
+            mbarrier.wait(ended.index(1 - which), (number - 1) // 2 & 1, pred=number > 0)
+        tile, share, _first, steps = _share(index, 0, spans)
+        column, row = _tile(tile, spans)
+        totals, count = _sums(held_by, CONSUMERS, memory, steps, count)
+        for turn in gl.static_range(1, TURNS):
+            _same, _number, _first, steps = _share(index, turn, spans)
+            sums, count = _sums(held_by, CONSUMERS, memory, steps, count)
+            totals = _added(totals, sums)
+        if ALTERNATES:
+            mbarrier.arrive(ended.index(which), count=1)
+            number += 2
+        into = out + share.to(gl.int64) * rows * columns
+        first = (column * CONSUMERS + held_by) * COLUMNS
+        first_row = row * TILE_ROWS
+        for part in gl.static_range(len(parts)):
+            place = (first, first_row, rows, columns)
+            _store(into, bias, has_bias, totals[part], place)
+            first_row += parts[part].shape[1]
+        if ALTERNATES:
+            count += _steps_of(index + gl.num_programs(0), spans, TURNS)
+
+
+@gluon.jit
+def _steps_of(index, spans, TURNS: gl.constexpr):
+    """Steps of all turns of an index."""
     count = 0
-    for turn in gl.static_range(SHARES // APART):
-        for index in range(gl.program_id(0), APART * spans[0] * spans[1], gl.num_programs(0)):
-            tile, share, _first, steps = _share(index, turn, spans, APART, SHARES)
-            column, row = _tile(tile, spans)
-            totals, count = _sums(which, CONSUMERS, memory, steps, count)
-            into = out
-            if APART > 1:
-                into += share.to(gl.int64) * rows * columns
-            first = (column * CONSUMERS + which) * COLUMNS
-            first_row = row * TILE_ROWS
-            for part in gl.static_range(len(parts)):
-                place = (first, first_row, rows, columns)
-                _store(into, bias, has_bias, totals[part], place, turn > 0)
-                first_row += parts[part].shape[1]
+    for turn in gl.static_range(TURNS):
+        _tile_of, _number, _first, steps = _share(index, turn, spans)
+        count += steps
+    return count
+
+
+@gluon.jit
+def _added(totals, sums):
+    results = ()
+    for part in gl.static_range(len(totals)):
+        results += (totals[part] + sums[part],)
+    return results
 
 
 @gluon.jit
 def _sums(which: gl.constexpr, CONSUMERS: gl.constexpr, memory, steps, count):
     """(of each part the sums [64, rows] fp32 of a tile; steps so far)."""
-    held, parts, full, empty = memory
+    held, parts, full, empty, _ended = memory
     STAGES: gl.constexpr = parts[0].shape[0]
     totals = ()
     for part in gl.static_range(len(parts)):
@@ -259,8 +300,8 @@ def _awaited(sums, pending: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, bias, has_bias, total, place, ADDS: gl.constexpr):
-    """Stores a tile [64 columns, rows] of the product, row by row, or adds it to what is there."""
+def _store(out, bias, has_bias, total, place):
+    """Stores a tile [64 columns, rows] of the product, row by row."""
     first, first_row, rows, columns = place
     SIZE: gl.constexpr = total.shape[1]
     layout: gl.constexpr = total.type.layout
@@ -276,8 +317,4 @@ def _store(out, bias, has_bias, total, place, ADDS: gl.constexpr):
     # Offsets of 4 bytes take half of the registers that addresses would.
     at = out + first_row.to(gl.int64) * columns + (row[None, :] * columns + column[:, None])
     mask = (column < columns)[:, None] & (row < rows - first_row)[None, :]
-    if ADDS:
-        # To what this thread has stored: there are no registers to load that.
-        gl.atomic_add(at, result, mask=mask, sem="relaxed")
-    else:
-        gl.store(at, result, mask=mask)
+    gl.store(at, result, mask=mask)

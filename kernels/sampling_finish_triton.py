@@ -150,7 +150,7 @@ def finish_kernel(
     else:
         _store_outcome(
             token_out, confidence_out, score_out, row, base, total, second, moved, token, value,
-            peak, temperature, kind,
+            peak, kind,
         )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def shares_kernel(
     value = tl.max(tl.where(share == best, values, float("-inf")), 0)
     _store_outcome(
         token_out, confidence_out, score_out, row, base, total, second, moved, token, value, peak,
-        temperature, kind,
+        kind,
     )  # fmt: skip
 
 
@@ -211,8 +211,7 @@ def _moved(peaks, sums, terms, base):
 
 @triton.jit
 def _store_outcome(
-    token_out, confidence_out, score_out, row, base, total, second, moved, token, value, peak,
-    temperature, kind,
+    token_out, confidence_out, score_out, row, base, total, second, moved, token, value, peak, kind,
 ):  # fmt: skip
     confidence = exp_from(value, base) / total
     score = confidence

@@ -30,7 +30,8 @@ class Arriving:
 
     heads: range  # in the model's numbers
     reply: Reply  # of the accepted writer
-    num_bytes: int  # of its heads in all pages
+    pages: tuple[PageRef, ...]  # of these heads' writer, see `Heads`
+    num_bytes: int  # of its heads in these pages
     covered: npt.NDArray[np.bool_]  # [pages, groups] that arrived
     digests: PageDigests  # found in memory
     manifest: Manifest | None = None
@@ -40,7 +41,7 @@ class Arriving:
 
 @dataclass(slots=True)
 class Expected:
-    """One expected transfer, and its parts that have begun."""
+    """One expected transfer, and its parts that have begun. All parts have equally many turns."""
 
     reservation: Reservation
     writer: str | None  # incarnation of the only allowed writer, if that is known
@@ -52,11 +53,6 @@ class Expected:
     def address(self) -> ReceiverAddress:
         """The address of this rank that its writers got."""
         return self.reservation.shards[self.layout.rank].address
-
-    @property
-    def pages(self) -> tuple[PageRef, ...]:
-        """The reserved pages that are written on this rank."""
-        return self.reservation.pages_of(self.reservation.shards[self.layout.rank])
 
     @property
     def is_moving(self) -> bool:
@@ -81,20 +77,29 @@ class Expected:
             text = f"heads {heads.first}..{heads.end} are sent, {own.start}..{own.stop} are here"
             raise HandoffRefused(Cause.COVERAGE, text)
         for other in self.parts:
-            if other.first < heads.end and heads.first < other.end:
+            is_same = other.turn == heads.turn
+            if is_same and other.first < heads.end and heads.first < other.end:
                 text = f"heads {heads.first}..{heads.end} overlap {other.first}..{other.end}"
                 raise HandoffRefused(Cause.COVERAGE, text)
-        count, seed = len(self.pages), self.reservation.digest_seed
+        turns = next(iter(self.parts), heads).turns
+        if heads.turn >= heads.turns or heads.turns != turns:
+            text = f"turn {heads.turn} of {heads.turns} is sent, expected one of {turns}"
+            raise HandoffRefused(Cause.COVERAGE, text)
+        own_shard = self.reservation.shards[self.layout.rank]
+        pages = self.reservation.pages_of(own_shard, heads.turn, heads.turns)
+        count, seed = len(pages), self.reservation.digest_seed
         covered = np.zeros((count, self.layout.num_groups), dtype=np.bool_)
         digests = PageDigests(digester, self.layout, span, count, seed)
         num_bytes = count * self.layout.bytes_of(span)
-        self.parts[heads] = Arriving(span, reply, num_bytes, covered, digests)
+        self.parts[heads] = Arriving(span, reply, pages, num_bytes, covered, digests)
         return False
 
     def arrived(self, now: float) -> Arrived | None:
-        """The event for the engine, once all heads of this rank are verified."""
-        parts = [self.parts[heads] for heads in sorted(self.parts, key=lambda one: one.first)]
-        if sum(len(part.heads) for part in parts if part.is_verified) < len(self.layout.heads):
+        """The event for the engine, once all heads and turns of this rank are verified."""
+        order = sorted(self.parts, key=lambda one: (one.turn, one.first))
+        parts = [self.parts[heads] for heads in order]
+        expected = len(self.layout.heads) * order[0].turns
+        if sum(len(part.heads) for part in parts if part.is_verified) < expected:
             return None
         manifest = parts[0].manifest
         assert manifest is not None, "it was verified"
@@ -122,18 +127,12 @@ def check_span(reserved_pages: Sequence[PageRef], first: int, pages: Sequence[Pa
             raise HandoffRefused(cause, f"page {index}: expected {ours}, got {theirs}")
 
 
-def check_pages(part: Arriving, pages: Sequence[PageRef]) -> None:
+def check_pages(part: Arriving) -> None:
     """Every group of layers of every page arrived."""
     missing = np.flatnonzero(~part.covered.all(axis=1))
     if len(missing):
         index = int(missing[0])
-        raise HandoffRefused(Cause.COVERAGE, f"page {index} ({pages[index]}) never arrived")
-
-
-def check_num_bytes(reserved: int, written: int) -> None:
-    """The writer's count of bytes equals the reserved bytes."""
-    if written != reserved:
-        raise HandoffRefused(Cause.SIZE, f"expected {reserved} bytes, got {written}")
+        raise HandoffRefused(Cause.COVERAGE, f"page {index} ({part.pages[index]}) never arrived")
 
 
 def check_same_prompt(manifest: Manifest, others: Sequence[Manifest]) -> None:

@@ -62,7 +62,7 @@ class Arrived(Struct, frozen=True, tag=True):
 
 
 class ArrivalRefused(Struct, frozen=True, tag=True):
-    """An expected transfer failed; its writer may still write."""
+    """An expected transfer failed. Its pages are in quarantine until nothing can arrive in them."""
 
     transfer_id: str
     cause: Cause
@@ -152,7 +152,8 @@ class Fence(Struct, frozen=True, tag=True):
 
 
 class PushPages(Struct, frozen=True, tag=True):
-    """Pages [first, first + n) of the reservation are in `source_pages`.
+    """Pages [first, first + n) of the reservation are in `source_pages`. If ranks cut the context,
+    each of these has a page of each rank; some of the first and last one are not reserved.
 
     `num_final` returns how many groups of their layers are final, until all are; without it all
     are. A transfer may have many of these commands. One without pages reaches the peer early, and
@@ -193,31 +194,21 @@ class Connector(Protocol):
     @property
     def name(self) -> str:
         """zmq or nixl."""
-        ...
-
-    def start(self) -> None:
-        """Starts to work; describe() is valid from now on."""
-        ...
 
     def close(self) -> None:
         """Ends everything, within a few seconds."""
-        ...
 
     def describe(self) -> tuple[Shard, ...]:
         """The addresses of this pool for peers: one shard for each of its ranks."""
-        ...
 
     def send(self, command: Command) -> None:
         """Has a command carried out. Commands take effect in their order."""
-        ...
 
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call. Raises ConnectorDied if the connector's thread has ended."""
-        ...
 
     def fileno(self) -> int:
         """A descriptor that is readable while poll() has something."""
-        ...
 
 
 class ConnectorDied(RuntimeError):

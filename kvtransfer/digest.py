@@ -38,7 +38,6 @@ class DigestJob(Protocol):
 
     def poll(self) -> PieceDigests | None:
         """[pages, pieces], once they are done; the memory is not read any more then."""
-        ...
 
 
 class Digester(Protocol):
@@ -50,7 +49,6 @@ class Digester(Protocol):
         """Of these groups of layers and KV heads of these pages, by default of all heads in the
         pool.
         """
-        ...
 
 
 @functools.cache

@@ -18,23 +18,6 @@ MOST_GROUPS = {"nixl": 8, "zmq": 16}
 """Most groups of a page's layers that leave one after another. A prompt waits for the last one,
 which is long on a slow link. Over NIXL each group takes a descriptor for every page of every peer.
 """
-FIELD_NAMES = (
-    "weights",
-    "architecture",
-    "dtype",
-    "num_layers",
-    "num_kv_heads",
-    "head_dim",
-    "page_size",
-    "layout",
-    "block_size",
-    "mask_token_id",
-    "prompt_attention",
-    "commit_rule",
-    "layer_groups",
-    "digest",
-    "deterministic",
-)
 
 Fingerprint = tuple[Field, ...]
 
@@ -191,6 +174,7 @@ class ModelFacts:
     prompt_attention: str  # causal_blocks or bidirectional
     commit_rule: str  # which forward stores a block's KV
     deterministic: bool = False  # whether a row's bits do not depend on what else is computed
+    unit_tokens: int = 0  # in a unit of kept KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,24 +194,25 @@ class FieldMismatch:
 
 def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
     """Everything that must agree before a page may move, in a fixed order and as canonical text."""
-    values = (
-        facts.weights,
-        facts.architecture,
-        layout.dtype,
-        str(layout.num_layers),
-        str(layout.num_kv_heads),
-        str(layout.head_dim),
-        str(layout.page_size),
-        layout.kind,
-        str(facts.block_size),
-        str(facts.mask_token_id),
-        facts.prompt_attention,
-        facts.commit_rule,
-        str(layout.num_groups),
-        DIGEST,
-        str(facts.deterministic).lower(),
-    )
-    return tuple(Field(*pair) for pair in zip(FIELD_NAMES, values, strict=True))
+    values = {
+        "weights": facts.weights,
+        "architecture": facts.architecture,
+        "dtype": layout.dtype,
+        "num_layers": layout.num_layers,
+        "num_kv_heads": layout.num_kv_heads,
+        "head_dim": layout.head_dim,
+        "page_size": layout.page_size,
+        "layout": layout.kind,
+        "block_size": facts.block_size,
+        "mask_token_id": facts.mask_token_id,
+        "prompt_attention": facts.prompt_attention,
+        "commit_rule": facts.commit_rule,
+        "layer_groups": layout.num_groups,
+        "digest": DIGEST,
+        "deterministic": str(facts.deterministic).lower(),
+        "kv_unit_tokens": facts.unit_tokens,
+    }
+    return tuple(Field(name, str(value)) for name, value in values.items())
 
 
 def mismatch(ours: Sequence[Field], theirs: Sequence[Field]) -> FieldMismatch | None:

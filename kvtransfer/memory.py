@@ -142,9 +142,13 @@ class PageMemory:
         self.tensor[target].copy_(self.tensor[source])
 
     def zero_tail(self, page_id: int, num_used: int) -> None:
-        """Clears the slots of a page from `num_used` on, so that its bytes are determined."""
-        if not 0 <= num_used <= self.layout.page_size:
-            raise ValueError(f"{num_used} used slots in a page of {self.layout.page_size}")
+        """Clears the slots of a page from `num_used` on, so that its bytes are determined; of one
+        that ranks hold together, those on this rank."""
+        layout = self.layout
+        if not 0 <= num_used <= layout.span:
+            raise ValueError(f"{num_used} used slots in a page of {layout.span}")
+        num_used -= layout.context_rank * layout.page_size
+        num_used = min(max(num_used, 0), layout.page_size)
         page = self.tensor[page_id].flatten(0, 2)  # [heads of all layers, 2, page_size, head_dim]
         if self.layout.kind == "distinct":
             zero_distinct_tail(*distinct_views(page[:, None, 0], page[:, None, 1]), num_used)

@@ -7,6 +7,7 @@ Only schemas and limits: a message that decodes is well-formed but perhaps not r
 checks senders and order; transports carry the messages.
 """
 
+from math import lcm
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -69,10 +70,14 @@ class ReceiverAddress(Struct, frozen=True, kw_only=True):
 
 
 class Heads(Struct, frozen=True, array_like=True):
-    """KV heads [first, end) of a model: what one pair of ranks moves."""
+    """KV heads [first, end) of a model: what one pair of ranks moves, of every page. If sending
+    ranks cut the context, of every `turns`-th page of a prompt, from page `turn` on.
+    """
 
     first: Annotated[int, Meta(ge=0, lt=MAX_HEADS)]
     end: Annotated[int, Meta(gt=0, le=MAX_HEADS)]
+    turn: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
+    turns: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
 
     @property
     def span(self) -> range:
@@ -122,10 +127,20 @@ class Reservation(Struct, frozen=True, kw_only=True):
         """Pages that the writer sends."""
         return self.num_written or len(self.pages) * self.context_degree
 
-    def pages_of(self, shard: Shard) -> tuple[PageRef, ...]:
-        """The pages in which the writer's pages lie on one rank, in their order."""
-        left = self.num_source_pages - shard.context_rank
-        return self.pages[: -(-left // shard.context_degree)]
+    def moved(self, shard: Shard, turn: int = 0, turns: int = 1) -> range:
+        """Which of the writer's pages one rank gets; from sending ranks that cut the context, those
+        of one of them, which has every `turns`-th page of a prompt, from page `turn` on.
+        """
+        degree, first = shard.context_degree, shard.context_rank
+        step, held = lcm(degree, turns), self.num_held * degree
+        starts = (at for at in range(first, step, degree) if (held + at) % turns == turn)
+        found = next(starts, self.num_source_pages)
+        return range(found, max(found, self.num_source_pages), step)
+
+    def pages_of(self, shard: Shard, turn: int = 0, turns: int = 1) -> tuple[PageRef, ...]:
+        """The pages in which `moved` pages lie on their rank, in their order."""
+        moved = self.moved(shard, turn, turns)
+        return tuple(self.pages[at // shard.context_degree] for at in moved)
 
     @property
     def transfer_id(self) -> str:
@@ -243,8 +258,10 @@ def attempt_of(message: ToReceiver) -> AttemptId:
 def writer_of(message: ToReceiver) -> str:
     """Names the rank that a sender's message comes from, by its own account."""
     if isinstance(message, Finish):
-        return f"{message.manifest.source_incarnation} {message.manifest.heads.first}"
-    return f"{message.source} {message.heads.first}"
+        source, heads = message.manifest.source_incarnation, message.manifest.heads
+    else:
+        source, heads = message.source, message.heads
+    return f"{source} {heads.first} {heads.turn}"
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -21,22 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from nixl import _bindings
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-from nixl._bindings import (
-    DRAM_SEG,
-    nixlBackendError,
-    nixlCancelledError,
-    nixlInvalidParamError,
-    nixlMismatchError,
-    nixlNotAllowedError,
-    nixlNotFoundError,
-    nixlNotPostedError,
-    nixlNotSupportedError,
-    nixlRegDList,
-    nixlRemoteDisconnectError,
-    nixlRepostActiveError,
-    nixlUnknownError,
-)
+from nixl._bindings import DRAM_SEG, nixlInvalidParamError, nixlRegDList
 
 from effuse.kernels.cuda_ipc import HANDLE_BYTES
 from effuse.kvtransfer.messages import DIGEST_BYTES
@@ -56,18 +43,8 @@ Transfer = NewType("Transfer", object)  # a write that is posted or ready to be
 Units = npt.NDArray[np.int32] | list[int]
 """Indices in a prepared list."""
 
-NIXL_ERRORS: tuple[type[Exception], ...] = (
-    nixlBackendError,
-    nixlCancelledError,
-    nixlInvalidParamError,
-    nixlMismatchError,
-    nixlNotAllowedError,
-    nixlNotFoundError,
-    nixlNotPostedError,
-    nixlNotSupportedError,
-    nixlRemoteDisconnectError,
-    nixlRepostActiveError,
-    nixlUnknownError,
+NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
+    error for name, error in vars(_bindings).items() if name.endswith("Error")
 )
 
 
@@ -160,7 +137,6 @@ class NixlAgent:
         self._agent.release_xfer_handle(transfer)
 
     def release_pages(self, pages: PageList) -> None:
-        """Frees a prepared list."""
         self._agent.release_dlist_handle(pages)
 
     def notify(self, peer: str, message: bytes) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.kernels.marks import Place, place_on_cuda
+from effuse.kernels.pages import Place, place_on_cuda
 from effuse.kernels.pages_digests import STRIPE_BYTES
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.nixl_peers import Cut

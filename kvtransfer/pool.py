@@ -15,8 +15,6 @@ from effuse.kvtransfer.messages import PageRef
 
 
 class PageState(Enum):
-    """State of a page."""
-
     FREE = auto()
     RESERVED = auto()  # held; no writer knows of it
     RECEIVING = auto()  # a remote writer may write at any time
@@ -25,8 +23,6 @@ class PageState(Enum):
 
 
 class PageEvent(Enum):
-    """Events of a page."""
-
     RESERVE = auto()
     TAKE = auto()  # by a local writer
     OPEN = auto()  # to a remote writer
@@ -62,16 +58,13 @@ class Spare(Protocol):
     @property
     def num_pages(self) -> int:
         """Pages that become free once it has given up all that it can."""
-        ...
 
     @property
     def held(self) -> Container[int]:
         """Ids of all its pages. One is free for others once it is the only holder."""
-        ...
 
     def give_up(self) -> Sequence[PageRef]:
         """Forgets some of these pages, the least useful ones, and returns them for release."""
-        ...
 
 
 class PagePool:
@@ -98,7 +91,6 @@ class PagePool:
         return self._counts[PageState.FREE] + (self.spare.num_pages if self.spare else 0)
 
     def count(self, state: PageState) -> int:
-        """Pages in this state."""
         return self._counts[state]
 
     def state(self, page: PageRef) -> PageState:
@@ -224,14 +216,6 @@ class FreeRuns:
 
     def __len__(self) -> int:
         return self._count
-
-    def ids(self) -> list[int]:
-        """Every free id, ascending."""
-        return [
-            i
-            for start in sorted(self._length_at)
-            for i in range(start, start + self._length_at[start])
-        ]
 
     def take(self, count: int) -> list[int]:
         """Removes `count` ids: from the smallest run that fits, otherwise from the longest ones."""

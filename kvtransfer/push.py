@@ -89,6 +89,11 @@ class Push:
     stage: Stage = Stage.PUSHING
     cancelled_at: float | None = None
     heard_at: float = 0.0  # when its receiver last sent a message, for any push
+    pages: tuple[PageRef, ...] = field(init=False)  # the reserved pages that it fills
+
+    def __post_init__(self) -> None:
+        heads = self.heads
+        self.pages = self.reservation.pages_of(self.part.shard, heads.turn, heads.turns)
 
     @property
     def transfer_id(self) -> str:
@@ -103,17 +108,16 @@ class Push:
     @property
     def heads(self) -> Heads:
         """Its heads, as messages name them."""
-        return Heads(self.part.heads.start, self.part.heads.stop)
+        layout = self.own.layout
+        return Heads(
+            *(self.part.heads.start, self.part.heads.stop),
+            *(layout.context_rank, layout.context_degree),
+        )
 
     @property
     def group_bytes(self) -> int:
         """Bytes of its heads in one group of layers of a page."""
         return len(self.part.heads) * self.own.layout.head_bytes
-
-    @property
-    def pages(self) -> tuple[PageRef, ...]:
-        """The reserved pages that it fills."""
-        return self.reservation.pages_of(self.part.shard)
 
     @property
     def num_bytes(self) -> int:
@@ -159,17 +163,19 @@ class Push:
     ) -> None:
         """Adds the pages among these that its rank holds. Raises HandoffRefused if they overlap or
         exceed the reservation."""
-        end, count = first + len(source_pages), self.reservation.num_source_pages
-        if first < 0 or end > count:
+        count, layout = self.reservation.num_source_pages, self.own.layout
+        rank, degree = layout.context_rank, layout.context_degree
+        end = first + degree * len(source_pages)
+        if first <= -degree or end >= count + degree:
             raise HandoffRefused(
                 Cause.COVERAGE,
                 f"pages {first}..{end} are not within the {count} reserved ones",
             )
-        rank, degree = self.part.shard.context_rank, self.part.shard.context_degree
-        skipped = (rank - first) % degree
-        if not (source_pages := source_pages[skipped::degree]):
+        moved = self.reservation.moved(self.part.shard, rank, degree)
+        own = dict(zip(range(first + rank, end, degree), source_pages, strict=False))
+        if not (places := [at for at in own if at in moved]):
             return
-        first = (first + skipped) // degree
+        source_pages, first = tuple(own[at] for at in places), moved.index(places[0])
         span = range(first, first + len(source_pages))
         if not self.covered.isdisjoint(span):
             raise HandoffRefused(Cause.COVERAGE, f"pages {first}..{span.stop} overlap earlier ones")
@@ -295,7 +301,7 @@ def parts_of(reservation: Reservation, layout: KVLayout) -> list[PushPart]:
     rank sends a head to a receiving rank.
     """
     parts, seen = [], Counter[Heads]()
-    own_copy = layout.rank % layout.copies
+    own_copy = layout.rank // layout.context_degree % layout.copies
     for shard in reservation.shards:
         copy = seen[shard.heads]
         seen[shard.heads] += 1

@@ -166,7 +166,8 @@ class Pushes:
         try:
             for part in parts_of(checked, layout):
                 peer = self._transport.reach(checked, part.shard)
-                count = len(checked.pages_of(part.shard))
+                turn = layout.context_rank, layout.context_degree
+                count = len(checked.moved(part.shard, *turn))
                 digests = PageDigests(self._digester, layout, part.heads, count, seed)
                 pushes.append(Push(checked, part, peer, self._own, digests, at))
         except HandoffRefused:

@@ -4,7 +4,6 @@ For one engine thread. Reports come from poll(); pages of a verified handoff bel
 """
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import (
@@ -30,6 +29,7 @@ from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation, Shard
 from effuse.kvtransfer.pool import PagePool
 
 ReceiverMachine = Machine[ReceiverState, ReceiverEvent, ReceiverDo]
+ReceiveReport = Arrived | ArrivalRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +44,10 @@ class ReceiverIdentity:
     lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffFailed:
-    """The handoff failed. Its pages stay in quarantine until nothing can arrive in them."""
-
-    transfer_id: str
-    cause: Cause
-    message: str
-
-
 @dataclass(slots=True)
 class _Incoming:
     reservation: Reservation
+    writer: str | None
     machine: ReceiverMachine
 
 
@@ -77,12 +69,10 @@ class HandoffReceiver:
 
     @property
     def can_receive(self) -> bool:
-        """Whether there is a connector."""
         return self._connector is not None
 
     @property
     def page_bytes(self) -> int:
-        """Bytes in a page."""
         return self._identity.page_bytes
 
     @property
@@ -93,12 +83,6 @@ class HandoffReceiver:
     def is_open(self, transfer_id: str) -> bool:
         """Whether this transfer still holds pages here, in quarantine or not."""
         return transfer_id in self._handoffs
-
-    def quarantined(self) -> Iterator[PageRef]:
-        """Pages of abandoned handoffs in which bytes may still arrive; for the audit."""
-        for handoff in self._handoffs.values():
-            if handoff.machine.state in (ReceiverState.ABORTING, ReceiverState.FENCING):
-                yield from handoff.reservation.pages
 
     def reserve(
         self,
@@ -121,12 +105,8 @@ class HandoffReceiver:
         shards = self._connector.describe()
         reservation = self._reservation(attempt, pages, shards, num_held, num_written)
         machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._identity.lease_s)
-        self._handoffs[attempt.transfer_id] = _Incoming(reservation, machine)
-        for do in machine.handle(ReceiverEvent.OFFERED, now):
-            if do is ReceiverDo.OPEN_PAGES:
-                self._pool.open(pages)
-            else:
-                self._connector.send(Expect(reservation, writer))
+        self._handoffs[attempt.transfer_id] = _Incoming(reservation, writer, machine)
+        self._handle(attempt.transfer_id, ReceiverEvent.OFFERED)
         return reservation
 
     def local(self, attempt: AttemptId) -> Reservation:
@@ -138,29 +118,28 @@ class HandoffReceiver:
         if transfer_id in self._handoffs:
             self._handle(transfer_id, ReceiverEvent.ABORTED)
 
-    def writer_gone(self, transfer_id: str, *, has_drained: bool) -> HandoffFailed | None:
+    def writer_gone(self, transfer_id: str, *, has_drained: bool) -> ReceiveReport | None:
         """The writer writes no more into this transfer's pages: it reported that all its writes
         have ended, or it is gone. Returns the failure of a handoff that was still open.
         """
         if transfer_id not in self._handoffs:
             return None
-        reason = Cause.PEER, "the prefill worker has ended"
-        return self._handle(transfer_id, ReceiverEvent.WRITER_GONE, reason, has_drained)
+        failed = ArrivalRefused(transfer_id, Cause.PEER, "the prefill worker has ended")
+        return self._handle(transfer_id, ReceiverEvent.WRITER_GONE, failed, has_drained)
 
-    def poll(self, now: float) -> list[Arrived | HandoffFailed]:
+    def poll(self, now: float) -> list[ReceiveReport]:
         """Results since the last call. Pages of a verified handoff are the caller's now."""
         self._time = now
         if self._connector is None:
             return []
-        reports: list[Arrived | HandoffFailed | None] = []
+        reports: list[ReceiveReport | None] = []
         for event in self._connector.poll():
             if event.transfer_id not in self._handoffs:
                 continue  # it has ended here
             if isinstance(event, Arrived):
-                reports.append(self._arrived(event))
+                reports.append(self._handle(event.transfer_id, ReceiverEvent.ARRIVED, event))
             elif isinstance(event, ArrivalRefused):
-                reason = event.cause, event.message
-                reports.append(self._handle(event.transfer_id, ReceiverEvent.REFUSED, reason))
+                reports.append(self._handle(event.transfer_id, ReceiverEvent.REFUSED, event))
             elif isinstance(event, Promised):
                 self._handoffs[event.transfer_id].machine.renew(now, self._identity.lease_s)
             elif isinstance(event, Fenced):
@@ -169,7 +148,6 @@ class HandoffReceiver:
         return [report for report in reports if report is not None]
 
     def close(self) -> None:
-        """Ends the connector."""
         if self._connector is not None:
             self._connector.close()
 
@@ -194,41 +172,37 @@ class HandoffReceiver:
             num_written=num_written,
         )
 
-    def _arrived(self, event: Arrived) -> Arrived | None:
-        handoff = self._handoffs[event.transfer_id]
-        arrived = None
-        for do in handoff.machine.handle(ReceiverEvent.ARRIVED, self._time):
-            if do is ReceiverDo.COMMIT_PAGES:
-                self._pool.commit(handoff.reservation.pages)
-                continue
-            del self._handoffs[event.transfer_id]
-            arrived = event
-        return arrived
-
-    def _expired(self) -> list[HandoffFailed | None]:
+    def _expired(self) -> list[ReceiveReport | None]:
         late = [
             transfer_id
             for transfer_id, handoff in self._handoffs.items()
             if handoff.machine.is_overdue(self._time)
             and handoff.machine.allows(ReceiverEvent.EXPIRED)
         ]
-        lease_s = self._identity.lease_s
-        reason = Cause.LEASE, f"the prompt's pages did not arrive within {lease_s:g} s"
-        return [self._handle(name, ReceiverEvent.EXPIRED, reason) for name in late]
+        text = f"the prompt's pages did not arrive within {self._identity.lease_s:g} s"
+        failed = (ArrivalRefused(name, Cause.LEASE, text) for name in late)
+        return [self._handle(one.transfer_id, ReceiverEvent.EXPIRED, one) for one in failed]
 
     def _handle(
         self,
         transfer_id: str,
         event: ReceiverEvent,
-        reason: tuple[Cause, str] | None = None,
+        report: ReceiveReport | None = None,
         has_drained: bool = False,
-    ) -> HandoffFailed | None:
+    ) -> ReceiveReport | None:
+        """Follows the table; returns `report` if that is due."""
         handoff = self._handoffs[transfer_id]
         pages = handoff.reservation.pages
         assert self._connector is not None, "the reservation has received data"
-        failed = None
+        due = None
         for do in handoff.machine.handle(event, self._time):
             match do:
+                case ReceiverDo.OPEN_PAGES:
+                    self._pool.open(pages)
+                case ReceiverDo.EXPECT:
+                    self._connector.send(Expect(handoff.reservation, handoff.writer))
+                case ReceiverDo.COMMIT_PAGES:
+                    self._pool.commit(pages)
                 case ReceiverDo.FORGET:
                     self._connector.send(Forget(transfer_id))
                 case ReceiverDo.QUARANTINE_PAGES:
@@ -237,11 +211,9 @@ class HandoffReceiver:
                     self._connector.send(Fence(transfer_id, has_drained))
                 case ReceiverDo.FREE_PAGES:
                     self._pool.fence(pages)
-                case ReceiverDo.REPORT_FAILED:
-                    assert reason is not None, event
-                    failed = HandoffFailed(transfer_id, *reason)
-                case _:
-                    raise AssertionError(f"{event.name} does not lead to {do.name}")
-        if handoff.machine.state is ReceiverState.RELEASED:
+                case ReceiverDo.REPORT_VERIFIED | ReceiverDo.REPORT_FAILED:
+                    assert report is not None, event
+                    due = report
+        if handoff.machine.state in (ReceiverState.RELEASED, ReceiverState.VERIFIED):
             del self._handoffs[transfer_id]
-        return failed
+        return due

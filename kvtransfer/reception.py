@@ -10,7 +10,6 @@ from effuse.kvtransfer.arrival import (
     Arriving,
     Expected,
     check_digest,
-    check_num_bytes,
     check_pages,
     check_same_prompt,
     check_span,
@@ -171,7 +170,7 @@ class Receptions:
         part = expected.parts.get(pages.heads)
         if part is None:
             raise HandoffRefused(Cause.FINGERPRINT, "pages arrived before their fingerprint")
-        check_span(expected.pages, pages.first, pages.pages)
+        check_span(part.pages, pages.first, pages.pages)
         groups = range(pages.group, pages.end_group)
         if not groups or groups.stop > expected.layout.num_groups:
             raise HandoffRefused(
@@ -225,8 +224,9 @@ class Receptions:
         if part.manifest is not None:
             raise HandoffRefused(Cause.MALFORMED, "a second manifest arrived")
         self._check_fingerprint(manifest.fingerprint)
-        check_num_bytes(part.num_bytes, manifest.num_bytes)
-        check_pages(part, expected.pages)
+        if (found := manifest.num_bytes) != part.num_bytes:
+            raise HandoffRefused(Cause.SIZE, f"expected {part.num_bytes} bytes, got {found}")
+        check_pages(part)
         others = [one.manifest for one in expected.parts.values() if one.manifest is not None]
         check_same_prompt(manifest, others)
         part.manifest = manifest

@@ -65,18 +65,11 @@ class HandoffSender:
         self._handoffs: dict[str, _Outgoing] = {}
         self._reports: list[SendReport] = []
 
-    def __len__(self) -> int:
-        return len(self._handoffs)
-
     def begin(self, attempt: AttemptId) -> None:
         """A prompt will be computed; its pages wait for a reservation."""
         assert attempt.transfer_id not in self._handoffs, attempt
         machine = Machine(SENDER, SenderState.COMPUTING, self._now(), math.inf)
         self._handoffs[attempt.transfer_id] = _Outgoing(attempt, machine)
-
-    def reservation(self, transfer_id: str) -> Reservation | None:
-        """The destination of this handoff, once it is known."""
-        return self._handoffs[transfer_id].reservation
 
     def awaits_reservation(self, transfer_id: str) -> bool:
         """Whether this handoff has not ended and its destination is not known."""
@@ -196,9 +189,13 @@ class HandoffSender:
     def _push(self, handoff: _Outgoing) -> None:
         reservation = handoff.reservation
         assert reservation is not None, "the pages have no destination yet"
+        degree = self._connector.describe()[0].context_degree  # prompt's pages in one of ours
         for pages, num_final in handoff.ready:
-            first = handoff.num_passed - reservation.num_held * reservation.context_degree
+            first = handoff.num_passed * degree
+            first -= reservation.num_held * reservation.context_degree
             handoff.num_passed += len(pages)
-            if wanted := tuple(pages[max(0, -first) :]):
-                self._connector.send(PushPages(reservation, wanted, max(0, first), num_final))
+            num_held = max(0, -first // degree)
+            if wanted := tuple(pages[num_held:]):
+                first += num_held * degree
+                self._connector.send(PushPages(reservation, wanted, first, num_final))
         handoff.ready.clear()

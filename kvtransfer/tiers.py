@@ -7,6 +7,7 @@ each store, and `tiered_cache.py` moves units from and to the pool.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.pool import FreeRuns
-from effuse.kvtransfer.store_tier import HostUnit, Rate, Read, Search, StoreTier
+from effuse.kvtransfer.store_tier import HostUnit, Read, Search, StoreTier
 from effuse.kvtransfer.stores import UnitStore
-from effuse.kvtransfer.units import Key
+from effuse.kvtransfer.units import Key, Rate
 
 _FREE_SHARE: Final = 8  # of the host's slots, one in so many is kept free by writing to files
 _LOOKED_AT: Final = 16  # units that leave the host next
@@ -32,15 +33,12 @@ class Host(Protocol):
 
     def save(self, page_ids: Sequence[int], slots: Sequence[int]) -> DigestJob:
         """Starts to copy pages to slots."""
-        ...
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> DigestJob:
         """Starts to copy slots to pages."""
-        ...
 
     def views(self, slots: Sequence[int]) -> list[memoryview]:
         """Writable bytes of slots."""
-        ...
 
 
 @dataclass(slots=True)
@@ -91,9 +89,20 @@ class Tiers:
         for one in self.stores:
             if one.store.kind == "file":
                 found["file_bytes"] = one.store.num_bytes
+            else:
+                found["pool"] = one.store.number * one.is_writable
             for name in ("kept", "read", "failures"):
                 found[f"{one.store.kind}_{name}"] = getattr(one.counts, name)
         return found
+
+    def await_stores(self, seconds: float) -> None:
+        """Returns once all stores are open or have failed, or after so many seconds."""
+        wait([one.opening for one in self.stores if one.opening is not None], seconds)
+
+    @property
+    def pool(self) -> StoreTier | None:
+        """The store of several workers."""
+        return next((one for one in self.stores if one.store.keeps_all), None)
 
     def close(self) -> None:
         """Waits for no store."""
@@ -130,9 +139,12 @@ class Tiers:
             self.give_slots(kept.slots)
             return
         self.kept[key] = kept
-        for one in self.stores:
-            if one.store.keeps_all:
-                one.due[key] = None
+        self.owe(key)
+
+    def owe(self, key: Key) -> None:
+        """The pool gets a unit of the host if it is not known to have it."""
+        if (pool := self.pool) is not None and key not in pool.store:
+            pool.due[key] = None
 
     def use(self, key: Key) -> HostUnit:
         """A unit of the host, whose slots have one more reader."""

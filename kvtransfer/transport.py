@@ -46,7 +46,6 @@ class Delivery(Protocol):
 
         Raises HandoffRefused if it has failed, which also ends it.
         """
-        ...
 
 
 class Reply(Protocol):
@@ -106,19 +105,15 @@ class Transport(Protocol):
 
     def open(self) -> None:
         """Makes the objects that belong to the thread. Raises OSError or ValueError."""
-        ...
 
     def close(self) -> None:
         """Closes them."""
-        ...
 
     def address(self) -> ReceiverAddress:
         """The current address of this pool."""
-        ...
 
     def reach(self, reservation: Reservation, shard: Shard) -> Peer:
         """A receiving rank of a reservation, counted as in use. Raises HandoffRefused."""
-        ...
 
     def leave(self, peer: Peer) -> None:
         """A push has stopped using the peer."""
@@ -130,7 +125,6 @@ class Transport(Protocol):
 
     def route(self, peer: Peer) -> Route:
         """The transport that moved the bytes of a finished push."""
-        ...
 
     def drop(self, peer: Peer) -> None:
         """Closes the connection to a peer, if that ends everything in transit to it."""
@@ -138,18 +132,15 @@ class Transport(Protocol):
 
     def say(self, peer: Peer, message: ToReceiver) -> None:
         """Sends a message to a receiver. Raises HandoffRefused."""
-        ...
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
         """Sends a chunk with its header; None if there is no room now. Raises HandoffRefused.
 
         May take as long as the copy.
         """
-        ...
 
     def hear(self) -> list[Heard]:
         """Messages since the last call; advances everything in progress."""
-        ...
 
     def learn(self, reply: Reply, begin: Begin) -> None:
         """An accepted writer will get answers. Raises HandoffRefused."""
@@ -157,7 +148,6 @@ class Transport(Protocol):
 
     def answer(self, reply: Reply, message: ToSender) -> None:
         """Answers a writer; one that cannot be reached has its lease."""
-        ...
 
     def place(
         self,
@@ -181,4 +171,3 @@ class Transport(Protocol):
         """Sleeps as long as the pace allows, or until the descriptor `requests` or one of its own
         is readable.
         """
-        ...

@@ -7,7 +7,7 @@ bounded number of bytes in transit.
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -111,18 +111,15 @@ class ZmqTransport(Transport):
         *,
         host: str = "127.0.0.1",
         advertised_host: str | None = None,
-        port: int = 0,
         keys: CurveKeys | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.most_bytes = self.chunk_bytes = max(CHUNK_BYTES, memory.page_bytes)
         if memory.device.type == "cpu":
             self.chunk_bytes = max(HOST_CHUNK_BYTES, memory.page_bytes)
         self._memory = memory
-        self._bind = f"tcp://{host_and_port(host, port)}"
+        self._bind = f"tcp://{host_and_port(host, 0)}"
         self._advertised = advertised_host or host
         self._keys = keys
-        self._now = now
         self._open = ExitStack()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
@@ -181,7 +178,7 @@ class ZmqTransport(Transport):
                     Cause.PEER, f"endpoint {endpoint!r} does not have the form tcp://host:port"
                 )
             try:
-                peer = ZmqPeer(self._context, endpoint, self._now(), self._keys)
+                peer = ZmqPeer(self._context, endpoint, time.monotonic(), self._keys)
             except zmq.ZMQError as error:
                 raise HandoffRefused(Cause.PEER, f"endpoint {endpoint!r}: {error}") from error
             self._peers[endpoint] = peer
@@ -255,7 +252,7 @@ class ZmqTransport(Transport):
         for peer in list(self._peers.values()):
             if peer.socket in ready or peer.monitor in ready:
                 self._hear_peer(peer, heard)
-            elif not peer.is_connected and self._now() - peer.opened_at > CONNECT_S:
+            elif not peer.is_connected and time.monotonic() - peer.opened_at > CONNECT_S:
                 self._lose(peer, f"did not accept a connection within {CONNECT_S} s", heard)
         return heard
 

@@ -61,30 +61,27 @@ class ConfigKeys:
             raise self.error(key, f"expected at most {_MOST_LAYERS} layers, found {value}")
         return value
 
-    def number(self, key: str, *, default: float | None = None) -> float:
+    def number(self, key: str) -> float:
         """A finite number above zero."""
-        value = self._value(key, default, "a number")
+        value = self._value(key, None, "a number")
         is_number = not isinstance(value, bool)
         if is_number and isinstance(value, int | float) and 0 < value <= _MOST_NUMBER:
             return float(value)
         raise self.error(key, f"expected a number above 0, found {value!r}")
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """true or false."""
         value = self._value(key, default, "true or false")
         if not isinstance(value, bool):
             raise self.error(key, f"expected true or false, found {value!r}")
         return value
 
     def text(self, key: str) -> str:
-        """A string."""
         value = self._value(key, None, "a string")
         if not isinstance(value, str):
             raise self.error(key, f"expected a string, found {value!r}")
         return value
 
     def strings(self, key: str, *, required: bool = True) -> tuple[str, ...]:
-        """A list of strings."""
         value = self._value(key, None if required else [], "a list of strings")
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, f"expected a list of strings, found {value!r}")

@@ -54,9 +54,10 @@ class Group:
         """All ranks' ``x`` [R, sizes[rank]] side by side: [R, sum of sizes]."""
         return x
 
-    def collect(self, x: Tensor) -> Tensor:
-        """All ranks' ``x`` [R, ...], in their order: [N, R, ...]."""
-        return x[None]
+    def collect(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """All ranks' ``x`` [R, ...], in their order: [N, R, ...]; in `into` [N * R, ...] if it is
+        given."""
+        return x[None] if into is None else into.copy_(x)[None]
 
     def deal(self, x: Tensor) -> Tensor:
         """From each rank its part for this rank; x: [N, ...], part n for rank n: [N, ...]."""
@@ -131,6 +132,7 @@ class ContextGroup:
 
     cut: ContextCut
     group: Group
+    weights: Group | None = None  # if its ranks compute different rows: those that cut the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,8 @@ class RankPlace:
     @property
     def group(self) -> Group:
         """The ranks that compute the same rows."""
+        if self.context is not None and self.context.weights is not None:
+            return self.context.weights
         return ALONE if self.data_parallel else self.meeting
 
     @property
@@ -158,12 +162,16 @@ class RankPlace:
         """Its part of a model. Raises ValueError naming what does not divide."""
         if self.data_parallel:
             return replica_of(config, self.rank, self.size)
+        degree = 1 if self.context is None else self.context.cut.degree
+        if self.context is not None and self.context.weights is not None:
+            place = self.rank // degree, self.size // degree
+            return shard_of(config, *place, expert_parallel=self.expert_parallel)
         return shard_of(
             config,
             self.rank,
             self.size,
             expert_parallel=self.expert_parallel,
-            context_degree=1 if self.context is None else self.context.cut.degree,
+            context_degree=degree,
         )
 
 
@@ -236,10 +244,10 @@ class ProcessGroup(Group):
         parts = zip(self.collect(own), sizes, strict=True)
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
 
-    def collect(self, x: Tensor) -> Tensor:
-        parts: Tensor = x.new_empty(self.size, len(x), *x.shape[1:])
-        self._collectives._allgather_base(parts.flatten(0, 1), x.contiguous()).wait()
-        return parts
+    def collect(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        parts: Tensor = x.new_empty(self.size * len(x), *x.shape[1:]) if into is None else into
+        self._collectives._allgather_base(parts, x.contiguous()).wait()
+        return parts.view(self.size, *x.shape)
 
     def deal(self, x: Tensor) -> Tensor:
         dealt = torch.empty_like(x)

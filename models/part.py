@@ -83,7 +83,6 @@ class Forward(Protocol):
 
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
         """One forward; results in the order of the parts."""
-        ...
 
 
 class PromptForward(Forward, Protocol):
@@ -92,4 +91,3 @@ class PromptForward(Forward, Protocol):
     def progress(self) -> Callable[[], int | None]:
         """A function that any thread may call: how many groups of layers the next forward has
         stored."""
-        ...

@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Final, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -12,50 +12,31 @@ EVERY_S: Final = 2.0
 """Least seconds between two lines, except before the last one."""
 
 
-class ProgressLog:
-    """Logs lines such as `weights: 3.2 of 15.6 GB after 4 s` while work is added, and the total
-    time at the end, unless the step breaks off. Times are seconds of `now`.
+@contextmanager
+def progress_log(
+    what: str,
+    total: float,
+    *,
+    unit: str = "",
+    per_unit: float = 1.0,
+    now: Callable[[], float] = time.monotonic,
+    say: Callable[[str], None] = LOG.info,
+) -> Iterator[Callable[[float], None]]:
+    """Logs lines such as `weights: 3.2 of 15.6 GB after 4 s` while the given function adds finished
+    work, and the total time at the end, unless the step breaks off. Times are seconds of `now`.
 
     total: sum of all additions, in pieces of which `per_unit` make a `unit`.
     """
+    began = said_at = now()
+    all_units, unit, done = total / per_unit, unit and f" {unit}", 0.0
 
-    def __init__(
-        self,
-        what: str,
-        total: float,
-        *,
-        unit: str = "",
-        per_unit: float = 1.0,
-        now: Callable[[], float] = time.monotonic,
-        say: Callable[[str], None] = LOG.info,
-    ) -> None:
-        self._what = what
-        self._total = total / per_unit
-        self._unit = f" {unit}" if unit else ""
-        self._per_unit = per_unit
-        self._now = now
-        self._say = say
-        self._done = 0.0
-        self._began = self._said_at = now()
+    def add(more: float) -> None:
+        nonlocal done, said_at
+        done += more / per_unit
+        at = now()
+        if at - said_at >= EVERY_S:
+            said_at = at
+            say(f"{what}: {done:.3g} of {all_units:.3g}{unit} after {at - began:.0f} s")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            told = f"{self._what}: all {self._total:.4g}{self._unit}"
-            self._say(f"{told} after {self._now() - self._began:.1f} s")
-
-    def add(self, done: float = 1.0) -> None:
-        """Adds finished work."""
-        self._done += done / self._per_unit
-        now = self._now()
-        if now - self._said_at >= EVERY_S:
-            self._said_at = now
-            told = f"{self._what}: {self._done:.3g} of {self._total:.3g}{self._unit}"
-            self._say(f"{told} after {now - self._began:.0f} s")
+    yield add
+    say(f"{what}: all {all_units:.4g}{unit} after {now() - began:.1f} s")

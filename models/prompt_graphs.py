@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.marks import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.models.packing import Integers, PackedParts
 from effuse.models.part import Part
-from effuse.models.progress import ProgressLog
+from effuse.models.progress import progress_log
 from effuse.models.transformer import LayerKV, Transformer
 
 MOST_ROWS = 2048
@@ -67,10 +67,10 @@ class PromptGraphs:
         """Captures all graphs; a missing one is captured at its first use."""
         contexts = {0, self._max_context}
         sizes = range(MOST_ROWS, 0, -ROWS_APART)
-        with ProgressLog("graphs of prompts", 2 * len(sizes) * len(contexts)) as progress:
+        with progress_log("graphs of prompts", 2 * len(sizes) * len(contexts)) as add_progress:
             for rows, num_seqs, context in product(sizes, (MOST_SEQUENCES, 1), contexts):
                 self._graph(_Bucket(rows, num_seqs, context))
-                progress.add()
+                add_progress(1)
 
     def run(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
         """Hidden rows [kept boundaries, H], to be read before the next call; stores K and V."""

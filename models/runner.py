@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kernels.marks import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.kernels.sampling import edit_logits, sample_confidence, token_logprobs
 from effuse.kernels.sampling_llada import LladaDraw, sample_llada
 from effuse.kernels.values import Candidates, LogitEdits, RowSampling
@@ -124,8 +124,12 @@ class ModelRunner:
             device=self.model.device,
             stored_lens=[part.num_stored for part in parts],
         )
-        arrays = (packed.token_ids, packed.positions, packed.slots, packed.wanted_rows)
-        token_ids, positions, slots, wanted = self._to_device(arrays)
+        if self.model.prompts is None:
+            arrays = (packed.token_ids, packed.positions, packed.slots, packed.wanted_rows)
+            token_ids, positions, slots, wanted = self._to_device(arrays)
+        else:
+            cut = self.model.prompts.begin(parts, packed, self.model.device, self._to_device)
+            token_ids, positions, slots, wanted = cut
         return self.model.forward(
             token_ids,
             positions,

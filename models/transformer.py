@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention import block_attention
+from effuse.kernels.attention import Attend, block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, own_routes, route, router_logits
 from effuse.kernels.rowwise import (
@@ -33,6 +32,7 @@ from effuse.kernels.sampling import of_shares, sample_confidence, share_record
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.context import ContextAttention
+from effuse.models.context_prompts import prompt_attention
 from effuse.models.group import (
     ALONE,
     ContextGroup,
@@ -50,24 +50,6 @@ _MOST_ROWS_HALVED = 256
 
 LayerKV = tuple[Tensor, Tensor]
 Stored = Callable[[int], None]
-
-
-class Attend(Protocol):
-    """Attention over packed rows, as in `kernels.attention.block_attention`."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-    ) -> Tensor:
-        """[T, Hq, D]"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +115,13 @@ class Transformer:
         self.weights = weights
         self.batch_invariant = batch_invariant
         self._linear = partial(linear, batch_invariant=batch_invariant)
-        self.context = None if context is None else ContextAttention(context, self.shard)
+        self.prompts = prompt_attention(context, config)
+        self.context: ContextAttention | None = None
+        if context is not None and self.prompts is None:
+            self.context = ContextAttention(context, self.shard)
         if batch_invariant:
             attend = partial(block_attention, batch_invariant=True)
-        self._attention = self.context or attend
+        self._attention = self.context or self.prompts or attend
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         is_exact = attend is block_attention and self.device.type == "cpu"
@@ -318,7 +303,9 @@ class Transformer:
         )
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
-        self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate
+        k, _ = self._rotate_and_store(k, k, v, layer_kv, rows)  # without q to rotate
+        if self.prompts is not None:
+            self.prompts.store(k, v, *layer_kv)
 
     def _rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, rows: _Rows

@@ -5,8 +5,9 @@ each other, so that each group is one product. Also computes the digest by which
 that they have the same weights. Names and files are in `checkpoint.py`.
 """
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from effuse.kernels.attention import block_attention
+from effuse.kernels.attention import Attend, block_attention
 from effuse.models.adapter import Adapter, open_adapter
 from effuse.models.checkpoint import (
     TensorFiles,
@@ -27,7 +28,7 @@ from effuse.models.checkpoint import (
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError
 from effuse.models.group import ALL, RankPlace
-from effuse.models.progress import ProgressLog
+from effuse.models.progress import progress_log
 from effuse.models.tensors import (
     LayerNames,
     ModelNames,
@@ -36,10 +37,10 @@ from effuse.models.tensors import (
     tensor_shapes,
     tensors_of,
 )
-from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
+from effuse.models.transformer import LayerWeights, ModelWeights, Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CHUNK_BYTES = 1 << 22
+_MEASURED_LAYERS = 2
 
 
 def load_model(
@@ -69,8 +70,8 @@ def load_model(
     files = checked_tensors(directory, config, opened, shapes)
     _check_tied_head(directory, config, opened)
     merged = None if adapter is None else open_adapter(Path(adapter), shapes, device)
-    with ProgressLog("weights", files.num_bytes(), unit="GB", per_unit=1e9) as progress:
-        loader = _Loader(files, merged, dtype, device, progress, held)
+    with progress_log("weights", files.num_bytes(), unit="GB", per_unit=1e9) as add_progress:
+        loader = _Loader(files, merged, dtype, device, add_progress, held)
         weights = loader.model(config, module_names(config, shard))
     return Transformer(
         config,
@@ -82,6 +83,32 @@ def load_model(
         batch_invariant=batch_invariant,
         context=place.context,
     )
+
+
+def measure_products(model: Transformer) -> None:
+    """Chooses the tiles of a batch-invariant model's products on this GPU: a few seconds, and a
+    minute for kernels that no earlier process has compiled. Without a GPU it does nothing."""
+    if model.device.type == "cpu":
+        return
+    from effuse.kernels.products_hopper import measure  # imports Triton, which a CPU does not need
+
+    first_kv = len(model.shard.queries) * model.config.head_dim
+    layers, head = model.weights.layers, model.weights.head
+    dense = [layer for layer in layers if layer.router is None]
+    routers = [layer.router for layer in layers if layer.router is not None]
+    products = (
+        ([layer.qkv for layer in layers], 1, None),
+        ([layer.qkv[first_kv:] for layer in layers], 1, None),
+        ([layer.attn_out for layer in layers], 1, None),
+        ([layer.gate_up for layer in dense], 1, None),
+        ([layer.down for layer in dense], 2 if model.shard.size == 1 else 1, None),
+        ([head], 1, None),
+        (routers, 1, torch.float32),
+    )
+    for weights, shares, out_dtype in products:
+        if weights:
+            measure(weights[:_MEASURED_LAYERS], shares=shares, out_dtype=out_dtype)
+    torch.cuda.empty_cache()  # the pool gets what is free
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:
@@ -107,8 +134,8 @@ def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
             if not file.is_file():  # also a broken link
                 raise CheckpointError(f"{file}: no such file")
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            for chunk in _chunks(file):
-                digest.update(chunk)
+            with file.open("rb", buffering=0) as stream:
+                hashlib.file_digest(stream, lambda: digest)
     return str(digest.hexdigest())
 
 
@@ -146,7 +173,7 @@ class _Loader:
     adapter: Adapter | None
     dtype: torch.dtype
     device: torch.device
-    progress: ProgressLog
+    add_progress: Callable[[float], None]  # bytes
     tensors: Mapping[str, Released]
 
     def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
@@ -211,7 +238,7 @@ class _Loader:
     def read(self, name: str) -> Tensor:
         cut = self.tensors[name].cut
         tensor = self.files.take(name, cut)
-        self.progress.add(tensor.nbytes)
+        self.add_progress(tensor.nbytes)
         if cut is not None or tensor.device.type != "cpu":
             return tensor
         # It is the mapped file itself: a process that rewrites the file would change it.
@@ -229,9 +256,3 @@ def _check_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -
             f"{directory}: tensor {head} differs from {names.embedding}.weight, although the "
             "configuration ties them"
         )
-
-
-def _chunks(file: Path) -> Iterator[bytes]:
-    with file.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            yield chunk

@@ -36,7 +36,8 @@ from effuse.router.tokenizer import AnswerText, Tokenizer, bundled_directory
 from effuse.router.validation import Asked, encode_prompt, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.worker.attempts import to_error
-from effuse.worker.config import Attention, DecodeConfig, Device, Dtype, KVLayoutKind
+from effuse.worker.config import DecodeConfig
+from effuse.worker.engine_settings import Attention, Device, Dtype, KVLayoutKind
 from effuse.worker.gpus import check_device
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
@@ -253,7 +254,7 @@ class LLM:
                 one = running.get(attempt.transfer_id)
                 if one is None or not one.take(event):
                     return None
-                self._core.handle(Abort(attempt=attempt, reason="found a stop string"))
+                self._core.handle(Abort(attempt=attempt))
                 del running[attempt.transfer_id]
                 return one
             case Finished(attempt=attempt):
@@ -266,7 +267,7 @@ class LLM:
 
     def _abort(self, running: Iterable[_Running]) -> None:
         for one in running:
-            self._core.handle(Abort(attempt=one.start.attempt, reason="the batch was abandoned"))
+            self._core.handle(Abort(attempt=one.start.attempt))
         self._core.outbox()
 
 

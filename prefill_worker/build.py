@@ -21,8 +21,7 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse) -> Engine:
     """An engine that is ready to serve. Raises ValueError if the config is wrong."""
     parts = assemble(config, incarnation, "prefill", None, pulse)
     connector = parts.connect()
-    pool = PagePool(parts.memory.num_pages)
-    core = make_core(config, parts, pool, parts.make_cache(pool), connector, pulse)
+    core = make_core(config, parts, *parts.make_pool(), connector, pulse)
     return Engine(
         core,
         parts.ready,

@@ -26,14 +26,13 @@ from effuse.prefill_worker.prompts import (
     check_prompt,
     make_prompt,
     make_rehearsal,
-    prompt_pushed,
-    push_failed,
     unfit,
 )
+from effuse.prefill_worker.reports import prompt_pushed, push_failed
 from effuse.worker import messages
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import ForwardFailed, Outbox
-from effuse.worker.messages import FailureCode, StartPrefill, ToEngine
+from effuse.worker.messages import FailureCode, PromptPushed, StartPrefill, ToEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +76,7 @@ class PrefillEngine:
             )
         self._executor = executor
         self._config = config
+        self._page_size = config.page_size * config.context_degree  # of the pool, of all ranks
         self._model = model
         self._pool = pool
         self._sender = sender
@@ -95,14 +95,15 @@ class PrefillEngine:
         ones. It waits for no forward.
         """
         has_changed = self._cache.poll()
-        has_changed |= self._end_late() | self._take_reports() | self._admit(turn)
+        has_changed |= self._end_late() | self._take_reports() | self._end_pooled()
+        has_changed |= self._admit(turn)
         if self._executor.is_full or not turn.may_launch:
             return has_changed
         has_launched = self._launch(turn)
         return self._apply_ended() or has_changed or has_launched
 
     def is_working(self) -> bool:
-        return self.is_computing or self._cache.is_copying
+        return self.is_computing or self._cache.is_copying or bool(self.table.pooling)
 
     @property
     def is_computing(self) -> bool:
@@ -110,7 +111,6 @@ class PrefillEngine:
         return self._executor.is_running
 
     def close(self) -> None:
-        """Stops the connector."""
         self._cache.close()
         self._sender.close()
 
@@ -191,7 +191,7 @@ class PrefillEngine:
             **self._cache.figures(),
             **room_in(
                 ((len(one.pages), one.num_computed) for one in self.table.prompts.values()),
-                self._config.page_size,
+                self._page_size,
             ),
         )
 
@@ -206,13 +206,14 @@ class PrefillEngine:
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
             return
-        prompt = make_prompt(message, model, config.page_size, self._now())
+        prompt = make_prompt(message, model, config, self._now())
         try:
             check_prompt(prompt, config, model, self._pool.num_pages)
         except PromptRefused as error:
             self._outbox.failed(attempt, "INVALID_ARGUMENT", str(error))
             return
-        if prompt.can_split:
+        prompt.to_pool = message.to_pool and self._cache.has_pool
+        if prompt.can_split or prompt.to_pool:
             prompt.units = self._cache.begin(message.cache_salt, ids, prompt.num_paged)
         self.table.add(prompt)
         self._sender.begin(attempt)
@@ -250,7 +251,8 @@ class PrefillEngine:
 
         Refuses if prompts may need the pages; the few for warming up a link are always available.
         """
-        attempt, count = reservation.attempt, reservation.num_source_pages
+        attempt = reservation.attempt
+        count = -(-reservation.num_source_pages // self._config.context_degree)
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
@@ -310,6 +312,23 @@ class PrefillEngine:
                     self._outbox.say(push_failed(prompt.attempt, report))
         return bool(reports) or has_applied
 
+    def _end_pooled(self) -> bool:
+        """Ends prompts that the shared pool has; True if there were any."""
+        found = self.table.in_pool()
+        for prompt in found:
+            pages, seconds = len(prompt.pages), self._now() - prompt.done_s if prompt.done else 0.0
+            self._outbox.say(
+                PromptPushed(
+                    attempt=prompt.attempt,
+                    pages=pages,
+                    bytes=pages * self._executor.page_bytes,
+                    push_s=seconds,
+                    transport="pool",
+                )
+            )
+            self._sender.abort(prompt.attempt.transfer_id)
+        return bool(found)
+
     def _admit(self, turn: PromptTurn) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
         has_admitted = False
@@ -323,7 +342,7 @@ class PrefillEngine:
                 break
             has_admitted = True
             known = prompt.num_cached if may_push else 0
-            if cached := prompt.take_final_pages(known, self._config.page_size):
+            if cached := prompt.take_final_pages(known, self._page_size):
                 self._sender.pages_ready(prompt.attempt.transfer_id, cached)
             if not prompt.num_left:
                 self._sender.computed(prompt.attempt.transfer_id, prompt.boundary)

@@ -10,38 +10,26 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from effuse.kvtransfer.connector import Cause, Pushed, PushFailed
+from msgspec.structs import replace
+from torch import Tensor
+
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.store_tier import Rate
-from effuse.kvtransfer.units import HeldUnits, UnitCache
+from effuse.kvtransfer.units import HeldUnits, Rate, UnitCache
 from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
 from effuse.worker.messages import (
-    Failed,
-    FailureCode,
     PrefillDone,
     PromptProgress,
-    PromptPushed,
     StartPrefill,
 )
 
 LOG = logging.getLogger(__name__)
 
-CODES: dict[Cause, FailureCode] = {
-    Cause.FINGERPRINT: "FAILED_PRECONDITION",
-    Cause.INCARNATION: "FAILED_PRECONDITION",
-    Cause.UNKNOWN_TRANSFER: "ABORTED",
-    Cause.ATTEMPT: "ABORTED",
-    Cause.MALFORMED: "INTERNAL",
-    Cause.LEASE: "UNAVAILABLE",
-    Cause.UNRESERVED: "UNAVAILABLE",
-    Cause.PEER: "UNAVAILABLE",
-}
-FOR_EVERYONE = (Cause.FINGERPRINT, Cause.MALFORMED)  # another attempt with this pair would fail too
+PASSING_SHARE = 4  # of a forward's budget, one part is for prompts that pass a longer one
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,7 +43,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     block_origin: int
     num_paged: int
-    num_pages: int
+    num_pages: int  # of the pool
+    num_moved: int  # of these, pages of `page_size` tokens, each on one rank: what a handoff moves
     can_split: bool  # into chunks that end at a block's end; a bidirectional prompt cannot
     arrived_s: float
     started_s: float = 0.0
@@ -66,6 +55,10 @@ class Prompt:
     pages: tuple[PageRef, ...] = ()
     units: HeldUnits = field(default_factory=HeldUnits)
     shows_progress: bool = False  # its caller wants to know of each part that is computed
+    to_pool: bool = False  # its whole units go to a pool of several workers
+    row: Tensor | None = None  # [hidden_size] its boundary row on its device, if the model needs it
+    done: PrefillDone | None = None  # to be sent once it is known whether the pool has it
+    done_s: float = 0.0
     is_rehearsal: bool = False
     is_live: bool = True  # it has not failed or been aborted
     abort_due: bool | None = None  # if AbortDone is due: whether it ran when it was aborted
@@ -116,7 +109,9 @@ class PromptChunk:
         return self.end - self.start
 
 
-def make_prompt(message: StartPrefill, model: ModelConfig, page_size: int, now: float) -> Prompt:
+def make_prompt(
+    message: StartPrefill, model: ModelConfig, config: PrefillConfig, now: float
+) -> Prompt:
     """A block-causal prompt is paged in whole blocks, a bidirectional one completely."""
     token_ids = message.prompt_token_ids
     can_split = model.prompt_attention == "causal_blocks"
@@ -127,7 +122,8 @@ def make_prompt(message: StartPrefill, model: ModelConfig, page_size: int, now: 
         token_ids=token_ids,
         block_origin=model.block_origin(len(token_ids)),
         num_paged=num_paged,
-        num_pages=-(-num_paged // page_size),
+        num_pages=-(-num_paged // (config.page_size * config.context_degree)),
+        num_moved=-(-num_paged // config.page_size),
         can_split=can_split,
         arrived_s=now,
         shows_progress=message.progress,
@@ -142,6 +138,7 @@ def make_rehearsal(attempt: AttemptId, pages: tuple[PageRef, ...]) -> Prompt:
         block_origin=0,
         num_paged=0,
         num_pages=len(pages),
+        num_moved=0,
         can_split=False,
         arrived_s=math.inf,  # its caller has a time limit
         pages=pages,
@@ -174,7 +171,8 @@ def check_prompt(prompt: Prompt, config: PrefillConfig, model: ModelConfig, page
         raise PromptRefused(f"the prompt contains the mask token {model.mask_token_id}")
     if prompt.num_pages > pages:
         raise PromptRefused(
-            f"the prompt needs {prompt.num_pages} pages of {config.page_size} tokens; "
+            f"the prompt needs {prompt.num_pages} pages of "
+            f"{config.page_size * config.context_degree} tokens; "
             f"the pool has {pages}"
         )
     if not prompt.can_split and prompt.num_paged > most:
@@ -188,15 +186,31 @@ def schedule(left: Sequence[tuple[int, bool]], *, budget: int, block_size: int) 
     """Tokens of each prompt in the next forward, 0 if it waits; oldest first.
 
     left: (tokens to compute, can be split) of each. Chunks end at a block's end, or with the
-    prompt.
+    prompt. If the oldest one needs several forwards, younger ones that end in this one pass it,
+    shortest first. They have a share of the budget, so the oldest one still ends in time.
     """
-    chunks: list[int] = []
-    for tokens, can_split in left:
+    chunks = _passing(left, budget)
+    budget -= sum(chunks)
+    for index, (tokens, can_split) in enumerate(left):
         chunk = tokens
         if tokens > budget:
             chunk = budget // block_size * block_size if can_split else 0
-        chunks.append(chunk)
-        budget -= chunk
+        if not chunks[index]:
+            chunks[index] = chunk
+            budget -= chunk
+    return chunks
+
+
+def _passing(left: Sequence[tuple[int, bool]], budget: int) -> list[int]:
+    """Tokens of each prompt that passes a long one in this forward."""
+    chunks = [0] * len(left)
+    if left and left[0][0] > budget and left[0][1]:
+        room = budget // PASSING_SHARE
+        for tokens, index in sorted((one[0], index) for index, one in enumerate(left)):
+            if tokens > room:
+                break
+            chunks[index] = tokens
+            room -= tokens
     return chunks
 
 
@@ -216,6 +230,7 @@ class PromptTable:
         self.prompts: dict[str, Prompt] = {}  # by transfer, with draining ones and rehearsals
         self.waiting: list[Prompt] = []
         self.computing: list[Prompt] = []
+        self.pooling: list[Prompt] = []  # computed; the pool does not have them yet
         self.over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
         self.computing_rate = Rate()  # seconds of tokens in forwards
         self._pool = pool
@@ -252,12 +267,14 @@ class PromptTable:
         """
         rest = int(self._needs_boundary or not may_know_all)
         for prompt in self.waiting:
-            asked = prompt.units, prompt.num_paged, rest
+            # A bidirectional prompt is written to a pool, but never found here.
+            asked = prompt.units if prompt.can_split else HeldUnits(), prompt.num_paged, rest
             num_pinned = self._cache.num_pinned(*asked)
             has_room = prompt.num_pages - num_pinned <= self._pool.num_free - pages_kept
             if prompt.arrived_s >= before or not has_room:
                 return None
-            if not self._cache.fetch(*asked, self.computing_rate.seconds):
+            is_asked = prompt.to_pool and self._cache.pooled(prompt.units) is None
+            if not is_asked and not self._cache.fetch(*asked, self.computing_rate.seconds):
                 break
         else:
             return None
@@ -299,14 +316,40 @@ class PromptTable:
             )
 
     def conclude(self, prompt: Prompt) -> None:
-        """The prompt's KV is complete."""
+        """The prompt's KV is complete. One for the pool is reported once that has it."""
         self.computing.remove(prompt)
-        self._outbox.say(prefill_done(prompt, self._now()))
+        done, prompt.done_s = prefill_done(prompt, self._now()), self._now()
+        if not prompt.to_pool:
+            self._outbox.say(done)
+            return
+        prompt.done = done
+        self._cache.add_whole(prompt.units, prompt.pages, prompt.row)
+        self.pooling.append(prompt)
+
+    def in_pool(self) -> list[Prompt]:
+        """Reports the prompts of which the pool has all units, and returns them; nobody will
+        reserve pages for them. Reports those that it does not get, too."""
+        found = []
+        for prompt in [*self.waiting, *self.pooling]:
+            if not prompt.to_pool:
+                continue
+            is_new = prompt.done is None
+            has_all = self._cache.pooled(prompt.units, None if is_new else prompt.done_s)
+            if has_all is None or (is_new and not has_all):
+                continue
+            if prompt.done is None:
+                prompt.started_s, prompt.num_cached = self._now(), prompt.num_paged
+            done = prompt.done or prefill_done(prompt, self._now())
+            self._outbox.say(replace(done, in_pool=has_all))
+            (self.waiting if is_new else self.pooling).remove(prompt)
+            if has_all:
+                found.append(prompt)
+        return found
 
     def leave(self, prompt: Prompt) -> None:
         """The prompt is not computed any more; its pages wait until they are not in use."""
         prompt.is_live = False
-        for queue in (self.waiting, self.computing):
+        for queue in (self.waiting, self.computing, self.pooling):
             if prompt in queue:
                 queue.remove(prompt)
 
@@ -333,9 +376,9 @@ def unfit(prompt: Prompt, reservation: Reservation, *, is_first: bool) -> str:
     found, degree = reservation.num_source_pages, reservation.context_degree
     held = reservation.num_held * degree
     # Some ranks that cut the context may have nothing in the last page of a prompt that is held.
-    if found != max(0, prompt.num_pages - held) or held >= prompt.num_pages + degree:
+    if found != max(0, prompt.num_moved - held) or held >= prompt.num_moved + degree:
         beside = f" beside {held} held ones" if held else ""
-        return f"the prompt needs {prompt.num_pages} pages, {found} are reserved{beside}"
+        return f"the prompt needs {prompt.num_moved} pages, {found} are reserved{beside}"
     return ""
 
 
@@ -346,37 +389,4 @@ def prefill_done(prompt: Prompt, now: float) -> PrefillDone:
         queue_s=prompt.started_s - prompt.arrived_s,
         compute_s=now - prompt.started_s,
         cached_tokens=prompt.num_cached,
-    )
-
-
-def prompt_pushed(attempt: AttemptId, report: Pushed) -> PromptPushed:
-    """The handoff has ended."""
-    return PromptPushed(
-        attempt=attempt,
-        pages=report.pages,
-        bytes=report.num_bytes,
-        push_s=report.seconds,
-        transport=report.route.name,
-        is_fallback=report.route.is_fallback,
-        moved_s=report.moved_s,
-    )
-
-
-def push_failed(attempt: AttemptId, report: PushFailed) -> Failed:
-    """The handoff failed. The peer's address and the library's text only go to the log."""
-    message = report.message
-    if report.cause is Cause.PEER:
-        LOG.warning(
-            "request %s, attempt %d: its pages could not be pushed: %s",
-            *(attempt.request_id, attempt.attempt, message),
-        )
-        message = (
-            "the pages could not be pushed, because the decode worker's pool cannot be reached"
-        )
-    return Failed(
-        attempt=attempt,
-        code=CODES.get(report.cause, "DATA_LOSS"),
-        message=message,
-        retryable=report.cause not in FOR_EVERYONE,
-        field="reservation" if report.cause is Cause.UNRESERVED else None,
     )

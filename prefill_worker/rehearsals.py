@@ -205,7 +205,7 @@ class Rehearsals:
             shell.attempts.close(attempt)
             return event
         finally:
-            shell.leave(attempt, "the rehearsal ended")
+            shell.leave(attempt)
 
 
 def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:

@@ -42,6 +42,7 @@ _SPLITS: Final = re.compile(r'[ "=\n]')
 
 Figures = Mapping[str, str | int | float]
 _MOST_BYTES: Final = 1 << 20
+"""Of text that waits; beyond it lines are dropped."""
 _LAST_S: Final = 1.0
 """How long the end of a process waits for a reader."""
 _LOOK_S: Final = 0.05
@@ -139,16 +140,11 @@ def _log_uncaught(
 class Output:
     """Writes text to one descriptor that does not block: in order, and only whole lines."""
 
-    def __init__(
-        self, number: int, notice: Callable[[int], str], most_bytes: int = _MOST_BYTES
-    ) -> None:
-        """notice: makes the line, without its end, about this many dropped ones. most_bytes: limit
-        of the waiting bytes before lines are dropped.
-        """
+    def __init__(self, number: int, notice: Callable[[int], str]) -> None:
+        """notice: makes the line, without its end, about this many dropped ones."""
         self.dropped = 0  # lines, so far
         self.notice = notice
         self._number = number
-        self._most_bytes = most_bytes
         self._lock = threading.RLock()  # a signal's handler may write within a write
         self._waiting: deque[bytes] = deque()
         self._unsaid = 0  # lines that were dropped since the last notice
@@ -162,7 +158,7 @@ class Output:
         try:
             rest = self._try(data) if self._write_waiting() else data
             size = sum(map(len, self._waiting)) + len(rest or b"")
-            if rest is None or self._unsaid or size > self._most_bytes:
+            if rest is None or self._unsaid or size > _MOST_BYTES:
                 self._drop(data)
             elif rest:
                 self._waiting.append(rest)

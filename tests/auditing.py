@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.replicas import ReplicatedEngine
+from effuse.kvtransfer.handoff import ReceiverState
 from effuse.kvtransfer.messages import PageRef
-from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.pool import FreeRuns, PagePool, PageState
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.units import HeldUnits, Unit, UnitCache
 from effuse.placement.waste import waste_of
@@ -40,9 +42,26 @@ def audit(engine: object) -> None:
         size = engine._intake.limits.page_size
         audit_users(engine._cache, [one.units for one in requests])
         audit_room(engine, [(one.pages, one.num_stored(size)) for one in requests])
-        apart = [*engine._rehearsal._pages, *engine._handoffs.quarantined()]
+        apart = [*engine._rehearsal._pages, *quarantined(engine._handoffs)]
         audit_cache(engine._cache)
         audit_pool(engine._pool, [*held, *apart, *cached_pages(engine._cache)])
+
+
+def quarantined(receiver: HandoffReceiver) -> list[PageRef]:
+    """Pages of abandoned handoffs in which bytes may still arrive."""
+    return [
+        page
+        for handoff in receiver._handoffs.values()
+        if handoff.machine.state in (ReceiverState.ABORTING, ReceiverState.FENCING)
+        for page in handoff.reservation.pages
+    ]
+
+
+def free_ids(free: FreeRuns) -> list[int]:
+    """Every free id, ascending."""
+    return [
+        i for start in sorted(free._length_at) for i in range(start, start + free._length_at[start])
+    ]
 
 
 def cached_pages(cache: UnitCache) -> list[PageRef]:
@@ -86,8 +105,8 @@ def _audit_tiers(cache: TieredCache) -> None:
     groups = [one.slots for one in dict.fromkeys(kept)] + [read.slots for read in reads]
     groups += [slots for one in cache._saving for *_, slots in one.units]
     used = [slot for slots in groups for slot in slots]
-    if sorted([*used, *tiers._free.ids()]) != list(range(tiers.host.num_slots)):
-        raise AuditError(f"slots {sorted(used)} and free ones {tiers._free.ids()} are not all")
+    if sorted([*used, *free_ids(tiers._free)]) != list(range(tiers.host.num_slots)):
+        raise AuditError(f"slots {sorted(used)} and free ones {free_ids(tiers._free)} are not all")
     readers = [one for each in coming for one in each.kept.values()]
     readers += writing
     for one in dict.fromkeys(kept):
@@ -135,7 +154,7 @@ def audit_pool(pool: PagePool, held: Iterable[PageRef] | None = None) -> None:
     held: every page that a module holds, a shared one once for each holder; () when idle. Pages
     that are neither free nor held are a leak. With None, only the pool's own books are checked.
     """
-    states, free = pool._states, pool._free.ids()
+    states, free = pool._states, free_ids(pool._free)
     found = [i for i, state in enumerate(states) if state is PageState.FREE]
     if found != free:
         raise AuditError(f"free list {free} differs from the free pages {found}")

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention import block_attention
+from effuse.kernels.attention import Attend, block_attention
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.group import RankPlace
 from effuse.models.runner import ModelRunner
-from effuse.models.transformer import Attend, Transformer
+from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 
 NUM_PAGES = 64

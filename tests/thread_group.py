@@ -40,8 +40,9 @@ class ThreadGroup(Group):
         assert [part.shape[1] for part in parts] == list(sizes)
         return torch.cat(parts, dim=1)
 
-    def collect(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x))
+    def collect(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        parts = torch.stack(self._exchange(x))
+        return parts if into is None else into.copy_(parts.flatten(0, 1)).view_as(parts)
 
     def deal(self, x: Tensor) -> Tensor:
         self.num_dealt += 1
@@ -86,21 +87,26 @@ def run_ranks(
     data_parallel: bool = False,
     context_degree: int = 1,
     page_size: int = 4,
+    cuts_rows: bool = False,
 ) -> list[T]:
-    """Runs `work` once for each rank, all at once; results by rank. Raises what a rank raises."""
+    """Runs `work` once for each rank, all at once; results by rank. Raises what a rank raises.
+    cuts_rows: ranks of a context compute different rows."""
     groups = _groups(size, 1)
     parts = _groups(context_degree, size // context_degree)
+    weights = _groups(size // context_degree, context_degree)
 
     def one(rank: int) -> T:
         group, part = groups[rank], parts[rank]
         context = None
         if context_degree > 1:
             cut = ContextCut(rank % context_degree, context_degree, page_size)
-            context = ContextGroup(cut, part)
+            count = size // context_degree
+            of_rows = weights[rank % context_degree * count + rank // context_degree]
+            context = ContextGroup(cut, part, of_rows if cuts_rows else None)
         try:
             return work(RankPlace(rank, size, expert_parallel, group, data_parallel, context))
         except BaseException:
-            for each in (*groups, *parts):
+            for each in (*groups, *parts, *weights):
                 each.abort()
             raise
 

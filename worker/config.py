@@ -12,150 +12,20 @@ from typing import Annotated, Final, Literal, get_args
 import msgspec
 
 from effuse.config import checks
-from effuse.config.access import Access
 from effuse.config.decoding import WINDOW, Algorithm
 from effuse.config.flags import flag_of
-from effuse.config.pool_address import PoolAddress
-from effuse.kvtransfer.messages import MAX_LEASE_S, MAX_POOL_PAGES
+from effuse.kvtransfer.messages import MAX_LEASE_S
 from effuse.placement.records import Role, check_name
+from effuse.worker.engine_settings import MOST_RANKS, EngineSettings
 
-Attention = Literal["triton", "flex"]
 Connector = Literal["auto", "nixl", "zmq"]
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVLayoutKind = Literal["unified", "distinct"]
 
 END_S: Final = 10.0
 """Time for attempts that are ended at shutdown to leave the engine."""
 STOP_S: Final = 20.0
 """Time for an engine to end that they do not leave; then it is killed."""
 _LEAST_HANG_S: Final = 1.0
-_MOST_RANKS: Final = 64
 _MOST_STOP_IDS = 128  # more than a router accepts; a GPU has room for them in every slot
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(Access):
-    """A worker's model, and the devices that compute it."""
-
-    model: Annotated[Path | None, "checkpoint directory (default: the bundled model)"] = None
-    adapter: Annotated[Path | None, "LoRA adapter directory, merged when weights are loaded"] = None
-    served_model_name: Annotated[
-        str | None, "name that clients ask for (default: the directory's name)"
-    ] = None
-    device: Annotated[Device, "device of the engine"] = "auto"
-    dtype: Annotated[Dtype, "data type of weights and KV; auto is float32 on a CPU"] = "auto"
-    attention: Annotated[
-        Attention, "attention kernels; flex is torch's, slow and only for comparison"
-    ] = "triton"
-    batch_invariant: Annotated[
-        bool,
-        "an answer never depends on what else runs; slower, and only on Hopper GPUs in 16-bit "
-        "types (on a CPU in float32 it holds without the flag)",
-    ] = False
-    enforce_eager: Annotated[bool, "never capture CUDA graphs; the host runs each decode step"] = (
-        False
-    )
-
-    # Several devices.
-    tensor_parallel_size: Annotated[
-        int, "devices that compute each layer together, each with a part of the weights"
-    ] = 1
-    expert_parallel: Annotated[
-        bool, "spread whole experts over the devices; without it each expert is cut"
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings(ModelSettings):
-    """A worker's KV memory and batches."""
-
-    # KV memory.
-    page_size: Annotated[int, "tokens in a KV page"] = 16
-    num_pages: Annotated[
-        int | None, "pages in the pool (default: as many as gpu-memory-utilization allows)"
-    ] = None
-    gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
-    kv_layout: Annotated[KVLayoutKind, "order of KV memory in a page"] = "unified"
-    enable_prefix_caching: Annotated[
-        bool, "keep the KV of ended requests for later ones that begin with the same tokens"
-    ] = True
-    kv_offloading_size: Annotated[
-        float, "GiB of host memory, of all devices together, for kept KV without room in the pool"
-    ] = 0.0
-    kv_offloading_dir: Annotated[
-        Path | None, "directory for kept KV that has no room in host memory either"
-    ] = None
-    kv_offloading_dir_size: Annotated[float, "most GiB of files in that directory"] = 64.0
-    kv_pool: Annotated[
-        str | None,
-        "keep KV also in this Mooncake Store, for all workers with the same model and layout: "
-        "mooncake://host:port/namespace (extra `mooncake`)",
-    ] = None
-
-    # Batching.
-    block_size: Annotated[int | None, "tokens in a diffusion block (default: the model's)"] = None
-    max_num_batched_tokens: Annotated[int, "most tokens in one forward"] = 2048
-    max_num_seqs: Annotated[int, "most requests in one forward"] = 64
-    max_model_len: Annotated[
-        int | None, "most tokens of prompt and answer (default: the model's)"
-    ] = None
-
-    def __post_init__(self) -> None:
-        Access.__post_init__(self)
-        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs", "block_size"):
-            checks.whole(name, getattr(self, name), 1)
-        checks.whole("max_model_len", self.max_model_len, 1)
-        checks.whole("tensor_parallel_size", self.tensor_parallel_size, 1, _MOST_RANKS)
-        checks.choice("device", self.device, get_args(Device))
-        checks.choice("dtype", self.dtype, get_args(Dtype))
-        checks.whole("num_pages", self.num_pages, 1, MAX_POOL_PAGES)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"--gpu-memory-utilization: expected a share in (0, 1], "
-                f"got {self.gpu_memory_utilization:g}"
-            )
-        self._check_offloading()
-        if self.attention == "flex" and self.kv_layout != "unified":
-            raise ValueError(
-                f"--attention flex: expected --kv-layout unified, got {self.kv_layout}"
-            )
-        if self.batch_invariant and self.attention != "triton":
-            raise ValueError(
-                f"--batch-invariant: expected --attention triton with it, got {self.attention}"
-            )
-        checks.model_name("served_model_name", self.served_model_name)
-        checks.directory("model", self.model)
-        checks.directory("adapter", self.adapter)
-
-    def _check_offloading(self) -> None:
-        for name in ("kv_offloading_size", "kv_offloading_dir_size"):
-            found = getattr(self, name)
-            if not (math.isfinite(found) and found >= 0):
-                raise ValueError(f"{flag_of(name)}: expected 0 or more GiB, got {found:g}")
-        size = self.kv_offloading_size
-        stores = [name for name in ("kv_offloading_dir", "kv_pool") if getattr(self, name)]
-        for name in stores:
-            if not size:
-                raise ValueError(
-                    f"{flag_of(name)}: expected --kv-offloading-size with it, because KV goes "
-                    "there through host memory"
-                )
-            if self.tensor_parallel_size > 1:
-                raise ValueError(
-                    f"{flag_of(name)}: expected --tensor-parallel-size 1 with it, "
-                    f"got {self.tensor_parallel_size}"
-                )
-        if self.kv_offloading_dir is not None and not self.kv_offloading_dir_size:
-            raise ValueError("--kv-offloading-dir-size: expected more than 0 GiB, got 0")
-        if size and not self.enable_prefix_caching:
-            raise ValueError("--kv-offloading-size: expected --enable-prefix-caching with it")
-        if self.kv_pool is not None:
-            try:
-                host = PoolAddress.parse(self.kv_pool).host
-            except ValueError as error:
-                raise ValueError(f"--kv-pool: {error}") from error
-            self.check_plaintext("kv_pool", host, "pages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +101,14 @@ class WorkerConfig(EngineSettings):
         return 1
 
     @property
+    def cuts_rows(self) -> bool:
+        """Whether these ranks also compute different rows, each with all weights of its group."""
+        return False
+
+    @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.num_replicas
+        rows = self.context_degree if self.cuts_rows else 1
+        return self.tensor_parallel_size * self.num_replicas * rows
 
     @property
     def runs_graphs(self) -> bool:
@@ -254,6 +130,11 @@ class WorkerConfig(EngineSettings):
 class PrefillConfig(WorkerConfig):
     """Settings of a prefill worker. Raises ValueError that names the accepted form."""
 
+    prefill_context_parallel_size: Annotated[
+        int,
+        "devices, for each of those of tensor-parallel-size, that compute equal parts of each "
+        "prompt and hold its KV together",
+    ] = 1
     reservation_s: Annotated[float, "most time that a computed prompt waits for a reservation"] = (
         60.0
     )
@@ -270,6 +151,37 @@ class PrefillConfig(WorkerConfig):
             raise ValueError(
                 f"--min-handoff-gbps: expected 0 or more GB/s, got {self.min_handoff_gbps:g}"
             )
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        degree, size = self.prefill_context_parallel_size, self.tensor_parallel_size
+        checks.whole("prefill_context_parallel_size", degree, 1, MOST_RANKS)
+        if degree == 1:
+            return
+        name = f"--prefill-context-parallel-size {degree}"
+        if degree * size > MOST_RANKS:
+            raise ValueError(
+                f"{name}: expected at most {MOST_RANKS} devices, got {degree} times "
+                f"--tensor-parallel-size {size}"
+            )
+        for other, accepted in (("attention", "triton"), ("kv_layout", "unified")):
+            if (found := getattr(self, other)) != accepted:
+                raise ValueError(
+                    f"{name}: expected {flag_of(other)} {accepted} with it, because the other "
+                    f"attends to no keys of other devices, got {found}"
+                )
+        for other in ("batch_invariant", "kv_offloading_dir", "kv_pool"):
+            if getattr(self, other):
+                raise ValueError(f"{name}: expected no {flag_of(other)} with it")
+
+    @property
+    def context_degree(self) -> int:
+        """Ranks that hold the same KV heads, each for other tokens."""
+        return self.prefill_context_parallel_size
+
+    @property
+    def cuts_rows(self) -> bool:
+        return self.prefill_context_parallel_size > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +212,7 @@ class DecodeConfig(WorkerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.seconds("handoff_lease_s", self.handoff_lease_s, MAX_LEASE_S)
-        checks.whole("data_parallel_size", self.data_parallel_size, 1, _MOST_RANKS)
+        checks.whole("data_parallel_size", self.data_parallel_size, 1, MOST_RANKS)
         if self.data_parallel_size > 1 and self.tensor_parallel_size > 1:
             raise ValueError(
                 "--data-parallel-size: expected --tensor-parallel-size 1 with it, "
@@ -317,7 +229,7 @@ class DecodeConfig(WorkerConfig):
 
     def _check_context(self) -> None:
         degree, name = self.decode_context_parallel_size, "--decode-context-parallel-size"
-        checks.whole("decode_context_parallel_size", degree, 1, _MOST_RANKS)
+        checks.whole("decode_context_parallel_size", degree, 1, MOST_RANKS)
         if self.tensor_parallel_size % degree:
             raise ValueError(
                 f"{name}: expected a divisor of --tensor-parallel-size "
@@ -367,11 +279,13 @@ class BothConfig(PrefillConfig, DecodeConfig):
                 "--data-parallel-size: expected 1 for a worker that also computes prompts for "
                 f"others, got {self.data_parallel_size}"
             )
-        if self.context_degree > 1:
-            raise ValueError(
-                "--decode-context-parallel-size: expected 1 for a worker that also computes "
-                f"prompts for others, got {self.context_degree}"
-            )
+        cuts = self.prefill_context_parallel_size, self.decode_context_parallel_size
+        for kind, degree in zip(("prefill", "decode"), cuts, strict=True):
+            if degree > 1:
+                raise ValueError(
+                    f"--{kind}-context-parallel-size: expected 1 for a worker that both computes "
+                    f"prompts for others and writes answers, got {degree}"
+                )
 
 
 def to_json(config: WorkerConfig) -> bytes:

@@ -28,9 +28,9 @@ def check_device(device: str) -> None:
         raise ValueError(no_gpu("--device cuda"))
 
 
-def no_gpu(flag: str, environment: Mapping[str, str] = os.environ) -> str:
+def no_gpu(flag: str) -> str:
     """The error of a flag that needs a GPU, with the variable that may hide one."""
-    hidden = f" ({VARIABLE} is {environment[VARIABLE]!r})" if VARIABLE in environment else ""
+    hidden = f" ({VARIABLE} is {os.environ[VARIABLE]!r})" if VARIABLE in os.environ else ""
     return f"{flag}: no GPU was found on this machine{hidden}"
 
 
@@ -70,8 +70,6 @@ def visible(count: int, variable: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A GPU's memory."""
-
     total_mib: int
     free_mib: int
 

@@ -85,9 +85,6 @@ class ReplicaConnector:
         self._ranks = ranks
         self._replica = replica
 
-    def start(self) -> None:
-        """It has begun."""
-
     def close(self) -> None:
         """It ends with its rank."""
 
@@ -195,9 +192,6 @@ class GroupConnector:
         self._signals = select.epoll()
         for signal in (own.fileno(), ranks.event_signal):
             self._signals.register(signal, select.EPOLLIN)
-
-    def start(self) -> None:
-        """All ranks have begun."""
 
     def close(self) -> None:
         """Ends the leader's own connector; the others end with their ranks."""

@@ -14,24 +14,22 @@ import torch
 
 import effuse.models
 from effuse.config.decoding import Sampling
-from effuse.kernels.attention import block_attention
-from effuse.kernels.attention_batch import ContextCut
-from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
+from effuse.kernels.attention import Attend, block_attention
+from effuse.kernels.pages import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
 from effuse.models.config import ModelConfig
-from effuse.models.group import ContextGroup, ProcessGroup, RankPlace, join_group
+from effuse.models.group import RankPlace
 from effuse.models.part import Forward, Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
-from effuse.models.transformer import Attend, Transformer
-from effuse.models.weights import load_model, select_dtype
+from effuse.models.transformer import Transformer
+from effuse.models.weights import load_model, measure_products, select_dtype
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.group_parts import GroupMemory
-from effuse.worker.rank_messages import meeting_path
 from effuse.worker.ranks import Ranks
 from effuse.worker.watchdog import Pulse
 
@@ -41,7 +39,6 @@ the end of every operator, and are many times slower.
 """
 
 GIB = 1 << 30
-_JOIN_S = 60.0  # for processes that all wait to meet
 _CPU_POOL_BYTES = 256 << 20  # if the config does not set it; touched page by page at first use
 
 
@@ -55,38 +52,6 @@ class RankPart:
     queued: QueuedLayers | None
     max_model_len: int
     host: HostPages | None  # for kept KV without room in the pages
-
-
-def join(config: WorkerConfig, rank: int, device: torch.device, home: Path) -> RankPlace:
-    """Meets the other ranks of the engine. Raises ValueError if they do not come."""
-    size, meeting = config.num_ranks, meeting_path(home)
-    group = join_group(rank, size, device, meeting, _JOIN_S, in_order=config.batch_invariant)
-    context = join_context(
-        rank, size, config.context_degree, config.page_size, group, device, meeting
-    )
-    return RankPlace(rank, size, config.expert_parallel, group, config.num_replicas > 1, context)
-
-
-def join_context(
-    rank: int,
-    size: int,
-    degree: int,
-    page_size: int,
-    group: ProcessGroup,
-    device: torch.device,
-    meeting: Path,
-) -> ContextGroup | None:
-    """Meets the other ranks of those that cut the context, if any do; they are neighbours. Raises
-    ValueError if they do not come."""
-    if degree == 1:
-        return None
-    cut = ContextCut(rank % degree, degree, page_size)
-    if degree == size:
-        return ContextGroup(cut, group)
-    at = meeting.with_name(f"{meeting.name}{rank // degree}")
-    part = join_group(cut.rank, degree, device, at, _JOIN_S)
-    group.adopt(part)
-    return ContextGroup(cut, part)
 
 
 def model_directory(config: WorkerConfig) -> Path:
@@ -104,8 +69,8 @@ def load_shard(
     directory, is_exact = model_directory(config), config.dtype == "auto" and device.type == "cpu"
     dtype = select_dtype("float32" if is_exact else config.dtype, directory)
     if config.batch_invariant:
-        prepare_batch_invariant(device, dtype)
-    return load_model(
+        check_batch_invariant(device, dtype)
+    model = load_model(
         directory,
         adapter=config.adapter,
         device=device,
@@ -115,6 +80,9 @@ def load_shard(
         place=place,
         batch_invariant=config.batch_invariant,
     )
+    if config.batch_invariant:
+        measure_products(model)
+    return model
 
 
 def make_part(
@@ -130,6 +98,8 @@ def make_part(
     replica's pages are its own.
     """
     max_model_len = _max_model_len(config, model)
+    if model.prompts is not None:
+        model.prompts.most_tokens = max_model_len
     model.group.map_peers(model.config.hidden_size, model.dtype)
     layout, device = _layout(config, model), model.device
     num_pages = _num_pages(config, model, layout, max_model_len)
@@ -140,13 +110,13 @@ def make_part(
     )
     # Only a worker that pushes needs to know which layers are stored.
     marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role != "decode" else None
-    most_cached = max_model_len if caches_prefixes(config, model) else 0
+    begins_cached = config.enable_prefix_caching and model.config.family.is_block_causal
+    most_cached = max_model_len if begins_cached else 0
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
-    warm_up(
-        runner, model.config.max_position_embeddings, model.config.block_size, config.num_replicas
-    )
+    most, num_rows = model.config.max_position_embeddings, model.config.block_size
+    warm_up(runner, most, num_rows, config.num_replicas, has_candidates=model.prompts is None)
     return RankPart(
         model=model,
         memory=memory,
@@ -178,22 +148,31 @@ def _host_pages(config: WorkerConfig, model: ModelConfig, memory: PageMemory) ->
         raise ValueError(f"--kv-offloading-size {size:g}: {error}") from error
 
 
-def warm_up(runner: Forward, most: int, num_rows: int, num_replicas: int = 1) -> None:
+def warm_up(
+    runner: Forward,
+    most: int,
+    num_rows: int,
+    num_replicas: int = 1,
+    *,
+    has_candidates: bool = True,
+) -> None:
     """Runs a forward of `num_rows` rows of each replica, nearly all of which want a candidate;
-    writes to page 0.
+    writes to page 0. Without candidates it is one of prompts.
 
     A sequence has at most `most` of them, the model's positions: tables end there.
     """
     parts = []
     for replica, begin in product(range(num_replicas), range(0, num_rows, most)):
         length = min(most, num_rows - begin)
-        wanted = range(1, length)  # position 0 has no row before it, which shifting models need
+        # Position 0 has no row before it, which shifting models need.
+        wanted = range(1, length if has_candidates else 1)
         part = Part(
             token_ids=[0] * length,
             start=0,
             pages=[0],
             num_stored=int(begin == 0),
             block_origin=0,
+            keep_boundary=not has_candidates,
             candidates=wanted,
             denoise_counts=[0] * len(wanted),
             sampling=Sampling(temperature=1.0, top_p=0.9, top_k=8),
@@ -221,8 +200,8 @@ def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def prepare_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
-    """Compiles what keeps rows independent of each other; ValueError if nothing can."""
+def check_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError if no kernel keeps rows independent of each other."""
     name = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
         if dtype != torch.float32:
@@ -235,7 +214,6 @@ def prepare_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(
             f"--batch-invariant: expected bfloat16 or float16 on a Hopper GPU, got {name} on {gpu}"
         )
-    products_hopper.compile_tiles(device, dtype)
 
 
 def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:
@@ -290,6 +268,10 @@ def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
 
 
 def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
+    rank, degree = model.shard.rank, model.shard.size
+    if model.prompts is not None:
+        cut = model.prompts.cut
+        rank, degree = rank * cut.degree + cut.rank, degree * cut.degree
     return KVLayout(
         kind=config.kv_layout,
         num_layers=model.config.num_layers,
@@ -298,8 +280,8 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
         page_size=config.page_size,
         dtype=str(model.dtype).removeprefix("torch."),
         most_groups=MOST_GROUPS[config.connector],
-        rank=model.shard.rank,
-        degree=model.shard.size,
+        rank=rank,
+        degree=degree,
         context_degree=config.context_degree,
     )
 
@@ -314,18 +296,30 @@ def _num_pages(
     if model.device.type == "cpu":
         return max(least, _CPU_POOL_BYTES // layout.page_bytes)
     everyone = model.group if model.replicas is None else model.replicas.group
-    return everyone.least(_device_pages(config, model, layout))
+    least = everyone.least(_device_pages(config, model, layout, max_model_len))
+    return least if model.prompts is None else model.prompts.group.least(least)
 
 
-def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) -> int:
+def _device_pages(
+    config: WorkerConfig, model: Transformer, layout: KVLayout, max_model_len: int
+) -> int:
     """Pages in the device memory that the largest forward leaves of the configured share."""
     probe = PageMemory(layout, 1, model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     most = model.config.max_position_embeddings
-    warm_up(_runner(model, probe), most, config.max_num_batched_tokens, config.num_replicas)
+    warm_up(
+        _runner(model, probe),
+        most,
+        config.max_num_batched_tokens,
+        config.num_replicas,
+        has_candidates=model.prompts is None,
+    )
     total = torch.cuda.get_device_properties(model.device).total_memory
     share = int(total * config.gpu_memory_utilization)
     room = share - torch.cuda.max_memory_allocated(model.device)
+    if model.prompts is not None:  # which gathers one layer of the longest prompt
+        pages = layout.pages_for(max_model_len) * (layout.context_degree + 2)
+        room -= pages * layout.page_bytes // layout.num_layers
     if room < layout.page_bytes:
         raise ValueError(
             f"--gpu-memory-utilization: {share} of {total} bytes leave no room for KV pages next "
@@ -333,11 +327,6 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
         )
     torch.cuda.empty_cache()
     return min(room // layout.page_bytes, MAX_POOL_PAGES)
-
-
-def caches_prefixes(config: WorkerConfig, model: Transformer) -> bool:
-    """Whether prompts may begin with cached tokens."""
-    return config.enable_prefix_caching and model.config.prompt_attention == "causal_blocks"
 
 
 def _prompt_graphs(
@@ -349,8 +338,10 @@ def _prompt_graphs(
     max_context: int,
 ) -> PromptGraphs | None:
     """Graphs captured before serving; None if they are not used."""
-    if model.device.type != "cuda" or not config.runs_graphs or model.replicas is not None:
-        return None  # a graph of replicas would need rows of all of them
+    # A graph of replicas would need rows of all of them, and ranks of a prompt plan each forward.
+    is_apart = model.replicas is not None or model.prompts is not None
+    if model.device.type != "cuda" or not config.runs_graphs or is_apart:
+        return None
     graphs = PromptGraphs(
         model,
         memory.layer_views(),

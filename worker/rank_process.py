@@ -27,6 +27,7 @@ from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import connect
 from effuse.worker.engine_process import die_with, end_start, read_config
+from effuse.worker.meeting import join
 from effuse.worker.rank_messages import (
     COMMANDS,
     ENCODER,
@@ -58,7 +59,7 @@ from effuse.worker.rank_messages import (
     answers_path,
     commands_path,
 )
-from effuse.worker.rank_part import RankPart, device_of, join, load_shard, make_part
+from effuse.worker.rank_part import RankPart, device_of, load_shard, make_part
 from effuse.worker.watchdog import Pulse
 
 _COPYING_MS: Final = 1  # no descriptor shows that a copy has ended
@@ -72,7 +73,6 @@ class Steps(Protocol):
 
     def obey(self, command: Slots) -> None:
         """Does what the leader does with its own slots."""
-        ...
 
 
 MakeSteps = Callable[[Any, RankPart], Steps]

@@ -8,7 +8,7 @@ Routers use the worker's load instead of its metrics.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
@@ -147,6 +147,7 @@ class WorkerMetrics(ProcessMetrics):
             ("prefix_cache_units", "Units that the prefix cache holds", load.prefix_units),
             ("kv_offload_pages", "Pages of host memory that hold KV", load.offload_pages),
             ("kv_offload_file_bytes", "Bytes of files with KV", load.offload_file_bytes),
+            ("kv_pool_usable", "1 if the shared pool takes units", bool(load.offload_pool)),
             ("front_tasks", "Tasks of the front's event loop", now.tasks),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
@@ -184,6 +185,7 @@ LOG = logging.getLogger(__name__)
 
 _ABORT_WARN_S = 30.0
 _STARTING_RETRY_S = 1.0
+AndThen = Callable[[], Awaitable[None]]
 _KINDS: Mapping[type, Kind] = {StartPrefill: "prefill", StartDecode: "decode"}
 
 
@@ -229,7 +231,6 @@ class Shell:
         return "" if life is None else life.incarnation
 
     def where(self) -> str:
-        """Its address for other processes."""
         return self.address
 
     def admit(self, incarnation: str, kind: Kind | None = None) -> EngineLife:
@@ -285,24 +286,26 @@ class Shell:
         for task in self._spawned:
             task.cancel()
 
-    def leave(self, attempt: OpenAttempt, reason: str) -> None:
-        """Ends an unfinished attempt in the engine, although no caller waits for it."""
+    def leave(self, attempt: OpenAttempt, and_then: AndThen | None = None) -> None:
+        """Ends an attempt whose stream ended before it did, although no caller waits for it."""
         if not attempt.ended.is_set():
-            self.spawn(self._end(attempt, reason))
+            self.spawn(self._end(attempt, and_then))
 
-    async def _end(self, attempt: OpenAttempt, reason: str) -> None:
+    async def _end(self, attempt: OpenAttempt, and_then: AndThen | None) -> None:
         try:
-            await self.end_in_engine(attempt, reason)
+            await self._end_in_engine(attempt)
+            if and_then is not None:
+                await and_then()
         finally:
             self.attempts.close(attempt)
 
-    async def end_in_engine(self, attempt: OpenAttempt, reason: str) -> None:
+    async def _end_in_engine(self, attempt: OpenAttempt) -> None:
         """Returns once the engine has released the attempt, or is dead.
 
         It may take long while a transfer is in flight. The supervisor replaces an engine that never
         answers, so this ends in any case.
         """
-        self.send(attempt, Abort(attempt=attempt.id, reason=reason))
+        self.send(attempt, Abort(attempt=attempt.id))
         while not attempt.engine_gone:
             try:
                 async with asyncio.timeout(_ABORT_WARN_S):

@@ -240,7 +240,7 @@ class EngineLife:
     ready: Ready
     capacity: Capacity
     load: Load
-    began: float  # when it became ready, by the supervisor's clock
+    began: float  # when it became ready
 
     @property
     def incarnation(self) -> str:
@@ -258,15 +258,13 @@ class Supervisor:
         *,
         on_change: Callable[[], None],
         backoff: Backoff | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._module = module
         self._config = config
         self._attempts = attempts
         self._on_change = on_change  # called whenever `life` has started or ended
         self.backoff = backoff or Backoff()
-        self._now = now
-        self._progress = Progress.begin(now())  # of the current engine, ready or not
+        self._progress = Progress.begin(time.monotonic())  # of the current engine, ready or not
         self._told_phase: Phase = "serving"  # the phase that was logged last
         self._phase: Phase = "serving"  # the present one
         self._phase_at = 0.0  # its begin
@@ -303,10 +301,10 @@ class Supervisor:
         config = self._config
         limits = Limits(startup_s=config.startup_timeout_s, serving_s=config.hang_timeout_s)
         patience_s = limits.serving_s / 10
-        self._progress = Progress.begin(self._now())
+        self._progress = Progress.begin(time.monotonic())
         while True:
             messages = await client.receive(patience_s)
-            now = self._now()
+            now = time.monotonic()
             self._progress, stood_still_s = look(self._progress, now, patience_s)
             if stood_still_s:
                 LOG.warning("this process was stopped for %.1f s", stood_still_s)
@@ -369,7 +367,7 @@ class Supervisor:
         if self.life is None:
             self.backoff = self.backoff.failed()
         else:
-            lived_s = self._now() - self.life.began
+            lived_s = time.monotonic() - self.life.began
             self.backoff = self.backoff.ended(lived_s, by_itself=lost.ending == "died")
         self.life = None
         self._on_change()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from thread_group import run_ranks
 
-from effuse.benchmarks import gpu_ranks
+from effuse.benchmarks import gpu_long_prompts, gpu_ranks
 from effuse.benchmarks.gpu_long_context import lines
+from effuse.benchmarks.gpu_long_prompts import PromptResult
 from effuse.benchmarks.gpu_ranks import Result, measure, table, waves
 from effuse.benchmarks.gpu_ranks_floor import Silent
 from effuse.benchmarks.gpu_step import PAGE_SIZE
@@ -76,6 +77,24 @@ def test_ranks_that_cut_the_context_are_compared_with_one(
     found = [replace(each, model="fast-dllm-1.5b", ms=ms) for each, ms in ((one, 4), (cut, 2))]
     (told,) = lines(found)
     assert "DCP 2, 2 x 64: 2.00x" in told and "KV 0.250 of one GPU's" in told
+
+
+def test_prompts_that_ranks_cut_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_long_prompts, "kernel_classes", lambda run, repeats: [run(), []][1])
+    options = argparse.Namespace(model="tiny", length=[160], chunk=64)
+
+    def of_rank(place: RankPlace) -> list[PromptResult]:
+        results: list[PromptResult] = []
+        gpu_long_prompts.measure(options, place, CPU, results.append)
+        return results
+
+    ((one,),) = run_ranks(1, of_rank)
+    (cut,), _ = run_ranks(2, of_rank, context_degree=2, page_size=PAGE_SIZE, cuts_rows=True)
+    assert (one.degree, cut.degree, one.length) == (1, 2, 160)
+    assert one.kv_bytes * 6 == cut.kv_bytes * 10 > 0  # three pages of two ranks hold five
+    found = [replace(each, ms=ms) for each, ms in ((one, 36), (cut, 20))]
+    (told,) = gpu_long_prompts.lines(found)
+    assert "prompt of 160 over 2" in told and ": 0.900 of 2x" in told and "MISSED" not in told
 
 
 @pytest.mark.parametrize("size", [1, 2])

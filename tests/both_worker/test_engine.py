@@ -29,7 +29,7 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.marks import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Command, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
@@ -183,7 +183,7 @@ class Two:
             if source.said(request.attempt, messages.Failed):
                 self.num_refused += 1
                 del self._ways[name]
-                target.handle(Abort(attempt=request.attempt, reason="its prompt failed"))
+                target.handle(Abort(attempt=request.attempt))
                 target.handle(WriterGone(transfer_id=name, has_drained=True))
                 target.handle(again(request))
             elif found := target.all_of(name, messages.Reserved):
@@ -384,7 +384,7 @@ def test_an_abort_reaches_the_kind_of_work_that_it_is_for(two: Two) -> None:
     one.step()
     unknown = AttemptId("never", 1, "never")
     for each in (AttemptId("request-a", 1, "transfer-a"), attempt, unknown):
-        one.handle(Abort(attempt=each, reason="test"))
+        one.handle(Abort(attempt=each))
         one.step()
         (done,) = one.answers[each.transfer_id].of(messages.AbortDone)
         assert isinstance(done, messages.AbortDone) and done.was_running is (each is not unknown)

@@ -54,7 +54,7 @@ def test_prompts_for_others_leave_room_in_the_gaps_of_answers(
             attempt = AttemptId(f"p{at}", 1, f"p{at}")
             prompt = tuple(100 + at % 50 + place % 40 for place in range(64))
             one.handle(StartPrefill(attempt=attempt, prompt_token_ids=prompt))
-            one.handle(Abort(attempt=AttemptId(f"p{at - 24}", 1, f"p{at - 24}"), reason="done"))
+            one.handle(Abort(attempt=AttemptId(f"p{at - 24}", 1, f"p{at - 24}")))
         one.step()
         told = len(one.all_of(answer.attempt.transfer_id, messages.Committed))
         commits += [one.clock.now] * (told - len(commits))
@@ -93,7 +93,7 @@ def test_a_long_prompt_for_another_worker_does_not_wait_for_shorter_ones(tmp_pat
             number += 1
             prompt(f"s{number}", 8)
             gone = AttemptId(f"s{number - 4}", 1, f"s{number - 4}")
-            one.handle(Abort(attempt=gone, reason="done"))
+            one.handle(Abort(attempt=gone))
             if number % 2:
                 answer(f"b{number}")
         one.step()

@@ -55,3 +55,12 @@ def test_workers_that_share_a_gpu_are_told_their_part_of_it(tmp_path: Path) -> N
             assert _seen(fleet, name) == [FIRST, FIRST]
             words = psutil.Process(fleet.processes[name].pid).cmdline()
             assert words[-2:] == ["--gpu-memory-utilization", "0.4"]
+
+
+def test_prefill_workers_that_cut_prompts_get_gpus_for_all_parts() -> None:
+    cut = ("--tensor-parallel-size", "2", "--prefill-context-parallel-size", "2")
+    config = FleetConfig(gpus=tuple("01234"), prefill_flags=cut)
+    assert {name: one.gpu for name, one in config.assignments().items()} == {
+        "prefill-0": "0,1,2,3",
+        "decode-0": "4",
+    }

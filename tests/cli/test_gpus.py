@@ -81,7 +81,7 @@ def test_groups_share_gpus_if_they_may() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"gpus": ["0", "1", "2"], "decode_size": 3}, "need 4 GPUs by their --tensor-parallel"),
+        ({"gpus": ["0", "1", "2"], "decode_size": 3}, "need 4 GPUs by their parallel sizes"),
         ({"gpus": ["0", "1"], "decode_size": 3, "sharing": True}, "need 3 GPUs"),
         (
             {"gpus": ["0", "1", "2"], "prefill_gpus": ["1"], "decode_size": 2},

@@ -170,7 +170,7 @@ def test_it_holds_no_page_and_takes_two_passes_with_guidance(model: Transformer)
         rig.step()
         assert rig.pool.num_free == rig.pool.num_pages
         assert rig.engine.load().running == 1
-        rows[scale] = rig.engine.counters.rows
+        rows[scale] = rig.engine.counters.step_tokens
     assert rows == {0.0: 21, 1.5: 42}
 
 
@@ -193,10 +193,10 @@ def test_a_cache_holds_what_surrounds_the_block(
     )
     held, ran = [], []
     for _ in range(5):
-        before = rig.engine.counters.rows
+        before = rig.engine.counters.step_tokens
         rig.step()
         held.append(rig.pool.num_pages - rig.pool.num_free)
-        ran.append(rig.engine.counters.rows - before)
+        ran.append(rig.engine.counters.step_tokens - before)
     assert [held[at] for at in (0, 1, 2, 4)] == num_pages
     assert [ran[at] for at in (0, 1, 2, 4)] == rows
 
@@ -323,6 +323,6 @@ def test_a_batch_of_canvases_keeps_to_the_budget(model: Transformer) -> None:
     answers = [rig.start(run.request(str(at))) for at, run in enumerate(runs)]
     before = 0
     while rig.step():
-        assert rig.engine.counters.rows - before <= most
-        before = rig.engine.counters.rows
+        assert rig.engine.counters.step_tokens - before <= most
+        before = rig.engine.counters.step_tokens
     assert [list(a.token_ids) for a in answers] == [run.tokens for run in runs]

@@ -132,7 +132,7 @@ def test_an_abort_at_any_step_frees_pages_and_spares_others(
     rig.start(second)
     for _ in range(num_steps):
         rig.step()
-    rig.engine.handle(messages.Abort(attempt=first.attempt, reason="test"))
+    rig.engine.handle(messages.Abort(attempt=first.attempt))
     rig.run()
     assert isinstance(rig.answers["transfer-a"].events[-1], messages.AbortDone)
     assert rig.answers["transfer-b"].token_ids == alone.answers["transfer-b"].token_ids

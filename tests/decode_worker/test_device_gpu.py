@@ -101,7 +101,7 @@ def _start_and_abort(rig: Rig, like: StartDecode) -> None:
     rig.start(request)
     for _ in range(3):
         rig.step()
-    rig.engine.handle(messages.Abort(attempt=request.attempt, reason="test"))
+    rig.engine.handle(messages.Abort(attempt=request.attempt))
 
 
 def _solid(algorithm: str) -> Solid:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from auditing import free_ids
 from checkpoints import VOCAB_SIZE, write_tiny_checkpoint
 from decoding.engines import Rig, load_tiny, make_request
 
@@ -325,7 +326,7 @@ def test_waste_by_the_metrics_is_what_the_memory_shows(model: Transformer) -> No
         rig.start(make_request(str(number), PROMPT[: 5 + number], max_tokens=24))
     seen = set[tuple[float, ...]]()
     while rig.step():
-        rig.memory.tensor[rig.pool._free.ids()] = new
+        rig.memory.tensor[free_ids(rig.pool._free)] = new
         requests = [one for one in rig.engine.roster.by_transfer.values() if one.pages]
         pages = rig.memory.tensor[[page for one in requests for page in one.page_ids]]
         written = (pages != new).all(dim=-1).all(dim=4).flatten(1, 3).all(dim=1).sum(dim=-1)

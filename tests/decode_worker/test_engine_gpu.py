@@ -24,7 +24,7 @@ from decoding.engines import (
 from oracle.decode import decode
 from oracle.settings import OracleResult
 
-from effuse.kernels.marks import place_on_cuda
+from effuse.kernels.pages import place_on_cuda
 from effuse.worker.messages import Abort, StartDecode
 
 pytestmark = [
@@ -103,7 +103,7 @@ def test_pages_of_a_cancelled_prompt_are_free_once_the_device_has_done_with_them
     rig.start(request)
     rig.step()
     assert not torch.cuda.current_stream().query()
-    rig.engine.handle(Abort(attempt=request.attempt, reason="test"))
+    rig.engine.handle(Abort(attempt=request.attempt))
     assert rig.pool.num_free == rig.pool.num_pages
     assert torch.cuda.current_stream().query()
 

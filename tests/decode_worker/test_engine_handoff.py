@@ -135,7 +135,7 @@ def test_the_reservation_says_where_to_write(pair: Pair) -> None:
     assert reservation.shards[0].page_bytes == pair.rig.layout.page_bytes
     assert pair.rig.pool.count(PageState.RECEIVING) == 3
     assert not pair.rig.step()
-    pair.rig.engine.handle(Abort(attempt=remote().attempt, reason="test"))
+    pair.rig.engine.handle(Abort(attempt=remote().attempt))
     pair.writer_gone()
 
 
@@ -150,7 +150,7 @@ def test_a_prompt_shorter_than_a_block_hands_over_no_page(pair: Pair) -> None:
 
 def test_abort_quarantines_until_the_writer_is_gone(pair: Pair) -> None:
     answer, _ = pair.reserve(remote())
-    pair.rig.engine.handle(Abort(attempt=remote().attempt, reason="test"))
+    pair.rig.engine.handle(Abort(attempt=remote().attempt))
     pair.rig.step()
     assert answer.events[-1] == messages.AbortDone(attempt=remote().attempt, was_running=True)
     assert pair.rig.pool.count(PageState.QUARANTINED) == 3
@@ -161,7 +161,7 @@ def test_abort_quarantines_until_the_writer_is_gone(pair: Pair) -> None:
 
 def test_a_late_push_after_abort_is_refused_and_changes_nothing(pair: Pair) -> None:
     answer, reservation = pair.reserve(remote())
-    pair.rig.engine.handle(Abort(attempt=remote().attempt, reason="test"))
+    pair.rig.engine.handle(Abort(attempt=remote().attempt))
     before = pair.rig.memory.tensor.clone()
     pair.source.push(remote(), reservation)
     pair.rig.run()
@@ -171,7 +171,7 @@ def test_a_late_push_after_abort_is_refused_and_changes_nothing(pair: Pair) -> N
 
 
 def test_an_aborted_attempt_is_refused_afterwards(pair: Pair) -> None:
-    pair.rig.engine.handle(Abort(attempt=remote().attempt, reason="test"))
+    pair.rig.engine.handle(Abort(attempt=remote().attempt))
     answer = pair.rig.start(remote())
     assert answer.failed.code == "ABORTED"
     assert answer.events[0] == messages.AbortDone(attempt=remote().attempt, was_running=False)

@@ -80,7 +80,7 @@ class Storm:
         if self.started:
             request = self.draw.choice(list(self.started.values()))
             if not self.is_over(request):
-                self.rig.engine.handle(Abort(attempt=request.attempt, reason="test"))
+                self.rig.engine.handle(Abort(attempt=request.attempt))
 
     def wait(self) -> None:
         """A quarter of a lease passes; now and then a writer is gone."""

@@ -115,7 +115,7 @@ def test_one_at_a_time_also_while_the_last_one_is_in_quarantine(pair: Pair) -> N
     reserve(pair)
     other = StartRehearsal(attempt=AttemptId("rehearsal", 2, "other"), writer=SOURCE, most_pages=4)
     assert "another rehearsal" in pair.rig.start(other).failed.message
-    pair.rig.engine.handle(Abort(attempt=ATTEMPT, reason="test"))
+    pair.rig.engine.handle(Abort(attempt=ATTEMPT))
     assert pair.rig.start(other).failed.code == "RESOURCE_EXHAUSTED"
     pair.writer_gone()
     push(pair, reserve(pair, other))
@@ -124,7 +124,7 @@ def test_one_at_a_time_also_while_the_last_one_is_in_quarantine(pair: Pair) -> N
 
 def test_an_abort_quarantines_until_the_writer_is_gone(pair: Pair) -> None:
     reservation = reserve(pair)
-    pair.rig.engine.handle(Abort(attempt=ATTEMPT, reason="test"))
+    pair.rig.engine.handle(Abort(attempt=ATTEMPT))
     pair.rig.run()
     done = AbortDone(attempt=ATTEMPT, was_running=True)
     assert pair.rig.answers["transfer-a"].events[-1] == done

@@ -113,7 +113,7 @@ def test_replicas_step_together(tmp_path: Path, algorithm: str, size: int) -> No
             rig = ReplicatedRig(model, replicas, size)
             tokens = tokens_of(rig, requests)
             core = cast("ReplicatedEngine", rig.engine)
-            return tokens, [engine.counters.requests for engine in core._engines]
+            return tokens, [engine.counters.step_requests for engine in core._engines]
         finally:
             replicas.send(Quit())
 

@@ -71,7 +71,7 @@ def test_what_follows_goes_where_the_attempt_is(
     engines[2].known.add("transfer-a")
     for message in (
         request("a"),  # a second start, or one after its abort, which that replica refuses
-        Abort(attempt=attempt("a"), reason="cancelled"),
+        Abort(attempt=attempt("a")),
         WriterGone(transfer_id="transfer-a", has_drained=True),
     ):
         core.handle(message)
@@ -81,7 +81,7 @@ def test_what_follows_goes_where_the_attempt_is(
 def test_one_replica_answers_for_an_unknown_attempt(
     core: ReplicatedEngine, engines: list[Engine]
 ) -> None:
-    core.handle(Abort(attempt=attempt("never seen"), reason="cancelled"))
+    core.handle(Abort(attempt=attempt("never seen")))
     assert [len(engine.messages) for engine in engines] == [1, 0, 0]
 
 

@@ -50,7 +50,7 @@ class Workers:
         host = HostPages(memory, 100, is_shared=True)
         self.pools.append(MooncakePool(self.mooncake.address, self.name, host))
         tiers = Tiers(host, self.pools[-1:], now=time.monotonic)
-        tiers.stores[0]._opening.result(30)  # type: ignore[union-attr]
+        tiers.stores[0].opening.result(30)  # type: ignore[union-attr]
         return tiers
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ class Answers:
         self.source.push(self.asked[0], reserved.reservation)
 
     def abort(self, index: int) -> None:
-        self.rig.engine.handle(Abort(attempt=self.asked[index].attempt, reason="test"))
+        self.rig.engine.handle(Abort(attempt=self.asked[index].attempt))
 
     def check(self, *but: int) -> None:
         """Runs to the end: every answer but these is the oracle's, and no page is left."""

@@ -15,7 +15,7 @@ from checkpoints import TinySizes, write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import Clock, Rig, load_tiny, make_request
 
-from effuse.kernels.marks import QueuedLayers
+from effuse.kernels.pages import QueuedLayers
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import Abort, Heartbeat
@@ -140,7 +140,7 @@ def test_a_prompt_that_is_computed_for_long_is_no_hang(
 def test_an_end_that_waits_for_a_prompt_is_no_hang(prefilling: tuple[DeviceRig, Device]) -> None:
     """Launched work must end before pages are released."""
     rig, device = prefilling
-    rig.engine.handle(Abort(attempt=make_request("a", PROMPT).attempt, reason="test"))
+    rig.engine.handle(Abort(attempt=make_request("a", PROMPT).attempt))
     assert device.num_ended == LAYERS
     turn(rig, device)
     assert device.verdict() is None
@@ -158,7 +158,7 @@ def test_pages_that_a_prompts_forward_may_still_write_are_nobodys(
     rig.start(request)
     turn(rig, device)
     assert device.num_queued == LAYERS and device.num_ended == 0
-    rig.engine.handle(Abort(attempt=request.attempt, reason="test"))
+    rig.engine.handle(Abort(attempt=request.attempt))
     assert rig.pool.num_free == rig.pool.num_pages
     assert device.num_ended == LAYERS
 
@@ -172,7 +172,7 @@ def test_a_page_that_is_yet_to_be_copied_is_nobodys(idle: tuple[DeviceRig, Devic
     device.num_ended = LAYERS
     turn(rig, device)
     assert rig.engine.counters.prompts_shared == 1 and device.num_queued == LAYERS + 1
-    rig.engine.handle(Abort(attempt=requests[0].attempt, reason="test"))
+    rig.engine.handle(Abort(attempt=requests[0].attempt))
     assert device.num_ended == LAYERS + 1
 
 

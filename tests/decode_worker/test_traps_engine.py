@@ -222,7 +222,7 @@ def test_trap_16_abort_frees_every_page_in_every_state(tmp_path: Path) -> None:
         for _ in range(steps):
             rig.step()
         for request in requests:
-            rig.engine.handle(messages.Abort(attempt=request.attempt, reason="test"))
+            rig.engine.handle(messages.Abort(attempt=request.attempt))
             audit(rig.engine)
         assert rig.pool.num_free == rig.pool.num_pages
         assert not rig.step()

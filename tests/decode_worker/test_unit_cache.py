@@ -236,7 +236,7 @@ def test_a_failed_handoff_leaves_known_pages_as_they_were(
         request = make_request("lost", prompt, writer=SOURCE, algorithm=way)
         pushed.rig.start(request)
         pushed.rig.step()
-        pushed.rig.engine.handle(Abort(attempt=request.attempt, reason="test"))
+        pushed.rig.engine.handle(Abort(attempt=request.attempt))
         pushed.rig.step()
         quarantined = pushed.rig.engine.load().quarantined_pages
         assert quarantined == (3 if family == "sdar" else 0)

@@ -120,7 +120,7 @@ class Chats:
         one = self.request(self.asked[-1].prompt_token_ids)
         self.rig.start(one)
         self.rig.step()
-        self.rig.engine.handle(Abort(attempt=one.attempt, reason="test"))
+        self.rig.engine.handle(Abort(attempt=one.attempt))
         self.rig.collect()
 
     def regenerate(self, prompt: Sequence[int]) -> tuple[int, ...]:

@@ -42,6 +42,13 @@ CUTS: Final = (
 """Of workers whose ranks cut the context: connector, both degrees, ranks that cut it, and tokens in
 a page: one token, a block, or more."""
 
+CUT_PROMPTS: Final = (
+    *(("zmq", 1, 2, 1, 1, 8, 2048), ("nixl", 1, 4, 2, 1, 16, 2048), ("zmq", 1, 4, 1, 1, 8, 16)),
+    *(("nixl", 1, 2, 2, 2, 8, 16), ("zmq", 1, 4, 4, 2, 4, 2048), ("nixl", 2, 2, 1, 1, 8, 24)),
+)
+"""Of prefill workers whose ranks cut prompts: connector, the prefill degree, these ranks, the
+decode degree, ranks that cut the context there, tokens in a page, and in a forward."""
+
 Asked = tuple[pb.GenerateRequest, Sequence[int]]
 
 
@@ -56,11 +63,17 @@ class Case:
     algorithms: Sequence[str] = ALGORITHMS  # of an architecture
     context: int = 1  # ranks of the decode worker that cut the context
     page_size: int = TINY.page_size
+    rows: int = 1  # ranks, for each of the prefill degree, that compute different rows of a prompt
+    max_tokens: int = 2048  # in a forward of the prefill worker
 
     def __str__(self) -> str:
         name = f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
         if self.context > 1:
-            name += f", context cut by {self.context}, pages of {self.page_size}"
+            name += f", context cut by {self.context}"
+        if self.rows > 1:
+            name += f", prompts cut by {self.rows}, forwards of {self.max_tokens}"
+        if self.page_size != TINY.page_size:
+            name += f", pages of {self.page_size}"
         return name
 
 
@@ -79,6 +92,17 @@ def all_cases() -> Iterator[Case]:
     for work in (*ARCHITECTURES, *LOOPS):
         for connector, prefill, decode, context, page_size in CUTS:
             yield Case(work, connector, prefill, decode, context=context, page_size=page_size)
+        for row in CUT_PROMPTS:
+            connector, prefill, rows, decode, context, page_size, max_tokens = row
+            if max_tokens < 2048 and work in ("llada", "dream"):
+                continue  # their prompts cannot be split
+            yield Case(
+                *(work, connector, prefill, decode),
+                context=context,
+                page_size=page_size,
+                rows=rows,
+                max_tokens=max_tokens,
+            )
 
 
 def differing(case: Case, most: int | None = None) -> tuple[int, int]:
@@ -87,7 +111,7 @@ def differing(case: Case, most: int | None = None) -> tuple[int, int]:
         asked = asked[:most]
         requests = [request for request, _ in asked]
         answers = all_at_once(client.generate, requests)
-        if case.context > 1:  # once more, with the KV that was kept
+        if max(case.context, case.rows) > 1:  # once more, with the KV that was kept
             answers += all_at_once(client.generate, requests)
             asked = asked * 2
     num_tokens = num_wrong = 0
@@ -107,7 +131,12 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     which are equal.
     """
     size = "--tensor-parallel-size"
-    prefill = (size, str(case.prefill)) if case.prefill else ()
+    prefill = [size, str(case.prefill)] if case.prefill else []
+    if case.rows > 1:
+        prefill += ["--prefill-context-parallel-size", str(case.rows)]
+        is_tiny = case.work in ARCHITECTURES
+        block_size = TINY.block_size if is_tiny else _family(case.work).block_size
+        prefill += ["--max-num-batched-tokens", str(max(case.max_tokens, block_size))]
     decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
     if case.context > 1:
         decode += ["--decode-context-parallel-size", str(case.context)]
@@ -121,7 +150,7 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
             connector=case.connector,
             prefill=min(case.prefill, 1),
             worker_flags=pages,
-            prefill_flags=prefill,
+            prefill_flags=tuple(prefill),
             decode_flags=(*decode, "--num-pages", few),
         ) as fleet:
             yield (

@@ -74,14 +74,17 @@ class Ledger:
 
 def pids_of(fleet: Fleet, role: Role, part: str) -> list[int]:
     """Processes of a role's ranks, without their leaders (`rank`), or of its engines (`build`)."""
-    module = f"effuse.{role}_worker.{part}"
-    found = []
-    for number in range(2):
-        worker = psutil.Process(fleet.processes[f"{role}-{number}"].pid)
-        for child in worker.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if module in child.cmdline():
-                    found.append(child.pid)
+    names = (f"{role}-{number}" for number in range(2))
+    return [one.pid for name in names for one in ranks_of(fleet, name, role, part)]
+
+
+def ranks_of(fleet: Fleet, name: str, role: Role, part: str = "rank") -> list[psutil.Process]:
+    """The same of one worker."""
+    module, found = f"effuse.{role}_worker.{part}", []
+    for child in psutil.Process(fleet.processes[name].pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if module in child.cmdline():
+                found.append(child)
     return found
 
 
@@ -168,15 +171,24 @@ def wait_ready(fleet: Fleet, role: Role, before: dict[str, str] | None = None) -
 
 
 @contextlib.contextmanager
-def serving(connector: str, *, replicas: bool) -> Iterator[tuple[Fleet, list[Asked]]]:
-    """2P2D with two ranks in each worker, which in decode workers may be replicas."""
+def serving(
+    connector: str, *, replicas: bool, cuts_prompts: bool
+) -> Iterator[tuple[Fleet, list[Asked]]]:
+    """2P2D with two ranks in each worker, which in decode workers may be replicas, and in prefill
+    workers may cut prompts."""
     hang, cut = ("--hang-timeout-s", "3"), ("--tensor-parallel-size", "2")
     if not replicas:
         pairs = solid_jobs("sdar", "d2f", seed=2)
         asked = [(job.message(), expected.token_ids) for job, expected in pairs]
         flags = (*cut, *hang)
+        rows = ("--tensor-parallel-size", "1", "--prefill-context-parallel-size", "2")
         with tiny_fleet(
-            "sdar", connector=connector, prefill=2, decode=2, worker_flags=flags
+            "sdar",
+            connector=connector,
+            prefill=2,
+            decode=2,
+            worker_flags=flags,
+            prefill_flags=rows if cuts_prompts else (),
         ) as fleet:
             yield fleet, list(asked)
         return
@@ -263,7 +275,8 @@ def storm(found: argparse.Namespace) -> Ledger:
     elif found.gpus:
         serves = on_gpus(found.connector, eager=found.eager)
     else:
-        serves = serving(found.connector, replicas=found.replicas)
+        cuts_prompts = found.cut_prompts
+        serves = serving(found.connector, replicas=found.replicas, cuts_prompts=cuts_prompts)
     with serves as (fleet, asked), ThreadPoolExecutor(CLIENTS + len(roles)) as pool:
         print("ready", flush=True)
         until = time.monotonic() + found.seconds
@@ -288,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--connector", default="nixl", choices=("nixl", "zmq"))
     parser.add_argument("--replicas", action="store_true", help="decode workers of two replicas")
+    parser.add_argument("--cut-prompts", action="store_true", help="by ranks of prefill workers")
     parser.add_argument("--gpus", action="store_true", help="on four GPUs")
     parser.add_argument("--engines", action="store_true", help="engines of 2P2D on two GPUs")
     parser.add_argument("--eager", action="store_true", help="without graphs, on GPUs")

@@ -8,7 +8,10 @@ experts.
 from __future__ import annotations
 
 import pytest
-from e2e.degrees import Case, differing
+from e2e.client import all_at_once, connect, wait_until
+from e2e.degrees import Case, differing, serving
+from e2e.rank_faults import ranks_of
+from e2e.test_lost_engines import life_of
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,20 @@ def test_tokens_equal_the_oracles(case: Case) -> None:
     num_wrong, num_tokens = differing(case, most=8)
     assert num_tokens > 500
     assert num_wrong == 0
+
+
+def test_prompts_are_cut_over_ranks_also_after_one_has_died() -> None:
+    case = Case("sdar", "nixl", 1, 2, ("d2f",), context=2, rows=2, max_tokens=16)
+    with serving(case) as (fleet, asked), connect(fleet.address) as client:
+        requests, expected = [one for one, _ in asked[:4]], [list(one) for _, one in asked[:4]]
+
+        def answered() -> None:
+            answers = all_at_once(client.generate, requests)
+            assert [list(one.token_ids) for one in answers] == expected
+            assert {one.stats.prefill_worker for one in answers} == {"prefill-0"}
+
+        answered()
+        life, (victim,) = life_of(fleet, "prefill-0"), ranks_of(fleet, "prefill-0", "prefill")
+        victim.kill()
+        wait_until(lambda: life_of(fleet, "prefill-0") not in ("", life), "no engine came back")
+        answered()

@@ -93,7 +93,7 @@ class DecodeOrders:
         name = f"fuzz-{self.number}"
         attempt = AttemptId(f"request-{name}", 1, f"transfer-{name}")
         if (way := draw.random()) < 0.05:
-            return Abort(attempt=attempt, reason="fuzz")
+            return Abort(attempt=attempt)
         if way < 0.1:
             return StartRehearsal(attempt=attempt, writer="w", most_pages=2)
         made = make_request(
@@ -113,7 +113,7 @@ class DecodeOrders:
     def _end(self, attempt: AttemptId | None, order: ToEngine) -> str:
         ids = [one.attempt for one in (order,) if hasattr(one, "attempt")]
         for each in {*ids, *([attempt] if attempt else [])}:
-            self.rig.engine.handle(Abort(attempt=each, reason="over"))
+            self.rig.engine.handle(Abort(attempt=each))
             self.rig.engine.handle(WriterGone(transfer_id=each.transfer_id, has_drained=True))
         self.rig.step()
         self.rig.collect()

@@ -17,7 +17,7 @@ from torch.nn import functional
 from effuse.benchmarks.gpu_models import DREAM_7B, LLADA2_MINI, random_model
 from effuse.kernels import products_hopper
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kernels.products_hopper import TILES
+from effuse.kernels.products_hopper import TILES, Plan
 from effuse.kernels.rowwise import halves
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -46,6 +46,8 @@ def rows_that_differ(product: Product, columns: int, inner: int, dtype: torch.dt
     generator = torch.Generator(CUDA).manual_seed(columns)
     x = torch.randn(MOST_ROWS, inner, generator=generator, device=CUDA).to(dtype)
     weight = (torch.randn(columns, inner, generator=generator, device=CUDA) * 0.02).to(dtype)
+    for shares in (1, 2):
+        products_hopper.measure([weight], shares=shares)
     expected = product(x, weight)
     exact = functional.linear(x.double(), weight.double())
     assert (expected.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
@@ -73,10 +75,15 @@ def test_products_that_choose_by_rows_are_found() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 132, 700])
-def test_all_tiles_give_the_same_bits(rows: int) -> None:
+def test_all_plans_give_the_same_bits(rows: int) -> None:
     x = torch.randn(rows, 1000, device=CUDA).bfloat16()
     weight, bias = torch.randn(1000, 1000, device=CUDA).bfloat16(), torch.randn(1000, device=CUDA)
-    results = [products_hopper.launch(x, weight, bias.bfloat16(), tile=tile) for tile in TILES]
+    bias = bias.bfloat16()
+    plans = [Plan(tile) for tile in TILES]
+    results = [products_hopper.launch(x, weight, bias, plan=plan) for plan in plans]
+    assert all(torch.equal(result, results[0]) for result in results)
+    plans += [Plan(tile, is_apart=True) for tile in TILES]
+    results = [products_hopper.launch(x, weight, shares=2, plan=plan).sum(0) for plan in plans]
     assert all(torch.equal(result, results[0]) for result in results)
 
 

@@ -102,6 +102,7 @@ def fleet_on(
     prefill: int,
     decode: int,
     flags: tuple[str, ...] = (),
+    prefill_flags: tuple[str, ...] = (),
 ) -> Iterator[Fleet]:
     """A fleet whose workers share a GPU if there are more of them than GPUs."""
     here = gpus_here()[:num_gpus]
@@ -122,11 +123,12 @@ def fleet_on(
             *("--hang-timeout-s", "60"),  # engines are stopped on purpose
             *flags,
         ),
+        prefill_flags=prefill_flags,
         router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
         has_secret=False,  # tests ask workers, too
     )
     with Fleet(config) as fleet:
-        assert {one.gpu for one in fleet.gpus.values()} == set(here)
+        assert {gpu for one in fleet.gpus.values() for gpu in one.names} == set(here)
         yield fleet
 
 
@@ -154,6 +156,17 @@ def test_tokens_are_those_of_one_process(case: Case) -> None:
         stats = answer.stats
         assert (stats.connector, stats.prefill_worker) == (connector, "prefill-0")
         assert stats.kv_pages == len(job.prompt) // PAGE
+
+
+@pytest.mark.parametrize("case", cases([2, 4]))
+def test_prompts_cut_over_gpus_change_no_token(case: Case) -> None:
+    (num_gpus, connector), pairs = case, workload()
+    cut = ("--prefill-context-parallel-size", str(num_gpus or 2), "--max-num-batched-tokens", "48")
+    with fleet_on(num_gpus, connector, 1, 1, OWN_PAGES, cut) as fleet:
+        answers = ask(fleet, pairs)
+    assert [tuple(answer.token_ids) for answer in answers] == alone(min(num_gpus, 1))
+    compare(pairs, answers)
+    assert {answer.stats.prefill_worker for answer in answers} == {"prefill-0"}
 
 
 @pytest.fixture(scope="module", params=cases([1], (0, "nixl")))

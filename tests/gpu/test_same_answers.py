@@ -22,6 +22,7 @@ from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import SlotLayout
 from effuse.models.config import ModelConfig
 from effuse.models.transformer import Transformer
+from effuse.models.weights import measure_products
 from effuse.worker.messages import Committed, CoreEvent, StartDecode
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -63,6 +64,8 @@ class Served:
         weights = random_model(config, torch.device("cuda"), torch.bfloat16).weights
         weights.head.mul_(8)
         model = Transformer(config, weights, batch_invariant=batch_invariant)
+        if batch_invariant:
+            measure_products(model)
         num_tokens = (max(AT_ONCE) + 1) * (LONGEST + TOKENS + PAGE)
         self._paged = paged(model, num_tokens, page_size=PAGE)
         self._limits = DecodeLimits(

@@ -57,6 +57,9 @@ def print_of(layout: KVLayout, weights: str = "w1") -> Fingerprint:
     return fingerprint(layout, facts(weights))
 
 
+FIELD_NAMES = tuple(field.name for field in print_of(SMALL))
+
+
 def changed(fields: Fingerprint, name: str) -> Fingerprint:
     """The fingerprint with one field changed."""
     return tuple(Field(f.name, f.value + "x") if f.name == name else f for f in fields)

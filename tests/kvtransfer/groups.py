@@ -16,7 +16,6 @@ from kvtransfer.receiver_process import transport
 from effuse.kvtransfer.connector import (
     Cancel,
     Command,
-    Connector,
     ConnectorEvent,
     Expect,
     FinishPush,
@@ -38,7 +37,7 @@ _numbers = itertools.count(1)
 class RankConnectors:
     """A Connector over those of all ranks, in the order of ranks, in one process."""
 
-    def __init__(self, connectors: Sequence[Connector]) -> None:
+    def __init__(self, connectors: Sequence[LoopbackConnector | ThreadConnector]) -> None:
         self.name = connectors[0].name
         self._ranks = connectors
         self._events = RankEvents(len(connectors))
@@ -105,10 +104,11 @@ class Group:
         ]
         self.incarnation = incarnation
         self.memories = [PageMemory(one, NUM_PAGES, device) for one in layouts]
-        if has_pages:
+        if has_pages:  # a page of ranks that cut the context has as many of these
             for memory in self.memories:
-                memory.tensor.copy_(heads_of(FULL.tensor, memory.layout))
-        self.ranks: list[Connector] = []
+                own, pages = memory.layout, FULL.tensor[memory.layout.context_rank :: context]
+                memory.tensor[: len(pages)] = heads_of(pages, own)
+        self.ranks: list[LoopbackConnector | ThreadConnector] = []
         for memory in self.memories:
             if hub is not None:
                 self.ranks.append(
@@ -123,7 +123,11 @@ class Group:
         self.all.start()
 
     def reserve(
-        self, pages: Sequence[int], writer: str = "prefill-1", num_written: int = 0
+        self,
+        pages: Sequence[int],
+        writer: str = "prefill-1",
+        num_written: int = 0,
+        num_held: int = 0,
     ) -> Reservation:
         """Has every rank expect these pages from the writer."""
         number = next(_numbers)
@@ -137,6 +141,7 @@ class Group:
             digest_seed=SEED,
             lease_s=LEASE_S,
             num_written=num_written,
+            num_held=num_held,
         )
         self.all.send(Expect(reserved, writer))
         return reserved

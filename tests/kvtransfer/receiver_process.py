@@ -86,7 +86,7 @@ def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
                     say(event=type(other).__name__.lower(), transfer=other.transfer_id)
 
 
-def make(kind: str, memory: PageMemory, incarnation: str) -> Connector:
+def make(kind: str, memory: PageMemory, incarnation: str) -> ThreadConnector:
     """The connector under test."""
     return ThreadConnector(
         transport(kind, memory, incarnation), memory, incarnation, print_of(memory.layout)

@@ -15,6 +15,7 @@ import pytest
 from eventually import is_readable
 from kvtransfer.fixtures import (
     DEADLINE_S,
+    FIELD_NAMES,
     SMALL,
     address_of,
     boundary,
@@ -42,14 +43,9 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     PushPages,
 )
-from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import (
-    AttemptId,
-    PageRef,
-    ReceiverAddress,
-    Reservation,
-)
+from effuse.kvtransfer.messages import AttemptId, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.thread import ThreadConnector
 
 BOUNDARY = boundary(hidden=b"\x01" * 64)
 
@@ -60,7 +56,7 @@ class Pair:
 
     kind: str
     source: PageMemory
-    sender: Connector
+    sender: ThreadConnector
     remote: RemoteReceiver
 
     def push(self, reserved: Reservation, pages: Sequence[int]) -> None:
@@ -107,7 +103,7 @@ def large(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def alone() -> Iterator[Connector]:
+def alone() -> Iterator[ThreadConnector]:
     """A ZMQ connector without a peer."""
     connector = make("zmq", PageMemory(SMALL, 4), "prefill-1")
     connector.start()

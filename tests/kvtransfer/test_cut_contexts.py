@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from kvtransfer.fixtures import boundary, next_event, print_of
-from kvtransfer.groups import LAYOUT, Group
+from kvtransfer.groups import LAYOUT, NUM_PAGES, Group
 from kvtransfer.loopback import Hub
 
+from effuse.kvtransfer.arrival import Expected
 from effuse.kvtransfer.connector import (
     Arrived,
     Cause,
@@ -20,8 +23,10 @@ from effuse.kvtransfer.connector import (
     Pushed,
     PushPages,
 )
+from effuse.kvtransfer.digest import HostDigester
 from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.messages import (
+    Heads,
     MalformedMessage,
     PageRef,
     Reservation,
@@ -78,6 +83,88 @@ def test_so_it_does_over_every_connector(kind: str) -> None:
         for num_pages in (1, 5, 7):
             hand_over(sender, receiver, 4, num_pages, lambda: None)
             receiver.fill(0.0)
+
+
+# Ranks of the sender, how many of these cut the context, and the same of the receiver.
+CUT_DEGREES = [(2, 2, 1, 1), (4, 2, 2, 2), (3, 3, 2, 2), (2, 2, 4, 4), (4, 4, 2, 1), (16, 2, 1, 1)]
+
+
+def hand_over_cut(
+    sender: Group, receiver: Group, cuts: tuple[int, int], settle: Callable[[], None], held: int
+) -> None:
+    """Prompts of all lengths; the receiver has the first `held` pages of its tables. A page of the
+    sender's tables is the same of each rank, so that a prompt's pages are those of `FULL`."""
+    ours, theirs = cuts
+    for num_pages in range(held * theirs, NUM_PAGES):
+        count = num_pages - held * theirs
+        targets = TARGETS[: -(-count // theirs)]
+        reserved = receiver.reserve(targets, num_written=count, num_held=held)
+        tables = range(held * theirs // ours, -(-num_pages // ours))
+        for at in tables[:: 2 if count else 1]:
+            some = tuple(tables[at - tables.start :][:2])
+            if count:
+                sender.all.send(PushPages(reserved, some, at * ours - held * theirs))
+        sender.all.send(FinishPush(reserved, boundary))
+        settle()
+        arrived = next_event(receiver.all, reserved.transfer_id)
+        pushed = next_event(sender.all, reserved.transfer_id)
+        assert isinstance(arrived, Arrived) and isinstance(pushed, Pushed), (arrived, pushed)
+        num_bytes = sum(len(reserved.pages_of(one)) * one.page_bytes for one in reserved.shards)
+        assert (arrived.num_bytes, pushed.num_bytes, pushed.pages) == (num_bytes, num_bytes, count)
+        receiver.check_holds(targets, range(held * theirs, num_pages))
+        receiver.fill(0.0)
+
+
+@pytest.mark.parametrize("is_two_sided", [False, True], ids=["one_sided", "two_sided"])
+@pytest.mark.parametrize("held", [0, 1])
+@pytest.mark.parametrize(("sending", "ours", "receiving", "theirs"), CUT_DEGREES)
+def test_pages_of_ranks_that_cut_the_context_arrive(
+    sending: int, ours: int, receiving: int, theirs: int, held: int, is_two_sided: bool
+) -> None:
+    hub = Hub(is_two_sided=is_two_sided)
+    source = Group("loopback", "prefill-1", sending, has_pages=True, hub=hub, context=ours)
+    target = Group("loopback", "decode-1", receiving, hub=hub, context=theirs)
+    hand_over_cut(source, target, (ours, theirs), hub.settle, held)
+
+
+@pytest.mark.parametrize("kind", ["nixl", "zmq"])
+def test_so_they_do_over_every_connector(kind: str) -> None:
+    with (
+        contextlib.closing(Group(kind, "prefill-1", 2, has_pages=True, context=2)) as sender,
+        contextlib.closing(Group(kind, "decode-1", 4, context=4)) as receiver,
+    ):
+        hand_over_cut(sender, receiver, (2, 4), lambda: None, 1)
+
+
+def test_each_page_is_moved_by_one_rank() -> None:
+    for ours, theirs, held, count in itertools.product((1, 2, 3, 4), (1, 2, 4), (0, 1, 3), (0, 9)):
+        reserved = reserved_by(theirs, theirs, -(-count // theirs), count)
+        reserved = msgspec.structs.replace(reserved, num_held=held)
+        moved = [
+            at for turn in range(ours) for one in reserved.shards
+            for at in reserved.moved(one, turn, ours)
+            if (held * theirs + at) % ours == turn and at % theirs == one.context_rank
+        ]  # fmt: skip
+        assert sorted(moved) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("heads", "told"),
+    [
+        (Heads(0, 4, 2, 2), "turn 2 of 2 is sent"),
+        (Heads(0, 4, 1, 3), "turn 1 of 3 is sent, expected one of 2"),
+        (Heads(2, 4, 0, 2), "heads 2..4 overlap 0..4"),
+    ],
+)
+def test_turns_that_do_not_fit_are_refused(heads: Heads, told: str) -> None:
+    group = Group("loopback", "decode-1", 1, hub=Hub())
+    memory = group.memories[0]
+    expected = Expected(group.reserve((1, 2)), None, memory.layout, 0.0)
+    first = Heads(0, 4, 0, 2)
+    assert not expected.let_in(first, Mock(), HostDigester(memory))
+    assert expected.parts[first].pages == expected.reservation.pages[:1]
+    with pytest.raises(HandoffRefused, match=told):
+        expected.let_in(heads, Mock(), HostDigester(memory))
 
 
 def reserved_by(num_ranks: int, context: int, num_pages: int, num_written: int) -> Reservation:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from effuse.kvtransfer.layout import (
-    FIELD_NAMES,
     MOST_GROUPS,
     Fingerprint,
     KVLayout,
@@ -18,6 +17,11 @@ from effuse.kvtransfer.layout import (
 )
 from effuse.kvtransfer.messages import Field
 
+FIELD_NAMES = (
+    *("weights", "architecture", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_size"),
+    *("layout", "block_size", "mask_token_id", "prompt_attention", "commit_rule", "layer_groups"),
+    *("digest", "deterministic", "kv_unit_tokens"),
+)
 LAYOUT = KVLayout("unified", 7, 2, 32, 16, "float32")
 FACTS = ModelFacts(
     weights="w1",

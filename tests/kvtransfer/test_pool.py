@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from auditing import AuditError, audit_pool
+from auditing import AuditError, audit_pool, free_ids
 
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import (
@@ -233,7 +233,7 @@ def test_runs_hold_what_a_set_would(seed: int) -> None:
             page_id = rng.choice([i for i in range(40) if i not in free])
             runs.give(page_id)
             free.add(page_id)
-        assert runs.ids() == sorted(free) and len(runs) == len(free)
+        assert free_ids(runs) == sorted(free) and len(runs) == len(free)
 
 
 def test_what_fits_into_one_run_comes_from_one() -> None:
@@ -277,4 +277,4 @@ def instructions_to_take(count: int) -> int:
 
 def test_no_pages_are_no_runs() -> None:
     runs = FreeRuns(0)
-    assert (runs.ids(), runs.take(0), len(runs)) == ([], [], 0)
+    assert (free_ids(runs), runs.take(0), len(runs)) == ([], [], 0)

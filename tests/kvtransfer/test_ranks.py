@@ -36,7 +36,7 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.thread import Exchange, ThreadConnector
 from effuse.kvtransfer.transport import Heard
 
@@ -135,7 +135,7 @@ def test_pages_of_a_lost_part_are_nobodys_until_its_writers_are_done(
         assert handoffs.poll(clock[0]) == []
         clock[0] += LEASE_S
         (failed,) = handoffs.poll(clock[0])
-        assert isinstance(failed, HandoffFailed) and failed.cause is Cause.LEASE
+        assert isinstance(failed, ArrivalRefused) and failed.cause is Cause.LEASE
         if kind == "nixl":
             time.sleep(SETTLED_S)
             assert handoffs.poll(clock[0]) == []

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from auditing import AuditError, audit_pool
+from auditing import AuditError, audit_pool, quarantined
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 
-from effuse.kvtransfer.connector import Arrived, Cause, FinishPush, PushPages
+from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Cause, FinishPush, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
@@ -60,7 +60,7 @@ class Desk:
 def desk() -> Iterator[Desk]:
     made = Desk()
     yield made
-    audit_pool(made.pool, made.receiver.quarantined())
+    audit_pool(made.pool, quarantined(made.receiver))
     made.writer.close()
     made.connector.close()
 
@@ -98,10 +98,10 @@ def test_pages_of_a_writer_that_died_wait_until_the_connector_has_shut_it_out(de
     reservation = desk.reserve()
     other = desk.reserve(AttemptId("request-2", 1, "transfer-2"))
     failed = desk.receiver.writer_gone("transfer-1", has_drained=False)
-    assert isinstance(failed, HandoffFailed) and failed.cause is Cause.PEER
+    assert isinstance(failed, ArrivalRefused) and failed.cause is Cause.PEER
     assert desk.receiver.poll(desk.time) == []
     assert desk.count(PageState.QUARANTINED) == 2
-    assert list(desk.receiver.quarantined()) == list(reservation.pages)
+    assert quarantined(desk.receiver) == list(reservation.pages)
     desk.push(other)
     (arrived,) = desk.receiver.poll(desk.time)
     assert isinstance(arrived, Arrived) and arrived.transfer_id == "transfer-2"
@@ -125,7 +125,7 @@ def test_a_lease_that_runs_out_fails_the_handoff_once(desk: Desk) -> None:
     assert desk.receiver.poll(desk.time) == []
     desk.time += 0.1
     (failed,) = desk.receiver.poll(desk.time)
-    assert isinstance(failed, HandoffFailed)
+    assert isinstance(failed, ArrivalRefused)
     assert (failed.cause, failed.transfer_id) == (Cause.LEASE, "transfer-1")
     assert "did not arrive within 5 s" in failed.message
     desk.time += 100.0
@@ -139,7 +139,7 @@ def test_what_arrives_wrong_fails_the_handoff_and_stays_in_quarantine(desk: Desk
     stale = tuple(PageRef(page.page_id, page.generation + 1) for page in reservation.pages)
     desk.push(msgspec.structs.replace(reservation, pages=stale))
     (failed,) = desk.receiver.poll(desk.time)
-    assert isinstance(failed, HandoffFailed) and failed.cause is Cause.GENERATION
+    assert isinstance(failed, ArrivalRefused) and failed.cause is Cause.GENERATION
     assert desk.count(PageState.QUARANTINED) == 2
     desk.receiver.writer_gone("transfer-1", has_drained=True)
     assert desk.receiver.poll(desk.time) == [] and desk.pool.num_free == 6
@@ -148,7 +148,7 @@ def test_what_arrives_wrong_fails_the_handoff_and_stays_in_quarantine(desk: Desk
 def test_a_writer_that_dies_fails_the_handoff_and_frees_its_pages(desk: Desk) -> None:
     desk.reserve()
     failed = desk.receiver.writer_gone("transfer-1", has_drained=True)
-    assert isinstance(failed, HandoffFailed) and failed.cause is Cause.PEER
+    assert isinstance(failed, ArrivalRefused) and failed.cause is Cause.PEER
     assert desk.receiver.poll(desk.time) == []
     assert desk.receiver.poll(desk.time) == [] and desk.pool.num_free == 6
 
@@ -176,7 +176,7 @@ class Queue:
         self.reserved = desk.reserve()
         self.sender.address(self.reserved)
 
-    def wait(self, seconds: int, *, looks: bool = True) -> list[Arrived | HandoffFailed]:
+    def wait(self, seconds: int, *, looks: bool = True) -> list[Arrived | ArrivalRefused]:
         """The receiver's reports meanwhile; the prompt's engine `looks` at its own every second."""
         reports = []
         for _ in range(seconds):
@@ -205,7 +205,7 @@ def test_a_prompt_whose_engine_stands_still_loses_its_reservation(desk: Desk) ->
     queue = Queue(desk)
     assert queue.wait(7) == []
     (failed,) = queue.wait(5, looks=False)
-    assert isinstance(failed, HandoffFailed) and failed.cause is Cause.LEASE
+    assert isinstance(failed, ArrivalRefused) and failed.cause is Cause.LEASE
 
 
 def test_a_computed_prompt_has_its_lease_to_arrive_and_no_more(desk: Desk) -> None:
@@ -214,4 +214,4 @@ def test_a_computed_prompt_has_its_lease_to_arrive_and_no_more(desk: Desk) -> No
     desk.writer._hub.pause()
     queue.compute()
     (failed,) = queue.wait(5, looks=False)
-    assert isinstance(failed, HandoffFailed) and failed.cause is Cause.LEASE
+    assert isinstance(failed, ArrivalRefused) and failed.cause is Cause.LEASE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from kvtransfer.fixtures import (
+    FIELD_NAMES,
     HEADS,
     LEASE_S,
     SMALL,
@@ -23,7 +24,6 @@ from effuse.kvtransfer.connector import (
     Promised,
 )
 from effuse.kvtransfer.digest import finish_of
-from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import (
     Accepted,
     AttemptId,

@@ -110,7 +110,7 @@ def test_pages_go_out_once_each_as_they_become_final(desk: Desk) -> None:
         Pushed("transfer-1", 3, 3072, 0.5),
         Ended("transfer-1"),
     ]
-    assert len(desk.sender) == 0
+    assert not desk.sender._handoffs
 
 
 def test_a_failed_push_is_reported_at_once_and_ends_when_it_has_drained(desk: Desk) -> None:

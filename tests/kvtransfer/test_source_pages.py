@@ -128,7 +128,7 @@ def test_pages_are_nobodys_until_a_frozen_receiver_goes_on_or_has_ended(
         assert not prefill.is_reused_within(FROZEN_S)
         os.kill(receiver.process.pid, end)
         assert prefill.is_reused_within(DEADLINE_S)
-        assert len(prefill.sender) == 0
+        assert not prefill.sender._handoffs
         if end is signal.SIGCONT:
             assert others_of(prefill, receiver) == 0
 

@@ -12,9 +12,10 @@ import pytest
 from kvtransfer.tier_scene import PAGE_BYTES, TEXTS, Scene
 
 from effuse.kvtransfer import tiered_cache
-from effuse.kvtransfer.store_tier import AGAIN_S, READ_S, WRITE_S, Rate
+from effuse.kvtransfer.store_tier import AGAIN_S, READ_S, WRITE_S
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
+from effuse.kvtransfer.units import Rate
 
 
 def storm(scene: Scene, steps: int) -> None:

@@ -33,7 +33,6 @@ from effuse.kvtransfer import staging, zmq_sockets
 from effuse.kvtransfer.connector import (
     Cancel,
     Cause,
-    Connector,
     Expect,
     FinishPush,
     PushCancelled,
@@ -65,7 +64,7 @@ DIGESTS = [digest.hex() for digest in digests_of(SOURCE, PAGES)]
 class Link:
     """A sender, a receiver in another process, and the proxy between them."""
 
-    sender: Connector
+    sender: ThreadConnector
     receiver: RemoteReceiver
     proxy: FaultProxy
     target: str

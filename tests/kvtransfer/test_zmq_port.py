@@ -25,7 +25,7 @@ from kvtransfer.fixtures import (
 from kvtransfer.receiver_process import make
 
 from effuse.kvtransfer import zmq_sockets
-from effuse.kvtransfer.connector import Arrived, Connector, Expect, FinishPush, PushPages
+from effuse.kvtransfer.connector import Arrived, Expect, FinishPush, PushPages
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
@@ -41,6 +41,7 @@ from effuse.kvtransfer.messages import (
     decode_to_sender,
     encode,
 )
+from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.zmq_sockets import CurveKeys, Received, ZmqListener, ZmqPeer
 from effuse.kvtransfer.zmq_transport import ZmqTransport
 from effuse.placement.records import MOST_LINKS
@@ -52,7 +53,7 @@ BOUNDARY = boundary(9)
 class Port:
     """A connector that expects one page, and a bare socket connected to it."""
 
-    connector: Connector
+    connector: ThreadConnector
     memory: PageMemory
     socket: zmq.Socket[bytes]
     lost: zmq.Socket[bytes]  # shows that its connection was closed

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from checkpoints import write_tiny_checkpoint
 
-from effuse.models.progress import EVERY_S, ProgressLog
+from effuse.models.progress import EVERY_S, progress_log
 from effuse.models.weights import load_model
 
 
 def test_a_line_at_most_every_so_often_and_one_at_the_end() -> None:
     at, said = [0.0], list[str]()
-    with ProgressLog(
+    with progress_log(
         "weights", 8e9, unit="GB", per_unit=1e9, now=lambda: at[0], say=said.append
-    ) as progress:
+    ) as add:
         for _ in range(64):  # binary fractions, so that sums are exact
             at[0] += EVERY_S / 16
-            progress.add(1.25e8)
+            add(1.25e8)
     assert said == [
         "weights: 2 of 8 GB after 2 s",
         "weights: 4 of 8 GB after 4 s",
@@ -31,10 +33,10 @@ def test_a_line_at_most_every_so_often_and_one_at_the_end() -> None:
 
 def test_what_is_quick_has_one_line_and_what_fails_none() -> None:
     said: list[str] = []
-    with ProgressLog("graphs", 3, now=lambda: 0.0, say=said.append) as progress:
-        progress.add()
+    with progress_log("graphs", 3, now=lambda: 0.0, say=said.append) as add:
+        add(1)
     assert said == ["graphs: all 3 after 0.0 s"]
-    with pytest.raises(OSError), ProgressLog("graphs", 3, now=lambda: 0.0, say=said.append):
+    with pytest.raises(OSError), progress_log("graphs", 3, now=lambda: 0.0, say=said.append):
         raise OSError
     assert len(said) == 1
 
@@ -44,15 +46,12 @@ def test_loading_counts_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done: list[float] = []
     totals: list[float] = []
 
-    class Counting(ProgressLog):
-        def __init__(self, what: str, total: float, **others: object) -> None:
-            super().__init__(what, total)
-            totals.append(total)
+    @contextmanager
+    def counting(what: str, total: float, **others: object) -> Iterator[Callable[[float], None]]:
+        totals.append(total)
+        yield done.append
 
-        def add(self, done_now: float = 1.0) -> None:
-            done.append(done_now)
-
-    monkeypatch.setattr("effuse.models.weights.ProgressLog", Counting)
+    monkeypatch.setattr("effuse.models.weights.progress_log", counting)
     load_model(path)
     assert len(done) > 20 and sum(done) == totals[0] > 1000
 

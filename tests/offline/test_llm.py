@@ -21,7 +21,7 @@ from effuse.client.answer import Logprob
 from effuse.models.config_keys import CheckpointError
 from effuse.problems.problem import problem
 from effuse.protos.errors import InvalidRequest, NotFound
-from effuse.worker.config import Device
+from effuse.worker.engine_settings import Device
 
 QUESTIONS = [problem(3, number).prompt for number in range(5)]
 PARAMS = [

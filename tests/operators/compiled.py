@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from effuse.kernels import (
     experts_triton,
     pages_copy_triton,
     pages_digests_triton,
-    pages_distinct_triton,
     pages_triton,
     peers_triton,
     products_gluon,
@@ -186,11 +185,10 @@ def launch_rotary(*, stores: bool, rotary_dim: int = 128) -> None:
 
 def launch_pages(*, distinct: bool = False) -> None:
     shape = SHAPES["dream_page_64"]
-    module = pages_distinct_triton if distinct else pages_triton
     k_cache, v_cache = distinct_cache(shape) if distinct else cache(shape)
     _, k, v = torch.split(meta(64, 36, 128), [28, 4, 4], dim=1)
     slots = meta(64, dtype=INT64)
-    module.launch_store(k, v, k_cache, v_cache, slots)
+    pages_triton.launch_store(k, v, k_cache, v_cache, slots)
 
 
 def attention_variants() -> Variants:
@@ -215,7 +213,7 @@ def distinct_variants() -> Variants:
     for name, shape in SHAPES.items():
         modules = [attention_triton, attention_splits_triton]
         yield name, kernels_of(modules, partial(launch_attention, shape, distinct=True))
-    yield "pages", kernels_of([pages_distinct_triton], partial(launch_pages, distinct=True))
+    yield "pages", kernels_of([pages_triton], partial(launch_pages, distinct=True))
 
 
 def launch_sum(size: int, *, shares: bool, ahead: bool, num_parts: int = 0) -> None:
@@ -330,18 +328,18 @@ def digest_variants() -> Variants:
 
 
 def product_variants() -> Variants:
-    """Every tile, and that of a router, whose results are fp32."""
-    for tile in products_hopper.TILES:
-        launch = partial(products_hopper.launch, meta(264, 3584), meta(4608, 3584), tile=tile)
-        yield f"{tile.rows}x{tile.consumers}", kernels_of([products_gluon], launch)
-    most, fewer = products_hopper.TILES[-1], products_hopper.TILES[-2]  # of their accumulators
-    for tile, rows, name in ((most, 264, "shares"), (fewer, 2048, "added shares")):
-        x, weight = meta(rows, 3584), meta(4608, 3584)
-        launch = partial(products_hopper.launch, x, weight, tile=tile, shares=2)
-        yield f"{tile.rows}x{tile.consumers} {name}", kernels_of([products_gluon], launch)
-    x, router = meta(32, 2048), meta(256, 2048)
-    launch = partial(products_hopper.launch, x, router, out_dtype=FP32)
-    yield "router", kernels_of([products_gluon], launch)
+    """Every tile; results of routers and of shares are fp32."""
+    x, weight = meta(264, 3584), meta(4608, 3584)
+    tiles = products_hopper.TILES
+    largest = (tile for tile in tiles if tile.rows > 128 + 32 and tile.consumers < 3)
+    for tile, dtype in (*product(tiles, (BF16,)), *product(largest, (FP32,))):
+        plan = products_hopper.Plan(tile)
+        launch = partial(products_hopper.launch, x, weight, out_dtype=dtype, plan=plan)
+        yield f"{tile.rows}x{tile.consumers} {dtype}", kernels_of([products_gluon], launch)
+    for tile in (tile for tile in tiles if tile.rows == 128 + 64 and tile.consumers < 3):
+        plan = products_hopper.Plan(tile)
+        launch = partial(products_hopper.launch, x, weight, shares=2, plan=plan)
+        yield f"{tile.rows}x{tile.consumers} shares", kernels_of([products_gluon], launch)
 
 
 def launch_copies() -> None:

@@ -16,7 +16,6 @@ from effuse.kernels.attention import Partials
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.pages import is_distinct
 from effuse.kernels.sampling_shared_triton import sampling_shape
 from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 
@@ -111,7 +110,6 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     from effuse.kernels import (
         attention_ranks_triton,
         attention_triton,
-        pages_distinct_triton,
         pages_triton,
         rotary_triton,
         rowwise_triton,
@@ -138,8 +136,7 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
         return attention_ranks_triton.launch_merge(dealt.out, dealt.lse, own.out, own.lse)
 
     def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        module = pages_distinct_triton if is_distinct(k_cache) else pages_triton
-        module.launch_store(k, v, k_cache, v_cache, slots)
+        pages_triton.launch_store(k, v, k_cache, v_cache, slots)
 
     def rotary_store_kv(
         q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, *cache: Tensor

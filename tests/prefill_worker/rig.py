@@ -12,14 +12,14 @@ from auditing import audit
 from decoding.engines import cache_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 
-from effuse.kernels.marks import LayerMarks
-from effuse.kvtransfer.connector import Arrived
+from effuse.kernels.pages import LayerMarks
+from effuse.kvtransfer.connector import ArrivalRefused, Arrived
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiers import Tiers
@@ -149,10 +149,11 @@ class Rig:
         """The clock."""
         return self.time
 
-    def start(self, name: str, token_ids: Sequence[int]) -> AttemptId:
+    def start(self, name: str, token_ids: Sequence[int], *, to_pool: bool = False) -> AttemptId:
         """Has the engine begin a prompt."""
-        attempt = attempt_of(name)
-        self.engine.handle(StartPrefill(attempt=attempt, prompt_token_ids=tuple(token_ids)))
+        attempt, ids = attempt_of(name), tuple(token_ids)
+        message = StartPrefill(attempt=attempt, prompt_token_ids=ids, to_pool=to_pool)
+        self.engine.handle(message)
         return attempt
 
     def reserve(self, attempt: AttemptId, num_pages: int) -> Reservation:
@@ -170,7 +171,7 @@ class Rig:
 
     def abort(self, attempt: AttemptId) -> None:
         """Has the engine end an attempt."""
-        self.engine.handle(Abort(attempt=attempt, reason="test"))
+        self.engine.handle(Abort(attempt=attempt))
 
     def step(self) -> bool:
         """One step; keeps the events."""
@@ -204,7 +205,7 @@ class Rig:
     def arrived(self) -> list[Arrived]:
         """The pages that the target has verified; nothing may have failed there."""
         reports = self.receiver.poll(self.time)
-        assert not [report for report in reports if isinstance(report, HandoffFailed)], reports
+        assert not [report for report in reports if isinstance(report, ArrivalRefused)], reports
         return [report for report in reports if isinstance(report, Arrived)]
 
     def pages_of(self, arrived: Arrived) -> tuple[PageRef, ...]:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from auditing import AuditError, audit, audit_pool
 from checkpoints import ARCHITECTURES, MASK_TOKEN_ID, VOCAB_SIZE, write_tiny_checkpoint
+from kvtransfer.fixtures import FIELD_NAMES
 from paged_model import PagedModel
 from prefill_worker.rig import LEASE_S, MOST_S, RESERVATION_S, Rig, attempt_of
 
-from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import Field
 from effuse.kvtransfer.sender import OVERTIME_S
 from effuse.prefill_worker.prompts import unfit

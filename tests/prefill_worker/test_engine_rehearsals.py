@@ -120,7 +120,7 @@ def test_an_abort_gives_the_pages_back_once_nothing_reads_them(rig: Rig) -> None
     rig.hub.pause()
     reserved = rehearse(rig, 2)
     rig.settle()
-    rig.engine.handle(Abort(attempt=reserved.attempt, reason="test"))
+    rig.engine.handle(Abort(attempt=reserved.attempt))
     rig.settle()
     assert rig.take(AbortDone) == [AbortDone(attempt=reserved.attempt, was_running=True)]
     rig.check_idle()

@@ -109,9 +109,9 @@ def test_so_are_those_that_wait_behind_it_or_come_meanwhile(engine: Engine) -> N
 
 def test_what_ends_an_attempt_waits_for_the_forward_and_keeps_its_order(engine: Engine) -> None:
     def come() -> None:
-        engine.say(Abort(attempt=attempt, reason="test"))
+        engine.say(Abort(attempt=attempt))
         engine.push_to(attempt)
-        engine.say(Abort(attempt=attempt_of("b"), reason="test"))
+        engine.say(Abort(attempt=attempt_of("b")))
         engine.start("b")
         engine.push_to(engine.start("c"), num_pages=1)
 

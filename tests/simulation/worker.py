@@ -321,7 +321,7 @@ class Front:
             return
         if not running.is_ending:
             running.is_ending = True
-            self._send(running, Abort(attempt=running.attempt, reason="the stream ended"))
+            self._send(running, Abort(attempt=running.attempt))
         if running.engine_gone:
             self._let_go(running)
 

@@ -12,15 +12,15 @@ import torch
 from checkpoints import TinySizes, write_tiny_checkpoint
 from decoding.engines import layout_of, load_tiny
 
-from effuse.kernels import products_hopper
-from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.layout import KVLayout, mismatch
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
 from effuse.worker import rank_part
 from effuse.worker.assembly import assemble
-from effuse.worker.config import Dtype, WorkerConfig
+from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import _check_reservable
+from effuse.worker.engine_settings import Dtype
 from effuse.worker.messages import Heartbeat
 from effuse.worker.rank_part import warm_up
 from effuse.worker.watchdog import Pulse
@@ -209,12 +209,27 @@ def test_a_gpu_that_cannot_compute_rows_alike_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "the GPU")
-    compiled: list[tuple[torch.device, torch.dtype]] = []
-    monkeypatch.setattr(products_hopper, "compile_tiles", lambda *given: compiled.append(given))
     if not is_refused:
-        rank_part.prepare_batch_invariant(torch.device("cuda", 0), dtype)
-        assert compiled == [(torch.device("cuda", 0), dtype)]
+        rank_part.check_batch_invariant(torch.device("cuda", 0), dtype)
         return
     expected = "--batch-invariant: expected bfloat16 or float16 on a Hopper GPU, got .* on the GPU"
     with pytest.raises(ValueError, match=expected):
-        rank_part.prepare_batch_invariant(torch.device("cuda", 0), dtype)
+        rank_part.check_batch_invariant(torch.device("cuda", 0), dtype)
+
+
+def test_the_tokens_of_a_unit_fill_pages_and_blocks_and_must_agree(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", block_size=8)
+    prints = []
+    for asked, expected in ((None, 24), (96, 96)):
+        config = WorkerConfig(
+            model=path, device="cpu", num_pages=8, page_size=12, kv_unit_tokens=asked
+        )
+        parts = assemble(config, "life-1", "decode", None, Pulse())
+        _, cache = parts.make_pool()
+        prints.append(parts.fingerprint)
+        assert cache.unit_size == parts.unit_tokens == expected
+    found = mismatch(*prints)
+    text = "fingerprint field 'kv_unit_tokens' differs: ours is '24', theirs is '96'"
+    assert str(found) == text
+    with pytest.raises(ValueError, match=r"--kv-unit-tokens: expected a multiple of 24 .* got 36"):
+        assemble(replace(config, kv_unit_tokens=36), "life-1", "decode", None, Pulse())

@@ -150,7 +150,7 @@ def test_a_context_that_cannot_be_cut_is_refused(changes: dict[str, object], tol
         DecodeConfig(decode_context_parallel_size=2, **changes)  # type: ignore[arg-type]
 
 
-def test_only_decode_workers_cut_the_context() -> None:
+def test_decode_workers_cut_the_context_of_their_devices() -> None:
     config = DecodeConfig(
         tensor_parallel_size=4,
         decode_context_parallel_size=2,
@@ -158,9 +158,29 @@ def test_only_decode_workers_cut_the_context() -> None:
         cp_kv_cache_interleave_size=8,
     )
     assert (config.context_degree, config.num_ranks) == (2, 4)
-    assert PrefillConfig(tensor_parallel_size=4).context_degree == 1
-    with pytest.raises(ValueError, match="expected 1 for a worker that also computes prompts"):
+    prefill = PrefillConfig(tensor_parallel_size=4)
+    assert (prefill.context_degree, prefill.num_ranks, prefill.cuts_rows) == (1, 4, False)
+    with pytest.raises(ValueError, match=r"^--decode.*: expected 1 for a worker that both"):
         BothConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
+
+
+def test_prefill_workers_cut_prompts_beside_their_weights(tmp_path: Path) -> None:
+    config = PrefillConfig(tensor_parallel_size=2, prefill_context_parallel_size=4)
+    assert (config.context_degree, config.num_ranks, config.cuts_rows) == (4, 8, True)
+    offloading = {"kv_offloading_size": 1.0, "kv_offloading_dir": tmp_path}
+    for changes, told in (
+        ({"prefill_context_parallel_size": 65}, "expected 1 to 64, got 65"),
+        ({"tensor_parallel_size": 33}, "at most 64 devices, got 2 times .*-size 33"),
+        ({"attention": "flex"}, "-size 2: expected --attention triton with it, because"),
+        ({"kv_layout": "distinct"}, "expected --kv-layout unified with it"),
+        ({"batch_invariant": True}, "expected no --batch-invariant with it"),
+        (offloading, "expected no --kv-offloading-dir with it"),
+    ):
+        given: dict[str, object] = {"prefill_context_parallel_size": 2, **changes}
+        with pytest.raises(ValueError, match=told):
+            PrefillConfig(**given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^--prefill.*: expected 1 for a worker that both"):
+        BothConfig(prefill_context_parallel_size=2)
 
 
 def test_the_engine_reads_what_the_front_wrote(tmp_path: Path) -> None:

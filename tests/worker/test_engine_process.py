@@ -126,7 +126,7 @@ def front() -> Iterator[Front]:
 
 
 def test_messages_are_handled_in_order_before_the_step_and_answers_are_sent(front: Front) -> None:
-    abort = Abort(attempt=ONE, reason="test")
+    abort = Abort(attempt=ONE)
     front.say(START, abort)
     assert front.loop.turn()
     assert front.core.handled == [abort]
@@ -167,7 +167,7 @@ def test_the_load_after_an_end_is_told_before_the_end(front: Front) -> None:
     front.loop.turn()
     front.hear()
     front.core.now_load = Load(free_pages=8)
-    front.say(Abort(attempt=ONE, reason="test"))
+    front.say(Abort(attempt=ONE))
     front.loop.turn()
     beat, end = front.hear()
     assert isinstance(beat, Heartbeat)
@@ -184,7 +184,7 @@ def test_an_idle_engine_is_woken_by_its_connector(front: Front) -> None:
 def test_what_came_within_a_long_step_is_taken_at_the_next_turn_in_order_and_without_a_wait(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    abort, pulse = Abort(attempt=ONE, reason="test"), Pulse(now=lambda: front.now)
+    abort, pulse = Abort(attempt=ONE), Pulse(now=lambda: front.now)
     loop = EngineLoop(front.core, front.theirs, pulse, idle_ms=None)
     with monkeypatch.context() as long_step:
 

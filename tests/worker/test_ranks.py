@@ -143,7 +143,7 @@ def test_requests_spread_over_replicas_and_a_lost_one_ends_all(tmp_path: Path) -
         llm.generate(["a", "b", "c", "d"], effuse.Params(max_tokens=8, ignore_eos=True))
         core, collectives = llm._core, ranks_of(llm).group
         assert isinstance(core, ReplicatedEngine)
-        assert [engine.counters.requests > 0 for engine in core._engines] == [True, True]
+        assert [engine.counters.step_requests > 0 for engine in core._engines] == [True, True]
         audit(core)
         assert core.load().free_pages == core.load().total_pages == 128
         os.kill(ranks_of(llm)._others[1].process.pid, signal.SIGKILL)

@@ -47,7 +47,7 @@ from effuse.worker.supervisor import (
 )
 from effuse.worker.watchdog import Backoff
 
-ABORT = Abort(attempt=AttemptId("r", 1, "t1"), reason="test")
+ABORT = Abort(attempt=AttemptId("r", 1, "t1"))
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_attempts_hear_of_a_lost_engine_once_its_memory_is_gone() -> None:
         assert attempt.engine_gone
         assert not psutil.pid_exists(pid)
         # Messages for a dead life never reach the next one.
-        one.send(Abort(attempt=attempt.id, reason="late"), incarnation)
+        one.send(Abort(attempt=attempt.id), incarnation)
         task.cancel()
         await asyncio.wait({task}, timeout=20)
 
