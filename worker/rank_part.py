@@ -3,9 +3,7 @@
 Runs only in an engine's processes; the front never imports it.
 """
 
-import importlib
 import math
-import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -63,8 +61,6 @@ def load_shard(
     config: WorkerConfig, device: torch.device, place: RankPlace, pulse: Pulse
 ) -> Transformer:
     """The model, or the rank's share of it. Raises ValueError."""
-    if config.attention == "flex":
-        import_shapes()
     _announce_compiling(config, device, pulse)
     directory, is_exact = model_directory(config), config.dtype == "auto" and device.type == "cpu"
     dtype = select_dtype("float32" if is_exact else config.dtype, directory)
@@ -247,14 +243,6 @@ def _attend(config: WorkerConfig) -> Attend:
 
         return FlexAttention()
     return block_attention
-
-
-def import_shapes() -> None:
-    """Imports torch's shapes of results, which `effuse.worker` leaves out of a process's start."""
-    name = "torch._meta_registrations"
-    if sys.modules[name].__spec__ is None:
-        del sys.modules[name]
-        importlib.import_module(name)
 
 
 def _max_model_len(config: WorkerConfig, model: Transformer) -> int:

@@ -183,18 +183,12 @@ def test_a_front_imports_no_torch(role: str) -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
-def test_an_engine_imports_no_grpc_and_torchs_shapes_only_for_its_compiler(tmp_path: Path) -> None:
-    (tmp_path / "engines.py").write_text(
+def test_an_engine_imports_no_grpc() -> None:
+    code = (
         "import sys, effuse.decode_worker.build, effuse.prefill_worker.build\n"
-        "from effuse.worker.rank_part import import_shapes\n"
-        "assert not {'grpc', 'torch._refs'} & set(sys.modules)\n"
-        "for _ in range(2):\n"
-        "    import_shapes()\n"
-        "    assert 'torch._refs' in sys.modules\n"
+        "assert 'grpc' not in sys.modules"
     )
-    paths = os.pathsep.join([str(tmp_path), *PATHS])
-    command = [sys.executable, "-P", "-m", "effuse.worker", "engines"]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
