@@ -17,6 +17,7 @@ from effuse.decode_worker.room import Room
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.store_tier import READ_S
 from effuse.kvtransfer.units import UnitCache
 
 
@@ -128,7 +129,12 @@ class Roster:
         """Whether units of a request are on their way from other tiers."""
         if _source_of(request) is not None:
             return False
-        return self._cache.fetch(request.units, *self._looked_up(request), room.prompt_s)
+
+        def compute_s(tokens: int) -> float:
+            """Another worker computes prompts for the pool, so loading need not be faster."""
+            return max(room.prompt_s(tokens), READ_S * request.asked.in_pool)
+
+        return self._cache.fetch(request.units, *self._looked_up(request), compute_s)
 
     def _looked_up(self, request: DecodeRequest) -> tuple[int, int]:
         """How many first tokens of a request the cache may have, and how many of them a forward

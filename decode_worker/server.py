@@ -57,8 +57,6 @@ class _DecodeCall:
 
 
 class DecodeServicer(pb_grpc.DecodeServiceServicer):
-    """Answers for one shell."""
-
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
 
@@ -217,6 +215,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         group=wire.label(request.group, "group"),
         gap_s=wire.bounded(request, "gap_s", WITHIN),
         cache_salt=wire.label(request.cache_salt, "cache_salt"),
+        in_pool=request.local.in_pool,
     )
 
 

@@ -174,6 +174,7 @@ class ModelFacts:
     prompt_attention: str  # causal_blocks or bidirectional
     commit_rule: str  # which forward stores a block's KV
     deterministic: bool = False  # whether a row's bits do not depend on what else is computed
+    unit_tokens: int = 0  # in a unit of kept KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,7 @@ def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
         "layer_groups": layout.num_groups,
         "digest": DIGEST,
         "deterministic": str(facts.deterministic).lower(),
+        "kv_unit_tokens": facts.unit_tokens,
     }
     return tuple(Field(name, str(value)) for name, value in values.items())
 

@@ -5,6 +5,7 @@ the next `open` starts another.
 """
 
 import errno
+import hashlib
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import chain, islice, takewhile
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Lock
@@ -38,6 +40,7 @@ from effuse.kvtransfer.mooncake_process import (
 from effuse.kvtransfer.stores import HEAD, MOST_BOUNDARY, Threads, UnitFacts, UnitStore, unpack
 from effuse.kvtransfer.units import Key
 
+_Sought = tuple[Sequence[str], "Future[int]"]
 _Wanted = tuple[Key, Sequence[memoryview], "Future[UnitFacts]"]
 
 _READERS: Final = 2
@@ -135,8 +138,11 @@ class MooncakePool(UnitStore):
         super().__init__()
         self._address, self._host = address, host
         self._prefix = "/".join(part for part in ("effuse", address.namespace, content) if part)
+        place = f"{address.host}:{address.port}/{self._prefix}".encode()
+        self.number = int.from_bytes(hashlib.sha256(place).digest()[:7]) or 1
         # No search waits for a read.
         self._finder, self._readers, self._writer = Threads(1), Threads(_READERS), Threads(1)
+        self._searches: SimpleQueue[_Sought] = SimpleQueue()
         self._loads: SimpleQueue[_Wanted] = SimpleQueue()
         self._client: _Client | None = None
         self._lock = Lock()
@@ -151,7 +157,10 @@ class MooncakePool(UnitStore):
         return self._finder.submit(self._open)
 
     def find(self, units: Mapping[Key, Key]) -> "Future[int]":
-        return self._finder.submit(self._find, [self._name(key) for key in units])
+        result: Future[int] = Future()
+        self._searches.put(([self._name(key) for key in units], result))
+        self._finder.submit(self._find_some)
+        return result
 
     def load(self, key: Key, views: Sequence[memoryview]) -> "Future[UnitFacts]":
         result: Future[UnitFacts] = Future()
@@ -184,10 +193,30 @@ class MooncakePool(UnitStore):
         with self._lock:
             if self._client is None or self._client.has_ended:
                 self._client = _Client(self._address, self._host)
-        self._find([_PROBE])
+        _checked(self._call(PoolCall("find", (_PROBE,))).codes[0])
 
-    def _find(self, names: Sequence[str]) -> int:
-        return _checked(self._call(PoolCall("find", tuple(names))).codes[0])
+    def _find_some(self) -> None:
+        """All searches that wait, in one call, because each takes some ms; there may be none."""
+        batch: list[_Sought] = []
+        with suppress(Empty):
+            while True:
+                one = self._searches.get_nowait()
+                if one[1].set_running_or_notify_cancel():
+                    batch.append(one)
+        names = tuple(chain.from_iterable(names for names, _ in batch))
+        try:
+            codes = iter(self._call(PoolCall("find", names)).codes if names else ())
+        except OSError as error:
+            for _, result in batch:
+                result.set_exception(error)
+            return
+        for asked, result in batch:
+            found = list(islice(codes, len(asked)))
+            try:
+                _checked(min(found, default=0))
+                result.set_result(len(list(takewhile(bool, found))))
+            except OSError as error:
+                result.set_exception(error)
 
     def _load_some(self) -> None:
         """Units that wait to be loaded, as many as one call takes; there may be none."""
@@ -225,7 +254,7 @@ class MooncakePool(UnitStore):
         if (client := self._client) is None:
             raise ConnectionError("it has no client")
         answer = client.call(call)
-        expected = len(call.names) if call.kind == "load" else 1
+        expected = len(call.names) if call.kind in ("find", "load") else 1
         if len(answer.codes) != expected:
             text = f"its client sent {len(answer.codes)} codes, expected {expected}"
             raise ConnectionError(text)

@@ -95,7 +95,7 @@ class _Lane:
         names = list(call.names)
         match call.kind:
             case "find":
-                return PoolAnswer((_count(self._store.batch_is_exist(names)),))
+                return PoolAnswer(tuple(self._store.batch_is_exist(names)))
             case "remove":
                 return PoolAnswer((self._store.remove(names[0], True),))
             case "keep":
@@ -164,12 +164,6 @@ class _Lane:
 def address_of(memory: "mmap.mmap | memoryview") -> int:
     """Address of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _count(codes: list[int]) -> int:
-    """How many first objects exist, or the code of an error."""
-    count = next((at for at, code in enumerate(codes) if code != 1), len(codes))
-    return min(codes) if codes and min(codes) < 0 else count
 
 
 def _connect(orders: PoolOrders) -> Any:

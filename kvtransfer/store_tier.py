@@ -22,9 +22,12 @@ from effuse.kvtransfer.units import Key, Rate
 LOG = logging.getLogger(__name__)
 
 FIND_S: Final = 0.5
-"""Time for units to be found; then they are computed."""
+"""Time for units to be found; then they are computed. Searches and reads may wait for earlier ones,
+so it begins anew whenever the store ends a search, a read or a write."""
 READ_S: Final = 1.0
 """The same for units that are read."""
+KEEP_S: Final = 1.0
+"""Time for a prompt to be written for another worker; it begins anew with each write."""
 WRITE_S: Final = 10.0
 """Time for one to be written."""
 AGAIN_S: Final = 30.0
@@ -95,10 +98,10 @@ class StoreTier:
         self.searches: list[Search] = []
         self.writing: list[Writing] = []
         self._now = now
-        self._opening: Future[object] | None = store.open()
+        self.opening: Future[object] | None = store.open()
         self._late: list[Read] = []  # no request waits for them
-        # When the last one ended.
-        self._found_s = self._read_s = self._written_s = -math.inf
+        # When the last one ended, and when any did.
+        self._read_s = self._written_s = self._answered_s = -math.inf
         self._back_s = -math.inf  # from when on it is used again
         self._writes_back_s = -math.inf  # the same for writes: a full disk can still be read
 
@@ -109,7 +112,7 @@ class StoreTier:
     def is_usable(self) -> bool:
         """Whether it is open, did not fail a moment ago, and has answered so far."""
         is_stuck = bool(self._late) or any(one.is_late for one in self.writing)
-        one = self._opening
+        one = self.opening
         is_open = one is not None and one.done() and one.exception() is None
         return is_open and not is_stuck and self._now() >= self._back_s
 
@@ -125,10 +128,10 @@ class StoreTier:
         return written, [slot for read in over for slot in read.slots]
 
     def _follow_opening(self) -> None:
-        if self._opening is None:
+        if self.opening is None:
             if self._now() >= self._back_s:
-                self._opening = self.store.open()
-        elif self._opening.done() and (error := self._opening.exception()) is not None:
+                self.opening = self.store.open()
+        elif self.opening.done() and (error := self.opening.exception()) is not None:
             self._fail(str(error))
 
     def _fail(self, text: str) -> None:
@@ -136,21 +139,30 @@ class StoreTier:
         if self._now() >= self._back_s:
             LOG.warning("KV in %s is not used for %g s: %s", self.store.name, AGAIN_S, text)
         self._back_s = self._now() + AGAIN_S
-        self._opening = None
+        self.opening = None
 
     # To the store.
 
     def lacks(self, key: Key, num_bytes: int) -> bool:
         """Whether a unit of so many bytes could be written now, and was not."""
-        if not self.is_usable or key in self.store or self._now() < self._writes_back_s:
+        if not self.is_writable or key in self.store:
             return False
         return self.store.has_room_for(num_bytes)
 
     @property
+    def is_writable(self) -> bool:
+        """Whether it is used, and no write has failed a moment ago."""
+        return self.is_usable and self._now() >= self._writes_back_s
+
+    @property
     def may_write(self) -> bool:
         """Whether it takes one more unit now."""
-        is_back = self.is_usable and self._now() >= self._writes_back_s
-        return is_back and len(self.writing) < self.store.most_writes
+        return self.is_writable and len(self.writing) < self.store.most_writes
+
+    def goes_on(self, since_s: float) -> bool:
+        """Whether units that are there since this moment are still on their way to it: one was
+        written a moment ago, or could not be yet."""
+        return self.is_writable and self._now() - max(since_s, self._written_s) <= KEEP_S
 
     def write(self, key: Key, kept: HostUnit, views: Sequence[memoryview]) -> None:
         """Starts to write a unit, which has one more reader until `poll` returns it."""
@@ -171,7 +183,7 @@ class StoreTier:
         return over
 
     def _end_write(self, one: Writing) -> None:
-        self._written_s = self._now()
+        self._written_s = self._answered_s = self._now()
         try:
             size = one.result.result()
         except ConnectionError as error:
@@ -204,11 +216,11 @@ class StoreTier:
         for search in list(self.searches):
             if search.result.done():
                 self._end_search(search)
-            elif self._now() - search.began_s <= FIND_S:
-                continue
-            elif self._found_s < search.began_s:  # no other one has ended meanwhile
+                self.searches.remove(search)
+            elif self._now() - max(search.began_s, self._answered_s) > FIND_S:
                 self._fail(f"a search was not over after {FIND_S:g} s")
-            self.searches.remove(search)
+                self.searches.clear()
+                return
 
     def _end_search(self, search: Search) -> None:
         try:
@@ -216,7 +228,7 @@ class StoreTier:
         except OSError as error:
             self._fail(str(error))
             return
-        self._found_s = self._now()
+        self._answered_s = self._now()
         for key, before in list(search.units.items())[:count]:
             if key not in self.store:
                 self.store.kept(key, before, 0)
@@ -228,7 +240,8 @@ class StoreTier:
 
     def is_awaited(self, read: Read) -> bool:
         """Whether it goes on, and has the time to."""
-        return not read.result.done() and self._now() - read.began_s <= READ_S
+        began_s = max(read.began_s, self._answered_s)
+        return not read.result.done() and self._now() - began_s <= READ_S
 
     def end_read(self, read: Read, num_bytes: int) -> UnitFacts | None:
         """A read of so many bytes is not awaited any more: the unit's facts if it has come. If it
@@ -236,9 +249,10 @@ class StoreTier:
         """
         if not read.result.done():
             self.abandon(read)
-            if self._read_s < read.began_s:  # no other one has ended meanwhile
-                self._fail(f"a read was not over after {READ_S:g} s")
+            self._fail(f"a read was not over after {READ_S:g} s")
             return None
+        now, began_s = self._now(), max(read.began_s, self._read_s)
+        self._read_s = self._answered_s = now
         try:
             facts = read.result.result()
         except (OSError, ValueError) as error:
@@ -246,10 +260,8 @@ class StoreTier:
             return None
         if read.key not in self.store:  # dropped meanwhile
             return None
-        now = self._now()
         self.counts.read += num_bytes
-        self.reading.note(num_bytes, now - max(read.began_s, self._read_s), now)
-        self._read_s = now
+        self.reading.note(num_bytes, now - began_s, now)
         return facts
 
     def _fail_read(self, key: Key, error: OSError | ValueError) -> None:

@@ -80,6 +80,7 @@ class UnitStore(ABC):
     name: str  # in log lines
     keeps_all = False  # and not only units that leave host memory
     most_writes = 2  # that may wait at the same time
+    number = 0  # of a store of several workers: equal for those that find each other's units
 
     def __init__(self, most_bytes: float = math.inf) -> None:
         self.num_bytes = 0  # of all units

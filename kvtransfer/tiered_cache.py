@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise, takewhile
 from typing import Final
 
+from torch import Tensor
+
 from effuse.kvtransfer.digest import DigestJob, PieceDigests, pages_digest
+from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.store_tier import AGAIN_S, HostUnit, Read
 from effuse.kvtransfer.tiers import Tiers
@@ -49,12 +52,25 @@ class TieredCache(UnitCache):
     """A cache whose units move between the pool, host memory and stores."""
 
     def __init__(
-        self, pool: PagePool, tiers: Tiers, *, page_size: int, block_size: int, is_causal: bool
+        self,
+        pool: PagePool,
+        tiers: Tiers,
+        *,
+        page_size: int,
+        block_size: int,
+        is_causal: bool,
+        unit_tokens: int | None = None,
     ) -> None:
-        super().__init__(pool, page_size=page_size, block_size=block_size, is_causal=is_causal)
+        super().__init__(
+            pool,
+            page_size=page_size,
+            block_size=block_size,
+            unit_tokens=unit_tokens,
+            is_causal=is_causal,
+        )
         self.tiers = tiers
         self._host, self._now = tiers.host, tiers.now
-        self._due: OrderedDict[Key, None] = OrderedDict()  # units without a user to save
+        self._due: OrderedDict[Key, None] = OrderedDict()  # units to save: without a user, or all
         self._pins = HeldUnits()  # the cache's own use of units that are being saved
         self._saving: list[Saving] = []
         self._coming: dict[Key, Coming] = {}
@@ -104,6 +120,34 @@ class TieredCache(UnitCache):
         while self._saving:
             self._end_saves()
 
+    def add(self, one: HeldUnits, pages: Sequence[PageRef], num_stored: int) -> None:
+        first = one.num_seen
+        super().add(one, pages, num_stored)
+        self._offer(one.keys[first : one.num_seen])
+
+    def add_whole(self, one: HeldUnits, pages: Sequence[PageRef], boundary: Tensor | None) -> None:
+        super().add_whole(one, pages, boundary)
+        self._offer(one.keys)
+
+    def _offer(self, keys: Iterable[Key]) -> None:
+        """Other workers find units in a pool while their request still runs here."""
+        if self.tiers.pool is not None:
+            for key in keys:
+                if (unit := self._units.get(key)) is not None:
+                    self._note_due(key, unit)
+
+    @property
+    def has_pool(self) -> bool:
+        pool = self.tiers.pool
+        return pool is not None and pool.is_writable
+
+    def pooled(self, one: HeldUnits, since_s: float | None = None) -> bool | None:
+        pool, keys = self.tiers.pool, one.keys
+        if pool is None or all(map(pool.__contains__, keys)):
+            return pool is not None and pool.is_usable
+        goes_on = self._is_sought(one, len(keys)) if since_s is None else pool.goes_on(since_s)
+        return None if goes_on else False
+
     def end(self, one: HeldUnits) -> None:
         super().end(one)
         one.is_fetched = False
@@ -118,16 +162,19 @@ class TieredCache(UnitCache):
 
     def _leave(self, key: Key, unit: Unit) -> None:
         super()._leave(key, unit)
-        if key not in self._idle:
-            return
+        if key in self._idle:
+            self._note_due(key, unit)
+
+    def _note_due(self, key: Key, unit: Unit) -> None:
         if key in self.tiers.kept:
             self.tiers.kept.move_to_end(key)
+            self.tiers.owe(key)
         elif len(unit.pages) <= self._host.num_slots:
             self._due[key] = None
             self._due.move_to_end(key)
 
     def _save_due(self, most: int | None = None) -> None:
-        """Starts to save units without a user, by default a few, at most so many pages of them."""
+        """Starts to save units, by default a few, at most so many pages of them."""
         limit = self._host.num_slots if most else _SAVED_UNITS
         if most is None:
             moving = sum(len(unit.pages) for one in self._saving for _, unit, _ in one.units)
@@ -136,13 +183,14 @@ class TieredCache(UnitCache):
         units: list[tuple[Key, Unit, tuple[int, ...]]] = []
         while self._due and len(units) < limit and (most > 0 or not (units or self._saving)):
             key = next(iter(self._due))
-            if (unit := self._idle.get(key)) is not None:
+            unit = self._units.get(key)
+            if unit is not None and self._pins.held.get(key) is not unit:
                 if (slots := self.tiers.take_slots(len(unit.pages))) is None:
                     break
                 self._use(self._pins, key, unit)
                 units.append((key, unit, slots))
                 most -= len(slots)
-            del self._due[key]  # if it is in use it comes again
+            del self._due[key]
         if units:
             pages = [page for _, unit, _ in units for page in unit.pages]
             self._pool.share(pages)

@@ -7,6 +7,7 @@ each store, and `tiered_cache.py` moves units from and to the pool.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol
@@ -88,9 +89,20 @@ class Tiers:
         for one in self.stores:
             if one.store.kind == "file":
                 found["file_bytes"] = one.store.num_bytes
+            else:
+                found["pool"] = one.store.number * one.is_writable
             for name in ("kept", "read", "failures"):
                 found[f"{one.store.kind}_{name}"] = getattr(one.counts, name)
         return found
+
+    def await_stores(self, seconds: float) -> None:
+        """Returns once all stores are open or have failed, or after so many seconds."""
+        wait([one.opening for one in self.stores if one.opening is not None], seconds)
+
+    @property
+    def pool(self) -> StoreTier | None:
+        """The store of several workers."""
+        return next((one for one in self.stores if one.store.keeps_all), None)
 
     def close(self) -> None:
         """Waits for no store."""
@@ -127,9 +139,12 @@ class Tiers:
             self.give_slots(kept.slots)
             return
         self.kept[key] = kept
-        for one in self.stores:
-            if one.store.keeps_all:
-                one.due[key] = None
+        self.owe(key)
+
+    def owe(self, key: Key) -> None:
+        """The pool gets a unit of the host if it is not known to have it."""
+        if (pool := self.pool) is not None and key not in pool.store:
+            pool.due[key] = None
 
     def use(self, key: Key) -> HostUnit:
         """A unit of the host, whose slots have one more reader."""

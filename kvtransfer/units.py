@@ -75,6 +75,18 @@ class HeldUnits:
     is_fetched: bool = False  # units that were found there have come, or are on their way
 
 
+def unit_tokens_of(page_size: int, block_size: int, asked: int | None = None) -> int:
+    """Tokens of a unit: those asked for, or the fewest that fill whole pages and blocks. Raises
+    ValueError if others are asked for than a multiple of these."""
+    least = math.lcm(page_size, block_size)
+    if asked is not None and asked % least:
+        raise ValueError(
+            f"expected a multiple of {least} tokens, which fill pages of {page_size} and blocks of "
+            f"{block_size}, got {asked}"
+        )
+    return asked or least
+
+
 class UnitCache:
     """Gives requests the KV of their beginnings. It is the pool's `Spare`: pages that only the
     cache holds are there for all users of the pool.
@@ -88,11 +100,13 @@ class UnitCache:
         *,
         page_size: int,
         block_size: int,
+        unit_tokens: int | None = None,
         is_causal: bool = True,
         is_on: bool = True,
     ) -> None:
-        """`page_size` and `block_size` in tokens. `is_causal`: the model is block-causal."""
-        self.unit_size = math.lcm(page_size, block_size)  # tokens
+        """`page_size` and `block_size` in tokens. `is_causal`: the model is block-causal. Raises
+        ValueError as `unit_tokens_of`."""
+        self.unit_size = unit_tokens_of(page_size, block_size, unit_tokens)
         self.is_causal = is_causal
         self._is_on = is_on
         self._cuts = is_on and is_causal  # texts into units
@@ -146,6 +160,16 @@ class UnitCache:
         self, one: HeldUnits, num_tokens: int, rest: int, compute_s: Callable[[int], float]
     ) -> bool:
         """Whether a request should wait for units that are on their way into the pool."""
+        return False
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether a pool of several workers takes units now."""
+        return False
+
+    def pooled(self, one: HeldUnits, since_s: float | None = None) -> bool | None:
+        """Whether a pool of several workers has all units of a request. None while it is asked or,
+        once this cache has them since `since_s`, while they are written."""
         return False
 
     def swap_out(self, one: HeldUnits, compute_s: Callable[[int], float]) -> None:

@@ -17,10 +17,10 @@ from effuse.config.decoding import DecodingDefaults
 Kind = Literal["prefill", "decode"]  # of work
 Role = Literal["prefill", "decode", "both"]  # the kinds of work that a worker accepts now
 PromptAttention = Literal["causal_blocks", "bidirectional"]
-# Only a worker that is ready gets requests. A starting worker has lost its engine: its record is
-# that of the ended life, without load or links, until another life is ready.
+# Only a ready worker gets requests. A starting one has lost its engine: its record is that of the
+# ended life, without load or links, until another life is ready.
 WorkerState = Literal["starting", "ready", "draining", "released"]
-# The range of the protobuf fields that carry these numbers to clients.
+# The ranges of the protobuf fields.
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
@@ -102,6 +102,7 @@ class Load(EngineCounts, frozen=True, kw_only=True):
     kv_room_empty: U63 = 0  # places in pages without any token
     offload_pages: U32 = 0  # pages of host memory that hold kept KV
     offload_file_bytes: U63 = 0  # of all files with KV
+    offload_pool: U63 = 0  # equal for workers that share a pool; 0: it takes no units now
     prompt_piece: U32 = 0  # tokens of the largest piece that fits into a gap; 0: not known
     prompt_rate: U63 = 0  # tokens a second of such pieces
 
@@ -169,9 +170,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_leaving: U32 = 0  # attempts of a kind that it has ceased to accept, and still finishes
     address: str  # host:port of its front
     incarnation: str
-    engine_port: Annotated[int, Meta(ge=0, le=65535)] = (
-        0  # beside the front's: open as long as this life's engine
-    )
+    engine_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # open as long as this life's engine
     place: Annotated[str, Meta(max_length=256)] = ""  # kernel and namespaces: `worker.peer.Place`
     connector: Annotated[str, Meta(max_length=20)] = ""  # that moves the pages; empty if not known
     state: WorkerState
@@ -181,10 +180,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     load: Load
     # Of a prefill worker: the decode workers that it can push to, as far as they were measured,
     links: _Links = ()
-    # and the rate below which no prompt may take a link; 0 is no limit.
-    min_handoff_gbps: float = 0.0
-    # Of a prefill worker: whether prompts only take the links in `links`, which are warm.
-    warms_links: bool = False
+    min_handoff_gbps: float = 0.0  # the rate below which no prompt may take a link; 0: no limit
+    warms_links: bool = False  # and prompts only take the links in `links`, which are warm
     # Of a decode worker: the writers for which its pages in quarantine wait.
     quarantines: Annotated[tuple[Quarantine, ...], Meta(max_length=MOST_QUARANTINES)] = ()
 
@@ -213,6 +210,18 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def has_connector_of(self, peer: "WorkerRecord") -> bool:
         """Whether both move pages with the same connector, as far as known."""
         return not (self.connector and peer.connector) or self.connector == peer.connector
+
+    def difference_from(self, peer: "WorkerRecord") -> str:
+        """The first fact that keeps KV from passing between them; empty if there is none."""
+        facts = zip(self.fingerprint, peer.fingerprint, strict=False)
+        name, ours, theirs = next(((a, b, d) for (a, b), (_, d) in facts if b != d), ("", "", ""))
+        ends = f"{ours} at {self.worker_id}, {theirs} at {peer.worker_id}"
+        return name and f": {name} is {ends}"
+
+    def shares_pool_with(self, peer: "WorkerRecord") -> bool:
+        """Whether each finds in a pool what the other writes there now."""
+        own = self.load.offload_pool
+        return own == peer.load.offload_pool != 0 and self.worker_id != peer.worker_id
 
     def may_push_to(self, peer: "WorkerRecord") -> bool:
         """Whether connectors match, the link to `peer` is warm, and the limit allows it. A worker

@@ -26,14 +26,13 @@ from effuse.prefill_worker.prompts import (
     check_prompt,
     make_prompt,
     make_rehearsal,
-    prompt_pushed,
-    push_failed,
     unfit,
 )
+from effuse.prefill_worker.reports import prompt_pushed, push_failed
 from effuse.worker import messages
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import ForwardFailed, Outbox
-from effuse.worker.messages import FailureCode, StartPrefill, ToEngine
+from effuse.worker.messages import FailureCode, PromptPushed, StartPrefill, ToEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +95,15 @@ class PrefillEngine:
         ones. It waits for no forward.
         """
         has_changed = self._cache.poll()
-        has_changed |= self._end_late() | self._take_reports() | self._admit(turn)
+        has_changed |= self._end_late() | self._take_reports() | self._end_pooled()
+        has_changed |= self._admit(turn)
         if self._executor.is_full or not turn.may_launch:
             return has_changed
         has_launched = self._launch(turn)
         return self._apply_ended() or has_changed or has_launched
 
     def is_working(self) -> bool:
-        return self.is_computing or self._cache.is_copying
+        return self.is_computing or self._cache.is_copying or bool(self.table.pooling)
 
     @property
     def is_computing(self) -> bool:
@@ -111,7 +111,6 @@ class PrefillEngine:
         return self._executor.is_running
 
     def close(self) -> None:
-        """Stops the connector."""
         self._cache.close()
         self._sender.close()
 
@@ -213,7 +212,8 @@ class PrefillEngine:
         except PromptRefused as error:
             self._outbox.failed(attempt, "INVALID_ARGUMENT", str(error))
             return
-        if prompt.can_split:
+        prompt.to_pool = message.to_pool and self._cache.has_pool
+        if prompt.can_split or prompt.to_pool:
             prompt.units = self._cache.begin(message.cache_salt, ids, prompt.num_paged)
         self.table.add(prompt)
         self._sender.begin(attempt)
@@ -311,6 +311,23 @@ class PrefillEngine:
                     self.table.leave(prompt)
                     self._outbox.say(push_failed(prompt.attempt, report))
         return bool(reports) or has_applied
+
+    def _end_pooled(self) -> bool:
+        """Ends prompts that the shared pool has; True if there were any."""
+        found = self.table.in_pool()
+        for prompt in found:
+            pages, seconds = len(prompt.pages), self._now() - prompt.done_s if prompt.done else 0.0
+            self._outbox.say(
+                PromptPushed(
+                    attempt=prompt.attempt,
+                    pages=pages,
+                    bytes=pages * self._executor.page_bytes,
+                    push_s=seconds,
+                    transport="pool",
+                )
+            )
+            self._sender.abort(prompt.attempt.transfer_id)
+        return bool(found)
 
     def _admit(self, turn: PromptTurn) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""

@@ -67,6 +67,10 @@ class PromptExecutor:
         self._running: deque[LaunchedForward] = deque()
 
     @property
+    def page_bytes(self) -> int:
+        return self._memory.page_bytes
+
+    @property
     def is_running(self) -> bool:
         """Whether a forward was launched whose end was not read."""
         return bool(self._running)
@@ -96,6 +100,8 @@ class PromptExecutor:
         for chunk, row in zip(chunks, rows, strict=True):
             chunk.prompt.num_launched = chunk.end
             if not chunk.prompt.num_left:
+                if chunk.prompt.to_pool and row is not None and not chunk.prompt.can_split:
+                    chunk.prompt.row = row.to(self._memory.device, non_blocking=True)
                 boundary = partial(_boundary, chunk.prompt, row, is_over)
                 self._sender.computed(chunk.prompt.attempt.transfer_id, boundary)
 

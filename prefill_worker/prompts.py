@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from effuse.kvtransfer.connector import Cause, Pushed, PushFailed
+from msgspec.structs import replace
+from torch import Tensor
+
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
@@ -20,27 +22,14 @@ from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
 from effuse.worker.messages import (
-    Failed,
-    FailureCode,
     PrefillDone,
     PromptProgress,
-    PromptPushed,
     StartPrefill,
 )
 
 LOG = logging.getLogger(__name__)
 
-CODES: dict[Cause, FailureCode] = {
-    Cause.FINGERPRINT: "FAILED_PRECONDITION",
-    Cause.INCARNATION: "FAILED_PRECONDITION",
-    Cause.UNKNOWN_TRANSFER: "ABORTED",
-    Cause.ATTEMPT: "ABORTED",
-    Cause.MALFORMED: "INTERNAL",
-    Cause.LEASE: "UNAVAILABLE",
-    Cause.UNRESERVED: "UNAVAILABLE",
-    Cause.PEER: "UNAVAILABLE",
-}
-FOR_EVERYONE = (Cause.FINGERPRINT, Cause.MALFORMED)  # another attempt with this pair would fail too
+PASSING_SHARE = 4  # of a forward's budget, one part is for prompts that pass a longer one
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,6 +55,10 @@ class Prompt:
     pages: tuple[PageRef, ...] = ()
     units: HeldUnits = field(default_factory=HeldUnits)
     shows_progress: bool = False  # its caller wants to know of each part that is computed
+    to_pool: bool = False  # its whole units go to a pool of several workers
+    row: Tensor | None = None  # [hidden_size] its boundary row on its device, if the model needs it
+    done: PrefillDone | None = None  # to be sent once it is known whether the pool has it
+    done_s: float = 0.0
     is_rehearsal: bool = False
     is_live: bool = True  # it has not failed or been aborted
     abort_due: bool | None = None  # if AbortDone is due: whether it ran when it was aborted
@@ -193,15 +186,31 @@ def schedule(left: Sequence[tuple[int, bool]], *, budget: int, block_size: int) 
     """Tokens of each prompt in the next forward, 0 if it waits; oldest first.
 
     left: (tokens to compute, can be split) of each. Chunks end at a block's end, or with the
-    prompt.
+    prompt. If the oldest one needs several forwards, younger ones that end in this one pass it,
+    shortest first. They have a share of the budget, so the oldest one still ends in time.
     """
-    chunks: list[int] = []
-    for tokens, can_split in left:
+    chunks = _passing(left, budget)
+    budget -= sum(chunks)
+    for index, (tokens, can_split) in enumerate(left):
         chunk = tokens
         if tokens > budget:
             chunk = budget // block_size * block_size if can_split else 0
-        chunks.append(chunk)
-        budget -= chunk
+        if not chunks[index]:
+            chunks[index] = chunk
+            budget -= chunk
+    return chunks
+
+
+def _passing(left: Sequence[tuple[int, bool]], budget: int) -> list[int]:
+    """Tokens of each prompt that passes a long one in this forward."""
+    chunks = [0] * len(left)
+    if left and left[0][0] > budget and left[0][1]:
+        room = budget // PASSING_SHARE
+        for tokens, index in sorted((one[0], index) for index, one in enumerate(left)):
+            if tokens > room:
+                break
+            chunks[index] = tokens
+            room -= tokens
     return chunks
 
 
@@ -221,6 +230,7 @@ class PromptTable:
         self.prompts: dict[str, Prompt] = {}  # by transfer, with draining ones and rehearsals
         self.waiting: list[Prompt] = []
         self.computing: list[Prompt] = []
+        self.pooling: list[Prompt] = []  # computed; the pool does not have them yet
         self.over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
         self.computing_rate = Rate()  # seconds of tokens in forwards
         self._pool = pool
@@ -257,12 +267,14 @@ class PromptTable:
         """
         rest = int(self._needs_boundary or not may_know_all)
         for prompt in self.waiting:
-            asked = prompt.units, prompt.num_paged, rest
+            # A bidirectional prompt is written to a pool, but never found here.
+            asked = prompt.units if prompt.can_split else HeldUnits(), prompt.num_paged, rest
             num_pinned = self._cache.num_pinned(*asked)
             has_room = prompt.num_pages - num_pinned <= self._pool.num_free - pages_kept
             if prompt.arrived_s >= before or not has_room:
                 return None
-            if not self._cache.fetch(*asked, self.computing_rate.seconds):
+            is_asked = prompt.to_pool and self._cache.pooled(prompt.units) is None
+            if not is_asked and not self._cache.fetch(*asked, self.computing_rate.seconds):
                 break
         else:
             return None
@@ -304,14 +316,40 @@ class PromptTable:
             )
 
     def conclude(self, prompt: Prompt) -> None:
-        """The prompt's KV is complete."""
+        """The prompt's KV is complete. One for the pool is reported once that has it."""
         self.computing.remove(prompt)
-        self._outbox.say(prefill_done(prompt, self._now()))
+        done, prompt.done_s = prefill_done(prompt, self._now()), self._now()
+        if not prompt.to_pool:
+            self._outbox.say(done)
+            return
+        prompt.done = done
+        self._cache.add_whole(prompt.units, prompt.pages, prompt.row)
+        self.pooling.append(prompt)
+
+    def in_pool(self) -> list[Prompt]:
+        """Reports the prompts of which the pool has all units, and returns them; nobody will
+        reserve pages for them. Reports those that it does not get, too."""
+        found = []
+        for prompt in [*self.waiting, *self.pooling]:
+            if not prompt.to_pool:
+                continue
+            is_new = prompt.done is None
+            has_all = self._cache.pooled(prompt.units, None if is_new else prompt.done_s)
+            if has_all is None or (is_new and not has_all):
+                continue
+            if prompt.done is None:
+                prompt.started_s, prompt.num_cached = self._now(), prompt.num_paged
+            done = prompt.done or prefill_done(prompt, self._now())
+            self._outbox.say(replace(done, in_pool=has_all))
+            (self.waiting if is_new else self.pooling).remove(prompt)
+            if has_all:
+                found.append(prompt)
+        return found
 
     def leave(self, prompt: Prompt) -> None:
         """The prompt is not computed any more; its pages wait until they are not in use."""
         prompt.is_live = False
-        for queue in (self.waiting, self.computing):
+        for queue in (self.waiting, self.computing, self.pooling):
             if prompt in queue:
                 queue.remove(prompt)
 
@@ -351,37 +389,4 @@ def prefill_done(prompt: Prompt, now: float) -> PrefillDone:
         queue_s=prompt.started_s - prompt.arrived_s,
         compute_s=now - prompt.started_s,
         cached_tokens=prompt.num_cached,
-    )
-
-
-def prompt_pushed(attempt: AttemptId, report: Pushed) -> PromptPushed:
-    """The handoff has ended."""
-    return PromptPushed(
-        attempt=attempt,
-        pages=report.pages,
-        bytes=report.num_bytes,
-        push_s=report.seconds,
-        transport=report.route.name,
-        is_fallback=report.route.is_fallback,
-        moved_s=report.moved_s,
-    )
-
-
-def push_failed(attempt: AttemptId, report: PushFailed) -> Failed:
-    """The handoff failed. The peer's address and the library's text only go to the log."""
-    message = report.message
-    if report.cause is Cause.PEER:
-        LOG.warning(
-            "request %s, attempt %d: its pages could not be pushed: %s",
-            *(attempt.request_id, attempt.attempt, message),
-        )
-        message = (
-            "the pages could not be pushed, because the decode worker's pool cannot be reached"
-        )
-    return Failed(
-        attempt=attempt,
-        code=CODES.get(report.cause, "DATA_LOSS"),
-        message=message,
-        retryable=report.cause not in FOR_EVERYONE,
-        field="reservation" if report.cause is Cause.UNRESERVED else None,
     )

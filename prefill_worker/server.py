@@ -82,6 +82,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             prompt_token_ids=wire.prompt(first.start.prompt_token_ids),
             cache_salt=wire.label(first.start.cache_salt, "start.cache_salt"),
             progress=first.start.progress,
+            to_pool=first.start.to_pool,
         )
         attempt = self._shell.begin(start.attempt, first.start.incarnation, start)
         self._shell.metrics.prompt_tokens.inc(len(start.prompt_token_ids))
@@ -109,12 +110,15 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             metrics.queue_time.observe(event.queue_s)
             metrics.prefill_time.observe(event.compute_s)
             self._shell.traces.record("compute", event.compute_s)
+            if event.in_pool:
+                return
             loop, wait_s = asyncio.get_running_loop(), self._reservation_s
             stream.limit = loop.call_later(wait_s, stream.require_reservation, wait_s)
         elif isinstance(event, PromptPushed):
             metrics.count_handoff(event.transport, event.bytes, event.push_s)
             self._shell.traces.record("push", event.push_s)
-            self._shell.saw_handoff(stream.reader, event.bytes, event.moved_s)
+            if stream.is_reserved:
+                self._shell.saw_handoff(stream.reader, event.bytes, event.moved_s)
             metrics.succeeded.labels("pushed").inc()
             metrics.latency.observe(time.monotonic() - stream.began_at)
             self._shell.attempts.close(stream.attempt)

@@ -159,12 +159,14 @@ class AnswerRun:
         return since + ALONE_S - router.now()
 
     def _need(self) -> AttemptNeeds:
-        """An answer that has begun goes on only where the same weights follow the same rules."""
+        """An answer that has begun goes on only where the same weights follow the same rules. A
+        prompt in a pool needs only a decode worker."""
         request, fleet = self._request, self._router.fleet
+        needs_decode = request.asked.settings.is_canvas or request.attempts.in_pool
         alone, attempts = self._kinds_alone(), request.attempts
         is_first = bool(attempts.group) and not attempts.count
         return replace(
-            fleet.need(request.asked.model.name, on_decode_only=request.asked.settings.is_canvas),
+            fleet.need(request.asked.model.name, on_decode_only=needs_decode),
             excluded=attempts.setbacks.avoided(self._router.now()),
             fingerprint=request.answer.fingerprint if request.answer.token_ids else None,
             holder=request.holder if alone else None,

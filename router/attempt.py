@@ -19,11 +19,12 @@ from msgspec.structs import asdict
 from effuse.placement.records import WorkerRecord
 from effuse.protos.channels import filled
 from effuse.protos.errors import EffuseError, PeerLost, Refused
-from effuse.router.calls import DecodeCall, PrefillCall, read_message
+from effuse.router.calls import DecodeCall, read_message
 from effuse.router.client import ClientGone, Listener, commit_of, draft_of, progress_of
 from effuse.router.failures import Failure, FailureKind, judge
 from effuse.router.fleet import AttemptShare
 from effuse.router.policy import Placement
+from effuse.router.prefill_call import PrefillCall
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State
 from effuse.router.router import Router
@@ -56,6 +57,7 @@ class Attempt:
             request_id=request.id, attempt=request.attempts.number, transfer_id=self.transfer_id
         )
         self._peer = f"decode worker {placement.decode.worker_id}"
+        self._writer = placement.prefill  # if it hands over the prompt's KV itself
         self._prefill: PrefillCall | None = None
         self._decode: DecodeCall | None = None
         self._reason: FinishReason | None = None  # once the last event that counts has come
@@ -87,7 +89,11 @@ class Attempt:
 
     async def _relay(self) -> FinishReason:
         prefill, request = self._placement.prefill, self._request
-        if prefill is not None and not request.attempts.is_patient:
+        if prefill is not None and self._placement.by_pool:
+            request.attempts.in_pool = await self._send_to_pool(prefill)
+            if request.attempts.in_pool:
+                prefill = self._writer = None
+        elif prefill is not None and not request.attempts.is_patient:
             # Decode has time until the prompt is computed; the prompt has none to lose.
             await self._send_prompt(prefill)
         decode = self._decode = self._open_decode()
@@ -130,8 +136,19 @@ class Attempt:
     async def _send_prompt(self, prefill: WorkerRecord) -> PrefillCall:
         call = self._open_prefill(prefill)
         on_progress = self._send_progress if self._shows_progress else None
-        await call.send_prompt(self._id, self._break_off, on_progress)
+        by_pool = self._placement.by_pool
+        await call.send_prompt(self._id, self._break_off, on_progress, to_pool=by_pool)
         return call
+
+    async def _send_to_pool(self, prefill: WorkerRecord) -> bool:
+        """Returns once the prompt is computed: whether the pool has it. Otherwise its pages wait
+        for a reservation."""
+        call = await self._send_prompt(prefill)
+        try:
+            return await call.is_in_pool()
+        except EffuseError:
+            self._is_broken_off = True
+            raise
 
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._router.fleet.peers.at(worker.address).prefill
@@ -166,10 +183,11 @@ class Attempt:
             cache_salt=request.tenant.name,
             gap_s=None if math.isinf(request.asked.goals.gap_s) else request.asked.goals.gap_s,
         )
-        if placement.prefill is None:
+        if self._writer is None:
+            message.local.in_pool = request.attempts.in_pool
             message.local.SetInParent()
         else:
-            message.remote.CopyFrom(filled(worker_pb2.WorkerRef, placement.prefill))
+            message.remote.CopyFrom(filled(worker_pb2.WorkerRef, self._writer))
         stub = self._router.fleet.peers.at(placement.decode.address).decode
         metadata = self._router.traces.carrier()
         return stub.Decode(message, timeout=_time_left(self._request), metadata=metadata)
@@ -222,14 +240,14 @@ class Attempt:
                 if held.incarnation != decode.incarnation or held.attempt != self._id:
                     raise Refused(f"{decode.worker_id} answered for another life or attempt")
                 if self._placement.prefill is not None:
-                    request.costs.connector = held.connector
+                    request.costs.connector = held.connector if self._writer else "pool"
                 if not request.index:
                     self._told.note_reserved(self._placement)
             case "verified":
                 request.add_verified(event.verified, now)
                 self._share.end_prompt()
                 self._measure_prompt(event.verified, now)
-                if (writer := self._placement.prefill) is not None:
+                if (writer := self._writer) is not None:
                     pair = (writer.life, self._placement.decode.life)
                     self._router.fleet.standing.note_handoff(pair)
             case "commit":
@@ -266,7 +284,8 @@ class Attempt:
         elif costs.compute_s:
             life, end = placement.prefill.life, costs.prefilled
             measured.note_prompt(life, tokens, costs.cached_tokens, costs.compute_s, end)
-            measured.note_handoff(tokens, verified.bytes)
+            if self._writer is not None:
+                measured.note_handoff(tokens, verified.bytes)
             check(life, costs.cached_tokens)
 
     def _measure_commit(self, before: int, commit: worker_pb2.DecodeCommit, now: float) -> None:

@@ -6,7 +6,7 @@ Values found at run time (the port taken, the models served) are kept by the par
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from effuse.config import checks, flags
 from effuse.config.access import Access
@@ -14,6 +14,8 @@ from effuse.config.objectives import parse_classes
 from effuse.placement.records import check_name
 from effuse.router.planner import Objectives
 from effuse.router.policy import PrefillMode
+
+KVMode = Literal["p2p", "pool"]
 
 END_S: Final = 5.0
 """Longest that a router takes to end after its drain: for last messages to clients and Redis, and
@@ -57,6 +59,11 @@ class Connections(Access):
         "which workers prefill: prefill workers (remote), the decode worker itself (local), or "
         "prefill workers while any are alive (auto)",
     ] = "auto"
+    kv_mode: Annotated[
+        KVMode,
+        "how a prompt's KV gets from a prefill worker to a decode worker: p2p hands it over, pool "
+        "writes it to the workers' --kv-pool and reads it there",
+    ] = "p2p"
     steering: Annotated[
         bool, "change the roles of workers that were started as effuse-worker when the load asks"
     ] = True

@@ -76,6 +76,7 @@ class RoutedFleet:
         mode: PrefillMode,
         now: Callable[[], float],
         *,
+        by_pool: bool = False,
         seats: Callable[[WorkerRecord], int] | None = None,
         peers: Peers | None = None,
     ) -> None:
@@ -83,6 +84,7 @@ class RoutedFleet:
         self.peers = Peers(now) if peers is None else peers
         self.view = view
         self.mode: Final[PrefillMode] = mode  # the role that prefills
+        self._by_pool = by_pool
         self.standing = Standing(now)
         self.prompts = SentPrefixes(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
@@ -114,6 +116,7 @@ class RoutedFleet:
             mode="local" if on_decode_only else self.mode,
             broken=self.standing.broken_pairs(),
             doubtful=self.standing.doubtful_pairs(),
+            by_pool=self._by_pool,
         )
 
     def place(self, need: AttemptNeeds) -> Placement | None:
@@ -200,7 +203,7 @@ class RoutedFleet:
             InFlight(1, prompt_len + max_tokens, to_prefill=own_prompt),
             IDLE if prefill is None else InFlight(prompts=1, to_prefill=prompt_len),
         )
-        if prefill is not None:
+        if prefill is not None and not placement.by_pool:
             self.standing.note_try((prefill.life, decode.life))
         try:
             yield share

@@ -114,6 +114,7 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     num_answers: int = 1  # to the same prompt, of which this is the first one
     cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that workers may have
     prompt: PromptCost | None = None  # if decode workers may compute it to save time
+    by_pool: bool = False  # KV goes through a pool that both workers share, if they do
 
     @property
     def key(self) -> Hashable:
@@ -128,6 +129,7 @@ class Placement(Struct, frozen=True):
     decode: WorkerRecord
     prefill: WorkerRecord | None
     shares_prompt: bool = False  # another attempt there brings the prompt's KV
+    by_pool: bool = False  # its KV goes through the pool of both, as long as that works
 
 
 class Prospect(Enum):
@@ -164,7 +166,8 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
     prefill = min(trusted or able, key=lambda c: _prefill_score(c, need), default=decode)
     if _prefers_itself(decode, prefill, need):
         prefill = decode
-    return Placement(decode.record, None if prefill is decode else prefill.record)
+    by_pool = need.by_pool and prefill.record.shares_pool_with(decode.record)
+    return Placement(decode.record, None if prefill is decode else prefill.record, by_pool=by_pool)
 
 
 def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
@@ -211,12 +214,9 @@ def _may_keep_one(
     candidates: Sequence[Candidate], need: AttemptNeeds, record: WorkerRecord
 ) -> bool:
     """Of several workers of a role at most half are kept, and another one is ready."""
-    known = [
-        c
-        for c in candidates
-        if (c.record.role, c.record.model.name) == (record.role, need.model)
-        and c.condition is not Condition.DRAINING
-    ]
+    wanted = record.role, need.model
+    known = [c for c in candidates if (c.record.role, c.record.model.name) == wanted]
+    known = [c for c in known if c.condition is not Condition.DRAINING]
     if len(known) == 1:
         return known[0].kept_for is None
     num_kept = sum(1 for c in known if c.kept_for)
@@ -228,12 +228,8 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
     """The fastest of the links that no prompt may take, with its rate and the least rate, or that
     its ends have two connectors. Empty if none is refused."""
     links = _links(candidates, AttemptNeeds(model=model, mode="remote"))
-    refused = [
-        (writer, receiver)
-        for writer, receiver in links
-        if not writer.may_push_to(receiver)
-        if writer.min_handoff_gbps or not writer.is_cold_to(receiver)
-    ]
+    cold = [(one, two) for one, two in links if not one.may_push_to(two)]
+    refused = [e for e in cold if e[0].min_handoff_gbps or not e[0].is_cold_to(e[1])]
     if not refused:
         return ""
 
@@ -246,9 +242,8 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
         ways = f"{prefill.worker_id} moves pages with {prefill.connector}, but {decode.worker_id}"
         return f"{ways} with {decode.connector}; both need the same --connector"
     link = prefill.link_to(decode)
-    found = "has not been measured yet"
-    if link is not None:
-        found = f"({link.transport}) moves {link.gigabytes_per_second:.4g} GB/s"
+    moves = link and f"({link.transport}) moves {link.gigabytes_per_second:.4g} GB/s"
+    found = moves or "has not been measured yet"
     others = f" ({len(refused)} links are refused, this is the fastest)" if refused[1:] else ""
     return (
         f"the link {prefill.worker_id} to {decode.worker_id} {found}, but --min-handoff-gbps is "
@@ -270,7 +265,10 @@ def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
         return refused
     if need.fingerprint is not None:
         return "no live decode worker has the weights and settings with which the answer began"
-    return f"no prefill worker of {need.model!r} matches a decode worker or reaches one"
+    apart = [(one.record, two.record) for one in usable for two in usable]
+    apart = [ends for ends in apart if ends[0].does("prefill") and ends[1].does("decode")]
+    differ = next((text for one, two in apart if (text := one.difference_from(two))), "")
+    return f"no prefill worker of {need.model!r} matches a decode worker or reaches one{differ}"
 
 
 def _state(candidate: Candidate, need: AttemptNeeds) -> str:
@@ -349,8 +347,9 @@ def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterato
         record = candidate.record
         if does_both and record.role == "both":
             continue
-        may_push = record.may_push_to(decode.record)
-        if may_push and (candidate.record.life, decode.record.life) not in need.broken:
+        is_broken = (record.life, decode.record.life) in need.broken
+        by_pool = need.by_pool and record.shares_pool_with(decode.record)
+        if by_pool or (record.may_push_to(decode.record) and not is_broken):
             yield candidate
 
 

@@ -75,7 +75,12 @@ class Router:
         peers = Peers(now, access, config.max_request_s)
         others = OtherRouters(store, self.id)
         self.fleet = RoutedFleet(
-            FleetView(store), config.prefill, now, seats=others.seats, peers=peers
+            FleetView(store),
+            config.prefill,
+            now,
+            by_pool=config.kv_mode == "pool",
+            seats=others.seats,
+            peers=peers,
         )
         self.prefixes = SharedPrefixes(store, self.id, self.fleet.prompts, now)
         self.cleanup = Cleanup(peers)

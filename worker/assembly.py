@@ -28,7 +28,7 @@ from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
-from effuse.kvtransfer.units import UnitCache
+from effuse.kvtransfer.units import UnitCache, unit_tokens_of
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
 from effuse.models.group import ALONE, ContextGroup, RankPlace
@@ -55,6 +55,7 @@ from effuse.worker.watchdog import Pulse
 
 # A block's KV is stored by the forward after the one in which it settled.
 _COMMIT_RULE = "settled_recompute"
+_OPEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ class Assembly:
     ranks: Ranks | None
     caches: bool  # KV may outlive its request
     tiers: Tiers | None
+    unit_tokens: int | None = None  # in a unit of kept KV, if not the fewest
 
     def make_pool(self) -> tuple[PagePool, UnitCache]:
         """The accounts of the pages, and the cache over them."""
@@ -87,6 +89,7 @@ class Assembly:
             pool,
             page_size=self.memory.layout.span,
             block_size=config.block_size,
+            unit_tokens=self.unit_tokens,
             is_causal=config.prompt_attention == "causal_blocks",
         )
 
@@ -123,7 +126,11 @@ def assemble(
             ranks.wait_for("loaded", config.startup_timeout_s)
         part = make_part(config, role, pulse, model, ranks)
         layout = part.memory.layout
-        agreed = fingerprint(layout, _facts_of(config, directory, model))
+        block_size = model.config.block_size
+        unit_tokens = _unit_tokens(config, layout.span, block_size)
+        # Peers of other degrees have units of their own, which only matter in a shared pool.
+        of_one_rank = _unit_tokens(config, layout.page_size, block_size)
+        agreed = fingerprint(layout, _facts_of(config, directory, model, of_one_rank))
         if ranks is not None and connects:
             ranks.send(Open(agreed))
             ranks.wait_for("open", config.startup_timeout_s)
@@ -147,6 +154,7 @@ def assemble(
         ranks=ranks,
         caches=config.enable_prefix_caching,
         tiers=_tiers(config, part, agreed, ranks),
+        unit_tokens=unit_tokens,
     )
 
 
@@ -182,13 +190,22 @@ def _tiers(
                 raise ValueError(f"--kv-offloading-dir: {error}") from error
         if config.kv_pool is not None:
             stores.append(MooncakePool(PoolAddress.parse(config.kv_pool), name, part.host))
-    return Tiers(
+    tiers = Tiers(
         part.host if ranks is None else GroupHost(part.host, ranks),
         stores,
         now=time.monotonic,
         row_dtype=part.model.dtype,
         row_device=part.model.device,
     )
+    tiers.await_stores(_OPEN_S)  # first requests would compute what these have
+    return tiers
+
+
+def _unit_tokens(config: WorkerConfig, page_size: int, block_size: int) -> int:
+    try:
+        return unit_tokens_of(page_size, block_size, config.kv_unit_tokens)
+    except ValueError as error:
+        raise ValueError(f"--kv-unit-tokens: {error}") from error
 
 
 def _check_cuts(config: WorkerConfig, directory: Path) -> None:
@@ -217,7 +234,9 @@ def _connect_all(
     return own if ranks is None or config.num_replicas > 1 else GroupConnector(own, ranks)
 
 
-def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> ModelFacts:
+def _facts_of(
+    config: WorkerConfig, directory: Path, model: Transformer, unit_tokens: int
+) -> ModelFacts:
     return ModelFacts(
         weights=weights_digest(directory, config.adapter),
         architecture=model.config.architecture,
@@ -226,6 +245,7 @@ def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> Mode
         prompt_attention=model.config.prompt_attention,
         commit_rule=_COMMIT_RULE,
         deterministic=model.stores_alike,
+        unit_tokens=unit_tokens,
     )
 
 

@@ -65,6 +65,11 @@ class EngineSettings(ModelSettings):
     enable_prefix_caching: Annotated[
         bool, "keep the KV of ended requests for later ones that begin with the same tokens"
     ] = True
+    kv_unit_tokens: Annotated[
+        int | None,
+        "tokens in a unit of kept KV, the same for all workers of a fleet (default: the fewest "
+        "that fill whole pages and blocks)",
+    ] = None
     kv_offloading_size: Annotated[
         float, "GiB of host memory, of all devices together, for kept KV without room in the pool"
     ] = 0.0
@@ -90,6 +95,7 @@ class EngineSettings(ModelSettings):
         Access.__post_init__(self)
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs", "block_size"):
             checks.whole(name, getattr(self, name), 1)
+        checks.whole("kv_unit_tokens", self.kv_unit_tokens, 1)
         checks.whole("max_model_len", self.max_model_len, 1)
         checks.whole("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
         checks.choice("device", self.device, get_args(Device))

@@ -67,6 +67,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     cache_salt: str = ""  # prompts with other salts share no KV with it
     progress: bool = False
+    to_pool: bool = False  # the KV goes to the shared pool, and to a reservation only if that fails
 
 
 class PushTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -102,6 +103,7 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: Sampling
     settings: DecodeSettings
     writer: str | None  # incarnation of the prefill worker that will push; None prefills here
+    in_pool: bool = False  # the shared pool has KV of the prompt, which is to be read
     drafts: bool = False
     progress: bool = False
     num_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = (
@@ -252,6 +254,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     queue_s: float
     compute_s: float
     cached_tokens: int = 0  # prompt tokens whose KV was there
+    in_pool: bool = False  # the shared pool has its whole units; PromptPushed follows
 
 
 class PromptPushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

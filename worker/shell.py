@@ -147,6 +147,7 @@ class WorkerMetrics(ProcessMetrics):
             ("prefix_cache_units", "Units that the prefix cache holds", load.prefix_units),
             ("kv_offload_pages", "Pages of host memory that hold KV", load.offload_pages),
             ("kv_offload_file_bytes", "Bytes of files with KV", load.offload_file_bytes),
+            ("kv_pool_usable", "1 if the shared pool takes units", bool(load.offload_pool)),
             ("front_tasks", "Tasks of the front's event loop", now.tasks),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
@@ -230,7 +231,6 @@ class Shell:
         return "" if life is None else life.incarnation
 
     def where(self) -> str:
-        """Its address for other processes."""
         return self.address
 
     def admit(self, incarnation: str, kind: Kind | None = None) -> EngineLife:

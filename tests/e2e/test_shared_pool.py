@@ -41,9 +41,9 @@ def flags(mooncake: Mooncake) -> tuple[str, ...]:
     return "--kv-offloading-size", "0.02", "--kv-pool", mooncake.url
 
 
-def ask(fleet: Fleet, asked: list[list[int]]) -> list[Answer]:
+def ask(fleet: Fleet, asked: list[list[int]], params: effuse.Params = ASKED) -> list[Answer]:
     with effuse.Client(fleet.address, timeout_s=120) as client:
-        return all_at_once(lambda prompt: client.generate(prompt, ASKED), asked)
+        return all_at_once(lambda prompt: client.generate(prompt, params), asked)
 
 
 def counted(fleet: Fleet, name: str, worker: str) -> float:

@@ -20,7 +20,7 @@ from effuse.kvtransfer.messages import Field
 FIELD_NAMES = (
     *("weights", "architecture", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_size"),
     *("layout", "block_size", "mask_token_id", "prompt_attention", "commit_rule", "layer_groups"),
-    *("digest", "deterministic"),
+    *("digest", "deterministic", "kv_unit_tokens"),
 )
 LAYOUT = KVLayout("unified", 7, 2, 32, 16, "float32")
 FACTS = ModelFacts(

@@ -132,6 +132,17 @@ def test_many_units_come_at_once(user: PoolUser) -> None:
     assert isinstance(missing.exception(20), FileNotFoundError)
 
 
+def test_many_searches_at_once_have_their_own_results(home: Path, user: PoolUser) -> None:
+    for at in (0, 1, 3):
+        user.keep(KEYS[at], at)
+    texts = [KEYS[:2], KEYS[2:4], KEYS[:4], KEYS[3:4], KEYS[7:]]
+    asked = [user.pool.find(dict.fromkeys(text, b"")) for text in texts]
+    assert [one.result(20) for one in asked] == [2, 0, 2, 1, 0]
+    (home / "code").write_text("-800")
+    asked = [user.pool.find(dict.fromkeys(text, b"")) for text in texts]
+    assert {type(one.exception(20)) for one in asked} == {ConnectionError}
+
+
 def test_a_unit_that_is_not_there_is_no_failure_of_the_pool(user: PoolUser) -> None:
     with pytest.raises(FileNotFoundError):
         user.load(KEYS[0], 1)

@@ -12,7 +12,7 @@ from kvtransfer.test_tiered_cache import storm
 from kvtransfer.tier_scene import PAGE_BYTES, TEXTS, Scene
 
 from effuse.kvtransfer import tiered_cache
-from effuse.kvtransfer.store_tier import AGAIN_S, READ_S, WRITE_S
+from effuse.kvtransfer.store_tier import AGAIN_S, FIND_S, READ_S, WRITE_S
 from effuse.kvtransfer.stores import UnitFacts
 from effuse.kvtransfer.tiers import Tiers
 from kvtransfer import fake_pool
@@ -171,8 +171,14 @@ def test_a_pool_that_comes_late_is_used_once_it_is_there(caplog: pytest.LogCaptu
     assert len(shared.units) == 12
 
 
-def test_a_search_that_waits_for_others_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
-    """Its request computes."""
+def go_on(scene: Scene) -> None:
+    for _ in range(6):
+        scene.poll()
+        scene.admit()
+
+
+def test_a_search_that_waits_for_others_has_longer(caplog: pytest.LogCaptureFixture) -> None:
+    """Of many requests at once none computes because it has waited for the others' searches."""
     shared = SharedUnits()
     worker(shared).run(TEXTS[0], TEXTS[1])
     scene = worker(shared)
@@ -181,14 +187,17 @@ def test_a_search_that_waits_for_others_is_no_failure(caplog: pytest.LogCaptureF
     early, late = scene.start(TEXTS[0]), scene.start(TEXTS[1])
     scene.admit()
     assert scene.shared is not None
-    scene.time += 0.4
+    scene.time += FIND_S - 0.1
     scene.shared.stuck.pop(0).set_result(6)
-    scene.poll()
-    scene.time += 0.2
-    scene.poll()
-    scene.admit()
-    assert late in scene.running and late.units.num_found == 0
-    assert early in scene.waiting and scene.counts.failures == 0 and not caplog.records
+    shared.fault = ""
+    go_on(scene)
+    scene.time += FIND_S - 0.1
+    go_on(scene)
+    assert early in scene.running and late in scene.waiting
+    scene.shared.stuck.pop(0).set_result(6)
+    go_on(scene)
+    assert late in scene.running and late.units.num_found == 6
+    assert scene.counts.failures == 0 and not caplog.records
 
 
 def test_a_request_that_was_preempted_asks_again() -> None:

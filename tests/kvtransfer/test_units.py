@@ -29,13 +29,20 @@ class Books:
 
     draw: random.Random
     is_causal: bool
+    unit_tokens: int = 4
     pool: PagePool = field(default_factory=lambda: PagePool(24))
     requests: list[Request] = field(default_factory=list)
     writers: list[tuple[PageRef, ...]] = field(default_factory=list)  # with reserved pages
     quarantined: list[tuple[PageRef, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cache = UnitCache(self.pool, page_size=2, block_size=4, is_causal=self.is_causal)
+        self.cache = UnitCache(
+            self.pool,
+            page_size=2,
+            block_size=4,
+            unit_tokens=self.unit_tokens,
+            is_causal=self.is_causal,
+        )
 
     def begin(self) -> None:
         text = random.Random(self.draw.randrange(3)).choices(range(9), k=24)

@@ -149,10 +149,11 @@ class Rig:
         """The clock."""
         return self.time
 
-    def start(self, name: str, token_ids: Sequence[int]) -> AttemptId:
+    def start(self, name: str, token_ids: Sequence[int], *, to_pool: bool = False) -> AttemptId:
         """Has the engine begin a prompt."""
-        attempt = attempt_of(name)
-        self.engine.handle(StartPrefill(attempt=attempt, prompt_token_ids=tuple(token_ids)))
+        attempt, ids = attempt_of(name), tuple(token_ids)
+        message = StartPrefill(attempt=attempt, prompt_token_ids=ids, to_pool=to_pool)
+        self.engine.handle(message)
         return attempt
 
     def reserve(self, attempt: AttemptId, num_pages: int) -> Reservation:

@@ -145,6 +145,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         super().__init__(worker_id, handoffs)
         self.prompts: list[list[int]] = []
         self.salts: list[str] = []
+        self.pool_works = True  # for prompts that go there
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.server.server)
 
     async def Prefill(
@@ -163,9 +164,15 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
                 for count in (4, 8):
                     yield pb.PrefillResponse(progress=pb.PrefillProgress(computed_tokens=count))
                 await self.point("progress")
-            computed = pb.PrefillComputed(queue_s=0.0, compute_s=0.01, cached_tokens=2)
+            in_pool = start.to_pool and self.pool_works
+            computed = pb.PrefillComputed(
+                queue_s=0.0, compute_s=0.01, cached_tokens=2, in_pool=in_pool
+            )
             yield pb.PrefillResponse(computed=computed)
             await self.point("computed")
+            if in_pool:
+                yield pb.PrefillResponse(pushed=pb.PrefillPushed(pages=1, bytes=64, push_s=0.001))
+                return
             reservation = (await anext(request_iterator)).reservation
             assert reservation.attempt == start.attempt
             await self.point("reservation")

@@ -31,6 +31,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "--sentinel-credentials", str(pem), "--redis-ca", str(pem),
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote", "--no-steering",
+            "--kv-mode", "pool",
             "--show-requests",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
             "--max-queue", "5", "--max-answers", "7", "--max-losses", "6", "--retry-share", "0.5",

@@ -12,7 +12,7 @@ import torch
 from checkpoints import TinySizes, write_tiny_checkpoint
 from decoding.engines import layout_of, load_tiny
 
-from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.layout import KVLayout, mismatch
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
@@ -215,3 +215,21 @@ def test_a_gpu_that_cannot_compute_rows_alike_is_refused(
     expected = "--batch-invariant: expected bfloat16 or float16 on a Hopper GPU, got .* on the GPU"
     with pytest.raises(ValueError, match=expected):
         rank_part.check_batch_invariant(torch.device("cuda", 0), dtype)
+
+
+def test_the_tokens_of_a_unit_fill_pages_and_blocks_and_must_agree(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", block_size=8)
+    prints = []
+    for asked, expected in ((None, 24), (96, 96)):
+        config = WorkerConfig(
+            model=path, device="cpu", num_pages=8, page_size=12, kv_unit_tokens=asked
+        )
+        parts = assemble(config, "life-1", "decode", None, Pulse())
+        _, cache = parts.make_pool()
+        prints.append(parts.fingerprint)
+        assert cache.unit_size == parts.unit_tokens == expected
+    found = mismatch(*prints)
+    text = "fingerprint field 'kv_unit_tokens' differs: ours is '24', theirs is '96'"
+    assert str(found) == text
+    with pytest.raises(ValueError, match=r"--kv-unit-tokens: expected a multiple of 24 .* got 36"):
+        assemble(replace(config, kv_unit_tokens=36), "life-1", "decode", None, Pulse())

@@ -40,18 +40,20 @@ class PrefillRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "incarnation", "cache_salt", "progress")
+    __slots__ = ("attempt", "prompt_token_ids", "incarnation", "cache_salt", "progress", "to_pool")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    TO_POOL_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     incarnation: str
     cache_salt: str
     progress: bool
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., incarnation: _Optional[str] = ..., cache_salt: _Optional[str] = ..., progress: _Optional[bool] = ...) -> None: ...
+    to_pool: bool
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., incarnation: _Optional[str] = ..., cache_salt: _Optional[str] = ..., progress: _Optional[bool] = ..., to_pool: _Optional[bool] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("computed", "pushed", "progress")
@@ -70,14 +72,16 @@ class PrefillProgress(_message.Message):
     def __init__(self, computed_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillComputed(_message.Message):
-    __slots__ = ("queue_s", "compute_s", "cached_tokens")
+    __slots__ = ("queue_s", "compute_s", "cached_tokens", "in_pool")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IN_POOL_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     compute_s: float
     cached_tokens: int
-    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    in_pool: bool
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., in_pool: _Optional[bool] = ...) -> None: ...
 
 class PrefillPushed(_message.Message):
     __slots__ = ("pages", "bytes", "push_s")
@@ -198,8 +202,10 @@ class DecodeRequest(_message.Message):
     def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., group: _Optional[str] = ..., gap_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., progress: _Optional[bool] = ...) -> None: ...
 
 class LocalPrefill(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("in_pool",)
+    IN_POOL_FIELD_NUMBER: _ClassVar[int]
+    in_pool: bool
+    def __init__(self, in_pool: _Optional[bool] = ...) -> None: ...
 
 class DecodeSampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "answer_index")
