@@ -36,7 +36,7 @@ from effuse.router.config import RouterConfig
 from effuse.router.config import parse as parse_router
 from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
 from effuse.telemetry import logs
-from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig, WorkerConfig
 from effuse.worker.gpus import gpus_here, no_gpu
 
 # Flags that the fleet itself sets for each of its processes.
@@ -230,7 +230,8 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
 
 
 def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup]) -> FleetConfig:
-    """The fleet from the flags. Raises ValueError if there are too few GPUs."""
+    """The fleet from the flags. Raises ValueError if there are too few GPUs, or if workers that do
+    both cannot have these flags."""
 
     def words(*wanted: str) -> tuple[str, ...]:
         """The words of `rest` for these groups: those whose flag belongs to no other group."""
@@ -240,6 +241,9 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
         return tuple(others.parse_known_args(rest)[1])
 
     _settle_roles(found)
+    if found.workers:
+        names = set().union(*(groups[name].names for name in groups.keys() - {"router"}))
+        BothConfig(**{name: getattr(found, name) for name in names})
     http = http_flags(found.http_port, beside=found.port) if found.http else ()
     asked = bool(found.gpus or found.prefill_gpus or found.decode_gpus)
     # Named GPUs imply --device cuda, so that an unusable one is an error instead of a fall-back to
@@ -325,9 +329,8 @@ def _check_flags(
             names = group.names | groups["every"].names  # may be checked together
             if name == "router":
                 names = names | {"host"}  # which only the routers have
-            if name in ("prefill", "decode"):  # which may cut the context over their devices
-                names = names | {"tensor_parallel_size", "page_size", "attention"}
-                names = names | {"batch_invariant", "kv_layout"}
+            if name in ("prefill", "decode"):  # whose flags exclude some of every worker's
+                names = names | groups["workers"].names
             given = {one: getattr(found, one) for one in names}
             of_role = getattr(found, f"{name}_tensor_parallel_size", None)
             if of_role is not None:

@@ -19,6 +19,7 @@ from effuse.kvtransfer.connector import (
     ConnectorEvent,
     Expect,
     FinishPush,
+    Forget,
     Promised,
     Pushed,
     PushFailed,
@@ -42,6 +43,7 @@ from effuse.worker.rank_messages import (
 from effuse.worker.ranks import Ranks
 
 _FAILURES = (ArrivalRefused, PushFailed)
+_SUCCESSES = (Arrived, Pushed)
 
 
 class GroupRunner:
@@ -212,8 +214,8 @@ class GroupConnector:
                 self._events.begin(reservation.transfer_id)
                 if not isinstance(num_final, ForwardProgress):
                     theirs = PushPages(reservation, pages, first)
-            case Cancel(transfer_id):
-                self._events.begin(transfer_id)
+            case Cancel(transfer_id) | Forget(transfer_id):
+                self._events.give_up(transfer_id)
                 self._unfinished.pop(transfer_id, None)
             case _:
                 pass
@@ -253,6 +255,7 @@ class _Transfer:
 
     events: dict[type[ConnectorEvent], dict[int, ConnectorEvent]] = field(default_factory=dict)
     has_failed: bool = False
+    is_given_up: bool = False  # so that PushCancelled or Fenced ends it
 
 
 class RankEvents:
@@ -270,6 +273,11 @@ class RankEvents:
         """Accepts events of this transfer until it has ended on all ranks; ignores later ones."""
         self._transfers.setdefault(transfer_id, _Transfer())
 
+    def give_up(self, transfer_id: str) -> None:
+        """The same of a transfer that is abandoned. Ranks may have succeeded already, which ends it
+        no more: the caller waits until all have stopped."""
+        self._transfers.setdefault(transfer_id, _Transfer()).is_given_up = True
+
     def take(self, rank: int, event: ConnectorEvent) -> list[ConnectorEvent]:
         """The merged event after this one; none while other ranks are awaited. A rank may send the
         same event twice."""
@@ -285,7 +293,8 @@ class RankEvents:
         said.setdefault(rank, event)
         if len(said) < self._num_ranks:
             return []
-        del self._transfers[event.transfer_id]  # each of these events ends it
+        if not (transfer.is_given_up and isinstance(event, _SUCCESSES)):
+            del self._transfers[event.transfer_id]
         return [_merged([said[one] for one in range(self._num_ranks)])]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 from checkpoints import write_tiny_checkpoint
 from e2e.processes import restart
 
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
+from effuse.cli.up import parse
 
 # Ids that no GPU has: each worker finds none behind its own and computes on the CPU.
 FIRST, SECOND = "GPU-00000000-0000-0000-0000-000000000001", "MIG-2"
@@ -64,3 +66,20 @@ def test_prefill_workers_that_cut_prompts_get_gpus_for_all_parts() -> None:
         "prefill-0": "0,1,2,3",
         "decode-0": "4",
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--kv-offloading-dir .", "2: expected no --kv-offloading-dir with it"),
+        ("--kv-pool mooncake://127.0.0.1:1/x", "2: expected no --kv-pool with it"),
+        ("--workers 1", "expected 1 for a worker that both computes prompts for others and"),
+    ],
+)
+def test_flags_that_a_cut_of_prompts_excludes_are_refused_before_a_process_starts(
+    capsys: pytest.CaptureFixture[str], flags: str, told: str
+) -> None:
+    cut = ["--device", "cpu", "--prefill-context-parallel-size", "2", "--kv-offloading-size", "1"]
+    with pytest.raises(SystemExit):
+        parse([*cut, *flags.split()])
+    assert told in capsys.readouterr().err

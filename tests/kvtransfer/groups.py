@@ -19,6 +19,7 @@ from effuse.kvtransfer.connector import (
     ConnectorEvent,
     Expect,
     FinishPush,
+    Forget,
     PushPages,
 )
 from effuse.kvtransfer.layout import KVLayout
@@ -63,8 +64,8 @@ class RankConnectors:
         """Has every rank carry out a command."""
         if isinstance(command, Expect | PushPages | FinishPush):
             self._events.begin(command.reservation.transfer_id)
-        elif isinstance(command, Cancel):
-            self._events.begin(command.transfer_id)
+        elif isinstance(command, Cancel | Forget):
+            self._events.give_up(command.transfer_id)
         for connector in self._ranks:
             connector.send(command)
 

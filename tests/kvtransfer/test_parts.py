@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -16,9 +18,13 @@ from kvtransfer.reception_scene import Scene
 from effuse.kvtransfer.connector import (
     ArrivalRefused,
     Arrived,
+    Cancel,
     Cause,
+    Command,
     ConnectorEvent,
+    Expect,
     Fenced,
+    Forget,
     HandoffRefused,
     Promised,
     PushCancelled,
@@ -32,7 +38,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, Heads, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_peers import cuts
 from effuse.kvtransfer.push import check_push, parts_of, shard_of
-from effuse.worker.group_parts import RankEvents
+from effuse.worker.group_parts import GroupConnector, RankEvents
 
 DEGREES = (1, 2, 4, 8, 16)
 GROUPS = range(LAYOUT.num_groups)
@@ -238,6 +244,7 @@ def test_a_part_that_is_wrong_refuses_the_transfer() -> None:
 # What ranks say together.
 
 NAME = "transfer-1"
+PUSHED = Pushed(NAME, 4, 10, 0.5)
 
 
 def arrived(num_bytes: int, seconds: float) -> Arrived:
@@ -269,6 +276,40 @@ def test_the_first_rank_that_fails_fails_all_and_all_must_end() -> None:
         for rank in (1, 1, 0, 0):
             told += events.take(rank, end)
         assert told == [end]
+
+
+def test_a_transfer_that_is_given_up_ends_once_all_ranks_have_stopped() -> None:
+    """Also if all of them had succeeded, unseen, when the command came."""
+    events = RankEvents(2)
+    for success, end in ((arrived(3, 0.5), Fenced(NAME)), (PUSHED, PushCancelled(NAME))):
+        events.begin(NAME)
+        assert events.take(0, success) == []
+        events.give_up(NAME)
+        assert len(events.take(1, success)) == 1
+        assert events.take(0, end) == []
+        assert events.take(1, end) == [end]
+        assert events.take(1, end) == [], "it is over"
+
+
+@pytest.mark.parametrize(
+    ("command", "success", "end"),
+    [
+        (Cancel(NAME), PUSHED, PushCancelled(NAME)),
+        (Forget(NAME), arrived(3, 0.5), Fenced(NAME)),
+    ],
+)
+def test_a_group_waits_for_the_end_of_what_it_gives_up(
+    command: Command, success: ConnectorEvent, end: ConnectorEvent
+) -> None:
+    with open(os.eventfd(0), "rb", buffering=0) as signal:
+        own, ranks = Mock(fileno=signal.fileno), Mock(size=2, event_signal=os.dup(signal.fileno()))
+        own.poll.return_value = ranks.events.return_value = [success, end]
+        group = GroupConnector(own, ranks)
+        group.send(Expect(reserved_by(2), None))
+        group.send(command)
+        assert group.poll()[-1] == end
+        group.close()
+        os.close(ranks.event_signal)
 
 
 def test_ranks_have_pushed_what_all_of_them_have() -> None:
