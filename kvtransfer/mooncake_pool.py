@@ -46,6 +46,7 @@ _Kept = tuple[Key, Sequence[memoryview], "Future[int]", Callable[[], UnitFacts]]
 _Moving = TypeVar("_Moving", _Wanted, _Kept)
 
 _READERS: Final = 2
+_KEPT_UNITS: Final = 32  # in one call; prompts on their way to the pool wait for each call's end
 _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait less
 _KILLED_S: Final = 5.0
 _MOST_KNOWN: Final = 1 << 18  # units; those of the pool are forgotten here beyond that
@@ -242,7 +243,7 @@ class MooncakePool(UnitStore):
 
     def _keep_some(self) -> None:
         """The same for units to keep."""
-        if not (batch := _taken(self._keeps)):
+        if not (batch := _taken(self._keeps, _KEPT_UNITS)):
             return
         names = tuple(self._name(key) for key, *_ in batch)
         places = tuple(self._places(views) for _, views, *_ in batch)
@@ -282,12 +283,12 @@ class MooncakePool(UnitStore):
         return tuple(found)
 
 
-def _taken(queue: "SimpleQueue[_Moving]") -> list[_Moving]:
+def _taken(queue: "SimpleQueue[_Moving]", most: int = MOST_UNITS) -> list[_Moving]:
     """Units that wait, as many as one call takes."""
     batch: list[_Moving] = []
     num_bytes = 0
     with suppress(Empty):
-        while len(batch) < MOST_UNITS and num_bytes < MOST_BYTES:
+        while len(batch) < most and num_bytes < MOST_BYTES:
             one = queue.get_nowait()
             if one[2].set_running_or_notify_cancel():
                 batch.append(one)

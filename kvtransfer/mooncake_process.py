@@ -27,7 +27,7 @@ PRESENT: Final = -705
 FULL: Final = -200
 """Its code for a pool without room."""
 MOST_UNITS: Final = 256
-"""In one call to load or to keep."""
+"""In one call to load."""
 MOST_BYTES: Final = 64 << 20
 """The same; a larger unit comes by itself."""
 _ROOM: Final = MOST_BYTES + (4 << 20)  # with heads, for a lane
