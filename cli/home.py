@@ -17,7 +17,7 @@ from typing import Final
 from effuse.cli.addresses import PAGE, PREFIX, READY, SECRET, homes, read_facts
 from effuse.cli.commands import value_of
 from effuse.placement.access import RIGHTS, RedisAccess
-from effuse.protos.channels import FleetSecret
+from effuse.protos.fleet_secret import FleetSecret
 from effuse.protos.rpc import write_ready_file
 
 _LOCK: Final = "in-use"  # locked as long as the fleet's process lives

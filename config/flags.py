@@ -119,8 +119,6 @@ _MOST_SHOWN: Final = 1000  # characters of an error, which may quote a value of 
 
 
 class Dataclass(Protocol):
-    """Any dataclass type."""
-
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 

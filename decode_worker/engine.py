@@ -107,7 +107,6 @@ class DecodeEngine:
         return self._executor.is_running or self._cache.is_copying
 
     def close(self) -> None:
-        """Stops the connector."""
         self._cache.close()
         self._handoffs.close()
 

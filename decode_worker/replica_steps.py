@@ -34,7 +34,6 @@ class ReplicaStepper:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no slot has a request."""
         return not self._taken
 
     def join(self, slot: int, row: Integers, boundary: Tensor | None = None) -> None:
@@ -55,7 +54,6 @@ class ReplicaStepper:
         self._obey(GrowSlot(slot, first, pages.tobytes(), storable))
 
     def launch(self) -> None:
-        """Asks for a step."""
         self.asks = True
 
     def take(self, launched: Launched) -> None:

@@ -69,7 +69,6 @@ class ReplicatedEngine:
         return any(engine.is_working() for engine in self._engines)
 
     def handle(self, message: ToEngine) -> None:
-        """Handles one message of the front."""
         match message:
             case StartDecode():
                 self._place(message).handle(message)
@@ -101,7 +100,6 @@ class ReplicatedEngine:
         return Load(**{**sums, "prompt_piece": max(one.prompt_piece for one in loads)})
 
     def close(self) -> None:
-        """Stops the connectors."""
         for engine in self._engines:
             engine.close()
 

@@ -343,7 +343,6 @@ class CanvasStep:
 
     @property
     def block_end(self) -> int:
-        """End of that block."""
         return min(self.block_start + self.settings.block_length, self.sequence.mask_end)
 
     def masks(self) -> IntArray:

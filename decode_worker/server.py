@@ -57,8 +57,6 @@ class _DecodeCall:
 
 
 class DecodeServicer(pb_grpc.DecodeServiceServicer):
-    """Answers for one shell."""
-
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
 

@@ -5,7 +5,6 @@ rows, and visibility becomes a block mask whose blocks are counted, not evaluate
 `--attention flex`; `attention` is the operator for serving.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from effuse.kernels.attention_batch import AttentionBatch
 
 MASK_BLOCK = 128
+# Uncompiled calls build whole matrices of scores, which are small enough on a CPU. By default they
+# still trace each new shape, which takes longer than all else there.
+torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +138,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, scale: fl
     """FlexAttention of q [S, H, rows, D] over k and v [S, keys, Hkv, D]; compiled on CUDA."""
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     gqa = q.shape[1] != keys.shape[1]
+    attention: Callable[..., object] = flex_attention
     if q.is_cuda:
-        out = _compiled()(q, keys, values, block_mask=mask, scale=scale, enable_gqa=gqa)
-    else:
-        with warnings.catch_warnings():
-            # Uncompiled it builds whole matrices of scores, which are small enough here.
-            warnings.simplefilter("ignore")
-            out = flex_attention(q, keys, values, block_mask=mask, scale=scale, enable_gqa=gqa)
+        attention = _compiled()
+    out = attention(q, keys, values, block_mask=mask, scale=scale, enable_gqa=gqa)
     assert isinstance(out, Tensor)
     return out
 

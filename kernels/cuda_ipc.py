@@ -50,7 +50,6 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Releases one mapping."""
     _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
 
 

@@ -248,7 +248,6 @@ def _scramble(value, key):
 
 @triton.jit
 def _merged(even, odd, key, PIECE_STRIPES: tl.constexpr):
-    """The digest of the accumulators."""
     even, odd = even ^ key[0], odd ^ key[1]
     length: tl.constexpr = PIECE_STRIPES * 64 * _PRIME_64 % 2**64
     digest = tl.sum((even * odd) ^ tl.umulhi(even, odd), 0) + tl.full((), length, tl.uint64)

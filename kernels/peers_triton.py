@@ -214,7 +214,6 @@ def _own(
 
 @triton.jit
 def _buffer(buffers, rank, BITS: tl.constexpr):
-    """A rank's buffer."""
     address = tl.multiple_of(tl.load(buffers + rank), 16)
     return tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
 

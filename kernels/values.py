@@ -58,7 +58,6 @@ class RowSampling:
     score: Tensor  # [R] int8, a `ScoreCode`
 
     def of_rows(self, rows: Tensor | slice) -> Self:
-        """The entries of these rows."""
         return replace(self, **{one.name: getattr(self, one.name)[rows] for one in fields(self)})
 
 

@@ -135,12 +135,6 @@ def check_pages(part: Arriving) -> None:
         raise HandoffRefused(Cause.COVERAGE, f"page {index} ({part.pages[index]}) never arrived")
 
 
-def check_num_bytes(reserved: int, written: int) -> None:
-    """The writer's count of bytes equals the reserved bytes."""
-    if written != reserved:
-        raise HandoffRefused(Cause.SIZE, f"expected {reserved} bytes, got {written}")
-
-
 def check_same_prompt(manifest: Manifest, others: Sequence[Manifest]) -> None:
     """All parts of a transfer are of one prompt. The hidden row is not compared, because ranks may
     round it differently.

@@ -24,8 +24,6 @@ class ReceiverState(Enum):
 
 
 class ReceiverEvent(Enum):
-    """Events of a reservation."""
-
     OFFERED = auto()
     ARRIVED = auto()  # complete and verified
     REFUSED = auto()  # it arrived and was wrong
@@ -36,8 +34,6 @@ class ReceiverEvent(Enum):
 
 
 class ReceiverDo(Enum):
-    """The receiver's instructions."""
-
     OPEN_PAGES = auto()
     EXPECT = auto()
     FORGET = auto()
@@ -86,8 +82,6 @@ class SenderState(Enum):
 
 
 class SenderEvent(Enum):
-    """Events of a prompt's handoff."""
-
     ADDRESSED = auto()  # the reservation arrived
     PAGES_READY = auto()
     COMPUTED = auto()
@@ -99,8 +93,6 @@ class SenderEvent(Enum):
 
 
 class SenderDo(Enum):
-    """The receiver's instructions."""
-
     PUSH = auto()  # pages that are ready and not pushed yet
     FINISH = auto()
     CANCEL = auto()
@@ -174,15 +166,12 @@ class Machine(Generic[StateT, EventT, DoT]):
         return to_do
 
     def allows(self, event: EventT) -> bool:
-        """Whether the event is allowed now."""
         return (self.state, event) in self._table
 
     def renew(self, now: float, lease_s: float) -> None:
-        """Restarts the lease now."""
         self.deadline = now + lease_s
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the lease has expired."""
         return now >= self.deadline
 
     def story(self) -> str:

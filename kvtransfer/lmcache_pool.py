@@ -1,7 +1,6 @@
 """The server of LMCache (`lmcache_server HOST PORT`) as a store of units that workers share.
 
-Its protocol needs no package of LMCache. It keeps every unit until it ends: there is no limit, and
-no command to remove one. A unit is one object of raw bytes.
+It keeps all until it ends: nothing limits it or removes an object. A unit is one of raw bytes.
 """
 
 import hashlib
@@ -18,8 +17,7 @@ from effuse.kvtransfer.units import Key
 
 _ASKED: Final = struct.Struct("9i150s")  # command, bytes, format, type, place, shape of 4, key
 _ANSWER: Final = struct.Struct("9i")  # code, bytes, and what was told with the object
-_PUT, _GET, _EXIST, _FOUND = 1, 2, 3, 200
-_BINARY, _UINT8 = 4, 6
+_PUT, _GET, _EXIST, _FOUND, _BINARY, _UINT8 = 1, 2, 3, 200, 4, 6
 _TOGETHER: Final = 256  # questions on their way; their answers fit into a socket's buffer
 _ANSWER_S: Final = 10.0
 
@@ -33,7 +31,7 @@ class LMCachePool(UnitStore):
     most_writes = 32
 
     def __init__(self, address: PoolAddress, content: str) -> None:
-        """`content` names all facts on which the bytes of a unit depend, beside its key."""
+        """Arguments as of `MooncakePool`."""
         super().__init__()
         self._peer = address.host, address.port
         place = f"{address.host}:{address.port}/{address.namespace}/{content}".encode()
@@ -85,7 +83,7 @@ class LMCachePool(UnitStore):
 
         def ask(line: socket.socket) -> bytearray | None:
             line.sendall(self._asked(_GET, key))
-            # The server sends the rest only once the first few bytes are acknowledged.
+            # The server sends the rest only once its first few bytes are acknowledged.
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
             code, size = _answer(line)
             if size > HEAD.size + MOST_BOUNDARY + num_bytes:

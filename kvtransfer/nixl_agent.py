@@ -137,7 +137,6 @@ class NixlAgent:
         self._agent.release_xfer_handle(transfer)
 
     def release_pages(self, pages: PageList) -> None:
-        """Frees a prepared list."""
         self._agent.release_dlist_handle(pages)
 
     def notify(self, peer: str, message: bytes) -> None:

@@ -117,7 +117,6 @@ class NixlPeer:
 
     @property
     def name(self) -> str:
-        """Name of its agent."""
         return self.address.agent_name
 
     @property

@@ -15,8 +15,6 @@ from effuse.kvtransfer.messages import PageRef
 
 
 class PageState(Enum):
-    """State of a page."""
-
     FREE = auto()
     RESERVED = auto()  # held; no writer knows of it
     RECEIVING = auto()  # a remote writer may write at any time
@@ -25,8 +23,6 @@ class PageState(Enum):
 
 
 class PageEvent(Enum):
-    """Events of a page."""
-
     RESERVE = auto()
     TAKE = auto()  # by a local writer
     OPEN = auto()  # to a remote writer
@@ -95,7 +91,6 @@ class PagePool:
         return self._counts[PageState.FREE] + (self.spare.num_pages if self.spare else 0)
 
     def count(self, state: PageState) -> int:
-        """Pages in this state."""
         return self._counts[state]
 
     def state(self, page: PageRef) -> PageState:

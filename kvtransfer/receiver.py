@@ -69,12 +69,10 @@ class HandoffReceiver:
 
     @property
     def can_receive(self) -> bool:
-        """Whether there is a connector."""
         return self._connector is not None
 
     @property
     def page_bytes(self) -> int:
-        """Bytes in a page."""
         return self._identity.page_bytes
 
     @property
@@ -150,7 +148,6 @@ class HandoffReceiver:
         return [report for report in reports if report is not None]
 
     def close(self) -> None:
-        """Ends the connector."""
         if self._connector is not None:
             self._connector.close()
 

@@ -10,7 +10,6 @@ from effuse.kvtransfer.arrival import (
     Arriving,
     Expected,
     check_digest,
-    check_num_bytes,
     check_pages,
     check_same_prompt,
     check_span,
@@ -225,7 +224,8 @@ class Receptions:
         if part.manifest is not None:
             raise HandoffRefused(Cause.MALFORMED, "a second manifest arrived")
         self._check_fingerprint(manifest.fingerprint)
-        check_num_bytes(part.num_bytes, manifest.num_bytes)
+        if (found := manifest.num_bytes) != part.num_bytes:
+            raise HandoffRefused(Cause.SIZE, f"expected {part.num_bytes} bytes, got {found}")
         check_pages(part)
         others = [one.manifest for one in expected.parts.values() if one.manifest is not None]
         check_same_prompt(manifest, others)

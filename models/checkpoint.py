@@ -60,7 +60,6 @@ class TensorFile:
         self._mapped = 0
 
     def names(self) -> list[str]:
-        """Its tensors."""
         return self._file.keys()
 
     def shape(self, name: str) -> Shape:

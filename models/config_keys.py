@@ -70,21 +70,18 @@ class ConfigKeys:
         raise self.error(key, f"expected a number above 0, found {value!r}")
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """true or false."""
         value = self._value(key, default, "true or false")
         if not isinstance(value, bool):
             raise self.error(key, f"expected true or false, found {value!r}")
         return value
 
     def text(self, key: str) -> str:
-        """A string."""
         value = self._value(key, None, "a string")
         if not isinstance(value, str):
             raise self.error(key, f"expected a string, found {value!r}")
         return value
 
     def strings(self, key: str, *, required: bool = True) -> tuple[str, ...]:
-        """A list of strings."""
         value = self._value(key, None if required else [], "a list of strings")
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, f"expected a list of strings, found {value!r}")

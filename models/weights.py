@@ -108,6 +108,7 @@ def measure_products(model: Transformer) -> None:
     for weights, shares, out_dtype in products:
         if weights:
             measure(weights[:_MEASURED_LAYERS], shares=shares, out_dtype=out_dtype)
+    torch.cuda.empty_cache()  # the pool gets what is free
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:

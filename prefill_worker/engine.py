@@ -111,7 +111,6 @@ class PrefillEngine:
         return self._executor.is_running
 
     def close(self) -> None:
-        """Stops the connector."""
         self._cache.close()
         self._sender.close()
 

@@ -29,6 +29,8 @@ from effuse.worker.messages import (
 
 LOG = logging.getLogger(__name__)
 
+PASSING_SHARE = 4  # of a forward's budget, one part is for prompts that pass a longer one
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prompt:
@@ -184,15 +186,31 @@ def schedule(left: Sequence[tuple[int, bool]], *, budget: int, block_size: int) 
     """Tokens of each prompt in the next forward, 0 if it waits; oldest first.
 
     left: (tokens to compute, can be split) of each. Chunks end at a block's end, or with the
-    prompt.
+    prompt. If the oldest one needs several forwards, younger ones that end in this one pass it,
+    shortest first. They have a share of the budget, so the oldest one still ends in time.
     """
-    chunks: list[int] = []
-    for tokens, can_split in left:
+    chunks = _passing(left, budget)
+    budget -= sum(chunks)
+    for index, (tokens, can_split) in enumerate(left):
         chunk = tokens
         if tokens > budget:
             chunk = budget // block_size * block_size if can_split else 0
-        chunks.append(chunk)
-        budget -= chunk
+        if not chunks[index]:
+            chunks[index] = chunk
+            budget -= chunk
+    return chunks
+
+
+def _passing(left: Sequence[tuple[int, bool]], budget: int) -> list[int]:
+    """Tokens of each prompt that passes a long one in this forward."""
+    chunks = [0] * len(left)
+    if left and left[0][0] > budget and left[0][1]:
+        room = budget // PASSING_SHARE
+        for tokens, index in sorted((one[0], index) for index, one in enumerate(left)):
+            if tokens > room:
+                break
+            chunks[index] = tokens
+            room -= tokens
     return chunks
 
 

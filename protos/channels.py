@@ -31,6 +31,7 @@ from google.protobuf.message import Message
 
 from effuse.protos import rpc
 from effuse.protos.errors import InvalidRequest, PeerLost, Unauthenticated
+from effuse.protos.fleet_secret import LEAST_BYTES, FleetSecret
 from effuse.protos.gate import TOLD
 from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
@@ -58,8 +59,6 @@ proof_stub: Final = cast("Stub[proof.ProofServiceAsyncStub]", proof.ProofService
 
 TOKEN_KEY: Final = "effuse-fleet-token"
 """Metadata under which a call carries its digest."""
-LEAST_BYTES: Final = 16
-MOST_BYTES: Final = 4096
 NONCE_BYTES: Final = 32
 _LONGEST_NONCE: Final = 64
 FLEET_NAME: Final = "effuse-fleet"
@@ -107,42 +106,6 @@ class MetadataChannel(grpc.aio.Channel):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-
-class FleetSecret:
-    """The secret, which is never printed."""
-
-    def __init__(self, secret: bytes) -> None:
-        """Raises OSError if the file is too short or too long."""
-        if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
-            raise OSError(
-                f"--fleet-secret: expected {LEAST_BYTES} to {MOST_BYTES} bytes, got {len(secret)}"
-            )
-        self._secret = secret
-
-    @classmethod
-    def read(cls, path: Path) -> FleetSecret:
-        """The content of a file without surrounding white space. Raises OSError."""
-        return cls(path.read_bytes().strip())
-
-    @staticmethod
-    def make(path: Path) -> None:
-        """Writes a new secret into a file that only its owner may read."""
-        path.touch(0o600, exist_ok=False)
-        path.write_text(secrets.token_hex(32))
-
-    def token(self, address: str) -> str:
-        """The token of a call to the process announced as `address` ("host:port")."""
-        return self.derive("call", address.encode()).hex()
-
-    def proof(self, address: str, nonce: bytes) -> bytes:
-        """The answer of the process announced as `address` to a nonce."""
-        return self.derive("proof", nonce, address.encode())
-
-    def derive(self, purpose: str, *parts: bytes) -> bytes:
-        """32 bytes derived from the secret for one purpose; only its owners can compute them."""
-        told = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
-        return hmac.digest(self._secret, told, "sha256")
 
 
 class FleetOnly:

@@ -17,7 +17,7 @@ from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
 from effuse.kvtransfer.zmq_sockets import CurveKeys
 from effuse.placement.records import Role
-from effuse.protos.channels import FleetSecret
+from effuse.protos.fleet_secret import FleetSecret
 from effuse.worker.config import WorkerConfig
 
 LOG = logging.getLogger(__name__)

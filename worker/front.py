@@ -103,8 +103,6 @@ async def _run(config: WorkerConfig, role: Role) -> None:
 
 
 class Front:
-    """One worker's front."""
-
     def __init__(self, config: WorkerConfig, role: Role, tasks: asyncio.TaskGroup) -> None:
         self._config = config
         self._role = role

@@ -70,8 +70,6 @@ def visible(count: int, variable: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A GPU's memory."""
-
     total_mib: int
     free_mib: int
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, get_origin
+from typing import Final, Literal, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -222,7 +222,6 @@ class Digests:
 
     @property
     def value(self) -> int:
-        """Digest of all that was added."""
         return int(self._all.intdigest())
 
 
@@ -265,18 +264,14 @@ def _decode_special(kind: type, value: object) -> object:
     if kind is range and isinstance(value, Sequence):
         return range(*value)
     if get_origin(kind) is np.ndarray and isinstance(value, bytes):
-        return np.frombuffer(value, dtype=_dtype_of(kind))
+        scalar = get_args(get_args(kind)[1])[0]  # of NDArray[scalar]
+        return np.frombuffer(value, dtype=scalar)
     raise NotImplementedError(f"{kind} in a command")
 
 
 def _always(value: object) -> Callable[[], BoundaryState]:
     state = msgspec.convert(value, BoundaryState)
     return lambda: state
-
-
-def _dtype_of(kind: Any) -> Any:
-    """The scalar type of `NDArray[scalar]`."""
-    return kind.__args__[1].__args__[0]
 
 
 ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_special)

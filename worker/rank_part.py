@@ -3,7 +3,9 @@
 Runs only in an engine's processes; the front never imports it.
 """
 
+import importlib
 import math
+import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -61,6 +63,8 @@ def load_shard(
     config: WorkerConfig, device: torch.device, place: RankPlace, pulse: Pulse
 ) -> Transformer:
     """The model, or the rank's share of it. Raises ValueError."""
+    if config.attention == "flex":
+        import_shapes()
     _announce_compiling(config, device, pulse)
     directory, is_exact = model_directory(config), config.dtype == "auto" and device.type == "cpu"
     dtype = select_dtype("float32" if is_exact else config.dtype, directory)
@@ -106,7 +110,8 @@ def make_part(
     )
     # Only a worker that pushes needs to know which layers are stored.
     marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role != "decode" else None
-    most_cached = max_model_len if caches_prefixes(config, model) else 0
+    begins_cached = config.enable_prefix_caching and model.config.family.is_block_causal
+    most_cached = max_model_len if begins_cached else 0
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
@@ -244,6 +249,14 @@ def _attend(config: WorkerConfig) -> Attend:
     return block_attention
 
 
+def import_shapes() -> None:
+    """Imports torch's shapes of results, which `effuse.worker` leaves out of a process's start."""
+    name = "torch._meta_registrations"
+    if sys.modules[name].__spec__ is None:
+        del sys.modules[name]
+        importlib.import_module(name)
+
+
 def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
     most = model.config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > most:
@@ -314,11 +327,6 @@ def _device_pages(
         )
     torch.cuda.empty_cache()
     return min(room // layout.page_bytes, MAX_POOL_PAGES)
-
-
-def caches_prefixes(config: WorkerConfig, model: Transformer) -> bool:
-    """Whether prompts may begin with cached tokens."""
-    return config.enable_prefix_caching and model.config.prompt_attention == "causal_blocks"
 
 
 def _prompt_graphs(

@@ -231,7 +231,6 @@ class Shell:
         return "" if life is None else life.incarnation
 
     def where(self) -> str:
-        """Its address for other processes."""
         return self.address
 
     def admit(self, incarnation: str, kind: Kind | None = None) -> EngineLife:

@@ -35,7 +35,7 @@ from slowness import patient
 
 from effuse.cli.commands import LOOPBACK, FleetConfig
 from effuse.cli.fleet import Fleet
-from effuse.protos.channels import FleetSecret
+from effuse.protos.fleet_secret import FleetSecret
 from effuse.v1 import model_pb2, model_pb2_grpc
 
 TARGETS = Targets(

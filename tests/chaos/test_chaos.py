@@ -13,8 +13,8 @@ from chaos.verdict import judge
 
 SEED = 8  # whose first deck ends with a kill, so that ten have all its kinds
 REQUESTS = 300
-CLIENTS, THINK_S = 4, 0.5  # which leaves the engines that start most of a small machine
-JOBS = 24  # of each algorithm, which are also asked before and after the faults
+CLIENTS, THINK_S = 4, 1.0  # which leaves the engines that start most of a small machine
+JOBS = 12  # of each algorithm, which are also asked before and after the faults
 KILLS = 10  # every engine once, all but one of decode, a front of each kind, a router, Redis
 
 

@@ -62,7 +62,7 @@ SMALL: dict[str, Any] = {"num_pages": 56, "page_size": 4, "max_num_seqs": 8, "bu
 )
 def test_kept_kv_changes_no_token(models: Models, tmp_path: Path, family: str, way: str) -> None:
     """Each turn of a chat begins with what only host memory and files have."""
-    asked: dict[str, Any] = {"seed": 1, "most": 40}
+    asked: dict[str, Any] = {"seed": 1, "most": 40, "turns": 3}
     expected, _ = told(models(family), way, caches=False, **asked)
     tiers = outside(40, tmp_path)
     found, rig = told(models(family), way, caches=True, kind=Evicted, tiers=tiers, **asked, **SMALL)
@@ -75,7 +75,7 @@ def test_kept_kv_changes_no_token(models: Models, tmp_path: Path, family: str, w
 
 @pytest.mark.parametrize("family", ["sdar", "dream"])
 def test_nor_does_it_on_a_device(models: Models, tmp_path: Path, family: str) -> None:
-    asked: dict[str, Any] = {"seed": 2, "most": 40}
+    asked: dict[str, Any] = {"seed": 2, "most": 40, "turns": 3}
     expected, _ = told(models(family), "d2f", caches=False, **asked)
     tiers = outside(60, tmp_path)
     found, rig = told(

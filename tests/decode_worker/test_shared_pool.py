@@ -105,7 +105,7 @@ def test_shared_kv_changes_no_token(
     models: Models, workers: Workers, family: str, way: str
 ) -> None:
     """Chats on one worker, then once more on another one that only has the pool."""
-    asked: dict[str, Any] = {"seed": 1, "most": 40}
+    asked: dict[str, Any] = {"seed": 1, "most": 40, "turns": 3}
     expected, alone = told(models(family), way, caches=False, **asked)
     computed = []
     for _ in range(2):

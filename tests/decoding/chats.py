@@ -155,10 +155,11 @@ def told(
     seed: int = 1,
     kind: type[Rig] = Rig,
     most: int = 24,
+    turns: int = 2,
     **limits: Any,
 ) -> tuple[list[tuple[int, ...]], Rig]:
     rig = kind(model, caches=caches, **limits)
-    found = Chats(rig, way, seed, most=most).run(3, 3)
+    found = Chats(rig, way, seed, most=most).run(3, turns)
     audit(rig.engine)
     assert rig.pool.num_free == rig.pool.num_pages
     return found, rig

@@ -23,6 +23,7 @@ from effuse.cli.fleet import Fleet
 
 CLIENTS = 5
 DECODE_GONE_S, ROUTER_GONE_S = 9.0, 2.0
+THINK_S = 0.2  # which leaves the processes that start some of a small machine
 
 
 @dataclass
@@ -70,6 +71,7 @@ def asking(fleet: Fleet, least: int) -> Iterator[Asked]:
                     asked.answers.append((job if at % 4 < 3 else ~at * CLIENTS - number, text))
                 asked.took_s.append(time.monotonic() - began)
                 at += 1
+                time.sleep(THINK_S)
 
     with ThreadPoolExecutor(CLIENTS) as threads:
         sending = [threads.submit(send, number) for number in range(CLIENTS)]

@@ -11,7 +11,8 @@ from typing import TypeVar
 import grpc
 from slowness import patient
 
-from effuse.protos.channels import TOKEN_KEY, FleetSecret
+from effuse.protos.channels import TOKEN_KEY
+from effuse.protos.fleet_secret import FleetSecret
 from effuse.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = patient(120.0)

@@ -105,9 +105,10 @@ def all_cases() -> Iterator[Case]:
             )
 
 
-def differing(case: Case) -> tuple[int, int]:
-    """(tokens that differ from the expected ones, tokens) of one case."""
+def differing(case: Case, most: int | None = None) -> tuple[int, int]:
+    """(tokens that differ from the expected ones, tokens) of one case, or of its first requests."""
     with serving(case) as (fleet, asked), connect(fleet.address) as client:
+        asked = asked[:most]
         requests = [request for request, _ in asked]
         answers = all_at_once(client.generate, requests)
         if max(case.context, case.rows) > 1:  # once more, with the KV that was kept

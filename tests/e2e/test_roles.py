@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from e2e import role_storm
 from e2e.client import connect, load_of, wait_until
 from e2e.comparison import compare
 from e2e.role_storm import Clients, Ledger, expected_of, set_role, storm
@@ -218,6 +219,7 @@ def test_roles_follow_a_load_and_no_request_notices(
     monkeypatch.setattr(Measured, "hits", 0.0)
     monkeypatch.setattr(steering, "AFTER_S", 1.0)
     monkeypatch.setattr(role_changes, "COOL_S", 2.0)
+    monkeypatch.setattr(role_storm, "PAUSE_S", 0.4)
     with (
         tiny_fleet(
             "sdar", connector="zmq", prefill=0, decode=0, workers=3, router_flags=("--no-steering",)

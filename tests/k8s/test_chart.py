@@ -131,14 +131,15 @@ def test_helm_and_kubernetes_accept_it(values: Values, tmp_path: Path) -> None:
     assert not done.returncode, done.stdout + done.stderr
 
 
-def test_the_gpus_of_a_decode_worker_may_be_replicas() -> None:
-    made = charted({"decode": {"gpus": 4, "parallel": "data"}}, *GPU_VALUES)
+@pytest.mark.parametrize(("role", "parallel"), [("decode", "data"), ("prefill", "prefill-context")])
+def test_the_gpus_of_a_worker_may_be_replicas_or_cut_prompts(role: str, parallel: str) -> None:
+    made = charted({role: {"gpus": 4, "parallel": parallel}}, *GPU_VALUES)
     (args,) = [
         one["spec"]["template"]["spec"]["containers"][0]["args"]
         for one in made
-        if one["kind"] == "Deployment" and one["metadata"]["name"].endswith("decode")
+        if one["kind"] == "Deployment" and one["metadata"]["name"].endswith(role)
     ]
-    assert "--data-parallel-size=4" in args
+    assert f"--{parallel}-parallel-size=4" in args
     assert not [one for one in args if "tensor" in one]
 
 
@@ -158,6 +159,7 @@ def test_an_older_kubernetes_is_refused() -> None:
         ({"prefill": {"replica": 1}}, "'replica'"),
         ({"router": {"gpus": 1}}, "/router/gpus"),
         ({"prefill": {"parallel": "data"}}, "/prefill/parallel"),
+        ({"decode": {"parallel": "prefill-context"}}, "/decode/parallel"),
         ({"decode": {"parallel": "expert"}}, "/decode/parallel"),
         ({"redis": {"replicas": 2}}, "/redis/replicas"),
         ({"conector": "zmq"}, "'conector'"),

@@ -28,7 +28,7 @@ from slowness import patient
 from effuse.placement.access import RedisAccess
 from effuse.placement.records import decode_worker
 from effuse.placement.store import Store
-from effuse.protos.channels import FleetSecret
+from effuse.protos.fleet_secret import FleetSecret
 
 MORE_DESCRIPTORS = 16  # connections that come and go
 MORE_TASKS = 4  # that are ending, or look after connections

@@ -56,6 +56,8 @@ def stored_by(
         ]
         for at, result in zip(going, runner.run(parts), strict=True):
             boundaries[at] = result.boundary if result.boundary is not None else boundaries[at]
+        if most_tokens and model.model.prompts is not None and begin == 0:
+            assert len(model.model.prompts._spaces) > 1
     kv = torch.stack(model.kv[-1], dim=1)
     return [kv[torch.tensor(own)] for own in pages], boundaries
 

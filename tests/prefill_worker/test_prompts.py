@@ -24,6 +24,12 @@ ONE = AttemptId("r", 1, "t")
         ([(20, False), (4, True)], 24, [20, 4]),
         ([(20, True), (4, True)], 22, [20, 0]),
         ([], 64, []),
+        # Those that end in this forward pass a long one, in a quarter of the budget.
+        ([(1000, True), (5, True), (9, True), (2, True)], 64, [48, 5, 9, 2]),
+        ([(1000, True), (15, True), (9, True), (2, True)], 64, [52, 0, 9, 2]),
+        ([(1000, True), (17, True)], 64, [64, 0]),
+        ([(64, True), (5, True)], 64, [64, 0]),
+        ([(1000, False), (5, False)], 64, [0, 5]),
     ],
     ids=str,
 )

@@ -18,13 +18,13 @@ from effuse.protos.channels import (
     FleetAccess,
     FleetChannel,
     FleetOnly,
-    FleetSecret,
     ProofServicer,
     prefill_stub,
     proof_stub,
     worker_stub,
 )
 from effuse.protos.errors import PeerLost
+from effuse.protos.fleet_secret import FleetSecret
 from effuse.v1 import proof_pb2, worker_pb2
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server

@@ -13,8 +13,9 @@ from router.fake_workers import FakeDecode, Handoffs
 
 from effuse.placement.leases import FleetView
 from effuse.placement.records import WorkerRecord
-from effuse.protos.channels import FleetAccess, FleetChannel, FleetSecret, ProofServicer
+from effuse.protos.channels import FleetAccess, FleetChannel, ProofServicer
 from effuse.protos.errors import PeerLost
+from effuse.protos.fleet_secret import FleetSecret
 from effuse.router.calls import Cleanup, Peers
 from effuse.router.fleet import RoutedFleet
 from effuse.v1 import worker_pb2

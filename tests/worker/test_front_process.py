@@ -183,19 +183,33 @@ def test_a_front_imports_no_torch(role: str) -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
+def test_an_engine_imports_no_grpc_and_torchs_shapes_only_for_its_compiler(tmp_path: Path) -> None:
+    (tmp_path / "engines.py").write_text(
+        "import sys, effuse.decode_worker.build, effuse.prefill_worker.build\n"
+        "from effuse.worker.rank_part import import_shapes\n"
+        "assert not {'grpc', 'torch._refs'} & set(sys.modules)\n"
+        "for _ in range(2):\n"
+        "    import_shapes()\n"
+        "    assert 'torch._refs' in sys.modules\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *PATHS])
+    command = [sys.executable, "-P", "-m", "effuse.worker", "engines"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("role", "flags", "told"),
     [
-        (["--page-size", "none"], b"expected a whole number, got 'none'"),
-        (["--pages", "3"], b"unrecognized arguments: --pages 3"),
-        (["--connector", "tcp"], b"invalid choice: 'tcp'"),
-        (["--device", "cuda"], b"--device cuda: no GPU was found on this machine (CUDA_VISIBLE_"),
-        (["--device", "cuda:7"], b"invalid choice: 'cuda:7'"),
-        (["--gpu-memory-utilization", "2"], b"expected a share in (0, 1], got 2"),
-        (["--model", "/nowhere"], b"--model: expected a directory, got '/nowhere'"),
+        ("decode", ["--page-size", "none"], b"expected a whole number, got 'none'"),
+        ("prefill", ["--pages", "3"], b"unrecognized arguments: --pages 3"),
+        ("decode", ["--connector", "tcp"], b"invalid choice: 'tcp'"),
+        ("prefill", ["--device", "cuda"], b"--device cuda: no GPU was found on this machine (CUD"),
+        ("decode", ["--device", "cuda"], b"--device cuda: no GPU was found on this machine (CUD"),
+        ("decode", ["--device", "cuda:7"], b"invalid choice: 'cuda:7'"),
+        ("prefill", ["--gpu-memory-utilization", "2"], b"expected a share in (0, 1], got 2"),
+        ("decode", ["--model", "/nowhere"], b"--model: expected a directory, got '/nowhere'"),
     ],
 )
-@pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_wrong_flags_are_told_with_the_accepted_form(
     role: str, flags: list[str], told: bytes
 ) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos import rpc
-from effuse.protos.channels import FleetAccess, FleetSecret, ProofServicer
+from effuse.protos.channels import FleetAccess, ProofServicer
 from effuse.protos.errors import Unavailable
+from effuse.protos.fleet_secret import FleetSecret
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
