@@ -127,8 +127,11 @@ def assemble(
             ranks.wait_for("loaded", config.startup_timeout_s)
         part = make_part(config, role, pulse, model, ranks)
         layout = part.memory.layout
-        unit_tokens = _unit_tokens(config, layout.span, model.config.block_size)
-        agreed = fingerprint(layout, _facts_of(config, directory, model, unit_tokens))
+        block_size = model.config.block_size
+        unit_tokens = _unit_tokens(config, layout.span, block_size)
+        # Peers of other degrees have units of their own, which only matter in a shared pool.
+        of_one_rank = _unit_tokens(config, layout.page_size, block_size)
+        agreed = fingerprint(layout, _facts_of(config, directory, model, of_one_rank))
         if ranks is not None and connects:
             ranks.send(Open(agreed))
             ranks.wait_for("open", config.startup_timeout_s)

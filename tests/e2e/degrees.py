@@ -134,7 +134,9 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     prefill = [size, str(case.prefill)] if case.prefill else []
     if case.rows > 1:
         prefill += ["--prefill-context-parallel-size", str(case.rows)]
-        prefill += ["--max-num-batched-tokens", str(case.max_tokens)]
+        is_tiny = case.work in ARCHITECTURES
+        block_size = TINY.block_size if is_tiny else _family(case.work).block_size
+        prefill += ["--max-num-batched-tokens", str(max(case.max_tokens, block_size))]
     decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
     if case.context > 1:
         decode += ["--decode-context-parallel-size", str(case.context)]
