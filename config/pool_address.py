@@ -5,17 +5,22 @@ from dataclasses import dataclass
 from typing import Final, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
-FORM: Final = "mooncake://host:port/namespace?protocol=tcp|rdma&devices=a,b, the last two optional"
+FORM: Final = (
+    "mooncake://host:port/namespace?protocol=tcp|rdma&devices=a,b, the last two optional, or "
+    "lmcache://host:port/namespace"
+)
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{0,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolAddress:
-    """Where the master of Mooncake Store is, how its clients move bytes, and a part of all keys."""
+    """Where the master of Mooncake Store is, how its clients move bytes, and a part of all keys.
+    Or where LMCache's server is."""
 
     host: str
     port: int
     namespace: str = ""
+    kind: Literal["mooncake", "lmcache"] = "mooncake"
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""  # names of RDMA devices with commas between; empty for all
 
@@ -29,10 +34,19 @@ class PoolAddress:
         except ValueError as error:
             raise ValueError(f"expected {FORM}, got {url!r}") from error
         protocol, devices = given.pop("protocol", "tcp"), given.pop("devices", "")
-        is_whole = parts.scheme == "mooncake" and host and port and "@" not in parts.netloc
+        kind = parts.scheme
+        is_known = kind == "mooncake" or (kind == "lmcache" and not parts.query)
+        is_whole = is_known and host and port and "@" not in parts.netloc
         if not is_whole or given or parts.fragment or not _NAMESPACE.fullmatch(namespace):
             raise ValueError(f"expected {FORM}, got {url!r}")
         assert host and port, "checked above"
         if protocol not in ("tcp", "rdma"):
             raise ValueError(f"expected {FORM}, got {url!r}")
-        return cls(host=host, port=port, namespace=namespace, protocol=protocol, devices=devices)  # type: ignore[arg-type]
+        return cls(
+            host=host,
+            port=port,
+            namespace=namespace,
+            kind=kind,  # type: ignore[arg-type]
+            protocol=protocol,  # type: ignore[arg-type]
+            devices=devices,
+        )

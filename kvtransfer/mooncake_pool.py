@@ -18,7 +18,7 @@ from itertools import chain, islice, takewhile
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -42,8 +42,11 @@ from effuse.kvtransfer.units import Key
 
 _Sought = tuple[Sequence[str], "Future[int]"]
 _Wanted = tuple[Key, Sequence[memoryview], "Future[UnitFacts]"]
+_Kept = tuple[Key, Sequence[memoryview], "Future[int]", Callable[[], UnitFacts]]
+_Moving = TypeVar("_Moving", _Wanted, _Kept)
 
 _READERS: Final = 2
+_KEPT_UNITS: Final = 32  # in one call; prompts on their way to the pool wait for each call's end
 _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait less
 _KILLED_S: Final = 5.0
 _MOST_KNOWN: Final = 1 << 18  # units; those of the pool are forgotten here beyond that
@@ -131,7 +134,7 @@ class MooncakePool(UnitStore):
     kind = "pool"
     name = "the shared pool"
     keeps_all = True
-    most_writes = 32
+    most_writes = 128
 
     def __init__(self, address: PoolAddress, content: str, host: HostPages) -> None:
         """`content` names all facts on which the bytes of a unit depend, beside its key."""
@@ -144,6 +147,7 @@ class MooncakePool(UnitStore):
         self._finder, self._readers, self._writer = Threads(1), Threads(_READERS), Threads(1)
         self._searches: SimpleQueue[_Sought] = SimpleQueue()
         self._loads: SimpleQueue[_Wanted] = SimpleQueue()
+        self._keeps: SimpleQueue[_Kept] = SimpleQueue()
         self._client: _Client | None = None
         self._lock = Lock()
         self._base = address_of(host.views([0])[0])
@@ -175,7 +179,10 @@ class MooncakePool(UnitStore):
         facts: Callable[[], UnitFacts],
         views: Sequence[memoryview],
     ) -> "Future[int]":
-        return self._writer.submit(self._keep, key, facts, views)
+        result: Future[int] = Future()
+        self._keeps.put((key, views, result, facts))
+        self._writer.submit(self._keep_some)
+        return result
 
     def remove(self, key: Key, before: Key) -> None:
         self._writer.submit(self._call, PoolCall("remove", (self._name(key),)))
@@ -220,15 +227,7 @@ class MooncakePool(UnitStore):
 
     def _load_some(self) -> None:
         """Units that wait to be loaded, as many as one call takes; there may be none."""
-        batch: list[_Wanted] = []
-        num_bytes = 0
-        with suppress(Empty):
-            while len(batch) < MOST_UNITS and num_bytes < MOST_BYTES:
-                one = self._loads.get_nowait()
-                if one[2].set_running_or_notify_cancel():
-                    batch.append(one)
-                    num_bytes += _size(one[1])
-        if not batch:
+        if not (batch := _taken(self._loads)):
             return
         names = tuple(self._name(key) for key, _, _ in batch)
         places = tuple(self._places(views) for _, views, _ in batch)
@@ -242,19 +241,31 @@ class MooncakePool(UnitStore):
             for one, code, head in zip(batch, answer.codes, answer.heads, strict=True):
                 _finish(one, code, head)
 
-    def _keep(self, key: Key, facts: Callable[[], UnitFacts], views: Sequence[memoryview]) -> int:
-        num_bytes = _size(views)
-        head = facts().pack(key, num_bytes)
-        call = PoolCall("keep", (self._name(key),), head, (self._places(views),))
-        if (code := self._call(call).codes[0]) != PRESENT:
-            _checked(code)
-        return len(head) + num_bytes
+    def _keep_some(self) -> None:
+        """The same for units to keep."""
+        if not (batch := _taken(self._keeps, _KEPT_UNITS)):
+            return
+        names = tuple(self._name(key) for key, *_ in batch)
+        places = tuple(self._places(views) for _, views, *_ in batch)
+        try:
+            heads = tuple(facts().pack(key, _size(views)) for key, views, _, facts in batch)
+            codes = self._call(PoolCall("keep", names, heads, places)).codes
+        except Exception as error:  # noqa: BLE001  the reader of each result gets it
+            for _, _, result, _ in batch:
+                result.set_exception(error)
+            return
+        for (_, views, result, _), head, code in zip(batch, heads, codes, strict=True):
+            try:
+                _checked(0 if code == PRESENT else code)
+                result.set_result(len(head) + _size(views))
+            except OSError as error:
+                result.set_exception(error)
 
     def _call(self, call: PoolCall) -> PoolAnswer:
         if (client := self._client) is None:
             raise ConnectionError("it has no client")
         answer = client.call(call)
-        expected = len(call.names) if call.kind in ("find", "load") else 1
+        expected = len(call.names)
         if len(answer.codes) != expected:
             text = f"its client sent {len(answer.codes)} codes, expected {expected}"
             raise ConnectionError(text)
@@ -270,6 +281,19 @@ class MooncakePool(UnitStore):
             else:
                 found.append((at, view.nbytes))
         return tuple(found)
+
+
+def _taken(queue: "SimpleQueue[_Moving]", most: int = MOST_UNITS) -> list[_Moving]:
+    """Units that wait, as many as one call takes."""
+    batch: list[_Moving] = []
+    num_bytes = 0
+    with suppress(Empty):
+        while len(batch) < most and num_bytes < MOST_BYTES:
+            one = queue.get_nowait()
+            if one[2].set_running_or_notify_cancel():
+                batch.append(one)
+                num_bytes += _size(one[1])
+    return batch
 
 
 def _size(views: Sequence[memoryview]) -> int:

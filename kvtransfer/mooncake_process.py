@@ -58,7 +58,7 @@ class PoolCall(msgspec.Struct, frozen=True, array_like=True):
 
     kind: Literal["find", "load", "keep", "remove"]
     names: tuple[str, ...] = ()
-    head: bytes = b""  # of a unit to keep
+    heads: tuple[bytes, ...] = ()  # of units to keep
     places: tuple[Extents, ...] = ()  # of each unit's KV in the memory
 
 
@@ -99,8 +99,9 @@ class _Lane:
             case "remove":
                 return PoolAnswer((self._store.remove(names[0], True),))
             case "keep":
-                self._room[: len(call.head)] = call.head
-                parts = self._parts(call.places, [len(call.head)])
+                heads = b"".join(call.heads)
+                self._room[: len(heads)] = heads
+                parts = self._parts(call.places, list(map(len, call.heads)))
                 return PoolAnswer(tuple(self._store.batch_put_from_multi_buffers(names, *parts)))
             case "load":
                 return self._load(names, call.places)

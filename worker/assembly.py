@@ -21,6 +21,7 @@ from effuse.kernels.attention_batch import ContextCut
 from effuse.kernels.pages import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
+from effuse.kvtransfer.lmcache_pool import LMCachePool
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.mooncake_pool import MooncakePool, check_package
 from effuse.kvtransfer.pool import PagePool
@@ -160,7 +161,7 @@ def assemble(
 
 def _settled(config: WorkerConfig, device: torch.device) -> WorkerConfig:
     """The config with its connector. Raises ValueError if a package is missing that it needs."""
-    if config.kv_pool is not None:
+    if config.kv_pool is not None and PoolAddress.parse(config.kv_pool).kind == "mooncake":
         check_package()
     connector = choose_connector(
         config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
@@ -189,7 +190,13 @@ def _tiers(
             except OSError as error:
                 raise ValueError(f"--kv-offloading-dir: {error}") from error
         if config.kv_pool is not None:
-            stores.append(MooncakePool(PoolAddress.parse(config.kv_pool), name, part.host))
+            address = PoolAddress.parse(config.kv_pool)
+            is_mooncake = address.kind == "mooncake"
+            stores.append(
+                MooncakePool(address, name, part.host)
+                if is_mooncake
+                else LMCachePool(address, name)
+            )
     tiers = Tiers(
         part.host if ranks is None else GroupHost(part.host, ranks),
         stores,

@@ -79,8 +79,8 @@ class EngineSettings(ModelSettings):
     kv_offloading_dir_size: Annotated[float, "most GiB of files in that directory"] = 64.0
     kv_pool: Annotated[
         str | None,
-        "keep KV also in this Mooncake Store, for all workers with the same model and layout: "
-        "mooncake://host:port/namespace (extra `mooncake`)",
+        "keep KV also in this store, for all workers with the same model and layout: "
+        "mooncake://host:port/namespace (extra `mooncake`), or lmcache://host:port/namespace",
     ] = None
 
     # Batching.

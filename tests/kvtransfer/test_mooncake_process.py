@@ -59,9 +59,9 @@ class MooncakeDistributedStore:
         return obey("call") or path(name).unlink()
 
     def batch_put_from_multi_buffers(self, names, addresses, sizes):
-        parts = map(ctypes.string_at, addresses[0], sizes[0])
-        path(names[0]).write_bytes(b"".join(parts))
-        return [obey("call")]
+        for name, *parts in zip(names, addresses, sizes):
+            path(name).write_bytes(b"".join(map(ctypes.string_at, *parts)))
+        return [obey("call") for _ in names]
 
     def batch_get_into(self, names, addresses, sizes):
         if (HOME / "answers nonsense").exists():
@@ -121,8 +121,12 @@ def test_a_unit_comes_back_as_it_was(user: PoolUser) -> None:
 
 @both_ways
 def test_many_units_come_at_once(user: PoolUser) -> None:
-    for at, key in enumerate(KEYS[:6]):
-        user.keep(key, at)
+    views = [user.host.views([at]) for at in range(6)]
+    keeps = [
+        user.pool.keep(key, b"", lambda: FACTS, one)
+        for key, one in zip(KEYS[:6], views, strict=True)
+    ]
+    assert len({one.result(20) for one in keeps}) == 1
     slots = range(8, 14)
     views = [user.host.views([slot]) for slot in slots]
     loads = [user.pool.load(key, one) for key, one in zip(KEYS[:6], views, strict=True)]

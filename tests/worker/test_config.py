@@ -73,6 +73,7 @@ NAN = float("nan")
                 "mooncake://:secret@localhost:1/a",
                 "mooncake://localhost:1/a?protocol=udp",
                 "mooncake://localhost:1/a?memory=1",
+                "lmcache://localhost:1/a?protocol=tcp",
             )
         ),
         (
