@@ -16,7 +16,7 @@ from effuse.kvtransfer.stores import HEAD, MOST_BOUNDARY, Threads, UnitFacts, Un
 from effuse.kvtransfer.units import Key
 
 _ASKED: Final = struct.Struct("9i150s")  # command, bytes, format, type, place, shape of 4, key
-_ANSWER: Final = struct.Struct("9i")  # code, bytes, and what was told with the object
+_ANSWER: Final = struct.Struct("9i")  # code, bytes, and the facts that came with the object
 _PUT, _GET, _EXIST, _FOUND, _BINARY, _UINT8 = 1, 2, 3, 200, 4, 6
 _TOGETHER: Final = 256  # questions on their way; their answers fit into a socket's buffer
 _ANSWER_S: Final = 10.0

@@ -191,12 +191,10 @@ def _tiers(
                 raise ValueError(f"--kv-offloading-dir: {error}") from error
         if config.kv_pool is not None:
             address = PoolAddress.parse(config.kv_pool)
-            is_mooncake = address.kind == "mooncake"
-            stores.append(
-                MooncakePool(address, name, part.host)
-                if is_mooncake
-                else LMCachePool(address, name)
-            )
+            if address.kind == "mooncake":
+                stores.append(MooncakePool(address, name, part.host))
+            else:
+                stores.append(LMCachePool(address, name))
     tiers = Tiers(
         part.host if ranks is None else GroupHost(part.host, ranks),
         stores,
