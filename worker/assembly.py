@@ -127,10 +127,8 @@ def assemble(
             ranks.wait_for("loaded", config.startup_timeout_s)
         part = make_part(config, role, pulse, model, ranks)
         layout = part.memory.layout
-        block_size = model.config.block_size
-        unit_tokens = _unit_tokens(config, layout.span, block_size)
         # Peers of other degrees have units of their own, which only matter in a shared pool.
-        of_one_rank = _unit_tokens(config, layout.page_size, block_size)
+        of_one_rank = _unit_tokens(config, layout.page_size, model)
         agreed = fingerprint(layout, _facts_of(config, directory, model, of_one_rank))
         if ranks is not None and connects:
             ranks.send(Open(agreed))
@@ -155,7 +153,7 @@ def assemble(
         ranks=ranks,
         caches=config.enable_prefix_caching,
         tiers=_tiers(config, part, agreed, ranks),
-        unit_tokens=unit_tokens,
+        unit_tokens=_unit_tokens(config, layout.span, model),
     )
 
 
@@ -206,9 +204,9 @@ def _tiers(
     return tiers
 
 
-def _unit_tokens(config: WorkerConfig, page_size: int, block_size: int) -> int:
+def _unit_tokens(config: WorkerConfig, page_size: int, model: Transformer) -> int:
     try:
-        return unit_tokens_of(page_size, block_size, config.kv_unit_tokens)
+        return unit_tokens_of(page_size, model.config.block_size, config.kv_unit_tokens)
     except ValueError as error:
         raise ValueError(f"--kv-unit-tokens: {error}") from error
 
