@@ -301,7 +301,7 @@ def test_a_transfer_that_is_given_up_ends_once_all_ranks_have_stopped() -> None:
 def test_a_group_waits_for_the_end_of_what_it_gives_up(
     command: Command, success: ConnectorEvent, end: ConnectorEvent
 ) -> None:
-    with open(os.eventfd(0), "rb", buffering=0) as signal:
+    with os.fdopen(os.eventfd(0), "rb", buffering=0) as signal:
         own, ranks = Mock(fileno=signal.fileno), Mock(size=2, event_signal=os.dup(signal.fileno()))
         own.poll.return_value = ranks.events.return_value = [success, end]
         group = GroupConnector(own, ranks)
