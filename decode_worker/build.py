@@ -150,7 +150,7 @@ def make_core(
     identity = ReceiverIdentity(
         incarnation=incarnation,
         fingerprint=parts.fingerprint,
-        page_bytes=parts.memory.page_bytes,
+        page_bytes=parts.memory.layout.span_bytes,
         lease_s=config.handoff_lease_s,
     )
     return DecodeEngine(

@@ -89,6 +89,11 @@ class KVLayout:
         return self.page_size * self.context_degree
 
     @property
+    def span_bytes(self) -> int:
+        """Bytes of such a page over all ranks; heads that several ranks hold count once."""
+        return self.bytes_of(range(self.num_kv_heads)) * self.context_degree
+
+    @property
     def copies(self) -> int:
         """Ranks that hold the same heads of the same tokens: more than one if there are more ranks
         than heads."""

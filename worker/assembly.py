@@ -146,7 +146,7 @@ def assemble(
             model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
             fingerprint=tuple((field.name, field.value) for field in agreed),
             page_size=layout.span,
-            page_bytes=part.memory.page_bytes,
+            page_bytes=layout.span_bytes,
             total_pages=part.memory.num_pages * config.num_replicas,
             connector=config.connector,
         ),

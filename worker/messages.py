@@ -175,7 +175,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     fingerprint: tuple[tuple[str, str], ...]
     page_size: int
     total_pages: int
-    page_bytes: int = 0
+    page_bytes: int = 0  # over all ranks
     # The process listens on it as long as it lives, but never answers: once the port is closed,
     # nothing of this engine writes any more.
     engine_port: int = 0

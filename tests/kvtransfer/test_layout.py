@@ -37,6 +37,16 @@ def changed(print_: Fingerprint, name: str) -> Fingerprint:
     return tuple(Field(f.name, f.value + "x") if f.name == name else f for f in print_)
 
 
+@pytest.mark.parametrize(("degree", "context"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 2)])
+def test_a_page_of_the_pools_tables_counts_each_head_of_all_ranks_once(
+    degree: int, context: int
+) -> None:
+    for rank in range(degree):
+        own = dataclasses.replace(LAYOUT, degree=degree, rank=rank, context_degree=context)
+        assert own.span_bytes == LAYOUT.page_bytes * context
+        assert own.span == LAYOUT.page_size * context
+
+
 def test_page_bytes_count_all_layers_and_both_tensors() -> None:
     assert LAYOUT.page_bytes == 7 * 2 * 2 * 16 * 32 * 4
     assert dataclasses.replace(LAYOUT, dtype="bfloat16").page_bytes == LAYOUT.page_bytes // 2
