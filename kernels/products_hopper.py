@@ -151,7 +151,7 @@ def _plans(rows: int, shares: int, *, is_wide: bool) -> Iterator[Plan]:
         is_small = rows > 24 * tile.rows and tile.rows < 192
         if tile.rows >= 2 * max(rows, TILES[0].rows) or is_small:
             continue
-        most_sums = 192 if tile.consumers < 3 else 96 if is_wide else 128
+        most_sums = 160 if tile.consumers < 3 else 96 if is_wide else 128
         for is_apart in (False, True)[: min(shares, 2)]:
             if tile.rows // 2 * (1 if is_apart else shares) <= most_sums:
                 yield Plan(tile, is_apart)

@@ -336,7 +336,7 @@ def product_variants() -> Variants:
         plan = products_hopper.Plan(tile)
         launch = partial(products_hopper.launch, x, weight, out_dtype=dtype, plan=plan)
         yield f"{tile.rows}x{tile.consumers} {dtype}", kernels_of([products_gluon], launch)
-    for tile in (tile for tile in tiles if tile.rows == 128 + 64 and tile.consumers < 3):
+    for tile in (tile for tile in tiles if tile.rows == 128 + 32):
         plan = products_hopper.Plan(tile)
         launch = partial(products_hopper.launch, x, weight, shares=2, plan=plan)
         yield f"{tile.rows}x{tile.consumers} shares", kernels_of([products_gluon], launch)
