@@ -230,8 +230,8 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
 
 
 def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup]) -> FleetConfig:
-    """The fleet from the flags. Raises ValueError if there are too few GPUs, or if workers that do
-    both cannot have these flags."""
+    """The fleet from the flags. Raises ValueError if there are too few GPUs, or if some flags need
+    others or exclude them."""
 
     def words(*wanted: str) -> tuple[str, ...]:
         """The words of `rest` for these groups: those whose flag belongs to no other group."""
@@ -244,10 +244,11 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
     if found.workers:
         names = set().union(*(groups[name].names for name in groups.keys() - {"router"}))
         BothConfig(**{name: getattr(found, name) for name in names})
+    if found.kv_mode == "pool" and not found.kv_pool:
+        raise ValueError("--kv-mode pool: expected --kv-pool with it, because KV goes there")
     http = http_flags(found.http_port, beside=found.port) if found.http else ()
     asked = bool(found.gpus or found.prefill_gpus or found.decode_gpus)
-    # Named GPUs imply --device cuda, so that an unusable one is an error instead of a fall-back to
-    # the CPU. A given --device comes later and takes precedence.
+    # Named GPUs imply --device cuda, so an unusable one is an error. A given --device comes later.
     device = ("--device", "cuda") if asked else ()
     adapter = ("--adapter", str(found.adapter)) if found.adapter else ()
     return FleetConfig(

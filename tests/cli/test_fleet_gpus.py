@@ -83,3 +83,15 @@ def test_flags_that_a_cut_of_prompts_excludes_are_refused_before_a_process_start
     with pytest.raises(SystemExit):
         parse([*cut, *flags.split()])
     assert told in capsys.readouterr().err
+
+
+def test_a_mode_that_needs_a_pool_is_refused_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--device", "cpu", "--kv-mode", "pool"])
+    assert "--kv-mode pool: expected --kv-pool with it" in capsys.readouterr().err
+    pool = ["--kv-pool", "lmcache://127.0.0.1:1/x", "--kv-offloading-size", "1"]
+    assert parse(["--device", "cpu", "--kv-mode", "pool", *pool])[0].router_flags[:2] == (
+        *("--kv-mode", "pool"),
+    )
