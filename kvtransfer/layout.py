@@ -179,7 +179,7 @@ class ModelFacts:
     prompt_attention: str  # causal_blocks or bidirectional
     commit_rule: str  # which forward stores a block's KV
     deterministic: bool = False  # whether a row's bits do not depend on what else is computed
-    unit_tokens: int = 0  # in a unit of kept KV
+    unit_tokens: int = 0  # in a unit of kept KV, if not the fewest
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +215,9 @@ def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
         "layer_groups": layout.num_groups,
         "digest": DIGEST,
         "deterministic": str(facts.deterministic).lower(),
-        "kv_unit_tokens": facts.unit_tokens,
     }
+    if facts.unit_tokens:  # older workers have no such field, and the fewest
+        values["kv_unit_tokens"] = facts.unit_tokens
     return tuple(Field(name, str(value)) for name, value in values.items())
 
 

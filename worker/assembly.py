@@ -127,9 +127,7 @@ def assemble(
             ranks.wait_for("loaded", config.startup_timeout_s)
         part = make_part(config, role, pulse, model, ranks)
         layout = part.memory.layout
-        # Peers of other degrees have units of their own, which only matter in a shared pool.
-        of_one_rank = _unit_tokens(config, layout.page_size, model)
-        agreed = fingerprint(layout, _facts_of(config, directory, model, of_one_rank))
+        agreed = fingerprint(layout, _facts_of(config, directory, model))
         if ranks is not None and connects:
             ranks.send(Open(agreed))
             ranks.wait_for("open", config.startup_timeout_s)
@@ -237,9 +235,10 @@ def _connect_all(
     return own if ranks is None or config.num_replicas > 1 else GroupConnector(own, ranks)
 
 
-def _facts_of(
-    config: WorkerConfig, directory: Path, model: Transformer, unit_tokens: int
-) -> ModelFacts:
+def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> ModelFacts:
+    # Peers of other degrees have units of their own, which only matter in a shared pool.
+    units = _unit_tokens(config, config.page_size, model)
+    fewest = unit_tokens_of(config.page_size, model.config.block_size)
     return ModelFacts(
         weights=weights_digest(directory, config.adapter),
         architecture=model.config.architecture,
@@ -248,7 +247,7 @@ def _facts_of(
         prompt_attention=model.config.prompt_attention,
         commit_rule=_COMMIT_RULE,
         deterministic=model.stores_alike,
-        unit_tokens=unit_tokens,
+        unit_tokens=0 if units == fewest else units,
     )
 
 

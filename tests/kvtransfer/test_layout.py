@@ -30,6 +30,7 @@ FACTS = ModelFacts(
     mask_token_id=3,
     prompt_attention="causal_blocks",
     commit_rule="clean",
+    unit_tokens=64,
 )
 
 
@@ -72,6 +73,11 @@ def test_workers_with_and_without_batch_invariance_differ() -> None:
     older = tuple(field for field in fingerprint(LAYOUT, FACTS) if field.name != "deterministic")
     found = mismatch(ours, older)
     assert found is not None and (found.name, found.theirs) == ("deterministic", "(absent)")
+
+
+def test_workers_with_the_fewest_tokens_in_a_unit_pair_with_older_ones() -> None:
+    names = [field.name for field in fingerprint(LAYOUT, dataclasses.replace(FACTS, unit_tokens=0))]
+    assert names == list(FIELD_NAMES[:-1])
 
 
 @pytest.mark.parametrize("name", FIELD_NAMES)

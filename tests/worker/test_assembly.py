@@ -220,7 +220,7 @@ def test_a_gpu_that_cannot_compute_rows_alike_is_refused(
 def test_the_tokens_of_a_unit_fill_pages_and_blocks_and_must_agree(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path, "sdar", block_size=8)
     prints = []
-    for asked, expected in ((None, 24), (96, 96)):
+    for asked, expected in ((None, 24), (24, 24), (96, 96)):
         config = WorkerConfig(
             model=path, device="cpu", num_pages=8, page_size=12, kv_unit_tokens=asked
         )
@@ -228,8 +228,9 @@ def test_the_tokens_of_a_unit_fill_pages_and_blocks_and_must_agree(tmp_path: Pat
         _, cache = parts.make_pool()
         prints.append(parts.fingerprint)
         assert cache.unit_size == parts.unit_tokens == expected
-    found = mismatch(*prints)
-    text = "fingerprint field 'kv_unit_tokens' differs: ours is '24', theirs is '96'"
+    assert prints[0] == prints[1]
+    found = mismatch(*prints[1:])
+    text = "fingerprint field 'kv_unit_tokens' differs: ours is '(absent)', theirs is '96'"
     assert str(found) == text
     with pytest.raises(ValueError, match=r"--kv-unit-tokens: expected a multiple of 24 .* got 36"):
         assemble(replace(config, kv_unit_tokens=36), "life-1", "decode", None, Pulse())
