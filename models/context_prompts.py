@@ -104,8 +104,7 @@ class PromptAttention:
                 self.cut.slots(torch.from_numpy(places)).numpy(),
             ]
         )
-        spaces = self._planned(parts, runs, everyone, firsts, device, bring)
-        self._spaces = list(spaces)
+        self._spaces = list(self._planned(parts, runs, everyone, firsts, device, bring))
         return CutRows(*own_rows)
 
     def store(

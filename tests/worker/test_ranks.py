@@ -97,6 +97,7 @@ def test_kept_kv_comes_back_from_the_host_memory_of_every_rank(
             load, host = core.load(), core._cache.tiers.host
             page_bytes = host.page_bytes
             assert isinstance(host, GroupHost)
+            assert core._handoffs.page_bytes == page_bytes, "of all ranks"
             assert load.offload_loaded >= loaded * page_bytes
             assert (load.offload_corrupt >= corrupt) if corrupt else not load.offload_corrupt
             while core._cache.is_copying or core._cache._due:
