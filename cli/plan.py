@@ -152,12 +152,12 @@ def planned(sheet: Sheet, asked: argparse.Namespace) -> Sheet:
 def _with_plans(sheet: Sheet) -> Sheet:
     assert sheet.workload is not None
     planner = Planner(sheet.times, sheet.workload, sheet.objectives, sheet.mode)
-    kept = planner.within_reach()
+    rate = max(1e-6, sheet.workload.rate) / HEADROOM
     try:
-        desired = kept.least(max(1e-6, sheet.workload.rate) / HEADROOM)
+        desired = planner.within_cost(rate).least(rate)
     except ValueError as error:
         raise PlanRefused(f"--rate {sheet.workload.rate:g}: {error}") from error
-    roles = kept.best(sheet.workers) if sheet.workers else None
+    roles = planner.within_reach(sheet.workers).best(sheet.workers) if sheet.workers else None
     lines = [
         *reasons(planner, roles or desired),
         f"the load needs {named(desired)}, which bear {desired.rate:.3g} requests a second",

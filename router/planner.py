@@ -38,6 +38,8 @@ HEADROOM: Final = 0.8
 MOST_WORKERS: Final = 1 << 20
 CLOSE: Final = 0.99
 """Rates of which one is this share of the other count as equal."""
+MOST_COST: Final = 4
+"""How many times the workers an objective for first blocks may cost a scaled fleet."""
 
 
 class PromptTime(Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,13 +196,23 @@ class Planner(Struct, frozen=True, dict=True):
     def piece_s(self) -> float:
         return self.times.piece_s(self.workload.prompt)
 
-    def within_reach(self) -> "Planner":
-        """The same without the objectives that no number of workers keeps."""
+    def within_reach(self, workers: int = MOST_WORKERS) -> "Planner":
+        """The same without the objectives that so many workers keep at no rate."""
         whole = self.objectives
         endless = replace(whole, gap_s=None, gap_ratio=None)
-        ways = (whole, endless, replace(whole, first_block_s=None), Objectives())
+        ways = (whole, endless, replace(whole, first_block_s=None))
         kept = (replace(self, objectives=one) for one in ways)
-        return next(one for one in kept if one.best(MOST_WORKERS).rate > 0)
+        none = replace(self, objectives=Objectives())
+        return next((one for one in kept if one.best(workers).rate > 0), none)
+
+    def within_cost(self, rate: float) -> "Planner":
+        """The same without the objectives that no number of workers keeps, and without one for first
+        blocks that takes over `MOST_COST` times the workers at this rate. As prompts come near to
+        it, the workers that it takes grow without bound."""
+        kept = self.within_reach()
+        free = replace(kept, objectives=replace(kept.objectives, first_block_s=None))
+        most = min(MOST_WORKERS, MOST_COST * free.least(rate).workers)
+        return kept if kept.best(most, rate).rate >= rate else free
 
     def split(self, prefill: int, decode: int) -> Split:
         """The most that these workers bear, with the batch and the share that allow it."""
@@ -289,14 +301,15 @@ class Planner(Struct, frozen=True, dict=True):
 
 def reasons(planner: Planner, chosen: Split) -> list[str]:
     """Why a split was chosen, as lines for an operator."""
-    kept = planner.within_reach()
+    kept = planner.within_reach(chosen.workers)
     workload, objectives = planner.workload, planner.objectives
     lines = [
         f"load: {workload.rate:.3g} requests a second with prompts of {workload.prompt:.0f} tokens "
         f"and answers of {workload.answer:.0f}"
     ]
     if kept.objectives != objectives:
-        lines.append(f"left out, because no fleet keeps it: {_lost(objectives, kept.objectives)}")
+        lost = _lost(objectives, kept.objectives)
+        lines.append(f"left out, because {named(chosen)} cannot keep it: {lost}")
     pace = next((one for one in kept.fitting if one.batch == chosen.batch), None)
     each_s = planner.prompt_s
     lines.append(f"a worker computes a prompt in {1e3 * each_s:.3g} ms: {1 / each_s:.3g} a second")

@@ -84,9 +84,8 @@ class ModelPlan:
         how many of each keep their roles."""
         if self.planner is None:
             return
-        planner = self.planner.within_reach()
-        self._follow_roles(planner, present, now, fixed)
-        self._follow_desired(planner, now)
+        self._follow_roles(self.planner.within_reach(sum(present)), present, now, fixed)
+        self._follow_desired(self.planner, now)
 
     def _follow_roles(
         self, planner: Planner, present: tuple[int, int], now: float, fixed: tuple[int, int]
@@ -112,6 +111,7 @@ class ModelPlan:
 
     def _follow_desired(self, planner: Planner, now: float) -> None:
         held, rate = self.desired, max(LEAST_RATE, planner.workload.rate) / HEADROOM
+        planner = planner.within_cost(rate)
         if held.plan is None:
             held.plan = planner.least(rate)
         held.plan = planner.split(*held.plan.roles)

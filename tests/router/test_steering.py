@@ -13,7 +13,7 @@ from router.test_planner import EVEN, LOAD
 
 from effuse.placement.records import RouterRecord, decode_router, encode
 from effuse.protos.channels import monitor_stub
-from effuse.router.planner import Objectives, Planner, Split, Workload
+from effuse.router.planner import MOST_COST, Objectives, Planner, Split, Workload
 from effuse.router.steering import (
     AFTER_S,
     FULL_AFTER_S,
@@ -31,14 +31,15 @@ GAP = Objectives(gap_s=0.08)  # so that a prefill worker bears 20 and a decode w
 class Day:
     """One model's plans, second by second."""
 
-    def __init__(self, present: tuple[int, int] = (2, 2)) -> None:
+    def __init__(self, present: tuple[int, int] = (2, 2), objectives: Objectives = GAP) -> None:
+        self.objectives = objectives
         self.plan, self.now, self.present, self.changes = ModelPlan(), 0.0, present, 0
         self.fixed = 0, 0
 
     def spend(self, seconds: float, workload: Workload) -> None:
         for _ in range(round(seconds)):
             before = self.roles, self.desired
-            self.plan.planner = Planner(EVEN, workload, GAP)
+            self.plan.planner = Planner(EVEN, workload, self.objectives)
             self.plan.follow(self.present, self.now, self.fixed)
             self.changes += before != (self.roles, self.desired)
             self.now += 1.0
@@ -149,6 +150,25 @@ def test_desired_workers_grow_soon_and_shrink_late() -> None:
     assert day.desired == (1, 1)
     day.spend(SHRINK_S + 2, load(0.0))
     assert sum(day.desired) <= 2
+
+
+def test_a_fleet_too_small_for_first_blocks_in_time_gets_the_best_roles_without_them() -> None:
+    tight = Objectives(first_block_s=0.23, gap_s=0.08)  # 150 ms and a gap of 40 ms leave 40
+    assert Planner(EVEN, load(30, prompt=3000.0), tight).best(4).rate == 0
+    day = Day((2, 2), tight)
+    day.spend(AFTER_S + 2, load(30, prompt=3000.0))
+    assert day.roles == (3, 1)
+    assert any("first-block-s 0.23" in line for line in day.plan.lines())
+
+
+def test_desired_workers_are_bounded_as_prompts_come_near_to_the_objective() -> None:
+    for tokens in range(1000, 6000, 50):
+        needed = []
+        for objectives in (Objectives(first_block_s=0.3, gap_s=0.08), GAP):
+            day = Day((2, 2), objectives)
+            day.spend(1, load(30, prompt=float(tokens)))
+            needed.append(sum(day.desired))
+        assert needed[1] <= needed[0] <= MOST_COST * needed[1]
 
 
 @pytest.mark.parametrize("rate", [16.0, 31.9, 47.9, 160.0])
