@@ -83,6 +83,10 @@ class FleetConfig(Members):
                 "--redis-credentials: expected with --redis-url; the embedded Redis has "
                 "credentials of its own"
             )
+        if self.prefill_flags and not self.prefill and not self.workers:
+            raise ValueError(
+                f"{self.prefill_flags[0]}: expected a prefill worker, but the fleet has none"
+            )
         devices = [value_of(flags, "--device") for flags in _flags_of_workers(self)]
         if self.assignments() and "cpu" in devices:
             raise ValueError(

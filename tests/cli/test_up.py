@@ -395,6 +395,13 @@ def test_a_fleet_without_decode_workers_is_refused() -> None:
         FleetConfig(decode=0)
 
 
+def test_flags_of_prefill_workers_are_refused_in_a_fleet_without_them() -> None:
+    rows = ("--prefill-context-parallel-size", "2")
+    with pytest.raises(ValueError, match=f"{rows[0]}: expected a prefill worker"):
+        FleetConfig(prefill=0, prefill_flags=rows)
+    assert FleetConfig(prefill=0, decode=0, workers=1, prefill_flags=rows)
+
+
 def test_a_fleet_that_names_gpus_for_the_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match="CPU workers get no GPU"):
         FleetConfig(gpus=TWO, decode_flags=("--device=cpu",))
