@@ -206,9 +206,9 @@ class Planner(Struct, frozen=True, dict=True):
         return next((one for one in kept if one.best(workers).rate > 0), none)
 
     def within_cost(self, rate: float) -> "Planner":
-        """The same without the objectives that no number of workers keeps, and without one for first
-        blocks that takes over `MOST_COST` times the workers at this rate. As prompts come near to
-        it, the workers that it takes grow without bound."""
+        """The same without the objectives that no number of workers keeps, and without one for
+        first blocks that takes over `MOST_COST` times the workers at this rate. Their number has no
+        bound if prompts take nearly as long as it allows."""
         kept = self.within_reach()
         free = replace(kept, objectives=replace(kept.objectives, first_block_s=None))
         most = min(MOST_WORKERS, MOST_COST * free.least(rate).workers)
