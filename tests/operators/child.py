@@ -14,7 +14,7 @@ from eventually import is_readable
 from slowness import patient
 
 TESTS = Path(__file__).resolve().parents[1]
-LINE_S = patient(90.0)  # for one case, or to start and the first case
+LINE_S = patient(200.0)  # for one case, or to start and the first case
 Line: TypeAlias = dict[str, object]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -70,6 +71,7 @@ def test_calls_that_wait_to_be_taken_in_as_a_server_stops_are_answered(closes_fi
             await call()
             answers = [call() for _ in range(8)]
             await asyncio.sleep(0)  # they are on their way
+            time.sleep(0.2)  # noqa: ASYNC251 - the library's threads take them in meanwhile
             stop.set()
             await rpc.serve(server, stop, drain_s=30, closes_first=closes_first)
             assert await asyncio.gather(*answers) == [b"whole"] * 8

@@ -253,7 +253,7 @@ def test_a_host_of_two_addresses_has_a_free_port_once_both_have(
             port = engine.getsockname()[1]
             both = [
                 info
-                for address in ("127.0.0.1", "127.0.0.2")
+                for address in ("127.0.0.2", "127.0.0.3")  # other tests listen on 127.0.0.1
                 for info in await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
             ]
 
