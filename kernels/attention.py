@@ -79,11 +79,13 @@ def block_attention(
             batch_invariant=batch_invariant,
         )
         return out
-    assert batch.gather is not None, "the batch was not built for the CPU"
-    plan = batch.gather
-    if is_distinct(k_cache):
-        k_cache, v_cache, plan = _as_one_page(k_cache, v_cache, plan)
-    return _attention_torch(q, k, v, k_cache, v_cache, plan, scale, out)
+    results: list[Tensor] = []
+    for query, key, value in _segments(q, k, v, *_gathered(k_cache, v_cache, batch)):
+        result = functional.scaled_dot_product_attention(
+            query, key, value, scale=scale, enable_gqa=True
+        )
+        results.append(result[0].transpose(0, 1))
+    return torch.cat(results, out=out) if results else out
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +147,7 @@ def partial_attention(
             cached_only=cached_only,
         )
         return
-    assert batch.gather is not None, "the batch was not built for the CPU"
-    plan = batch.gather
-    if is_distinct(k_cache):
-        k_cache, v_cache, plan = _as_one_page(k_cache, v_cache, plan)
+    k_cache, v_cache, plan = _gathered(k_cache, v_cache, batch)
     if cached_only:
         k, v, plan = k[:0], v[:0], replace(plan, seq_lens=[0] * len(plan.seq_lens))
     segments = _segments(q, k, v, k_cache, v_cache, plan)
@@ -189,33 +188,18 @@ def merge_partials(dealt: Partials, own: Partials) -> Tensor:
     return (result / total[..., None]).to(own.out.dtype)
 
 
-def _as_one_page(
-    k_cache: Tensor, v_cache: Tensor, plan: GatherPlan
+def _gathered(
+    k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch
 ) -> tuple[Tensor, Tensor, GatherPlan]:
-    """Unified views of one page that holds all cached tokens of distinct pages in plan order."""
+    """Unified views and their plan: of distinct pages one that holds all cached tokens in order."""
+    plan = batch.gather
+    assert plan is not None, "the batch was not built for the CPU"
+    if not is_distinct(k_cache):
+        return k_cache, v_cache, plan
     keys, values = load_tokens(k_cache, v_cache, plan.token_pages, plan.token_offsets)
     order = torch.arange(len(plan.token_pages))
     one_page = replace(plan, token_pages=torch.zeros_like(order), token_offsets=order)
     return keys[None], values[None], one_page
-
-
-def _attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: GatherPlan,
-    scale: float,
-    out: Tensor,
-) -> Tensor:
-    results: list[Tensor] = []
-    for query, key, value in _segments(q, k, v, k_cache, v_cache, plan):
-        result = functional.scaled_dot_product_attention(
-            query, key, value, scale=scale, enable_gqa=True
-        )
-        results.append(result[0].transpose(0, 1))
-    return torch.cat(results, out=out) if results else out
 
 
 def _segments(

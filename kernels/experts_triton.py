@@ -58,35 +58,13 @@ def launch_mlp(
     """
     if len(x) == 0:
         return WeightedParts(torch.empty_like(x), None, weights)
-    if num_ranks > 1:
-        return _own_picks(x, gate_up, down, experts, weights, num_ranks, batch_invariant)
-    if (
-        not batch_invariant
-        and x.dtype == torch.bfloat16
-        and experts.numel() >= PICKS_THAT_GROUP * len(gate_up)
-    ):
+    is_shared, num_picks = num_ranks > 1, max(1, experts.numel() // num_ranks)
+    is_plain = not (is_shared or batch_invariant) and x.dtype == torch.bfloat16
+    if is_plain and num_picks >= PICKS_THAT_GROUP * len(gate_up):
         return grouped_mlp(x, gate_up, down, experts, weights)
-    of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down, weights_first=batch_invariant)
-    picks = launch_sort(experts, len(gate_up), of_gate_up.rows)
-    activated = launch_gate_up(x, gate_up, picks, of_gate_up)
-    given = launch_down(activated, down, picks, of_down)
-    return WeightedParts(given, None, weights)
-
-
-def _own_picks(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    num_ranks: int,
-    batch_invariant: bool,
-) -> WeightedParts:
-    """Other ranks' picks are sorted behind all others, as one more expert, and not computed."""
-    of_gate_up, of_down = tiles_of(
-        max(1, experts.numel() // num_ranks), gate_up, down, weights_first=batch_invariant
-    )
-    picks = launch_sort(experts, len(gate_up) + 1, of_gate_up.rows)
+    of_gate_up, of_down = tiles_of(num_picks, gate_up, down, weights_first=batch_invariant)
+    # Other ranks' picks are sorted behind all others, as one more expert, and not computed.
+    picks = launch_sort(experts, len(gate_up) + is_shared, of_gate_up.rows)
     activated = launch_gate_up(x, gate_up, picks, of_gate_up)
     return WeightedParts(launch_down(activated, down, picks, of_down), None, weights)
 
