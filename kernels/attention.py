@@ -68,16 +68,9 @@ def block_attention(
         from effuse.kernels import attention_triton
 
         attention_triton.launch(
-            q,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            batch,
-            scale=scale,
-            out=out,
-            batch_invariant=batch_invariant,
-        )
+            q, k, v, k_cache, v_cache, batch,
+            scale=scale, out=out, batch_invariant=batch_invariant,
+        )  # fmt: skip
         return out
     results: list[Tensor] = []
     for query, key, value in _segments(q, k, v, *_gathered(k_cache, v_cache, batch)):
@@ -135,17 +128,9 @@ def partial_attention(
         from effuse.kernels import attention_triton
 
         attention_triton.launch(
-            q,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            batch,
-            scale=scale,
-            out=into.out,
-            lse=into.lse,
-            cached_only=cached_only,
-        )
+            q, k, v, k_cache, v_cache, batch,
+            scale=scale, out=into.out, lse=into.lse, cached_only=cached_only,
+        )  # fmt: skip
         return
     k_cache, v_cache, plan = _gathered(k_cache, v_cache, batch)
     if cached_only:

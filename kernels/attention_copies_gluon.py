@@ -19,16 +19,9 @@ copy_box = tma.async_load if IS_RENAMED else tma.async_copy_global_to_shared
 
 @gluon.jit
 def produce(
-    PAGE_SIZE: gl.constexpr,
-    CHUNK: gl.constexpr,
-    memory,
-    barriers,
-    rows,
-    span,
-    sources,
-    boxes,
-    strides,
-):
+    PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr,
+    memory, barriers, rows, span, sources, boxes, strides,
+):  # fmt: skip
     """Copy the tiles of keys and values, last first, each as soon as its stage is free."""
     _queries, keys, values = memory
     keys_full, keys_empty, values_full, values_empty = barriers
@@ -80,16 +73,9 @@ def produce(
 
 @gluon.jit
 def _copy_boxes(
-    tile,
-    full,
-    boxes,
-    chunk_pages,
-    start,
-    head_row,
-    page_rows,
-    PAGE_SIZE: gl.constexpr,
-    CHUNK: gl.constexpr,
-):
+    tile, full, boxes, chunk_pages, start, head_row, page_rows,
+    PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
     """A tile in boxes of CHUNK tokens by 64 dims, the order of swizzled tiles in memory."""
     TILE_KEYS: gl.constexpr = tile.shape[0]
     HEAD_DIM: gl.constexpr = tile.shape[1]
@@ -108,20 +94,10 @@ def _copy_boxes(
 
 @gluon.jit
 def _copy_pieces(
-    tile,
-    full,
-    cache,
-    in_flight,
-    chunk_pages,
-    start,
-    cached_end,
-    end,
-    page_stride,
-    token_stride,
+    tile, full, cache, in_flight, chunk_pages, start, cached_end, end, page_stride, token_stride,
     row_stride,
-    PAGE_SIZE: gl.constexpr,
-    CHUNK: gl.constexpr,
-):
+    PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
     """A tile of cached tokens, then in-flight rows, then zeros."""
     HEAD_DIM: gl.constexpr = tile.shape[1]
     LANES: gl.constexpr = HEAD_DIM // 8

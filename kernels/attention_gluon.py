@@ -29,56 +29,15 @@ from effuse.kernels.attention_splits_triton import seen_end_of, tokens_per_split
 # One kernel for all counts: a new kind of count must not compile while requests wait.
 @gluon.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
 def hopper_attention_kernel(
-    q,
-    k,
-    v,
-    k_cache,
-    v_cache,
-    k_boxes,
-    v_boxes,
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    cu_seqlens,
-    context_lens,
-    page_table,
-    block_origins,
-    num_seqs,
-    num_tokens,
-    table_stride,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    kc_page,
-    kc_token,
-    kc_head,
-    vc_page,
-    vc_token,
-    vc_head,
-    out_token,
-    out_head,
-    lse_token,
-    lse_head,
-    scale,
-    GROUPS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    TILE_KEYS: gl.constexpr,
-    CHUNK: gl.constexpr,
-    STAGES: gl.constexpr,
-    MAX_SEQS: gl.constexpr,
-    SPLIT_STEP: gl.constexpr,
-    PART_KEYS: gl.constexpr,
-    CACHED_ONLY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
+    q, k, v, k_cache, v_cache, k_boxes, v_boxes, out, lse, partial_out, partial_lse, cu_seqlens,
+    context_lens, page_table, block_origins, num_seqs, num_tokens, table_stride, q_token, q_head,
+    k_token, k_head, v_token, v_head, kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
+    out_token, out_head, lse_token, lse_head, scale,
+    GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    CONSUMERS: gl.constexpr, TILE_KEYS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    MAX_SEQS: gl.constexpr, SPLIT_STEP: gl.constexpr, PART_KEYS: gl.constexpr,
+    CACHED_ONLY: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     kv_head = gl.program_id(0)
     sequence, first, first_row, num_rows, context, origin = _find_rows(
         cu_seqlens, context_lens, block_origins, num_seqs, gl.program_id(2), GROUPS,
@@ -177,15 +136,9 @@ def hopper_attention_kernel(
 
 @gluon.jit
 def _find_rows(
-    cu_seqlens,
-    context_lens,
-    block_origins,
-    num_seqs,
-    index,
-    GROUPS: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
-    MAX_SEQS: gl.constexpr,
-):
+    cu_seqlens, context_lens, block_origins, num_seqs, index,
+    GROUPS: gl.constexpr, TILE_ROWS: gl.constexpr, MAX_SEQS: gl.constexpr,
+):  # fmt: skip
     """(sequence, first packed row, first token, tokens, context, origin) of the index-th tile.
 
     The sequence is ``num_seqs`` or more if there are fewer tiles. Every warp computes it by itself

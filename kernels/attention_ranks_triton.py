@@ -21,45 +21,20 @@ def launch_merge(dealt: Tensor, dealt_lse: Tensor, own: Tensor, own_lse: Tensor)
     if rows == 0:
         return out
     _merge_kernel[(rows, triton.cdiv(heads, HEADS_AT_ONCE))](
-        dealt,
-        dealt_lse,
-        own,
-        own_lse,
-        out,
-        *dealt.stride()[:2],
-        *dealt_lse.stride(),
-        *own.stride()[:2],
-        *own_lse.stride(),
-        PARTS=dealt.shape[1] // heads,
-        HEADS=heads,
-        HEAD_DIM=dim,
-        HEADS_AT_ONCE=HEADS_AT_ONCE,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        dealt, dealt_lse, own, own_lse, out, *dealt.stride()[:2], *dealt_lse.stride(),
+        *own.stride()[:2], *own_lse.stride(),
+        PARTS=dealt.shape[1] // heads, HEADS=heads, HEAD_DIM=dim, HEADS_AT_ONCE=HEADS_AT_ONCE,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _merge_kernel(
-    dealt,
-    dealt_lse,
-    own,
-    own_lse,
-    out,
-    dealt_token,
-    dealt_head,
-    dealt_lse_token,
-    dealt_lse_head,
-    own_token,
-    own_head,
-    own_lse_token,
-    own_lse_head,
-    PARTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
-):
+    dealt, dealt_lse, own, own_lse, out, dealt_token, dealt_head, dealt_lse_token, dealt_lse_head,
+    own_token, own_head, own_lse_token, own_lse_head,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
     exists = head < HEADS

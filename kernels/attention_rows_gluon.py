@@ -17,22 +17,10 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def consume(
-    which: gl.constexpr,
-    GROUPS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    SPLIT_STEP: gl.constexpr,
-    PART_KEYS: gl.constexpr,
-    CACHED_ONLY: gl.constexpr,
-    memory,
-    barriers,
-    rows,
-    span,
-    q,
-    q_token,
-    q_head,
-    results,
-    scale,
-):
+    which: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_STEP: gl.constexpr,
+    PART_KEYS: gl.constexpr, CACHED_ONLY: gl.constexpr,
+    memory, barriers, rows, span, q, q_token, q_head, results, scale,
+):  # fmt: skip
     """All tiles for 64 rows, one warpgroup."""
     all_queries, keys, values = memory
     first, first_row, num_rows, kv_head, context, origin = rows
@@ -174,15 +162,9 @@ def _part(tiles, first, count, masked_tiles, HAS_MORE: gl.constexpr):
 
 @gluon.jit
 def _row_offsets(
-    start,
-    first_row,
-    num_rows,
-    kv_head,
-    token_stride,
-    head_stride,
-    GROUPS: gl.constexpr,
-    layout: gl.constexpr,
-):
+    start, first_row, num_rows, kv_head, token_stride, head_stride,
+    GROUPS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
     """(element offsets, whether they exist) of 64 packed rows from ``start`` on."""
     packed = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     token = (first_row + packed // GROUPS).to(gl.int64)
@@ -192,22 +174,10 @@ def _row_offsets(
 
 @gluon.jit
 def _step(
-    index,
-    queries,
-    keys,
-    values,
-    barriers,
-    accumulator,
-    weights,
-    total,
-    peak,
-    scale,
-    limit,
-    no_scores,
-    piece_tiles,
-    STAGES: gl.constexpr,
-    MASKED: gl.constexpr,
-):
+    index, queries, keys, values, barriers, accumulator, weights, total, peak, scale, limit,
+    no_scores, piece_tiles,
+    STAGES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
     """Scores and weights of tile ``index``, while tile ``index - 1`` is added to the result."""
     keys_full, keys_empty, values_full, values_empty = barriers
     stage = index % STAGES

@@ -83,28 +83,12 @@ def merge_splits(
     num_seqs = len(batch.context_lens)
     starts_early = may_start_early(partial_out.device)
     _merge_kernel[(tokens, triton.cdiv(heads, HEADS_AT_ONCE))](
-        partial_out,
-        partial_lse,
-        out,
-        lse,
-        batch.cu_seqlens,
-        batch.context_lens,
-        num_seqs,
-        tokens,
-        splits,
-        *out.stride()[:2],
-        *((0, 0) if lse is None else lse.stride()),
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        MAX_SEQS=max(64, triton.next_power_of_2(num_seqs)),
-        SPLIT_STEP=SPLIT_STEP,
-        SPLITS_AT_ONCE=SPLITS_AT_ONCE,
-        HEADS_AT_ONCE=HEADS_AT_ONCE,
-        STARTS_EARLY=starts_early,
-        num_warps=4,
-        enable_fp_fusion=True,
-        launch_pdl=starts_early,
-    )
+        partial_out, partial_lse, out, lse, batch.cu_seqlens, batch.context_lens, num_seqs, tokens,
+        splits, *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+        HEADS=heads, HEAD_DIM=head_dim, MAX_SEQS=max(64, triton.next_power_of_2(num_seqs)),
+        SPLIT_STEP=SPLIT_STEP, SPLITS_AT_ONCE=SPLITS_AT_ONCE, HEADS_AT_ONCE=HEADS_AT_ONCE,
+        STARTS_EARLY=starts_early, num_warps=4, enable_fp_fusion=True, launch_pdl=starts_early,
+    )  # fmt: skip
 
 
 def merge_parts(
@@ -119,28 +103,13 @@ def merge_parts(
     num_seqs = len(batch.context_lens)
     starts_early = may_start_early(partial_out.device)
     _parts_kernel[(tokens, triton.cdiv(heads, HEADS_AT_ONCE))](
-        partial_out,
-        partial_state,
-        out,
-        batch.cu_seqlens,
-        batch.context_lens,
-        batch.block_origins,
-        num_seqs,
-        tokens,
-        parts,
-        *out.stride()[:2],
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        MAX_SEQS=max(64, triton.next_power_of_2(num_seqs)),
-        BLOCK_SIZE=batch.block_size,
-        KEYS=PART_KEYS,
-        AT_ONCE=SPLITS_AT_ONCE,
-        HEADS_AT_ONCE=HEADS_AT_ONCE,
-        STARTS_EARLY=starts_early,
-        num_warps=4,
-        enable_fp_fusion=True,
+        partial_out, partial_state, out, batch.cu_seqlens, batch.context_lens, batch.block_origins,
+        num_seqs, tokens, parts, *out.stride()[:2],
+        HEADS=heads, HEAD_DIM=head_dim, MAX_SEQS=max(64, triton.next_power_of_2(num_seqs)),
+        BLOCK_SIZE=batch.block_size, KEYS=PART_KEYS, AT_ONCE=SPLITS_AT_ONCE,
+        HEADS_AT_ONCE=HEADS_AT_ONCE, STARTS_EARLY=starts_early, num_warps=4, enable_fp_fusion=True,
         launch_pdl=starts_early,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -188,27 +157,11 @@ def tokens_per_split(context, num_rows, splits, SPLIT_STEP: tl.constexpr):
 # One kernel for all counts: a new kind of count must not compile while requests wait.
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "splits"])
 def _merge_kernel(
-    partial_out,
-    partial_lse,
-    out,
-    lse,
-    cu_seqlens,
-    context_lens,
-    num_seqs,
-    num_tokens,
-    splits,
-    out_token,
-    out_head,
-    lse_token,
-    lse_head,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MAX_SEQS: tl.constexpr,
-    SPLIT_STEP: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
-):
+    partial_out, partial_lse, out, lse, cu_seqlens, context_lens, num_seqs, num_tokens, splits,
+    out_token, out_head, lse_token, lse_head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SEQS: tl.constexpr, SPLIT_STEP: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
     """Combine some heads of a token over its splits, a fixed number at a time, in split order.
 
     Each element of the result is computed by one thread, without exchange.
@@ -302,26 +255,12 @@ def _combine(weights, values, held, result, total, peak):
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "parts"])
 def _parts_kernel(
-    partial_out,
-    partial_state,
-    out,
-    cu_seqlens,
-    context_lens,
-    block_origins,
-    num_seqs,
-    num_tokens,
-    parts,
-    out_token,
-    out_head,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MAX_SEQS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
+    partial_out, partial_state, out, cu_seqlens, context_lens, block_origins, num_seqs, num_tokens,
+    parts, out_token, out_head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, AT_ONCE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Add the parts of some heads of a token, last first; those that it does not see change
     nothing."""
     token = tl.program_id(0)

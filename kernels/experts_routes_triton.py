@@ -29,25 +29,14 @@ def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
     weights = torch.empty((rows, width), dtype=torch.float32, device=logits.device)
     if rows:
         _route_kernel[(rows,)](
-            logits,
-            logits if bias is None else bias,
-            experts,
-            weights,
-            logits.stride(0),
+            logits, logits if bias is None else bias, experts, weights, logits.stride(0),
             routing.scale,
-            EXPERTS=routing.num_experts,
-            TILE=triton.next_power_of_2(routing.num_experts),
-            TOP_K=routing.top_k,
-            SHARED=routing.num_shared,
-            WIDTH=triton.next_power_of_2(width),
-            GROUPS=routing.num_groups,
-            TOP_GROUPS=routing.top_groups,
-            SIGMOID=routing.scores == "sigmoid",
-            HAS_BIAS=bias is not None,
-            RENORMALISES=routing.renormalises,
-            num_warps=1,
-            enable_fp_fusion=True,
-        )
+            EXPERTS=routing.num_experts, TILE=triton.next_power_of_2(routing.num_experts),
+            TOP_K=routing.top_k, SHARED=routing.num_shared, WIDTH=triton.next_power_of_2(width),
+            GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
+            SIGMOID=routing.scores == "sigmoid", HAS_BIAS=bias is not None,
+            RENORMALISES=routing.renormalises, num_warps=1, enable_fp_fusion=True,
+        )  # fmt: skip
     return experts, weights
 
 
@@ -59,21 +48,10 @@ def launch_own(
     count = experts.numel()
     if count:
         _own_kernel[(triton.cdiv(count, MANY_PICKS),)](
-            experts,
-            weights,
-            own,
-            shares,
-            count,
-            K=experts.shape[1],
-            FIRST=held.start,
-            END=held.stop,
-            ROUTED=num_routed,
-            RANK=rank,
-            RANKS=num_ranks,
-            PART=MANY_PICKS,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+            experts, weights, own, shares, count,
+            K=experts.shape[1], FIRST=held.start, END=held.stop, ROUTED=num_routed, RANK=rank,
+            RANKS=num_ranks, PART=MANY_PICKS, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
     return own, shares
 
 
@@ -101,33 +79,15 @@ def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPick
     tile = triton.next_power_of_2(num_experts + 1)  # invalid picks count as the last expert
     counts = torch.empty((num_parts, num_experts), dtype=torch.int32, device=device)
     _count_kernel[(num_parts,)](
-        experts,
-        counts,
-        num_picks,
-        EXPERTS=num_experts,
-        TILE=tile,
-        PART=part,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        experts, counts, num_picks,
+        EXPERTS=num_experts, TILE=tile, PART=part, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     _sort_kernel[(num_parts,)](
-        experts,
-        counts,
-        found.order,
-        found.ranks,
-        found.ends,
-        found.owners,
-        found.starts,
-        num_picks,
-        num_tiles,
-        EXPERTS=num_experts,
-        TILE=tile,
-        TILE_ROWS=tile_rows,
-        PART=part,
-        PARTS=PARTS_TOGETHER,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        experts, counts, found.order, found.ranks, found.ends, found.owners, found.starts,
+        num_picks, num_tiles,
+        EXPERTS=num_experts, TILE=tile, TILE_ROWS=tile_rows, PART=part, PARTS=PARTS_TOGETHER,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return found
 
 
@@ -138,23 +98,11 @@ def most_tiles(num_picks: int, num_experts: int, tile_rows: int) -> int:
 
 @triton.jit
 def _route_kernel(
-    logits,
-    bias,
-    experts,
-    weights,
-    row_stride,
-    scale,
-    EXPERTS: tl.constexpr,
-    TILE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RENORMALISES: tl.constexpr,
-):
+    logits, bias, experts, weights, row_stride, scale,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RENORMALISES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, TILE)
     mask = expert < EXPERTS
@@ -191,19 +139,10 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _own_kernel(
-    experts,
-    weights,
-    own,
-    shares,
-    count,
-    K: tl.constexpr,
-    FIRST: tl.constexpr,
-    END: tl.constexpr,
-    ROUTED: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    PART: tl.constexpr,
-):
+    experts, weights, own, shares, count,
+    K: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, ROUTED: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * PART + tl.arange(0, PART)
     exists = at < count
     expert = tl.load(experts + at, mask=exists, other=0)
@@ -251,21 +190,10 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["num_picks", "num_tiles"])
 def _sort_kernel(
-    experts,
-    counts,
-    order,
-    ranks,
-    ends,
-    owners,
-    starts,
-    num_picks,
-    num_tiles,
-    EXPERTS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    PART: tl.constexpr,
+    experts, counts, order, ranks, ends, owners, starts, num_picks, num_tiles,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, TILE_ROWS: tl.constexpr, PART: tl.constexpr,
     PARTS: tl.constexpr,
-):
+):  # fmt: skip
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, TILE)
     exists = expert < EXPERTS

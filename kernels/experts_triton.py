@@ -105,28 +105,13 @@ def launch_gate_up(x: Tensor, gate_up: Tensor, picks: SortedPicks, shape: Produc
     num_picks, inner, hidden = len(picks.order), gate_up.shape[1] // 2, x.shape[1]
     activated = torch.empty((num_picks, inner), dtype=x.dtype, device=x.device)
     _gate_up_kernel[(len(picks.owners) * triton.cdiv(inner, shape.columns),)](
-        x,
-        _weights(gate_up, shape),
-        activated,
-        picks.order,
-        picks.ends,
-        picks.owners,
-        picks.starts,
-        x.stride(0),
-        len(picks.owners),
-        PICKS=num_picks // len(x),
-        EXPERTS=len(gate_up),
-        INNER=inner,
-        HIDDEN=hidden,
-        TILE_ROWS=shape.rows,
-        TILE_COLUMNS=shape.columns,
-        DEPTH=shape.depth,
-        BY_DESCRIPTOR=shape.by_descriptor,
-        WEIGHTS_FIRST=shape.weights_first,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        enable_fp_fusion=True,
-    )
+        x, _weights(gate_up, shape), activated, picks.order, picks.ends, picks.owners, picks.starts,
+        x.stride(0), len(picks.owners),
+        PICKS=num_picks // len(x), EXPERTS=len(gate_up), INNER=inner, HIDDEN=hidden,
+        TILE_ROWS=shape.rows, TILE_COLUMNS=shape.columns, DEPTH=shape.depth,
+        BY_DESCRIPTOR=shape.by_descriptor, WEIGHTS_FIRST=shape.weights_first,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
     return activated
 
 
@@ -135,25 +120,12 @@ def launch_down(activated: Tensor, down: Tensor, picks: SortedPicks, shape: Prod
     hidden, inner = down.shape[1:]
     given = activated.new_empty(len(activated), hidden)
     _down_kernel[(len(picks.owners) * triton.cdiv(hidden, shape.columns),)](
-        activated,
-        down,
-        given,
-        picks.order,
-        picks.ends,
-        picks.owners,
-        picks.starts,
+        activated, down, given, picks.order, picks.ends, picks.owners, picks.starts,
         len(picks.owners),
-        EXPERTS=len(down),
-        INNER=inner,
-        HIDDEN=hidden,
-        TILE_ROWS=shape.rows,
-        TILE_COLUMNS=shape.columns,
-        DEPTH=shape.depth,
-        WEIGHTS_FIRST=shape.weights_first,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        enable_fp_fusion=True,
-    )
+        EXPERTS=len(down), INNER=inner, HIDDEN=hidden, TILE_ROWS=shape.rows,
+        TILE_COLUMNS=shape.columns, DEPTH=shape.depth, WEIGHTS_FIRST=shape.weights_first,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
     return given
 
 
@@ -205,25 +177,11 @@ def _add_product(values, weights, total, WEIGHTS_FIRST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _gate_up_kernel(
-    x,
-    gate_up,
-    activated,
-    order,
-    ends,
-    owners,
-    starts,
-    row_stride,
-    num_tiles,
-    PICKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    INNER: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
-):
+    x, gate_up, activated, order, ends, owners, starts, row_stride, num_tiles,
+    PICKS: tl.constexpr, EXPERTS: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0) % num_tiles
     expert = tl.load(owners + tile).to(tl.int64)
     if (expert < 0) | (expert >= EXPERTS):  # an unused tile, or picks of another rank's experts
@@ -272,22 +230,10 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _down_kernel(
-    activated,
-    down,
-    given,
-    order,
-    ends,
-    owners,
-    starts,
-    num_tiles,
-    EXPERTS: tl.constexpr,
-    INNER: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
-):
+    activated, down, given, order, ends, owners, starts, num_tiles,
+    EXPERTS: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0) % num_tiles
     expert = tl.load(owners + tile).to(tl.int64)
     if (expert < 0) | (expert >= EXPERTS):  # an unused tile, or picks of another rank's experts

@@ -40,20 +40,10 @@ def launch(
     num_tiles = triton.cdiv(run_stripes, TILE_STRIPES)
     num_items = len(source_ids) * num_runs * num_tiles
     _copy_kernel[(min(PROGRAMS, num_items),)](
-        source,
-        source_ids,
-        *source_sizes,
-        target,
-        target_ids,
-        *target_sizes,
-        num_runs,
-        run_stripes,
-        num_tiles,
-        num_items,
-        TILE=TILE_STRIPES,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        source, source_ids, *source_sizes, target, target_ids, *target_sizes, num_runs, run_stripes,
+        num_tiles, num_items,
+        TILE=TILE_STRIPES, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -72,22 +62,10 @@ def launch(
     do_not_specialize_on_alignment=["source_ids", "target", "target_ids"],
 )
 def _copy_kernel(
-    source,
-    source_ids,
-    source_page,
-    source_first,
-    source_run,
-    target,
-    target_ids,
-    target_page,
-    target_first,
-    target_run,
-    num_runs,
-    run_stripes,
-    num_tiles,
-    num_items,
+    source, source_ids, source_page, source_first, source_run, target,
+    target_ids, target_page, target_first, target_run, num_runs, run_stripes, num_tiles, num_items,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of a run of a page, then the next one that no other program copies."""
     word = tl.arange(0, _WORDS)[None, :]
     address = tl.multiple_of(tl.load(target), 16)

@@ -122,18 +122,9 @@ def launch(
     do_not_specialize_on_alignment=["page_ids", "key", "out"],
 )
 def _digest_kernel(
-    pages,
-    page_ids,
-    key,
-    out,
-    page_stripes,
-    first_stripe,
-    num_pieces,
-    run_pieces,
-    run_step,
-    PIECE_STRIPES: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    pages, page_ids, key, out, page_stripes, first_stripe, num_pieces, run_pieces, run_step,
+    PIECE_STRIPES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     ROUNDS: tl.constexpr = (PIECE_STRIPES - 1) // _STRIPES  # that end in a scramble
     LOOPED: tl.constexpr = ROUNDS // AHEAD * AHEAD
     REST: tl.constexpr = PIECE_STRIPES - ROUNDS * _STRIPES

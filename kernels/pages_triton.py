@@ -22,23 +22,12 @@ def launch_store(
         _launch_distinct(k, v, k_cache, v_cache, slot_mapping)
     elif tokens:
         _store_kernel[(tokens,)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            *k.stride(),
-            *v.stride(),
-            *k_cache.stride(),
+            k, v, k_cache, v_cache, slot_mapping, *k.stride(), *v.stride(), *k_cache.stride(),
             *v_cache.stride(),
-            PAGE_SIZE=k_cache.shape[1],
-            HEADS=heads,
-            HEAD_DIM=dim,
-            TILE_HEADS=triton.next_power_of_2(heads),
-            TILE_DIM=triton.next_power_of_2(dim),
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+            PAGE_SIZE=k_cache.shape[1], HEADS=heads, HEAD_DIM=dim,
+            TILE_HEADS=triton.next_power_of_2(heads), TILE_DIM=triton.next_power_of_2(dim),
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def _launch_distinct(
@@ -47,24 +36,12 @@ def _launch_distinct(
     tokens, heads, dim = k.shape
     if tokens:
         _store_distinct_kernel[(triton.cdiv(tokens, TILE_TOKENS), heads)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            tokens,
-            *k.stride()[:2],
-            *v.stride()[:2],
-            *k_cache.stride()[:2],
-            *v_cache.stride()[:2],
-            PAGE_SIZE=v_cache.shape[3],
-            PIECE=k_cache.shape[4],
-            HEAD_DIM=dim,
-            TILE_DIM=triton.next_power_of_2(dim),
-            TILE_TOKENS=TILE_TOKENS,
-            num_warps=4,
+            k, v, k_cache, v_cache, slot_mapping, tokens, *k.stride()[:2], *v.stride()[:2],
+            *k_cache.stride()[:2], *v_cache.stride()[:2],
+            PAGE_SIZE=v_cache.shape[3], PIECE=k_cache.shape[4], HEAD_DIM=dim,
+            TILE_DIM=triton.next_power_of_2(dim), TILE_TOKENS=TILE_TOKENS, num_warps=4,
             enable_fp_fusion=True,
-        )
+        )  # fmt: skip
 
 
 def launch_mark(number: Tensor, target: Tensor) -> None:
@@ -80,31 +57,11 @@ def slot_offset(slot, page_stride, token_stride, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _store_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    k_token,
-    k_head,
-    k_dim,
-    v_token,
-    v_head,
-    v_dim,
-    kc_page,
-    kc_token,
-    kc_head,
-    kc_dim,
-    vc_page,
-    vc_token,
-    vc_head,
-    vc_dim,
-    PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
+    k, v, k_cache, v_cache, slot_mapping, k_token, k_head, k_dim, v_token, v_head, v_dim,
+    kc_page, kc_token, kc_head, kc_dim, vc_page, vc_token, vc_head, vc_dim,
+    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_HEADS: tl.constexpr,
     TILE_DIM: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -133,26 +90,11 @@ def _places(slots, dim, kc_page, vc_page, PAGE_SIZE: tl.constexpr, PIECE: tl.con
 
 @triton.jit
 def _store_distinct_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    num_tokens,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    kc_page,
-    kc_head,
-    vc_page,
-    vc_head,
-    PAGE_SIZE: tl.constexpr,
-    PIECE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_DIM: tl.constexpr,
+    k, v, k_cache, v_cache, slot_mapping, num_tokens, k_token, k_head, v_token, v_head,
+    kc_page, kc_head, vc_page, vc_head,
+    PAGE_SIZE: tl.constexpr, PIECE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_DIM: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     slots = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1).to(tl.int64)

@@ -56,16 +56,10 @@ class PeerSums:
         if shares is None:
             shares = size > 2 and (size - 1) * residual.nbytes > _MOST_SENT
         return peers_triton.launch(
-            x if isinstance(x, WeightedParts) else x.contiguous(),
-            residual.contiguous(),
-            weight,
-            eps,
-            self._buffers,
-            self._turns,
-            rank=self._rank,
-            size=size,
-            shares=shares,
-        )
+            x if isinstance(x, WeightedParts) else x.contiguous(), residual.contiguous(), weight,
+            eps, self._buffers, self._turns,
+            rank=self._rank, size=size, shares=shares,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Releases the buffers, unless a kernel still waits for a rank that has ended."""

@@ -68,64 +68,27 @@ def launch(
     for first in range(0, num_rows, len(turns)):
         count = min(len(turns), num_rows - first)
         _sum_norm_kernel[((1 + ahead) * count,)](
-            x.parts if isinstance(x, WeightedParts) else x,
-            turns if places is None else places,
-            weight if weighted is None else weighted.weights,
-            residual,
-            weight,
-            out,
-            total,
-            buffers,
-            turns,
-            len(turns) * width,
-            first,
-            count,
-            eps,
-            RANK=rank,
-            SIZE=size,
-            PARTS=triton.next_power_of_2(size),
-            SHARES=shares,
-            AHEAD=ahead,
+            x.parts if isinstance(x, WeightedParts) else x, turns if places is None else places,
+            weight if weighted is None else weighted.weights, residual, weight, out, total, buffers,
+            turns, len(turns) * width, first, count, eps,
+            RANK=rank, SIZE=size, PARTS=triton.next_power_of_2(size), SHARES=shares, AHEAD=ahead,
             WEIGHTED=0 if weighted is None else weighted.weights.shape[1],
-            HAS_PLACES=places is not None,
-            BITS=_BITS[residual.element_size()],
-            WIDTH=width,
-            TILE=tile,
-            STARTS_EARLY=starts_early,
+            HAS_PLACES=places is not None, BITS=_BITS[residual.element_size()], WIDTH=width,
+            TILE=tile, STARTS_EARLY=starts_early,
             num_warps=num_warps or (4 if tile < WIDE else 8 if shares else 16),
-            enable_fp_fusion=True,
-            launch_pdl=starts_early,
-        )
+            enable_fp_fusion=True, launch_pdl=starts_early,
+        )  # fmt: skip
     return out, total
 
 
 @triton.jit(do_not_specialize=["first", "num_rows"])
 def _sum_norm_kernel(
-    x,
-    places,
-    weights,
-    residual,
-    weight,
-    out,
-    total,
-    buffers,
-    turns,
-    part_stride,
-    first,
-    num_rows,
+    x, places, weights, residual, weight, out, total, buffers, turns, part_stride, first, num_rows,
     eps,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    SHARES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
-):
+    RANK: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr,
+    AHEAD: tl.constexpr, WEIGHTED: tl.constexpr, HAS_PLACES: tl.constexpr, BITS: tl.constexpr,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     row = program
     if AHEAD and program >= num_rows:
@@ -192,18 +155,10 @@ def _waiting_row(number, num_rows, RANK: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _own(
-    x,
-    places,
-    weights,
-    row,
-    column,
-    out,
-    BITS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, places, weights, row, column, out,
+    BITS: tl.constexpr, WEIGHTED: tl.constexpr, HAS_PLACES: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """The bits that this rank adds to a row; of weighted parts their sum, rounded."""
     if WEIGHTED > 0:
         given = weighted_sum(x, places, weights, row, column, WEIGHTED, HAS_PLACES, WIDTH, TILE)
@@ -238,17 +193,9 @@ def _received(places, mask):
 
 @triton.jit
 def _sum(
-    mine,
-    part_stride,
-    own,
-    added,
-    mask,
-    out,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    mine, part_stride, own, added, mask, out,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """The sum of all parts and `added`, rounded like `out`, because the next layer reads that."""
     part = tl.arange(0, PARTS)
     places = mine + part[:, None] * part_stride + tl.arange(0, TILE)[None, :]

@@ -33,26 +33,11 @@ GROUP = gl.constexpr(16)
 # One kernel for all counts: a new kind of count must not compile while requests wait.
 @gluon.jit(do_not_specialize=["rows", "num_columns", "num_rows", "steps", "shares", "has_bias"])
 def product_kernel(
-    weights,
-    first_rows,
-    second_rows,
-    third_rows,
-    bias,
-    out,
-    rows,
-    columns,
-    num_columns,
-    num_rows,
-    steps,
-    shares,
-    has_bias,
-    CONSUMERS: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
-    TURNS: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
+    weights, first_rows, second_rows, third_rows, bias, out, rows, columns, num_columns, num_rows,
+    steps, shares, has_bias,
+    CONSUMERS: gl.constexpr, TILE_ROWS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     sources = (first_rows,)
     if second_rows is not None:
         sources += (second_rows,)
@@ -133,14 +118,9 @@ def _num_tiles(spans, TURNS: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    CONSUMERS: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
-    TURNS: gl.constexpr,
-    memory,
-    spans,
-    weights,
-    sources,
-):
+    CONSUMERS: gl.constexpr, TILE_ROWS: gl.constexpr, TURNS: gl.constexpr,
+    memory, spans, weights, sources,
+):  # fmt: skip
     """Copies the steps of all tiles, each as soon as its stage is free."""
     _held, parts, _full, empty, _ended = memory
     STAGES: gl.constexpr = parts[0].shape[0]
@@ -191,14 +171,9 @@ def _copy_rows(memory, sources, first, step, stage):
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
-    TURNS: gl.constexpr,
-    memory,
-    spans,
-    target,
-):
+    which: gl.constexpr, CONSUMERS: gl.constexpr, TILE_ROWS: gl.constexpr, TURNS: gl.constexpr,
+    memory, spans, target,
+):  # fmt: skip
     """One warpgroup's columns of all tiles."""
     _held, parts, _full, _empty, ended = memory
     bias, has_bias, out, rows, columns = target

@@ -245,27 +245,13 @@ def launch(
     num_columns = -(-columns // tile.columns)
     num_rows = -(-rows // tile.rows)
     product_kernel[(min(PROCESSORS, num_columns * num_rows * apart),)](
-        _boxes(weight, COLUMNS),
-        *(*(_boxes(x, part) for part in tile.parts), None, None)[:3],
-        weight if bias is None else bias,
-        out,
-        rows,
-        columns,
-        num_columns,
-        num_rows,
-        steps,
-        shares,
+        _boxes(weight, COLUMNS), *(*(_boxes(x, part) for part in tile.parts), None, None)[:3],
+        weight if bias is None else bias, out, rows, columns, num_columns, num_rows, steps, shares,
         int(bias is not None),
-        CONSUMERS=tile.consumers,
-        TILE_ROWS=tile.rows,
-        TURNS=shares // apart,
-        STAGES=tile.stages,
-        CONSUMER_REGISTERS=_REGISTERS[tile.consumers],
-        PRODUCER_REGISTERS=24,
-        num_warps=4,
-        enable_fp_fusion=True,
-        launch_pdl=True,
-    )
+        CONSUMERS=tile.consumers, TILE_ROWS=tile.rows, TURNS=shares // apart, STAGES=tile.stages,
+        CONSUMER_REGISTERS=_REGISTERS[tile.consumers], PRODUCER_REGISTERS=24, num_warps=4,
+        enable_fp_fusion=True, launch_pdl=True,
+    )  # fmt: skip
     return out
 
 

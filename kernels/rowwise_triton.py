@@ -24,16 +24,9 @@ def launch_lookup(token_ids: Tensor, rows: Tensor, first: int) -> Tensor:
     out = torch.empty(len(token_ids), width, dtype=rows.dtype, device=rows.device)
     if len(token_ids):
         _lookup_kernel[(len(token_ids), triton.cdiv(width, TILE))](
-            token_ids,
-            rows,
-            out,
-            first,
-            count,
-            WIDTH=width,
-            TILE=TILE,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+            token_ids, rows, out, first, count,
+            WIDTH=width, TILE=TILE, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
@@ -76,30 +69,17 @@ def _launch_norm(
     tile = triton.next_power_of_2(width)
     rows = max(1, min(16, ELEMENTS_PER_PROGRAM // tile))
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        residual if residual is not None else x,
-        weight,
-        out,
-        total if total is not None else out,
-        places if places is not None else weight,
-        weighted.weights if weighted is not None else weight,
-        num_rows,
-        x.stride(1) if has_parts else x.stride(0),
-        x.stride(1) if has_groups else 0,
-        x.stride(0) if has_parts else 0,
-        eps,
-        GROUPS=x.shape[1] if has_groups else 1,
-        PARTS=x.shape[0] if has_parts else 1,
+        x, residual if residual is not None else x, weight, out,
+        total if total is not None else out, places if places is not None else weight,
+        weighted.weights if weighted is not None else weight, num_rows,
+        x.stride(1) if has_parts else x.stride(0), x.stride(1) if has_groups else 0,
+        x.stride(0) if has_parts else 0, eps,
+        GROUPS=x.shape[1] if has_groups else 1, PARTS=x.shape[0] if has_parts else 1,
         WEIGHTED=weighted.weights.shape[1] if weighted is not None else 0,
-        HAS_PLACES=places is not None,
-        WIDTH=width,
-        TILE=tile,
-        ROWS=rows,
-        HAS_RESIDUAL=residual is not None,
-        NEXT_STARTS=may_start_early(x.device),
-        num_warps=8 if tile >= 4096 else 4,
-        enable_fp_fusion=True,
-    )
+        HAS_PLACES=places is not None, WIDTH=width, TILE=tile, ROWS=rows,
+        HAS_RESIDUAL=residual is not None, NEXT_STARTS=may_start_early(x.device),
+        num_warps=8 if tile >= 4096 else 4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def launch_total(given: WeightedParts) -> Tensor:
@@ -108,17 +88,11 @@ def launch_total(given: WeightedParts) -> Tensor:
     total = given.parts.new_empty(rows, width)
     if rows:
         _total_kernel[(rows, triton.cdiv(width, TILE))](
-            given.parts,
-            given.weights if given.places is None else given.places,
-            given.weights,
+            given.parts, given.weights if given.places is None else given.places, given.weights,
             total,
-            COUNT=count,
-            HAS_PLACES=given.places is not None,
-            WIDTH=width,
-            TILE=TILE,
-            num_warps=4,
+            COUNT=count, HAS_PLACES=given.places is not None, WIDTH=width, TILE=TILE, num_warps=4,
             enable_fp_fusion=True,
-        )
+        )  # fmt: skip
     return total
 
 
@@ -130,15 +104,10 @@ def launch_swiglu(gate_up: Tensor) -> Tensor:
     out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         _swiglu_kernel[(tokens, triton.cdiv(width // 2, TILE))](
-            gate_up,
-            out,
-            gate_up.stride(0),
-            INTERMEDIATE=width // 2,
-            TILE=TILE,
-            NEXT_STARTS=may_start_early(gate_up.device),
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+            gate_up, out, gate_up.stride(0),
+            INTERMEDIATE=width // 2, TILE=TILE, NEXT_STARTS=may_start_early(gate_up.device),
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
@@ -155,28 +124,12 @@ def _lookup_kernel(token_ids, rows, out, first, count, WIDTH: tl.constexpr, TILE
 # One kernel for all numbers of rows: a new kind of count must not compile while requests wait.
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    total,
-    places,
-    weights,
-    num_rows,
-    row_stride,
-    group_stride,
-    part_stride,
-    eps,
-    GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    x, residual, weight, out, total, places, weights, num_rows, row_stride, group_stride,
+    part_stride, eps,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, WEIGHTED: tl.constexpr, HAS_PLACES: tl.constexpr,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     NEXT_STARTS: tl.constexpr,
-):
+):  # fmt: skip
     if NEXT_STARTS:
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -218,15 +171,9 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _total_kernel(
-    parts,
-    places,
-    weights,
-    total,
-    COUNT: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    parts, places, weights, total,
+    COUNT: tl.constexpr, HAS_PLACES: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < WIDTH
@@ -236,16 +183,9 @@ def _total_kernel(
 
 @triton.jit
 def weighted_sum(
-    parts,
-    places,
-    weights,
-    row,
-    column,
-    COUNT: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    parts, places, weights, row, column,
+    COUNT: tl.constexpr, HAS_PLACES: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """The sum [TILE] fp32 of the COUNT parts of a row; those of weight 0 are not read."""
     values = tl.zeros([TILE], tl.float32)
     for part in tl.static_range(COUNT):
@@ -261,13 +201,9 @@ def weighted_sum(
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up,
-    out,
-    row_stride,
-    INTERMEDIATE: tl.constexpr,
-    TILE: tl.constexpr,
-    NEXT_STARTS: tl.constexpr,
-):
+    gate_up, out, row_stride,
+    INTERMEDIATE: tl.constexpr, TILE: tl.constexpr, NEXT_STARTS: tl.constexpr,
+):  # fmt: skip
     if NEXT_STARTS:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)

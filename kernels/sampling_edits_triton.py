@@ -39,15 +39,10 @@ def launch(
         enable_fp_fusion=False,
     )
     _min_p_kernel[(rows,)](
-        logits,
-        logits.stride(0),
-        vocab_size,
-        mask_token_id,
-        edits.gap,
-        CHUNK=min(triton.next_power_of_2(vocab_size), max_chunk),
-        num_warps=NUM_WARPS,
+        logits, logits.stride(0), vocab_size, mask_token_id, edits.gap,
+        CHUNK=min(triton.next_power_of_2(vocab_size), max_chunk), num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

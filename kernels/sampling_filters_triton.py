@@ -230,21 +230,11 @@ def _search(
 
 @triton.jit
 def _cutoff_kernel(
-    logits,
-    row_stride,
-    vocab_size,
-    mask_token_id,
-    temperatures,
-    top_ps,
-    top_ks,
-    cut_value,
-    cut_token,
-    TOP_K_FIRST: tl.constexpr,
-    SPARE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LANES: tl.constexpr,
+    logits, row_stride, vocab_size, mask_token_id, temperatures, top_ps, top_ks,
+    cut_value, cut_token,
+    TOP_K_FIRST: tl.constexpr, SPARE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
     ELEMENTS: tl.constexpr,
-):
+):  # fmt: skip
     """The value and the id of the last token that top-p and top-k keep; -inf if all are kept."""
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
     row = tl.program_id(0)

@@ -29,48 +29,20 @@ def launch_shares(records: Tensor, sampling: RowSampling, mask_token_id: int) ->
     score = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
         shares_kernel[(rows,)](
-            records,
-            records.stride(1),
-            records.stride(0),
-            mask_token_id,
-            sampling.temperature,
-            sampling.score,
-            token,
-            confidence,
-            score,
-            SHARES=shares,
-            TILE=triton.next_power_of_2(shares),
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+            records, records.stride(1), records.stride(0), mask_token_id, sampling.temperature,
+            sampling.score, token, confidence, score,
+            SHARES=shares, TILE=triton.next_power_of_2(shares), num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return Candidates(token, confidence, score)
 
 
 @triton.jit
 def finish_kernel(
-    logits,
-    row_stride,
-    vocab_size,
-    mask_token_id,
-    temperatures,
-    cut_value,
-    cut_token,
-    score_kinds,
-    seeds,
-    positions,
-    denoise_counts,
-    answer_indices,
-    first_quad,
-    parts,
-    places,
-    num_segments,
-    token_out,
-    confidence_out,
-    score_out,
-    IS_SHARE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE_SEGMENTS: tl.constexpr,
-):
+    logits, row_stride, vocab_size, mask_token_id, temperatures, cut_value, cut_token, score_kinds,
+    seeds, positions, denoise_counts, answer_indices, first_quad, parts, places, num_segments,
+    token_out, confidence_out, score_out,
+    IS_SHARE: tl.constexpr, CHUNK: tl.constexpr, TILE_SEGMENTS: tl.constexpr,
+):  # fmt: skip
     """Combine the segments of one row and find its token. Of a share of the vocabulary, which
     begins with `first_quad`, all outputs are its record."""
     row = tl.program_id(0)
@@ -156,18 +128,10 @@ def finish_kernel(
 
 @triton.jit
 def shares_kernel(
-    records,
-    row_stride,
-    share_stride,
-    mask_token_id,
-    temperatures,
-    score_kinds,
-    token_out,
-    confidence_out,
-    score_out,
-    SHARES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    records, row_stride, share_stride, mask_token_id, temperatures, score_kinds, token_out,
+    confidence_out, score_out,
+    SHARES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Combine the records of one row's shares of the vocabulary, in their order."""
     row = tl.program_id(0)
     kind = tl.load(score_kinds + row)

@@ -111,46 +111,21 @@ def _sample(
     # A base is rounded once and is then the same everywhere: no other product may be fused with its
     # difference. In one dimension, because a second one is limited to 65535 rows.
     _greedy_kernel[(num_segments * rows,)](
-        *rows_of,
-        *limits,
-        parts,
-        places,
-        SEGMENT=segment,
-        DEPTH=tile.depth,
-        LANES=tile.lanes,
-        ELEMENTS=tile.elements,
-        num_warps=shape.num_warps,
-        enable_fp_fusion=False,
-    )
+        *rows_of, *limits, parts, places,
+        SEGMENT=segment, DEPTH=tile.depth, LANES=tile.lanes, ELEMENTS=tile.elements,
+        num_warps=shape.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
     _drawn_kernel[(num_segments * rows,)](
-        *rows_of,
-        *limits,
-        *counters,
-        first_quad,
-        parts,
-        places,
-        SEGMENT=segment,
-        DEPTH=tile.depth,
-        LANES=tile.lanes,
-        ELEMENTS=tile.elements,
-        num_warps=shape.num_warps,
-        enable_fp_fusion=False,
-    )
+        *rows_of, *limits, *counters, first_quad, parts, places,
+        SEGMENT=segment, DEPTH=tile.depth, LANES=tile.lanes, ELEMENTS=tile.elements,
+        num_warps=shape.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
     finish_kernel[(rows,)](
-        *rows_of,
-        *limits,
-        *counters,
-        first_quad,
-        parts,
-        places,
-        num_segments,
-        *results,
-        IS_SHARE=first_token is not None,
-        CHUNK=shape.chunk,
-        TILE_SEGMENTS=triton.next_power_of_2(num_segments),
-        num_warps=shape.num_warps,
+        *rows_of, *limits, *counters, first_quad, parts, places, num_segments, *results,
+        IS_SHARE=first_token is not None, CHUNK=shape.chunk,
+        TILE_SEGMENTS=triton.next_power_of_2(num_segments), num_warps=shape.num_warps,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -195,21 +170,10 @@ def _leave(parts, places, peaks, sums, tiles, runners_up):
 
 @triton.jit
 def _greedy_kernel(
-    logits,
-    row_stride,
-    vocab_size,
-    mask_token_id,
-    temperatures,
-    cut_value,
-    cut_token,
-    score_kinds,
-    parts,
-    places,
-    SEGMENT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LANES: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
+    logits, row_stride, vocab_size, mask_token_id, temperatures, cut_value, cut_token, score_kinds,
+    parts, places,
+    SEGMENT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """One segment of one row without temperature, filters and entropy."""
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
     segment, row = _segment_and_row(vocab_size, SEGMENT)
@@ -241,26 +205,10 @@ def _greedy_kernel(
 
 @triton.jit
 def _drawn_kernel(
-    logits,
-    row_stride,
-    vocab_size,
-    mask_token_id,
-    temperatures,
-    cut_value,
-    cut_token,
-    score_kinds,
-    seeds,
-    positions,
-    denoise_counts,
-    answer_indices,
-    first_quad,
-    parts,
-    places,
-    SEGMENT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LANES: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
+    logits, row_stride, vocab_size, mask_token_id, temperatures, cut_value, cut_token, score_kinds,
+    seeds, positions, denoise_counts, answer_indices, first_quad, parts, places,
+    SEGMENT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """One segment of one row with temperature, filters or entropy."""
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
     segment, row = _segment_and_row(vocab_size, SEGMENT)

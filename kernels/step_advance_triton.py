@@ -174,23 +174,12 @@ def _choose(
 
 @triton.jit
 def _advance_kernel(
-    table,
-    control,
-    first_candidate,
-    candidate_tokens,
-    candidate_confidences,
-    candidate_scores,
+    table, control, first_candidate, candidate_tokens, candidate_confidences, candidate_scores,
     records,
-    RING: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILE_SIZE: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
-    TOKENS_AT: tl.constexpr,
-    MASKED_AT: tl.constexpr,
-    STOPS_AT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    RING: tl.constexpr, SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, NUM_STOPS: tl.constexpr,
+    TOKENS_AT: tl.constexpr, MASKED_AT: tl.constexpr, STOPS_AT: tl.constexpr, WIDTH: tl.constexpr,
     RECORD_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     slot = tl.program_id(0)
     if slot == 0:
         tl.store(control + FIRST_SLOT, tl.load(control + NEXT_FIRST_SLOT))

@@ -68,88 +68,32 @@ def launch(
     """
     layout, sampling = table.layout, rows.sampling
     _plan_kernel[(layout.num_slots + 1,)](
-        table.rows,
-        control,
-        rows.cu_seqlens,
-        rows.context_lens,
-        rows.page_table,
-        rows.block_origins,
-        rows.first_candidate,
-        rows.kept_rows,
-        rows.token_ids,
-        rows.positions,
-        rows.slot_mapping,
-        rows.hidden_rows,
-        rows.boundary_slots,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        sampling.seed,
-        sampling.answer_index,
-        sampling.position,
-        sampling.denoise_count,
-        sampling.score,
-        num_rows,
-        sequences_in(layout, num_rows),
+        table.rows, control, rows.cu_seqlens, rows.context_lens, rows.page_table,
+        rows.block_origins, rows.first_candidate, rows.kept_rows, rows.token_ids, rows.positions,
+        rows.slot_mapping, rows.hidden_rows, rows.boundary_slots, sampling.temperature,
+        sampling.top_p, sampling.top_k, sampling.seed, sampling.answer_index, sampling.position,
+        sampling.denoise_count, sampling.score, num_rows, sequences_in(layout, num_rows),
         mask_token_id,
-        NUM_SLOTS=layout.num_slots,
-        TILE_SLOTS=triton.next_power_of_2(layout.num_slots + 1),
-        RING=layout.ring,
-        SIZE=layout.block_size,
-        TILE_SIZE=triton.next_power_of_2(layout.block_size),
-        TOKENS_AT=layout.tokens_at,
-        MASKED_AT=layout.masked_at,
-        STORABLE_AT=layout.storable_at,
-        PAGES_AT=layout.pages_at,
-        WIDTH=layout.width,
-        MAX_PAGES=layout.max_pages,
-        PAGE_SIZE=page_size,
-        SHIFT=int(shift),
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        NUM_SLOTS=layout.num_slots, TILE_SLOTS=triton.next_power_of_2(layout.num_slots + 1),
+        RING=layout.ring, SIZE=layout.block_size,
+        TILE_SIZE=triton.next_power_of_2(layout.block_size), TOKENS_AT=layout.tokens_at,
+        MASKED_AT=layout.masked_at, STORABLE_AT=layout.storable_at, PAGES_AT=layout.pages_at,
+        WIDTH=layout.width, MAX_PAGES=layout.max_pages, PAGE_SIZE=page_size, SHIFT=int(shift),
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit
 def _plan_kernel(
-    table,
-    control,
-    cu_seqlens,
-    context_lens,
-    page_table,
-    block_origins,
-    first_candidate,
-    kept_rows,
-    token_ids,
-    positions,
-    slot_mapping,
-    hidden_rows,
-    boundary_slots,
-    temperatures,
-    top_ps,
-    top_ks,
-    seeds,
-    answer_indexes,
-    sample_positions,
-    denoise_counts,
-    scores,
-    num_rows,
-    num_seqs,
+    table, control, cu_seqlens, context_lens, page_table, block_origins, first_candidate, kept_rows,
+    token_ids, positions, slot_mapping, hidden_rows, boundary_slots, temperatures, top_ps, top_ks,
+    seeds, answer_indexes, sample_positions, denoise_counts, scores, num_rows, num_seqs,
     mask_token_id,
-    NUM_SLOTS: tl.constexpr,
-    TILE_SLOTS: tl.constexpr,
-    RING: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILE_SIZE: tl.constexpr,
-    TOKENS_AT: tl.constexpr,
-    MASKED_AT: tl.constexpr,
-    STORABLE_AT: tl.constexpr,
-    PAGES_AT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MAX_PAGES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+    NUM_SLOTS: tl.constexpr, TILE_SLOTS: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr,
+    TILE_SIZE: tl.constexpr, TOKENS_AT: tl.constexpr, MASKED_AT: tl.constexpr,
+    STORABLE_AT: tl.constexpr, PAGES_AT: tl.constexpr, WIDTH: tl.constexpr, MAX_PAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0)
 
     # The slots that take part: in turn from the first one, while there are rows and candidates.
@@ -287,18 +231,9 @@ def launch_gather(
     )
     widest = max(mixed.shape[1], residual.shape[1])
     _gather_kernel[(num_rows, triton.cdiv(widest, GATHER_TILE))](
-        mixed,
-        residual,
-        *outs,
-        wanted,
-        kept,
-        num_wanted,
-        mixed.shape[1],
-        residual.shape[1],
-        TILE=GATHER_TILE,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        mixed, residual, *outs, wanted, kept, num_wanted, mixed.shape[1], residual.shape[1],
+        TILE=GATHER_TILE, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return outs
 
 
@@ -311,31 +246,16 @@ def launch_exchange(hidden: Tensor, boundary_slots: Tensor, kept: Tensor, bounda
     """
     width = hidden.shape[1]
     _exchange_kernel[(len(hidden), triton.cdiv(width, GATHER_TILE))](
-        hidden,
-        boundary_slots,
-        kept,
-        boundary,
-        len(boundary_slots),
-        width,
-        TILE=GATHER_TILE,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        hidden, boundary_slots, kept, boundary, len(boundary_slots), width,
+        TILE=GATHER_TILE, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit
 def _gather_kernel(
-    mixed,
-    residual,
-    mixed_out,
-    residual_out,
-    wanted,
-    kept,
-    num_wanted,
-    mixed_width,
-    residual_width,
+    mixed, residual, mixed_out, residual_out, wanted, kept, num_wanted, mixed_width, residual_width,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     if place < num_wanted:
         row = tl.load(wanted + place)
