@@ -27,8 +27,7 @@ SECRET: Final = "fleet.secret"
 
 def addresses(target: str) -> list[str]:
     """A line for each address of the fleet behind `target`, as host:port: gRPC, HTTP and page, and
-    metrics. Only fleets that this user started on this machine have more than the first.
-    """
+    metrics. Only fleets that this user started on this machine have more than the first."""
     told = _facts_of(target)
     served = {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
     http = dict.fromkeys(facts["http"] for facts in told.values() if "http" in facts)

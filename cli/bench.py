@@ -141,8 +141,7 @@ Way = Callable[[Tally], None]
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 1 if a request or a row failed or a file could not be written, and
-    130 if the user interrupted it.
-    """
+    130 if the user interrupted it."""
     try:
         job = parse(argv)
         rivals = load_rivals(job) if job.baseline else None

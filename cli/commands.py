@@ -170,8 +170,7 @@ def member_commands(
 
 def http_flags(port: int | None, *, beside: int) -> tuple[str, ...]:
     """The routers' flag for the HTTP port: the given one, or `HTTP_PORT` if there is none. 0, or 0
-    as gRPC's port `beside`, takes a free one.
-    """
+    as gRPC's port `beside`, takes a free one."""
     if port is None:
         port = HTTP_PORT if beside else 0
     return ("--http-port", str(port or free_port()))

@@ -47,8 +47,7 @@ def check(repo: Path, rivals: Rivals) -> None:
 
 def authors_loop(repo: Path, rivals: Rivals, timeout_s: float, tally: Tally) -> None:
     """Answers all prompts with the checkout's loop. `timeout_s` is for loading and for each answer.
-    Raises BenchError; complete answers are in the tally.
-    """
+    Raises BenchError; complete answers are in the tally."""
     with _child(repo, rivals, timeout_s) as lines:
         next(lines)  # the model is loaded
         for _ in rivals.begin(tally):

@@ -165,8 +165,7 @@ def grader(scorer: Scorer) -> Grader:
 
 def _fenced(text: str, name: str) -> str:
     """The fenced block that defines the function, otherwise the first block. A text that begins
-    indented or has no fence is itself the code.
-    """
+    indented or has no fence is itself the code."""
     if text.lstrip("\n").startswith(("  ", "\t")):
         return text
     blocks = [found[1] for found in _FENCE.finditer(text)]

@@ -137,8 +137,7 @@ class Fleet:
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """End every process, routers first and Redis last. Running requests finish within each
-        process's drain time, or until `is_hurried`.
-        """
+        process's drain time, or until `is_hurried`."""
         for roles in (("router",), WORKERS, ("redis",)):
             members = [*self.processes.values(), *self._ended]
             longest_s = _REDIS_S if roles == ("redis",) else longest_end_s(self.config, roles[0])
@@ -153,8 +152,7 @@ class Fleet:
     def roll(self, name: str) -> Iterator[None]:
         """Replace one process without losing a request: its successor is ready, and known to the
         routers, before it ends. A worker whose GPU has no room for two ends first. Yields while
-        there is something to wait for; the caller may stop early.
-        """
+        there is something to wait for; the caller may stop early."""
         old = self.processes.pop(name)
         self._ended.append(old)
         if _role_of(name) == "router":

@@ -52,8 +52,7 @@ class Home:
 
     def make_redis_user(self) -> Path | None:
         """Writes the list of users of the embedded Redis, and the credentials of its processes. The
-        password is derived from the secret; without a secret every client has access (None).
-        """
+        password is derived from the secret; without a secret every client has access (None)."""
         if self.secret_file is None:
             return None
         users, credentials = self.path / "redis.users", self.path / "redis.credentials"

@@ -21,8 +21,7 @@ _OVER = object()
 class Restarts:
     """When to restart a process that has ended: immediately, and if it ends again within a minute
     of being ready, after 1, 2, 4 .. 60 s. Each process is counted separately. Times are seconds of
-    one clock.
-    """
+    one clock."""
 
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
@@ -87,8 +86,7 @@ class Rolling:
 
 def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> NoReturn:
     """Log each process that ends, with the end of its log unless `shows` already prints it, and
-    restart it, in parallel, until interrupted.
-    """
+    restart it, in parallel, until interrupted."""
     restarts = Restarts()
     starting: set[str] = set()
     while True:

@@ -81,8 +81,7 @@ def logs_home() -> Path:
 
 def latest(home: Path, fleet: str | None) -> Path | None:
     """The directory of the fleet that started last, or the last one of this name; fleets that ended
-    before their first line come last.
-    """
+    before their first line come last."""
     found = [one for one in _started(home) if fleet is None or one.name.partition("_")[2] == fleet]
     found = [one for one in found if any(one.glob("*.log")) or _is_in_use(one)] or found
     return found[-1] if found else None
@@ -119,8 +118,7 @@ def _is_in_use(where: Path) -> bool:
 
 def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
     """Writes the logs to the directory of `effuse logs`, unless a flag names another one; if it
-    cannot be made, they end with the fleet.
-    """
+    cannot be made, they end with the fleet."""
     if config.log_dir is not None:
         return config
     name = config.name or new_name()

@@ -30,8 +30,7 @@ _REQUEST_S: Final = 10.0
 @dataclass(frozen=True, slots=True)
 class PageSource:
     """Inputs of the page: `target`, host:port of a router, and the current addresses of metrics,
-    host:port by name.
-    """
+    host:port by name."""
 
     target: str
     metrics: Callable[[], Mapping[str, str]]

@@ -65,8 +65,7 @@ class Process:
 
     def clear(self) -> None:
         """Kill it and all its remaining children; only once, because another process may have its
-        id later. A process that waits for a device in the kernel may survive.
-        """
+        id later. A process that waits for a device in the kernel may survive."""
         if not self._is_cleared:
             kill_group(self._child)
         self._is_cleared = True
@@ -155,8 +154,7 @@ def stop_all(
 
 def end_as_by_ctrl_c() -> None:
     """Makes SIGTERM end this process exactly like Ctrl-C, and also SIGHUP, which a closed terminal
-    sends and nohup ignores.
-    """
+    sends and nohup ignores."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _end_once)
@@ -164,8 +162,7 @@ def end_as_by_ctrl_c() -> None:
 
 def _end_once(number: int, frame: FrameType | None) -> NoReturn:
     """Acts like Ctrl-C and ignores further signals of the same kind. A shell may pass on a signal
-    that it received itself, and a second one would break the orderly end.
-    """
+    that it received itself, and a second one would break the orderly end."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -182,8 +179,7 @@ class LineOutput(Protocol):
 
 class LogFollower:
     """Copies new lines of the logs in a directory to `out`, until the context ends. Each line
-    begins with its process's name or, if `as_json`, is an object with that name.
-    """
+    begins with its process's name or, if `as_json`, is an object with that name."""
 
     def __init__(
         self,
@@ -244,8 +240,7 @@ def with_name(name: str, line: str) -> str:
 
 def _as_object(name: str, line: str) -> str:
     """A JSON log line of effuse with the name of its process added; text of another program becomes
-    a message.
-    """
+    a message."""
     try:
         told = json.loads(line)
     except ValueError:

@@ -67,8 +67,7 @@ def works() -> bool:
 @contextlib.contextmanager
 def hidden_environment() -> Iterator[None]:
     """Other processes of this user cannot read this one's environment (/proc/PID/environ), which
-    may have a token. Root's can.
-    """
+    may have a token. Root's can."""
     libc = ctypes.CDLL(None)
     before = libc.prctl(_PR_GET_DUMPABLE)
     libc.prctl(_PR_SET_DUMPABLE, 0)

@@ -57,8 +57,7 @@ def _enter_namespaces(libc: ctypes.CDLL) -> None:
 
 def _give_up_rights(libc: ctypes.CDLL, nobody: int) -> None:
     """Root becomes a user without rights. No capability remains, except the one to read Python's
-    own files if they are in root's home; none can be gained.
-    """
+    own files if they are in root's home; none can be gained."""
     kept = 0
     if os.geteuid() == 0:
         libc.prctl(_PR_SET_KEEPCAPS, 1)

@@ -88,8 +88,7 @@ def as_text(
     places: Sequence[str] = (),
 ) -> str:
     """A table, then a line for each link, quarantine and source of defaults, those of `places`, and
-    the number of workers of each kind.
-    """
+    the number of workers of each kind."""
     width = max(Console().width, 160)
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as drawn:

@@ -107,8 +107,7 @@ def main(argv: Sequence[str]) -> int:
 def refuse_early(config: FleetConfig, view: UpView) -> None:
     """Raises ValueError or TokenizerError for a checkpoint that cannot be served, and OSError for a
     port that is taken, before any process starts. It needs no torch, so it takes less than a
-    second.
-    """
+    second."""
     directory, flags = config.model or bundled_directory(), config.worker_flags
     block_size, adapter = value_of(flags, "--block-size"), value_of(flags, "--adapter")
     blocks = int(block_size) if block_size else None

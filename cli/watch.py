@@ -91,8 +91,7 @@ def watch(console: Console, indent: int = 2) -> Iterator[Callable[[Event], None]
 
 class Film:
     """The drawn frames, shown one after another. A small model changes its answer too fast for the
-    eye, and the reader of events must not wait.
-    """
+    eye, and the reader of events must not wait."""
 
     def __init__(self) -> None:
         self.frames: deque[Text] = deque()

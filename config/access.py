@@ -83,8 +83,7 @@ class Access:
 
     def check_plaintext(self, name: str, host: str, what: str) -> None:
         """Refuses to listen on `host` for `what` (calls, pages or metrics) in plain text, unless a
-        flag allows that or no other machine can reach the address.
-        """
+        flag allows that or no other machine can reach the address."""
         least: Plaintext = "all" if what == "calls" else "pages"
         if self.allow_plaintext not in ("all", least):
             checks.loopback(

@@ -116,8 +116,7 @@ class RedisServers:
 
 def redis_url(name: str, url: str | None) -> None:
     """Refuses an address, if there is one, that is not a Redis URL or has a password in it: every
-    user of the machine can read a command line.
-    """
+    user of the machine can read a command line."""
     if url is not None and not is_redis_url(url):
         several = re.match(r"rediss?\+(sentinel|cluster)://", url)
         form = f"expected {_FORMS[several[1] if several else '']}"
@@ -139,8 +138,7 @@ def _has_password(url: str) -> bool:
 
 def without_password(url: str) -> str:
     """The URL as logs and errors may show it, however broken it is. If it may have a password, only
-    the scheme is shown.
-    """
+    the scheme is shown."""
     if "@" not in url and "?" not in url:
         return url
     scheme = re.match(r"rediss?(\+(sentinel|cluster))?|unix", url)

@@ -35,8 +35,7 @@ Score = Literal["confidence", "margin", "neg_entropy"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """An algorithm's settings, and the part of a decode worker that runs it. Its rules are in the
-    decode worker's module of the same name.
-    """
+    decode worker's module of the same name."""
 
     settings: tuple[str, ...]  # those that it uses, by their names in DecodeSettings
     authored: tuple[str, ...] = ()  # those for which authors of models state values

@@ -39,8 +39,7 @@ _BEGINNING = b"version https://git-lfs.github.com/spec/"
 
 def lacking(module: str | None, extra: Extra | None = None) -> str | None:
     """The message that names the extra for a missing module; None if no extra has it. `extra`
-    replaces the module's own extra if the caller needs more.
-    """
+    replaces the module's own extra if the caller needs more."""
     root = (module or "").partition(".")[0]
     own = next((name for name, modules in MODULES.items() if root in modules), None)
     if own is None:
@@ -52,8 +51,7 @@ def lacking(module: str | None, extra: Extra | None = None) -> str | None:
 @contextmanager
 def explaining(program: str, extra: Extra, *needed: str) -> Iterator[None]:
     """Ends `program` with status 1 and one line if one of the modules `needed`, or one that the
-    body imports, belongs to an extra that is not installed.
-    """
+    body imports, belongs to an extra that is not installed."""
     try:
         for name in needed:
             if find_spec(name) is None:

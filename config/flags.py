@@ -229,8 +229,7 @@ def add_switch(
     parser: "argparse._ActionsContainer", flag: str, about: str, *, default: bool = False
 ) -> None:
     """Adds a flag that is off unless it is given, or on by `default`. `--no-..` turns it off, even
-    if a file turns it on.
-    """
+    if a file turns it on."""
     action = parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=about)
     parser.set_defaults(**{action.dest: default})
 

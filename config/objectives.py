@@ -74,8 +74,7 @@ class RequestClass:
 
 def parse_classes(flag: str, texts: Sequence[str]) -> dict[str, RequestClass]:
     """Classes by name, from texts such as `chat:first-block=0.5,gap=0.1,priority=high`. Raises
-    ValueError that names `flag` and the accepted form.
-    """
+    ValueError that names `flag` and the accepted form."""
     found: dict[str, RequestClass] = {}
     for text in texts:
         name, _, rest = text.partition(":")

@@ -81,8 +81,7 @@ def step_share(block: Block, denoising_steps: int) -> int:
 
 def _within_entropy(bound: float, candidates: HostCandidates) -> IndexArray:
     """The surest masks whose entropies add up to less than `bound` nats, and at least one; scores
-    are negative entropies. Computed in fp64, so that a device gets the same result.
-    """
+    are negative entropies. Computed in fp64, so that a device gets the same result."""
     surest = np.argsort(-candidates.scores, kind="stable")
     entropies = -candidates.scores[surest].astype(np.float64)
     count = max(1, int((entropies.cumsum() < bound).sum()))

@@ -46,8 +46,7 @@ def build(
     connects: bool = True,
 ) -> Engine:
     """An engine that is ready to serve. Without a connector it prefills every prompt itself and
-    does not listen. Raises ValueError if the config is wrong.
-    """
+    does not listen. Raises ValueError if the config is wrong."""
     pulse = pulse or Pulse()
     parts = assemble(
         config, incarnation, "decode", config.default_algorithm, pulse, connects=connects
@@ -220,8 +219,7 @@ def make_executor(
     ranks: Ranks | None = None,
 ) -> Executor:
     """The executor for the pages in `memory`, with captured graphs if it denoises `on_device`.
-    `queued` are the layers of `forward`.
-    """
+    `queued` are the layers of `forward`."""
     place = place_on_cuda if model.device.type == "cuda" else None
     if not on_device:
         return Executor(forward, memory.copy_page, place, queued)

@@ -110,8 +110,7 @@ def apply_step(step: CanvasStep, plan: StepPlan, candidates: HostCandidates) -> 
 
 def footprint(step: CanvasStep, passes: int) -> Footprint:
     """Most resources that a canvas ever needs: `passes` times all of its rows together, and with a
-    cache pages for everything but its last generation block.
-    """
+    cache pages for everything but its last generation block."""
     sequence, length = step.sequence, step.settings.block_length
     last = (sequence.stopping.max_tokens - 1) % length + 1
     return Footprint(

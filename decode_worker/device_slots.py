@@ -87,8 +87,7 @@ class DeviceSlots:
 
     def read(self) -> Iterator[tuple[DecodeRequest, StepPlan, StepOutcome | None]]:
         """Waits for the oldest step, and advances the sequences that took part to the device's
-        state. Yields each with its plan and outcome; None if the model gave nothing finite.
-        """
+        state. Yields each with its plan and outcome; None if the model gave nothing finite."""
         records, layout = self.stepper.read(), self.stepper.layout
         for resident in list(self.residents.values()):
             request, record = resident.request, Record(records[resident.slot], layout)

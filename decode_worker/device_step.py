@@ -101,8 +101,7 @@ class DeviceStep:
         self, count: int, filters: bool, gather: Gather, exchange: Exchange
     ) -> Candidates:
         """Of `count` hidden rows [R, H]; for shifting models the boundary vectors are used, and
-        those of slots that store are replaced.
-        """
+        those of slots that store are replaced."""
         rows, shift = self.rows, self.model.config.shift_logits
         kept = rows.kept_rows if shift else rows.kept_rows[:0]
         mixed, residual = gather(self._mixed, self._residual, rows.hidden_rows[:count], kept)

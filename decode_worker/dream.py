@@ -47,8 +47,7 @@ def _transfer_rate(step: CanvasStep) -> np.float32:
 
 def _time(number: int, steps: int, eps: np.float32) -> np.float32:
     """Entry `number` of the steps + 1 from 1 to eps, with the exact bits of torch.linspace: counted
-    from the nearer end by a float32 stride, and rounded once.
-    """
+    from the nearer end by a float32 stride, and rounded once."""
     stride = float((eps - np.float32(1)) / np.float32(steps))
     if number < (steps + 1) // 2:
         return np.float32(1 + stride * number)

@@ -76,8 +76,7 @@ def step_events(request: DecodeRequest, outcome: StepOutcome, cost: BlockCost) -
 
 def begun_drafts(request: DecodeRequest) -> list[CoreEvent]:
     """Drafts of the blocks that have begun since the last time, if the request asks for them. A
-    block's first forward may write it completely, and its draft would never be shown otherwise.
-    """
+    block's first forward may write it completely, and its draft would never be shown otherwise."""
     if not request.asked.drafts:
         return []
     begun = [one for one in request.sequence.blocks if one.end > request.drafted_end]

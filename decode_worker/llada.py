@@ -29,8 +29,7 @@ def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> Ind
 
 def share(sequence: Sequence, settings: DecodeSettings, masks: IntArray) -> int:
     """Masks that the coming step fills, of those left in its block: the block's tokens are split
-    evenly over its steps, with the remainder first.
-    """
+    evenly over its steps, with the remainder first."""
     num_tokens, length = sequence.stopping.max_tokens, settings.block_length
     index = (int(masks[0]) - sequence.prompt_len) // length
     size = min(length, num_tokens - index * length)

@@ -13,8 +13,7 @@ from effuse.worker.ranks import Ranks
 
 class ReplicaStepper:
     """One replica's slots, with the methods of a `DeviceStepper`. `launch` only asks for a step,
-    which `ReplicaSteps.run` launches for all replicas.
-    """
+    which `ReplicaSteps.run` launches for all replicas."""
 
     def __init__(self, device: DeviceStepper, ranks: Ranks, replica: int) -> None:
         """`device` is replica 0's, in this process; other replicas are `ranks`."""
@@ -81,8 +80,7 @@ class ReplicaStepper:
 
 class ReplicaSteps:
     """The slots of all replicas. A step is as large on each as the fullest one needs, so that all
-    of them replay graphs of the same sizes.
-    """
+    of them replay graphs of the same sizes."""
 
     def __init__(self, device: DeviceStepper, ranks: Ranks, num_replicas: int) -> None:
         self.of = [ReplicaStepper(device, ranks, number) for number in range(num_replicas)]

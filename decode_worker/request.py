@@ -83,8 +83,7 @@ class DecodeRequest:
     def num_to_prefill(self) -> int:
         """Rows to run before the next denoise step: tokens before the blocks in flight whose KV is
         not stored, from prompt and settled text. For a canvas that has lost its cache all rows,
-        otherwise none.
-        """
+        otherwise none."""
         if not self.settings.is_canvas:
             return self.sequence.in_flight_start - self.sequence.committed_len
         lacks_cache = self.settings.cache != "none" and not self.has_cache
@@ -175,16 +174,14 @@ class DecodeRequest:
 
     def take_prompt(self, pages: Iterable[PageRef], boundary: Tensor | None) -> None:
         """Continues after a prompt with this boundary, whose first pages it holds now, as if it had
-        stored it itself.
-        """
+        stored it itself."""
         self.pages = list(pages)
         self.sequence.store(self.sequence.first_block_start)
         self.boundary = self.prompt_boundary = boundary
 
     def pages_to_begin(self, limits: DecodeLimits) -> int:
         """Pages that it needs before its first forward here, or before its writer may push; another
-        request's prompt may save some.
-        """
+        request's prompt may save some."""
         if self.settings.is_canvas:
             return limits.pages_for(canvas.num_cached(self.canvas_step()))
         if self.needs_remote:
@@ -250,8 +247,7 @@ def edits_for(
     sampling: Sampling, sequence: Sequence, candidates: IntArray, known: TokenEdits | None = None
 ) -> PartEdits | None:
     """A step's changes of the logits at these positions [R] of `sequence`; None for none. `known`
-    are the earlier edits for the same final text.
-    """
+    are the earlier edits for the same final text."""
     bars = _bars(sequence, candidates)
     if not (sampling.edits_logits or bars):
         return None

@@ -155,8 +155,7 @@ class Gap(NamedTuple):
 
 def room_s(gaps: Iterable[Gap], times: StepTimes, batch: int, ahead_s: float = 0.0) -> float:
     """Seconds of prompts that the next step may take; infinite without an objective that can be
-    kept. `ahead_s`: those of launched steps that have not ended.
-    """
+    kept. `ahead_s`: those of launched steps that have not ended."""
     steps, least = times.gap_steps, math.inf
     for gap in gaps:
         limit_s = SAFE * gap.limit_s

@@ -23,8 +23,7 @@ from effuse.kvtransfer.units import UnitCache
 
 class Roster:
     """Every request of an engine, by transfer id and in exactly one of three queues, which are in
-    the order of arrival.
-    """
+    the order of arrival."""
 
     def __init__(
         self, executor: Executor, pool: PagePool, cache: UnitCache, limits: DecodeLimits
@@ -77,8 +76,7 @@ class Roster:
 
     def remove(self, request: DecodeRequest, *, is_sound: bool = True) -> None:
         """A request has ended, and its pages are free unless others read them. Nothing of it stays
-        in the cache if it is not `is_sound`.
-        """
+        in the cache if it is not `is_sound`."""
         if not is_sound:
             self._cache.drop(request.units)
         self._let_go(request)
@@ -111,8 +109,7 @@ class Roster:
 
     def admissible(self, room: Room) -> list[DecodeRequest]:
         """The oldest waiting requests, as many as there is room for. Requests that wait for another
-        one's prompt, or for units from other tiers, let younger ones pass.
-        """
+        one's prompt, or for units from other tiers, let younger ones pass."""
         waiting = self._not_coming()
         if not waiting:
             return []
@@ -146,8 +143,7 @@ class Roster:
 
     def begin_remote(self, request: DecodeRequest) -> tuple[PageRef, ...]:
         """Gives a waiting request its pages; returns those that its writer fills, because the cache
-        does not have them.
-        """
+        does not have them."""
         start, units = request.sequence.first_block_start, request.units
         held: tuple[PageRef, ...] = ()
         if self._cache.is_causal:
@@ -213,8 +209,7 @@ class Roster:
 
     def _not_coming(self) -> list[DecodeRequest]:
         """The waiting requests whose prompt's KV is not on its way to a sibling, and that have no
-        older sibling that will get it.
-        """
+        older sibling that will get it."""
         last_to_begin: dict[int, float] = {}  # arrivals, by the identity of a group
         left = []
         for request in self.waiting:
@@ -231,8 +226,7 @@ class Roster:
         self, apply_all: Callable[[], object], room: Room, now: Callable[[], float]
     ) -> list[Share]:
         """Asks the scheduler which requests take part, preempts, and hands out pages. `apply_all`
-        waits for launched steps; `room` bounds prompts.
-        """
+        waits for launched steps; `room` bounds prompts."""
         running, executor = list(self.running), self._executor
         demands = [one.demand(self._limits, runs_ahead=executor.runs_ahead) for one in running]
         schedule = scheduler.schedule(
@@ -288,15 +282,13 @@ def _source_of(request: DecodeRequest) -> DecodeRequest | None:
 
 def _may_share(request: DecodeRequest) -> bool:
     """Whether a request may get its prompt from another one; not once it has it, and not if a
-    writer brings it.
-    """
+    writer brings it."""
     return bool(request.siblings) and request.lacks_prompt and not request.needs_remote
 
 
 def _last_to_begin(siblings: Sequence[DecodeRequest]) -> float:
     """The last arrival among the sharing requests that can begin: all if one has the KV, none while
-    it is on its way to one, otherwise the oldest.
-    """
+    it is on its way to one, otherwise the oldest."""
     if any(one.holds_prompt for one in siblings):
         return math.inf
     lacking = [one for one in siblings if one.lacks_prompt]

@@ -29,8 +29,7 @@ _MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the counter for randomne
 
 class RequestError(ValueError):
     """The request cannot be served as sent; the message has the expected form. `field`: the field
-    that a client must change, by the client's name; empty if it is not one field.
-    """
+    that a client must change, by the client's name; empty if it is not one field."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -335,8 +334,7 @@ class CanvasStep:
     @property
     def block_start(self) -> int:
         """Start of the first generation block that has a mask; blocks divide the answer into runs
-        of `block_length`.
-        """
+        of `block_length`."""
         prompt_len, length = self.sequence.prompt_len, self.settings.block_length
         first = int(self.sequence.masked.argmax())
         return prompt_len + (first - prompt_len) // length * length

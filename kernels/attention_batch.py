@@ -53,8 +53,7 @@ class AttentionBatch:
 @dataclass(frozen=True, slots=True)
 class ContextCut:
     """One rank's share of the cached tokens of every sequence, which ranks hold in turns: token p
-    is on rank p // turn % degree. A page of a table has a turn of each rank.
-    """
+    is on rank p // turn % degree. A page of a table has a turn of each rank."""
 
     rank: int
     degree: int

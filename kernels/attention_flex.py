@@ -106,8 +106,7 @@ def make_plan(batch: AttentionBatch, num_rows: int, groups: int) -> FlexPlan:
 
 def gather_keys(rows: Tensor, cache: Tensor, plan: FlexPlan, *, blank: bool = False) -> Tensor:
     """K or V [S, keys, Hkv, D] of all sequences: cached tokens, then rows. All other places are
-    zero if ``blank``, otherwise undefined.
-    """
+    zero if ``blank``, otherwise undefined."""
     keys = cache.index_select(0, plan.pages).view(*plan.not_cached.shape, *rows.shape[1:])
     if blank:
         keys.masked_fill_(plan.not_cached[..., None, None], 0.0)

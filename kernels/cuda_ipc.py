@@ -40,8 +40,7 @@ def place_of(handle: bytes) -> tuple[int, int]:
 
 def open_handle(handle: bytes) -> int:
     """Maps the allocation of a handle in the current context. Returns its first address here, or
-    0 if it cannot be mapped because it is on another machine or no link joins the GPUs.
-    """
+    0 if it cannot be mapped because it is on another machine or no link joins the GPUs."""
     address = ctypes.c_uint64(0)
     mapped = _Handle.from_buffer_copy(handle)
     flags = ctypes.c_uint(_LAZY_PEER_ACCESS)

@@ -68,8 +68,7 @@ class SortedPicks:
 
 def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPicks:
     """Sorts the picks of ``experts`` [T, K], and lays tiles of `rows` rows over them. Negative
-    picks count as those of the last expert.
-    """
+    picks count as those of the last expert."""
     num_picks, device = experts.numel(), experts.device
     num_tiles = most_tiles(num_picks, num_experts, tile_rows)
     sizes = (num_picks, num_picks, num_experts, num_tiles, num_tiles)

@@ -155,13 +155,11 @@ class Place(Protocol):
 
 class QueuedLayers:
     """Layers that a device has not ended yet. A forward is launched long before it ends, so ended
-    layers are reported when the host looks or waits.
-    """
+    layers are reported when the host looks or waits."""
 
     def __init__(self, place: Callable[[], Place], on_ended: Callable[[], None]) -> None:
         """`place` returns the place after all work queued so far; `on_ended` is called for each
-        layer, in the thread that looks or waits.
-        """
+        layer, in the thread that looks or waits."""
         self._place = place
         self._on_ended = on_ended
         self._places: deque[Place] = deque()

@@ -205,8 +205,7 @@ def _rounds(even, odd, tiles, COUNT: tl.constexpr, keys, scramble):
 @triton.jit
 def _sums(tiles, ROUND: tl.constexpr, keys, COUNT: tl.constexpr, sharer):
     """The sum that the first COUNT stripes of a round add to the even and to the odd accumulators
-    [4].
-    """
+    [4]."""
     even_sum, odd_sum = tl.zeros_like(keys[0][0]), tl.zeros_like(keys[0][0])
     for first in tl.static_range(0, COUNT, _SHARERS):
         tile = tiles[(ROUND * _STRIPES + first) // _SHARERS].to(tl.uint64, bitcast=True)

@@ -127,8 +127,7 @@ def measure(
     weights: Sequence[Tensor], *, shares: int = 1, out_dtype: torch.dtype | None = None
 ) -> None:
     """Measures the plans for weights of one shape [N, K] on their GPU, for later launches of this
-    process. Takes them in turns, so that the L2 cache holds none. Compiles what it measures.
-    """
+    process. Takes them in turns, so that the L2 cache holds none. Compiles what it measures."""
     columns, inner = weights[0].shape
     if (columns, inner, shares) in _measured:
         return

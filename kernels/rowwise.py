@@ -40,8 +40,7 @@ def linear(
 def halves(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
     """x [T, in] times ``weight`` [out, in] as two sums, each over one half of `in`: [2, T, out]
     fp32, on a GPU, in a 16-bit type. Few columns have too few programs for the whole sum. With
-    `batch_invariant`, many rows have both added already: [1, T, out].
-    """
+    `batch_invariant`, many rows have both added already: [1, T, out]."""
     if batch_invariant:
         from effuse.kernels import products_hopper
 
@@ -56,8 +55,7 @@ def halves(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tenso
 
 def lookup(token_ids: Tensor, rows: Tensor, first: int) -> Tensor:
     """[T, H]: of token_ids [T] int64 those of `rows` [V, H], which begin at id `first`; zeros for
-    other ids.
-    """
+    other ids."""
     if rows.is_cuda:
         from effuse.kernels import rowwise_triton
 

@@ -299,8 +299,7 @@ class Logprobs:
 def token_logprobs(logits: Tensor, token: Tensor, mask_token_id: int, num_top: int) -> Logprobs:
     """Log-probabilities of ``token`` [R] int64 by ``logits`` [R, V], any float dtype, in fp32: the
     softmax over all ids except the mask's, before any change that a request asks for. K is
-    ``num_top``, but at most V - 1. Masks are written by another number, the confidence.
-    """
+    ``num_top``, but at most V - 1. Masks are written by another number, the confidence."""
     num_top = min(num_top, logits.shape[1] - 1)
     parts = [
         _logprobs_of(*some, mask_token_id, num_top)

@@ -93,8 +93,7 @@ def scaled(raw, tokens, start, mask_token_id, temperature, CHUNK: tl.constexpr):
 @triton.jit
 def exp_from(values, base):
     """exp(values) over 2 ** base. A fused product and sum rounds once, so that a rounded base is
-    the same everywhere.
-    """
+    the same everywhere."""
     return tl.exp2(tl.fma(values, tl.zeros_like(values) + LOG2_E, -base))
 
 
@@ -164,8 +163,7 @@ def _search(
     """The smallest order above which the mass is at most ``top_p`` and the count below ``top_k``,
     with that mass and count, and the count above the next lower order. The latter is FAR if the
     search never moved ``low``. ``low`` is too small and ``high`` is large enough; masses are added
-    up if ``by_top_p``, counts if ``by_top_k``.
-    """
+    up if ``by_top_p``, counts if ``by_top_k``."""
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
     mass_above = total * 0.0
     count_above = top_k * 0

@@ -17,8 +17,7 @@ MAX_CHUNK = 2048
 @dataclass(frozen=True, slots=True)
 class SamplingShape:
     """Launch parameters. Segments depend only on the vocabulary, so a row's sums do not depend on
-    the batch.
-    """
+    the batch."""
 
     segments: int
     chunk: int  # tokens in a tile
@@ -28,8 +27,7 @@ class SamplingShape:
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Tokens that a program reads together, [depth, lanes * elements]: a thread has one lane, and
-    reads ``elements`` that fill 16 bytes at ``depth`` places.
-    """
+    reads ``elements`` that fill 16 bytes at ``depth`` places."""
 
     depth: int
     lanes: int

@@ -129,8 +129,7 @@ def _rank_by_score(score, masked, cell, SIZE: tl.constexpr):
 @triton.jit
 def _within_entropy(score, masked, rank, bound, SIZE: tl.constexpr):
     """How many of each block's masks, surest first, have entropies that add up to less than
-    ``bound``; at least one. Summed in fp64 by rank.
-    """
+    ``bound``; at least one. Summed in fp64 by rank."""
     num_masked = tl.sum(masked, 1)
     total = tl.sum(score * 0.0, 1).to(tl.float64)
     below = num_masked * 0

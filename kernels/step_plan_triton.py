@@ -222,8 +222,7 @@ def launch_gather(
     mixed: Tensor, residual: Tensor, wanted: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rows ``wanted`` [R] and then ``kept`` [S] (-1: any row) of mixed [T, Q] and residual [T, H],
-    both contiguous.
-    """
+    both contiguous."""
     num_wanted, num_rows = len(wanted), len(wanted) + len(kept)
     outs = (
         mixed.new_empty(num_rows, mixed.shape[1]),

@@ -78,21 +78,18 @@ class NixlAgent:
 
     def metadata(self, handle: bytes = b"") -> bytes:
         """Metadata with which peers reach this agent and its registered memory, after its digest.
-        `handle` maps that memory, if it is on a GPU (`cuda_ipc.py`).
-        """
+        `handle` maps that memory, if it is on a GPU (`cuda_ipc.py`)."""
         return _sealed(handle, self._agent.get_agent_metadata())
 
     def connection(self) -> bytes:
         """Metadata with which peers can only answer this agent, after its digest. A peer with the
-        GPU's memory in it would map that, and keep it in use after the end of this process.
-        """
+        GPU's memory in it would map that, and keep it in use after the end of this process."""
         nothing = nixlRegDList(DRAM_SEG)
         return _sealed(b"", self._agent.get_partial_agent_metadata(nothing, True, ["UCX"]))
 
     def add_peer(self, metadata: bytes) -> str:
         """Adds a peer; returns its name. UCX ends the process at some corrupt metadata, so it only
-        reads metadata that matches its digest.
-        """
+        reads metadata that matches its digest."""
         digest, told = metadata[:DIGEST_BYTES], metadata[DIGEST_BYTES:]
         if not told or xxhash.xxh3_128_digest(told) != digest:
             raise nixlInvalidParamError("its metadata does not match its digest")
@@ -124,8 +121,7 @@ class NixlAgent:
 
     def post(self, transfer: Transfer, notification: bytes) -> bool:
         """Starts a write whose end notifies the peer; returns True if it has already ended. May
-        block for long.
-        """
+        block for long."""
         return bool(self._agent.transfer(transfer, notification) == "DONE")
 
     def is_done(self, transfer: Transfer) -> bool:

@@ -158,8 +158,7 @@ class NixlPeers:
 
     def forget(self, life: str) -> None:
         """Removes the receivers of an ended life, because their memory stays in use as long as they
-        are known. Receivers with pushes in flight are removed once these have ended.
-        """
+        are known. Receivers with pushes in flight are removed once these have ended."""
         for peer in [one for one in self.by_name.values() if f"-{life}-" in one.name]:
             peer.is_gone = True
             self._remove_gone(peer)
@@ -272,8 +271,7 @@ class NixlWriters:
 
 def attempt(what: str, action: Callable[[], T], peer: NixlPeer | None = None) -> T:
     """Makes a NIXL call, and turns its errors into a refusal that names them. `peer` is prepared
-    again at its next use then.
-    """
+    again at its next use then."""
     try:
         return action()
     except _CALL_ERRORS as error:

@@ -149,8 +149,7 @@ class NixlTransport(Transport):
 
     def open(self) -> None:
         """Creates the agents and registers the whole pool with each, once. Raises ValueError for a
-        host that is not this machine's.
-        """
+        host that is not this machine's."""
         confine(self._host)
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
         self._ucx = ucx_log()
@@ -248,8 +247,7 @@ class NixlTransport(Transport):
     def _write(self, peer: NixlPeer, chunk: Chunk) -> Transfer:
         """A write of a chunk, not posted yet. Whole pages, which wait for nothing else, take a
         short path, because each step here runs with cold caches and costs the host ten times as
-        much.
-        """
+        much."""
         targets = [page.page_id for page in chunk.targets]
         ours, theirs = peer.cut
         if peer.takes_pages and len(chunk.groups) == ours.groups:

@@ -118,8 +118,7 @@ class StoreTier:
 
     def poll(self) -> tuple[list[HostUnit], list[int]]:
         """Takes what has come; waits for nothing. Returns units that were written, and slots of
-        reads that no request waited for.
-        """
+        reads that no request waited for."""
         self._follow_opening()
         self._end_searches()
         written = self._end_writes()
@@ -245,8 +244,7 @@ class StoreTier:
 
     def end_read(self, read: Read, num_bytes: int) -> UnitFacts | None:
         """A read of so many bytes is not awaited any more: the unit's facts if it has come. If it
-        still goes on, `poll` returns its slots later.
-        """
+        still goes on, `poll` returns its slots later."""
         if not read.result.done():
             self.abandon(read)
             self._fail(f"a read was not over after {READ_S:g} s")

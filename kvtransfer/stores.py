@@ -45,8 +45,7 @@ class UnitFacts:
 
 def size_of_boundary(head: bytes, num_bytes: int) -> int:
     """Bytes that follow the first `HEAD.size` before the KV. Raises ValueError for bytes of another
-    kind, or if they do not announce so many bytes of KV.
-    """
+    kind, or if they do not announce so many bytes of KV."""
     magic, _, _, num_boundary, found = HEAD.unpack(head)
     if magic != _MAGIC or num_boundary > MOST_BOUNDARY:
         raise ValueError("it is no unit")
@@ -136,15 +135,13 @@ class UnitStore(ABC):
 
     def find(self, units: Mapping[Key, Key]) -> "Future[int] | None":
         """Starts to look for successive units, each with the one before it; the result is how many
-        first ones are there. None if all units of the store are known.
-        """
+        first ones are there. None if all units of the store are known."""
         return None
 
     @abstractmethod
     def load(self, key: Key, views: Sequence[memoryview]) -> "Future[UnitFacts]":
         """Starts to fill views with a known unit. The result raises FileNotFoundError for one that
-        is gone, and ValueError for one that is cut or foreign.
-        """
+        is gone, and ValueError for one that is cut or foreign."""
 
     @abstractmethod
     def keep(
@@ -155,8 +152,7 @@ class UnitStore(ABC):
         views: Sequence[memoryview],
     ) -> "Future[int]":
         """Starts to write a unit; its bytes must not change before the result, the number of bytes.
-        A thread calls `facts`.
-        """
+        A thread calls `facts`."""
 
     @abstractmethod
     def remove(self, key: Key, before: Key) -> None:
@@ -169,8 +165,7 @@ class UnitStore(ABC):
 
 class Threads:
     """Daemons that run functions. The interpreter waits at its end for an executor's threads, and
-    one of these may be in a call that never ends.
-    """
+    one of these may be in a call that never ends."""
 
     def __init__(self, count: int) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()

@@ -107,8 +107,7 @@ class TieredCache(UnitCache):
 
     def swap_out(self, one: HeldUnits, compute_s: Callable[[int], float]) -> None:
         """A request has lost its pages, which others take at once: saves its units first if that,
-        and loading them, is faster than computing them. Waits for the copies.
-        """
+        and loading them, is faster than computing them. Waits for the copies."""
         keys = [key for key in one.keys if key in self._due and key in self._idle]
         num_pages = sum(len(self._idle[key].pages) for key in keys)
         both_s = 2 * self.tiers.copying.seconds(num_pages * self._host.page_bytes)
@@ -243,8 +242,7 @@ class TieredCache(UnitCache):
     ) -> bool:
         """Whether units among a request's first tokens are on their way into the pool, so that it
         should wait. Starts that once for a request that is about to begin. Arguments as of `take`;
-        `compute_s` gives the seconds to compute so many tokens, 0 if unknown.
-        """
+        `compute_s` gives the seconds to compute so many tokens, 0 if unknown."""
         if self._coming and any(key in self._coming for key in one.keys):
             return True
         if not self.is_causal and any(key in self._pins.held for key in one.keys):

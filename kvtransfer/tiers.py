@@ -218,8 +218,7 @@ class Tiers:
 
     def seek(self, units: Mapping[Key, Key]) -> list[Search]:
         """Starts to look for successive units that no tier is known to have, each with the one
-        before it. Results come with `poll`.
-        """
+        before it. Results come with `poll`."""
         return [search for one in self.stores if (search := one.seek(units)) is not None]
 
     @property

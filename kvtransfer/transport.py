@@ -93,8 +93,7 @@ class Pace(Enum):
 
 class Transport(Protocol):
     """Moves bytes and messages between pools. A method that returns at once is for
-    transports that need nothing done.
-    """
+    transports that need nothing done."""
 
     name: str
     is_two_sided: bool  # the receiver places the bytes, and never places refused ones
@@ -169,5 +168,4 @@ class Transport(Protocol):
 
     def wait(self, pace: Pace, requests: int) -> None:
         """Sleeps as long as the pace allows, or until the descriptor `requests` or one of its own
-        is readable.
-        """
+        is readable."""

@@ -95,8 +95,7 @@ class CurveKeys:
     @contextmanager
     def admitting(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
         """Accepts owners of these keys, as long as the context lasts. Without it ZMQ asks nothing,
-        and accepts any key.
-        """
+        and accepts any key."""
         doorkeeper = ThreadAuthenticator(context)
         doorkeeper.start()
         doorkeeper.configure_curve_callback("*", self)
@@ -148,8 +147,7 @@ class Received:
 
 class ZmqListener:
     """A bound ROUTER socket. Each connection may hold at most `queued` messages of `message_bytes`
-    here, and an incomplete one.
-    """
+    here, and an incomplete one."""
 
     def __init__(
         self,
@@ -200,8 +198,7 @@ class ZmqListener:
 
     def _next(self) -> Received | None:
         """The next message. None if there is none, and while one with too many frames is dropped:
-        ZMQ returns no others before its end, which may take many turns.
-        """
+        ZMQ returns no others before its end, which may take many turns."""
         frames: list[zmq.Frame] = []
         with suppress(zmq.Again):
             while len(frames) <= MOST_FRAMES:
@@ -273,8 +270,7 @@ class ZmqListener:
 
 def _descriptor_of(frames: list[zmq.Frame]) -> int:
     """ZMQ's descriptor of a message's connection; -1 if ZMQ has none, for example for an empty
-    message, or for a peer with ZMTP 1 or 2.
-    """
+    message, or for a peer with ZMTP 1 or 2."""
     try:
         descriptor: int = frames[0].get(zmq.SRCFD) if frames else -1
     except zmq.ZMQError:
@@ -332,8 +328,7 @@ class ZmqPeer:
 
     def answers(self) -> list[bytes]:
         """The receiver's messages since the last call, within a bound. Our messages to senders have
-        no second frame; one with a second frame is returned empty, and must not be parsed.
-        """
+        no second frame; one with a second frame is returned empty, and must not be parsed."""
         said: list[bytes] = []
         with suppress(zmq.Again):
             while len(said) < MESSAGES_A_TURN:

@@ -97,8 +97,7 @@ class ZmqDelivery:
 
 class ZmqTransport(Transport):
     """A Transport that listens on `host`, and that peers reach as `advertised_host`; with `keys` it
-    only connects to their owners.
-    """
+    only connects to their owners."""
 
     name = "zmq"
     is_two_sided = True
@@ -341,8 +340,7 @@ class ZmqTransport(Transport):
 @contextmanager
 def _open(peer: ZmqPeer) -> Iterator[None]:
     """Raises HandoffRefused if the connection is closed, by us or by ZMQ. ZMQ drops a connection
-    whose handshake was refused, and then has no destination for a message.
-    """
+    whose handshake was refused, and then has no destination for a message."""
     refusal = HandoffRefused(Cause.PEER, f"the connection to {peer.endpoint} was closed")
     if not peer.is_open:
         raise refusal

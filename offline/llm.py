@@ -83,8 +83,7 @@ class EngineOptions(GroupOptions, total=False):
 
 class LLM:
     """A model in this process, for one thread at a time. `model` has its name, block size, context
-    and vocabulary.
-    """
+    and vocabulary."""
 
     def __init__(
         self,
