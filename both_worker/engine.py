@@ -13,13 +13,7 @@ from msgspec.structs import replace
 
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.room import FIRST_PIECE, PATIENCE_S
-from effuse.kvtransfer.connector import (
-    Connector,
-    ConnectorEvent,
-    PushCancelled,
-    Pushed,
-    PushFailed,
-)
+from effuse.kvtransfer.connector import Connector, ConnectorEvent, PushCancelled, Pushed, PushFailed
 from effuse.placement.records import Load
 from effuse.prefill_worker.engine import PrefillEngine, PromptTurn
 from effuse.worker import messages

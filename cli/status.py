@@ -17,13 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from effuse.cli.addresses import addresses
-from effuse.cli.arguments import (
-    add_router,
-    client_of,
-    command,
-    credentials_of,
-    explain,
-)
+from effuse.cli.arguments import add_router, client_of, command, credentials_of, explain
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
 from effuse.client.credentials import Credentials
@@ -38,16 +32,7 @@ _ROLES, _STATES = (
         ("WORKER_STATE_", model_pb2.WorkerState.items()),
     )
 )
-_HEADINGS = (
-    "worker",
-    "role",
-    "state",
-    "model",
-    "running",
-    "waiting",
-    "pages free",
-    "steps",
-)
+_HEADINGS = ("worker", "role", "state", "model", "running", "waiting", "pages free", "steps")
 
 
 def main(argv: Sequence[str]) -> int:

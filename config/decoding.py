@@ -69,12 +69,7 @@ ALGORITHMS: Final[Mapping[Algorithm, Traits]] = {
             "max_post_steps",
         ),
         authored=("confidence_threshold", "denoising_steps"),
-        orders=(
-            "low_confidence_dynamic",
-            "low_confidence_static",
-            "sequential",
-            "entropy_bounded",
-        ),
+        orders=("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded"),
         slot_program=1,
     ),
     "llada": Traits(
@@ -94,8 +89,7 @@ ALGORITHMS: Final[Mapping[Algorithm, Traits]] = {
         settings=("steps", "alg", "eps", "alg_temp"), authored=("alg",), is_canvas=True
     ),
     "fast_dllm": Traits(
-        settings=("confidence_threshold", "factor", "block_length", "cache"),
-        is_canvas=True,
+        settings=("confidence_threshold", "factor", "block_length", "cache"), is_canvas=True
     ),
     "fast_dllm_v2": Traits(
         settings=("confidence_threshold", "block_length"),

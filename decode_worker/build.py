@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 
 
 def build(
-    config: DecodeConfig,
-    incarnation: str,
-    pulse: Pulse | None = None,
-    *,
-    connects: bool = True,
+    config: DecodeConfig, incarnation: str, pulse: Pulse | None = None, *, connects: bool = True
 ) -> Engine:
     """An engine that is ready to serve. Without a connector it prefills every prompt itself and
     does not listen. Raises ValueError if the config is wrong."""

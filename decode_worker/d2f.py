@@ -5,13 +5,7 @@ the order of a step is in `denoise.py`.
 """
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker.sequence import (
-    Block,
-    HostCandidates,
-    IndexArray,
-    IntArray,
-    Sequence,
-)
+from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, IntArray, Sequence
 
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:

@@ -17,13 +17,7 @@ import numpy.typing as npt
 
 from effuse.config.decoding import Algorithm, DecodeSettings
 from effuse.decode_worker import block_diffusion, d2f, fast_dllm_v2
-from effuse.decode_worker.sequence import (
-    Block,
-    HostCandidates,
-    IndexArray,
-    IntArray,
-    Sequence,
-)
+from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, IntArray, Sequence
 
 
 class Rules(Protocol):

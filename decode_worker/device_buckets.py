@@ -144,10 +144,7 @@ class Forecast:
         """Whether the launched step, at its usual pace, appends a block: the machine's own rule."""
         state, rows, size = self._state, self._rows, self._layout.block_size
         pace = math.ceil(self._pace or 1)
-        num_blocks, settled = (
-            state[:, Column.NUM_BLOCKS],
-            state[:, Column.NUM_SETTLED],
-        )
+        num_blocks, settled = (state[:, Column.NUM_BLOCKS], state[:, Column.NUM_SETTLED])
         first_left, last_left = self._left_at(settled), self._left_at(num_blocks - 1)
         num_active = num_blocks - settled - (first_left <= pace)
         share = (size - np.maximum(last_left - pace, 0)) / size

@@ -73,11 +73,7 @@ class Launched:
 
 
 def make_stepper(
-    model: Transformer,
-    kv: Sequence[LayerKV],
-    limits: DecodeLimits,
-    *,
-    ranks: Ranks | None = None,
+    model: Transformer, kv: Sequence[LayerKV], limits: DecodeLimits, *, ranks: Ranks | None = None
 ) -> "DeviceStepper":
     """A stepper with a slot for every request that may hold pages, with captured graphs."""
     layout = SlotLayout(

@@ -114,8 +114,7 @@ def _frontier(request: DecodeRequest) -> tuple[BlockState, ...]:
     blocks = range(request.sequence.final_len, request.sequence.in_flight_end, size)
     return tuple(
         replace(
-            state,
-            logprobs=tuple(request.logprobs.get(at) for at in range(start, start + size)),
+            state, logprobs=tuple(request.logprobs.get(at) for at in range(start, start + size))
         )
         for state, start in zip(states, blocks, strict=True)
     )
@@ -157,10 +156,7 @@ class Intake:
         canvas = message.settings.is_canvas
         request = DecodeRequest(
             asked=replace(
-                message,
-                prompt_token_ids=(),
-                resume=None,
-                group="" if canvas else message.group,
+                message, prompt_token_ids=(), resume=None, group="" if canvas else message.group
             ),
             model=self.model,
             arrival=arrival,

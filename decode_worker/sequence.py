@@ -160,11 +160,7 @@ class Sequence:
         self.masked: BoolArray = np.zeros(self.last_block_end, dtype=np.bool_)
 
     def resume(
-        self,
-        committed: Ids[int],
-        frontier: Ids[messages.BlockState],
-        *,
-        is_canvas: bool = False,
+        self, committed: Ids[int], frontier: Ids[messages.BlockState], *, is_canvas: bool = False
     ) -> Self:
         """Continues from another attempt's commit: its final tokens and its frontier.
 

@@ -17,11 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from effuse.kernels.attention_copies_gluon import (
-    allow_kernel_after,
-    await_kernel_before,
-    produce,
-)
+from effuse.kernels.attention_copies_gluon import allow_kernel_after, await_kernel_before, produce
 from effuse.kernels.attention_rows_gluon import ROWS, consume
 from effuse.kernels.attention_splits_triton import seen_end_of, tokens_per_split
 

@@ -59,8 +59,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
     shared = torch.arange(routing.num_experts, routing.num_weights).expand(len(logits), -1)
     ones = torch.ones(shared.shape)
     return Routes(
-        torch.cat([experts, shared], dim=1).int(),
-        torch.cat([weights * routing.scale, ones], dim=1),
+        torch.cat([experts, shared], dim=1).int(), torch.cat([weights * routing.scale, ones], dim=1)
     )
 
 

@@ -172,12 +172,7 @@ def _within_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["num_picks"])
 def _count_kernel(
-    experts,
-    counts,
-    num_picks,
-    EXPERTS: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
+    experts, counts, num_picks, EXPERTS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr
 ):
     part = tl.program_id(0)
     pick = part * PART + tl.arange(0, PART)

@@ -86,12 +86,7 @@ def _sample(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     temperature, score_kind = sampling.temperature, sampling.score
-    counters = (
-        sampling.seed,
-        sampling.position,
-        sampling.denoise_count,
-        sampling.answer_index,
-    )
+    counters = (sampling.seed, sampling.position, sampling.denoise_count, sampling.answer_index)
     rows, vocab_size = logits.shape
     device = logits.device
     if rows == 0:

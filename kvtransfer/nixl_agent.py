@@ -108,11 +108,7 @@ class NixlAgent:
         return PageList(self._agent.prep_xfer_dlist(owner, rows, kind))
 
     def write(
-        self,
-        source: PageList,
-        source_ids: Units,
-        target: PageList,
-        target_ids: Units,
+        self, source: PageList, source_ids: Units, target: PageList, target_ids: Units
     ) -> Transfer:
         """A write of units, not posted yet; runs that are consecutive on both sides are merged."""
         return Transfer(

@@ -145,11 +145,7 @@ class UnitStore(ABC):
 
     @abstractmethod
     def keep(
-        self,
-        key: Key,
-        before: Key,
-        facts: Callable[[], UnitFacts],
-        views: Sequence[memoryview],
+        self, key: Key, before: Key, facts: Callable[[], UnitFacts], views: Sequence[memoryview]
     ) -> "Future[int]":
         """Starts to write a unit; its bytes must not change before the result, the number of bytes.
         A thread calls `facts`."""

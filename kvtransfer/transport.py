@@ -149,11 +149,7 @@ class Transport(Protocol):
         """Answers a writer; one that cannot be reached has its lease."""
 
     def place(
-        self,
-        page_ids: Sequence[int],
-        groups: range,
-        payload: Sequence[memoryview],
-        heads: range,
+        self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview], heads: range
     ) -> None:
         """Copies the bytes that came with Pages into the pool, split as in `PageMemory.write`."""
         raise AssertionError("over a one-sided transport the sender places the pages")

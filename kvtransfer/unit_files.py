@@ -42,11 +42,7 @@ class UnitFiles(UnitStore):
         return self._readers.submit(_read, self._path(key, self.before(key)), key, views)
 
     def keep(
-        self,
-        key: Key,
-        before: Key,
-        facts: Callable[[], UnitFacts],
-        views: Sequence[memoryview],
+        self, key: Key, before: Key, facts: Callable[[], UnitFacts], views: Sequence[memoryview]
     ) -> "Future[int]":
         def write() -> int:
             head = facts().pack(key, sum(view.nbytes for view in views))

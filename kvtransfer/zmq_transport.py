@@ -43,12 +43,7 @@ from effuse.kvtransfer.transport import (
     Reply,
     Transport,
 )
-from effuse.kvtransfer.zmq_sockets import (
-    MESSAGES_A_TURN,
-    CurveKeys,
-    ZmqListener,
-    ZmqPeer,
-)
+from effuse.kvtransfer.zmq_sockets import MESSAGES_A_TURN, CurveKeys, ZmqListener, ZmqPeer
 
 CHUNK_BYTES = 8 << 20  # which every receiver accepts, and a GPU's buffers hold
 # Bytes that were just received are placed and digested in the processor's caches. With 8 MiB a
@@ -140,11 +135,7 @@ class ZmqTransport(Transport):
         if self._keys is not None:
             self._open.enter_context(self._keys.admitting(self._context))
         self._listener = ZmqListener(
-            self._context,
-            self._bind,
-            message_bytes=message_bytes,
-            queued=queued,
-            keys=self._keys,
+            self._context, self._bind, message_bytes=message_bytes, queued=queued, keys=self._keys
         )
         self._watch(self._listener.socket, self._listener.monitor)
         endpoint = f"tcp://{host_and_port(self._advertised, self._listener.port)}"
@@ -311,11 +302,7 @@ class ZmqTransport(Transport):
         self._listener.answer(reply, encode(message))
 
     def place(
-        self,
-        page_ids: Sequence[int],
-        groups: range,
-        payload: Sequence[memoryview],
-        heads: range,
+        self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview], heads: range
     ) -> None:
         """Copies pages into the pool, on a GPU after the work on its stream."""
         if self._staging is None:
