@@ -16,6 +16,7 @@ import psutil
 import pytest
 from eventually import is_readable
 
+from effuse.cli.fleet import FleetError
 from effuse.cli.process import Process, Spawner, stop_all
 
 # Reports that it is ready, then ignores SIGTERM until it is killed.
@@ -204,3 +205,12 @@ child.wait(60)
         parent.kill()
         child.wait(20)
     assert not child.is_running()
+
+
+def test_the_end_of_a_log_that_is_shown_anyhow_is_not_told_again(tmp_path: Path) -> None:
+    child = subprocess.Popen(["false"])
+    child.wait(10)
+    (log := tmp_path / "log").write_text("the reason\n")
+    ended = FleetError("decode-0 has ended", Process("decode-0", child, log))
+    assert str(ended) == "decode-0 has ended; its log ends:\n  the reason"
+    assert ended.why == "decode-0 has ended"

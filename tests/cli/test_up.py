@@ -7,8 +7,6 @@ import io
 import re
 import signal
 import socket
-import subprocess
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from effuse.cli.commands import (
     value_of,
 )
 from effuse.cli.fleet import Fleet, FleetError
-from effuse.cli.process import Process
 from effuse.cli.screen import workers_text
 from effuse.cli.up import main, parse
 from effuse.config import flags as config_flags
@@ -378,16 +375,6 @@ def test_files_that_cannot_be_served_are_told_before_anything_starts(
         (path / "model.safetensors").unlink(missing_ok=True)
     assert main(["--port", "0", "--default-algorithm", "fast_dllm_v2"]) == 2
     assert "fast_dllm_v2 needs a model that was tuned for it" in capsys.readouterr().err
-
-
-def test_the_end_of_a_log_that_is_shown_anyhow_is_not_told_again() -> None:
-    child = subprocess.Popen(["false"])
-    child.wait(10)
-    with tempfile.NamedTemporaryFile("w") as log:
-        print("the reason", file=log, flush=True)
-        ended = FleetError("decode-0 has ended", Process("decode-0", child, Path(log.name)))
-    assert str(ended) == "decode-0 has ended; its log ends:\n  the reason"
-    assert ended.why == "decode-0 has ended"
 
 
 def test_a_fleet_without_decode_workers_is_refused() -> None:
