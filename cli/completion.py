@@ -6,7 +6,7 @@ Other values are completed as file names.
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from effuse.cli.__main__ import COMMANDS, find
@@ -58,26 +58,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def bash(parsers: Parsers) -> str:
-    choices = [
-        f'      "{name} {flag}") values={shlex.quote(" ".join(map(str, action.choices)))} ;;'
-        for name, parser in parsers.items()
-        for action in _flags(parser)
-        if action.choices is not None
-        for flag in action.option_strings
-    ]
-    positional = [
-        f"      {name}' '*) values={shlex.quote(' '.join(map(str, action.choices)))} ;;"
-        for name, parser in parsers.items()
-        for action in parser._actions
-        if action.choices is not None and not action.option_strings
-    ]
-    flags = [
-        f"      {name}) flags={shlex.quote(' '.join(_names(parser)))} ;;"
-        for name, parser in parsers.items()
-    ]
+    of_flags, of_positions, flags = [], [], []
+    for name, parser in parsers.items():
+        names = [flag for action in parser._actions for flag in _long(action)]
+        flags.append(f"      {name}) flags={shlex.quote(' '.join(names))} ;;")
+        for action in (one for one in parser._actions if one.choices is not None):
+            values = shlex.quote(" ".join(map(str, action.choices or ())))
+            of_flags += [
+                f'      "{name} {flag}") values={values} ;;' for flag in action.option_strings
+            ]
+            if not action.option_strings:
+                of_positions.append(f"      {name}' '*) values={values} ;;")
     return _BASH.format(
         commands=shlex.quote(" ".join([*parsers, *_TOP])),
-        choices="\n".join([*choices, *positional]),
+        choices="\n".join([*of_flags, *of_positions]),
         flags="\n".join(flags),
     )
 
@@ -102,14 +96,6 @@ def fish(parsers: Parsers) -> str:
             for flag in _long(action):
                 lines.append(f"{inside} -l {flag.removeprefix('--')}{takes}")
     return "\n".join(lines) + "\n"
-
-
-def _flags(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    return (action for action in parser._actions if action.option_strings)
-
-
-def _names(parser: argparse.ArgumentParser) -> list[str]:
-    return [flag for action in _flags(parser) for flag in _long(action)]
 
 
 def _long(action: argparse.Action) -> list[str]:

@@ -51,7 +51,9 @@ def authors_loop(repo: Path, rivals: Rivals, timeout_s: float, tally: Tally) -> 
     with _child(repo, rivals, timeout_s) as lines:
         next(lines)  # the model is loaded
         for _ in rivals.begin(tally):
-            tally.add(_sample(next(lines)))
+            told = next(lines)
+            counts, took = (told["tokens"], told["forwards"]), told["total_s"]
+            tally.add(Sample(*counts, took, took, prompt=told["prompt"], text=told["text"]))
 
 
 def job_of(repo: Path, rivals: Rivals) -> dict[str, Any]:
@@ -97,12 +99,13 @@ def _child(repo: Path, rivals: Rivals, timeout_s: float) -> Iterator[Iterator[di
     """The lines of the child, which is killed at the end together with its own children."""
     with tempfile.TemporaryDirectory(prefix="effuse-d2f-") as home, ExitStack() as opened:
         job, log = Path(home, "job.json"), Path(home, "log")
+        own = repo.resolve() / ".venv" / "bin" / "python"  # if `uv sync` made one
         job.write_text(json.dumps(job_of(repo, rivals)))
         number, writer = os.pipe()
         reader = opened.enter_context(os.fdopen(number, "rb", buffering=0))
         with job.open("rb") as source, log.open("wb") as output, os.fdopen(writer, "wb"):
             child = subprocess.Popen(
-                [_python(repo), "-I", str(_CHILD), str(writer)],
+                [str(own) if own.exists() else sys.executable, "-I", str(_CHILD), str(writer)],
                 stdin=source,
                 stdout=output,
                 stderr=output,
@@ -136,16 +139,3 @@ def _lines(
             buffer += piece
         line, _, buffer = buffer.partition(b"\n")
         yield json.loads(line)
-
-
-def _python(repo: Path) -> str:
-    """The checkout's own interpreter, if `uv sync` made one; otherwise the one that runs effuse."""
-    own = repo.resolve() / ".venv" / "bin" / "python"
-    return str(own) if own.exists() else sys.executable
-
-
-def _sample(told: dict[str, Any]) -> Sample:
-    took = told["total_s"]
-    return Sample(
-        told["tokens"], told["forwards"], took, took, prompt=told["prompt"], text=told["text"]
-    )

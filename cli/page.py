@@ -69,7 +69,7 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page, its events, and data for programs."""
-        if not _is_ours(self.headers.get("Host", "")):
+        if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this page has no such path")
             return
         path = self.path.split("?")[0]
@@ -78,11 +78,12 @@ class PageHandler(BaseHTTPRequestHandler):
         elif path == "/events":
             self._stream()
         elif path == "/fleet.json":
-            self._answer(
-                "application/json", view_as_json(next(looks(self.source.target, 1.0))).encode()
-            )
+            look = next(looks(self.source.target, 1.0))
+            self._answer("application/json", view_as_json(look).encode())
         elif path == "/targets.json":
-            self._answer("application/json", _targets(self.source.metrics()))
+            served = self.source.metrics().items()
+            listed = [{"targets": [at], "labels": {"process": name}} for name, at in served]
+            self._answer("application/json", json.dumps(listed).encode())
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -117,16 +118,6 @@ class PageHandler(BaseHTTPRequestHandler):
                 self.wfile.write(f"data: {view_as_json(look)}\n\n".encode())
         finally:
             self.source.viewers.release()
-
-
-def _is_ours(host: str) -> bool:
-    name = host.rsplit(":", 1)[0]
-    return name in (HOST, "localhost")
-
-
-def _targets(metrics: Mapping[str, str]) -> bytes:
-    listed = [{"targets": [at], "labels": {"process": name}} for name, at in metrics.items()]
-    return json.dumps(listed).encode()
 
 
 def _policy(page: bytes) -> str:

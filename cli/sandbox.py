@@ -43,7 +43,9 @@ USUAL: Final = CodeLimits()
 def passes(source: str, limits: CodeLimits = USUAL) -> bool:
     """Whether a program runs to its end within the limits, without an exception."""
     word = secrets.token_hex(16)  # a program that exits early does not write it
-    with _directory() as home, _program(word, source) as code:
+    with _directory() as home, tempfile.NamedTemporaryFile() as code:
+        code.write(f"{word}\n{source}".encode(errors="surrogatepass"))
+        code.seek(0)
         if os.geteuid() == 0:
             os.chown(home, NOBODY, NOBODY)
         reader, writer = os.pipe()
@@ -88,13 +90,6 @@ def _directory() -> Iterator[str]:
             made.cleanup()
         except RecursionError:  # it is too deep for Python's own removal
             subprocess.run(["rm", "-rf", "--", made.name], check=False, stderr=subprocess.DEVNULL)
-
-
-def _program(word: str, source: str) -> "tempfile._TemporaryFileWrapper[bytes]":
-    file = tempfile.NamedTemporaryFile()  # noqa: SIM115
-    file.write(f"{word}\n{source}".encode(errors="surrogatepass"))
-    file.seek(0)
-    return file
 
 
 def _start(home: str, code: int, writer: int, limits: CodeLimits) -> "subprocess.Popen[bytes]":

@@ -6,7 +6,6 @@ Only connects parts to each other.
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,10 +31,6 @@ from effuse.worker.rank_messages import CopyPage, ForReplica, Prepare
 from effuse.worker.rank_part import RankPart
 from effuse.worker.ranks import Ranks
 from effuse.worker.watchdog import Pulse
-
-if TYPE_CHECKING:
-    from effuse.decode_worker.device_slots import DeviceSlots
-    from effuse.decode_worker.replica_steps import ReplicaSteps
 
 
 def build(
@@ -97,6 +92,7 @@ def replicated(
     assert ranks is not None, "replicas are ranks"
     steps = None
     if on_device:
+        from effuse.decode_worker.device_slots import DeviceSlots
         from effuse.decode_worker.device_stepper import make_stepper
         from effuse.decode_worker.replica_steps import ReplicaSteps
 
@@ -112,18 +108,12 @@ def replicated(
             # A rank has ended all work of a forward once its results are here.
             place, copy_page = None, partial(_copy_of_replica, ranks, number)
             own = connector and ReplicaConnector(ranks, number, connector.name)
-        slots = None if steps is None else _slots_of(steps, number)
+        slots = None if steps is None else DeviceSlots(steps.of[number])
         executor = Executor(runner, copy_page, place, slots=slots, replica=number, ask=joint.ask)
         made = *parts.make_pool(), limits, executor, own
         cores.append(make_core(config, incarnation, parts, *made))
     wakes = () if connector is None else (connector.fileno(), ranks.event_signal)
     return Engine(ReplicatedEngine(cores, joint), parts.ready, wakes=wakes, ranks=ranks)
-
-
-def _slots_of(steps: "ReplicaSteps", number: int) -> "DeviceSlots":
-    from effuse.decode_worker.device_slots import DeviceSlots
-
-    return DeviceSlots(steps.of[number])
 
 
 def _copy_of_replica(ranks: Ranks, replica: int, source: int, target: int) -> None:

@@ -158,19 +158,12 @@ def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutc
     for block in sequence.blocks:
         if block.masks_left:
             block.denoise_count += 1
-            if _take_over(sequence, block, record):
+            shown = record.tokens[block.start - record.start : block.end - record.start]
+            is_new = (shown >= 0) & sequence.masked[block.start : block.end]
+            if len(places := is_new.nonzero()[0]):
+                sequence.write(block, places + block.start, shown[places].astype(np.int64))
                 written.append(block)
     return settle_step(sequence, written)
-
-
-def _take_over(sequence: Sequence, block: Block, record: Record) -> int:
-    """Writes masked tokens of the block from the record; returns their number."""
-    span = slice(block.start, block.end)
-    shown = record.tokens[block.start - record.start : block.end - record.start]
-    positions = ((shown >= 0) & sequence.masked[span]).nonzero()[0]
-    if len(positions):
-        sequence.write(block, positions + block.start, shown[positions].astype(np.int64))
-    return len(positions)
 
 
 def slot_row(

@@ -14,7 +14,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
 from effuse.decode_worker.request import BlockCost, DecodeRequest
 from effuse.decode_worker.scheduler import DecodeLimits, check_fits
@@ -152,7 +151,11 @@ class Intake:
 
     def make_request(self, message: StartDecode, *, arrival: int, now: float) -> DecodeRequest:
         """A request that can finish here. Raises RequestError with the fault."""
-        self._check_steps(message.settings)
+        if message.settings.denoising_steps > self.limits.block_size:
+            raise RequestError(
+                f"denoising_steps must be at most the block size {self.limits.block_size}, "
+                f"got {message.settings.denoising_steps}"
+            )
         canvas = message.settings.is_canvas
         request = DecodeRequest(
             asked=replace(
@@ -166,27 +169,16 @@ class Intake:
         )
         if message.num_logprobs is not None and message.resume is not None:
             _resume_logprobs(request, message.resume)
-        self._check_algorithm(request)
-        _check_window(request, self.limits)
+        if why := self.model.unfit(name := request.settings.algorithm):
+            raise RequestError(why)
+        if canvas and message.writer is not None:
+            text = f"{name} computes prompt and answer together, without a prefill worker"
+            raise RequestError(text)
+        if not canvas:  # all blocks of one are in flight together, outside of device slots
+            _check_window(request, self.limits)
         _check_stops(request, self.limits)
         check_fits(request.footprint(), self.limits)
         return request
-
-    def _check_steps(self, settings: DecodeSettings) -> None:
-        if settings.denoising_steps > self.limits.block_size:
-            raise RequestError(
-                f"denoising_steps must be at most the block size {self.limits.block_size}, "
-                f"got {settings.denoising_steps}"
-            )
-
-    def _check_algorithm(self, request: DecodeRequest) -> None:
-        name = request.settings.algorithm
-        if why := self.model.unfit(name):
-            raise RequestError(why)
-        if request.settings.is_canvas and request.asked.writer is not None:
-            raise RequestError(
-                f"{name} computes prompt and answer together, without a prefill worker"
-            )
 
     def _sequence(self, message: StartDecode) -> Sequence:
         prompt = message.prompt_token_ids
@@ -242,8 +234,6 @@ def _resume_logprobs(request: DecodeRequest, resume: Resume) -> None:
 
 
 def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:
-    if request.settings.is_canvas:
-        return  # all its blocks are in flight together, outside of device slots
     most_active = request.settings.most_active
     if most_active > limits.max_window:
         raise RequestError(

@@ -70,9 +70,5 @@ def digest_key(seed: int) -> Tensor:
     start = (p32[2], p64[0], p64[1], p64[2], p64[3], p32[1], p64[4], p32[0])
     last, merge = struct.unpack_from("<8Q", secret, 121), struct.unpack_from("<8Q", secret, 11)
     key = [*words, *last, *merge, *start, seed]
-    return torch.tensor([_signed(word) for word in key], dtype=torch.int64)
-
-
-def _signed(word: int) -> int:
-    """The int64 with the same bits."""
-    return word - 2**64 if word >= 2**63 else word
+    signed = [word - 2**64 if word >= 2**63 else word for word in key]
+    return torch.tensor(signed, dtype=torch.int64)

@@ -84,8 +84,14 @@ def map_peers(
     if own:
         bytes_at(own, buffer_bytes(size), device).fill_(-1)
         handle[:] = cuda_ipc.handle_of(own).ljust(len(handle), b"\0")
-    handles = [bytes(one.tolist()) for one in exchange(_tensor(handle, device))]
-    mapped = {at: _map(one) for at, one in enumerate(handles) if at != rank}
+    told = exchange(torch.frombuffer(handle, dtype=torch.uint8).to(device))
+    handles = [bytes(one.tolist()) for one in told]
+    # By rank; 0 if a peer has no memory or it cannot be mapped.
+    mapped = {
+        at: cuda_ipc.open_handle(one) if any(one) else 0
+        for at, one in enumerate(handles)
+        if at != rank
+    }
 
     def release() -> None:
         for address in filter(None, mapped.values()):
@@ -118,12 +124,3 @@ class _Memory:
             "data": (address, False),
             "version": 3,
         }
-
-
-def _map(handle: bytes) -> int:
-    """Address of a peer's memory; 0 if it has none or it cannot be mapped."""
-    return cuda_ipc.open_handle(handle) if any(handle) else 0
-
-
-def _tensor(handle: bytearray, device: torch.device) -> Tensor:
-    return torch.frombuffer(handle, dtype=torch.uint8).to(device)

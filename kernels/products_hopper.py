@@ -193,13 +193,10 @@ def _fastest(plans: list[Plan], run: Callable[[Plan], None], parts_s: float) -> 
         run(plan)  # which may compile it
     first = seconds(plans)
     fast = [p for p, s in zip(plans, first, strict=True) if s <= _WORTH_MORE_TURNS * min(first)]
-    turns = [_summed(seconds(fast), seconds(fast[::-1])[::-1]) for _ in range(_TURNS)]
+    both = (zip(seconds(fast), seconds(fast[::-1])[::-1], strict=True) for _ in range(_TURNS))
+    turns = [[forth + back for forth, back in pairs] for pairs in both]
     medians = map(median, zip(*turns, strict=True))
     return min(zip(medians, range(len(fast)), fast, strict=True))[2]
-
-
-def _summed(forth: Sequence[float], back: Sequence[float]) -> list[float]:
-    return [one + other for one, other in zip(forth, back, strict=True)]
 
 
 def _rounds(plan: Plan, rows: int, columns: int, shares: int) -> float:
