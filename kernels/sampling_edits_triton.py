@@ -25,19 +25,11 @@ def launch(
     rows, vocab_size = logits.shape
     if rows == 0:
         return
+    # Not fused: penalties are rounded before the additions, like on a host.
     _entries_kernel[(rows,)](
-        logits,
-        logits.stride(0),
-        edits.begin,
-        edits.end,
-        edits.token,
-        edits.penalty,
-        edits.add,
-        CHUNK=CHUNK_OF_ENTRIES,
-        num_warps=NUM_WARPS,
-        # Penalties are rounded before the additions, like on a host.
-        enable_fp_fusion=False,
-    )
+        logits, logits.stride(0), edits.begin, edits.end, edits.token, edits.penalty, edits.add,
+        CHUNK=CHUNK_OF_ENTRIES, num_warps=NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     _min_p_kernel[(rows,)](
         logits, logits.stride(0), vocab_size, mask_token_id, edits.gap,
         CHUNK=min(triton.next_power_of_2(vocab_size), max_chunk), num_warps=NUM_WARPS,

@@ -40,26 +40,15 @@ def launch_cutoff(
     rows, vocab_size = logits.shape
     cut_value = torch.empty(rows, dtype=torch.float32, device=logits.device)
     cut_token = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    # Without a bound of registers some compilers spill one to memory; two searches need more.
+    # Nothing is fused: bases are rounded once and are then the same everywhere.
     _cutoff_kernel[(rows,)](
-        logits,
-        logits.stride(0),
-        vocab_size,
-        mask_token_id,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        cut_value,
-        cut_token,
-        TOP_K_FIRST=top_k_first,
-        SPARE=SPARE_BITS[logits.dtype],
-        DEPTH=tile.depth,
-        LANES=tile.lanes,
-        ELEMENTS=tile.elements,
-        num_warps=num_warps,
-        # Without a bound some compilers spill a register to memory; two searches need more.
-        maxnreg=112 if top_k_first else 96,
-        enable_fp_fusion=False,  # bases are rounded once and are then the same everywhere
-    )
+        logits, logits.stride(0), vocab_size, mask_token_id, sampling.temperature, sampling.top_p,
+        sampling.top_k, cut_value, cut_token,
+        TOP_K_FIRST=top_k_first, SPARE=SPARE_BITS[logits.dtype], DEPTH=tile.depth, LANES=tile.lanes,
+        ELEMENTS=tile.elements, num_warps=num_warps, maxnreg=112 if top_k_first else 96,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return cut_value, cut_token
 
 

@@ -74,27 +74,15 @@ def launch(
     becomes FAILED and keeps its state.
     """
     layout = table.layout
+    # Progress is compared with thresholds: no contraction may change it.
     _advance_kernel[(layout.num_slots,)](
-        table.rows,
-        control,
-        first_candidate,
-        candidates.token,
-        candidates.confidence,
-        candidates.score,
-        records,
-        RING=layout.ring,
-        SIZE=layout.block_size,
-        TILE_SIZE=triton.next_power_of_2(layout.block_size),
-        NUM_STOPS=layout.max_stops,
-        TOKENS_AT=layout.tokens_at,
-        MASKED_AT=layout.masked_at,
-        STOPS_AT=layout.stops_at,
-        WIDTH=layout.width,
-        RECORD_WIDTH=layout.record_width,
-        num_warps=4,
-        # Progress is compared with thresholds: no contraction may change it.
-        enable_fp_fusion=False,
-    )
+        table.rows, control, first_candidate, candidates.token, candidates.confidence,
+        candidates.score, records,
+        RING=layout.ring, SIZE=layout.block_size,
+        TILE_SIZE=triton.next_power_of_2(layout.block_size), NUM_STOPS=layout.max_stops,
+        TOKENS_AT=layout.tokens_at, MASKED_AT=layout.masked_at, STOPS_AT=layout.stops_at,
+        WIDTH=layout.width, RECORD_WIDTH=layout.record_width, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit
