@@ -23,7 +23,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
@@ -71,18 +70,25 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """Replaces a request whose bytes are not a message of the method."""
+class Received:
+    """A message on its way to its handler, or the number of bytes that are none.
 
-    num_bytes: int
+    The library holds it as long as the call, which may be an hour, so the handler empties it."""
 
-    def error(self) -> InvalidRequest:
-        return InvalidRequest.of(
-            "",
-            f"the {self.num_bytes} bytes received are not a valid protobuf message of this method "
-            "(malformed encoding, or a string that is not UTF-8)",
-        )
+    __slots__ = ("_message",)
+
+    def __init__(self, message: Message | int) -> None:
+        self._message: Message | int | None = message
+
+    def take(self) -> Message | None:
+        message, self._message = self._message, None
+        if isinstance(message, int):
+            raise InvalidRequest.of(
+                "",
+                f"the {message} bytes received are not a valid protobuf message of this method "
+                "(malformed encoding, or a string that is not UTF-8)",
+            )
+        return message
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -153,20 +159,18 @@ def _behaviour_of(handler: _Handler) -> tuple[_Behaviour, Callable[..., _Handler
     return getattr(handler, kind), getattr(grpc, f"{kind}_rpc_method_handler")
 
 
-def _safe(deserialize: _Deserializer) -> Callable[[bytes], Message | Malformed]:
-    def safe(data: bytes) -> Message | Malformed:
+def _safe(deserialize: _Deserializer) -> Callable[[bytes], Received]:
+    def safe(data: bytes) -> Received:
         try:
-            return deserialize(data)
+            return Received(deserialize(data))
         except (DecodeError, UnicodeDecodeError):
-            return Malformed(len(data))
+            return Received(len(data))
 
     return safe
 
 
 def _guard_message(request: object) -> object:
-    if isinstance(request, Malformed):
-        raise request.error()
-    return request
+    return request.take() if isinstance(request, Received) else request
 
 
 async def _guard_stream(requests: AsyncIterator[object]) -> AsyncIterator[object]:

@@ -91,6 +91,9 @@ class AnswerRun:
                 if own := [one for one in workers if one is not None and is_alone(one, alone)]:
                     with router.metrics.waiting("alone"):
                         await router.fleet.peers.until_empty(own, self._alone_left_s())
+                del workers, own
+                self._note_known(placement)
+                placement = router.fleet.held(placement)
                 prompt = request.prompt
                 counted = router.fleet.counted(placement, len(prompt.token_ids), prompt.max_tokens)
                 with counted as share, router.traces.span("attempt"):
@@ -199,9 +202,9 @@ class AnswerRun:
             due.append(setbacks.stalled_at + router.config.recovery_s - now)
         return min(one for one in due if one is not None and one > 0) + 0.001
 
-    def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
+    def _note_known(self, placement: Placement) -> None:
+        """Notes what these workers should have of the prompt, and will have."""
         request = self._request
-        prefill = placement.prefill.worker_id if placement.prefill else ""
         keys, known = request.prompt.prefix_keys, self._router.fleet.prompts
         computes = placement.prefill or placement.decode
         request.costs.known = NOTHING_KNOWN
@@ -209,6 +212,10 @@ class AnswerRun:
             request.costs.known = known.claim(keys, computes.life)
             self._router.metrics.count_known(request.costs.known)
         known.note(keys, [placement.decode.life, *([computes.life] if placement.prefill else ())])
+
+    def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
+        request = self._request
+        prefill = placement.prefill.worker_id if placement.prefill else ""
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
         attempt = Attempt(self._router, request, placement, self._told, share)
         if not request.index:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import asdict
 
@@ -53,9 +53,7 @@ class Attempt:
         self._told = told
         self._share = share
         self.transfer_id = secrets.token_hex(16)
-        self._id = worker_pb2.AttemptId(
-            request_id=request.id, attempt=request.attempts.number, transfer_id=self.transfer_id
-        )
+        self._number = request.attempts.number
         self._peer = f"decode worker {placement.decode.worker_id}"
         self._writer = placement.prefill  # if it hands over the prompt's KV itself
         self._prefill: PrefillCall | None = None
@@ -64,6 +62,12 @@ class Attempt:
         self._moved_on_at = 0.0  # when the prompt's KV was complete, or the last commit came
         self._is_broken_off = False  # by us, since prefill failed
         self._breaking_off: asyncio.TimerHandle | None = None
+
+    def _id(self) -> worker_pb2.AttemptId:
+        """A new message each time: held ones would cost as much as the rest of an attempt."""
+        return worker_pb2.AttemptId(
+            request_id=self._request.id, attempt=self._number, transfer_id=self.transfer_id
+        )
 
     async def run(self) -> FinishReason | Failure:
         """Passes events on to the end and returns why it ended, or how it failed; raises
@@ -99,13 +103,7 @@ class Attempt:
         decode = self._decode = self._open_decode()
         try:
             while self._reason is None:
-                response = await read_message(decode, self._peer)
-                if not isinstance(response, worker_pb2.DecodeResponse):
-                    raise PeerLost(f"{self._peer} ended its call before the answer ended")
-                for news in self._take(response):
-                    await self._told.send(news)
-                if self._reason is None and prefill and response.HasField("reservation"):
-                    await self._send_reservation(prefill, response.reservation)
+                await self._pass_on(await read_message(decode, self._peer), prefill)
         except EffuseError as error:
             if (last := self._end_without_word(error)) is not None:
                 await self._told.send(last)
@@ -116,6 +114,16 @@ class Attempt:
         else:
             self._router.cleanup.settle_calls([decode, *self._readers()], self._cut_off)
         return self._reason
+
+    async def _pass_on(self, response: Any, prefill: WorkerRecord | None) -> None:
+        """Passes on a message of decode. By itself, so that nothing holds the last message while
+        the next one is not there."""
+        if not isinstance(response, worker_pb2.DecodeResponse):
+            raise PeerLost(f"{self._peer} ended its call before the answer ended")
+        for news in self._take(response):
+            await self._told.send(news)
+        if self._reason is None and prefill and response.HasField("reservation"):
+            await self._send_reservation(prefill, response.reservation)
 
     async def _send_progress(self, computed_tokens: int) -> None:
         if self._request.answer.token_ids:  # a slow client has it before
@@ -137,7 +145,7 @@ class Attempt:
         call = self._open_prefill(prefill)
         on_progress = self._send_progress if self._shows_progress else None
         by_pool = self._placement.by_pool
-        await call.send_prompt(self._id, self._break_off, on_progress, to_pool=by_pool)
+        await call.send_prompt(self._id(), self._break_off, on_progress, to_pool=by_pool)
         return call
 
     async def _send_to_pool(self, prefill: WorkerRecord) -> bool:
@@ -165,7 +173,7 @@ class Attempt:
         request, placement = self._request, self._placement
         sampling = request.asked.sampling
         message = worker_pb2.DecodeRequest(
-            attempt=self._id,
+            attempt=self._id(),
             incarnation=placement.decode.incarnation,
             prompt_token_ids=request.prompt.token_ids,
             max_tokens=request.prompt.max_tokens,
@@ -188,9 +196,11 @@ class Attempt:
             message.local.SetInParent()
         else:
             message.remote.CopyFrom(filled(worker_pb2.WorkerRef, self._writer))
-        stub = self._router.fleet.peers.at(placement.decode.address).decode
+        decode = self._router.fleet.peers.at(placement.decode.address).decode
         metadata = self._router.traces.carrier()
-        return stub.Decode(message, timeout=_time_left(self._request), metadata=metadata)
+        # As bytes, because the call holds what it sends, and a message is ten times as large.
+        data = message.SerializeToString()
+        return decode(data, timeout=_time_left(self._request), metadata=metadata)
 
     # Relaying.
 
@@ -237,7 +247,7 @@ class Attempt:
                 decode = self._placement.decode
                 request.answer.apply_event(Event.RESERVED, now)
                 held = event.reservation
-                if held.incarnation != decode.incarnation or held.attempt != self._id:
+                if held.incarnation != decode.incarnation or held.attempt != self._id():
                     raise Refused(f"{decode.worker_id} answered for another life or attempt")
                 if self._placement.prefill is not None:
                     request.costs.connector = held.connector if self._writer else "pool"
@@ -355,11 +365,11 @@ class Attempt:
         cleanup, decode, prefill = self._router.cleanup, self._decode, self._prefill
         if decode is not None and (not decode.done() or decode.cancelled()):
             decode.cancel()
-            cleanup.send_abort(self._placement.decode, self._id, reason)
+            cleanup.send_abort(self._placement.decode, self._id(), reason)
         if prefill is not None and (not prefill.stream.done() or prefill.stream.cancelled()):
             prefill.stream.cancel()
             if not prefill.is_pushed:
-                cleanup.send_abort(prefill.worker, self._id, reason)
+                cleanup.send_abort(prefill.worker, self._id(), reason)
 
 
 def _finish_reason(request: Request, *, is_stopped: bool) -> FinishReason:

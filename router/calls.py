@@ -28,7 +28,6 @@ from effuse.protos.channels import (
     OPEN,
     FleetAccess,
     FleetChannel,
-    decode_stub,
     prefill_stub,
     worker_stub,
 )
@@ -39,7 +38,8 @@ from effuse.v1 import worker_pb2, worker_pb2_grpc
 
 LOG: Final = logging.getLogger(__name__)
 
-DecodeCall = grpc.aio.UnaryStreamCall[worker_pb2.DecodeRequest, worker_pb2.DecodeResponse]
+DecodeCall = grpc.aio.UnaryStreamCall[bytes, worker_pb2.DecodeResponse]
+DECODE: Final = "/effuse.v1.DecodeService/Decode"
 PrefillStream = grpc.aio.StreamStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 ABORT_S: Final = 5.0
 SETTLE_S: Final = 0.25
@@ -63,7 +63,7 @@ class WorkerChannel:
 
     channel: FleetChannel
     prefill: worker_pb2_grpc.PrefillServiceAsyncStub
-    decode: worker_pb2_grpc.DecodeServiceAsyncStub
+    decode: Callable[..., DecodeCall]  # takes serialized requests
     worker: worker_pb2_grpc.WorkerServiceAsyncStub
 
 
@@ -90,8 +90,11 @@ class Peers:
         peer = self._channels.get(address)
         if peer is None:
             channel = self._access.connect(address)
+            decode = channel.unary_stream(
+                DECODE, response_deserializer=worker_pb2.DecodeResponse.FromString
+            )
             peer = self._channels[address] = WorkerChannel(
-                channel, prefill_stub(channel), decode_stub(channel), worker_stub(channel)
+                channel, prefill_stub(channel), decode, worker_stub(channel)
             )
         return peer
 
@@ -167,29 +170,35 @@ class Peers:
         self._channels.clear()
 
 
-@contextmanager
-def calling(peer: str) -> Iterator[None]:
+class calling:  # used like a function; a generator is larger, and stays for long
     """Turns what grpcio raises for a call to `peer` into an `EffuseError`."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, peer) from error
-    except (TimeoutError, grpc.aio.UsageError) as error:  # the latter if its channel is closed
-        raise PeerLost(f"{peer} does not answer") from error
-    except asyncio.CancelledError:
-        if is_task_cancelled():
-            raise
-        raise PeerLost(f"{peer} closed the call") from None
+
+    __slots__ = ("_logs", "_peer")
+
+    def __init__(self, peer: str, *, logs: bool = False) -> None:
+        """logs: whether a status of the call is logged."""
+        self._peer = peer
+        self._logs = logs
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, grpc.aio.AioRpcError):
+            if self._logs:
+                told = (self._peer, error.code().name, error.details())
+                LOG.info("%s ended its call with %s: %s", *told)
+            raise from_rpc_error(error, self._peer) from error
+        if isinstance(error, TimeoutError | grpc.aio.UsageError):  # the latter: a closed channel
+            raise PeerLost(f"{self._peer} does not answer") from error
+        if isinstance(error, asyncio.CancelledError) and not is_task_cancelled():
+            raise PeerLost(f"{self._peer} closed the call") from None
 
 
 async def read_message(call: DecodeCall | PrefillStream, peer: str) -> Any:
     """The next message of a stream, or grpc.aio.EOF at its good end; raises `EffuseError`."""
-    with calling(peer):
-        try:
-            return await call.read()
-        except grpc.aio.AioRpcError as error:
-            LOG.info("%s ended its call with %s: %s", peer, error.code().name, error.details())
-            raise
+    with calling(peer, logs=True):
+        return await call.read()
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 once at its end, or as it grows."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar, cast
 
@@ -219,7 +218,7 @@ def progress_labels(request: AnyRequest) -> dict[str, str]:
     return {
         "tokens": str(request.num_written),
         "losses": str(setbacks.num_losses),
-        "refusals": str(setbacks.refusals.total()),
+        "refusals": str(setbacks.num_refusals),
     }
 
 
@@ -336,6 +335,7 @@ class AnswerStream:
             writing = self._writing = asyncio.ensure_future(write)
             writing.add_done_callback(_retrieve_error)
             await self._taken(writing)
+            self._writing = None  # a stream may last long after its last event
         try:
             writing.result()
         except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
@@ -347,19 +347,6 @@ class AnswerStream:
             await asyncio.wait({writing}, timeout=self._stalled_s)
         if not writing.done():
             raise ClientGone(f"the client has read nothing for {self._stalled_s:g} s")
-
-    @asynccontextmanager
-    async def ending(self) -> AsyncIterator[None]:
-        """Surrounds all messages of a stream, to the last event: an error leaves once a status can
-        be sent."""
-        try:
-            yield
-        except EffuseError:
-            await self.settle()
-            raise
-        except ClientGone as error:  # between the answer and its last event
-            await self.settle()
-            raise Cancelled("the client cancelled") from error
 
     async def settle(self) -> None:
         """Returns once a status can be sent: grpcio takes none while a message waits to be read.

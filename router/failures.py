@@ -118,25 +118,30 @@ class Setbacks:
     num_losses: int = 0
     losses_in_a_row: int = 0  # without a new block in between
     stalled_at: float | None = None  # no worker could go on with it, nor has since
-    refusals: Counter[str] = field(default_factory=Counter)  # by worker and reason
-    _losses: list[str] = field(default_factory=list)
-    _failures: Counter[WorkerLife] = field(default_factory=Counter)
-    _avoided_until: dict[WorkerLife, float] = field(default_factory=dict)
+    refusals: dict[str, int] = field(default_factory=dict)  # by worker and reason
+    _losses: tuple[str, ...] = ()
+    # The failures on a worker, and until when the request avoids it.
+    _failures: dict[WorkerLife, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def num_refusals(self) -> int:
+        return sum(self.refusals.values())
 
     def add(self, failure: Failure, now: float) -> None:
         """Takes a failed attempt into account."""
         life = failure.worker.life
         told = f"{failure.worker.worker_id}: {failure.error.message[:80]}"
         if failure.outcome in REFUSALS:
-            self.refusals[f"{failure.worker.worker_id} {failure.outcome.value}"] += 1
+            name = f"{failure.worker.worker_id} {failure.outcome.value}"
+            self.refusals[name] = self.refusals.get(name, 0) + 1
         else:
             self.num_losses += 1
-            self._losses = [*self._losses[1 - TOLD_LOSSES :], told]
+            self._losses = (*self._losses[1 - TOLD_LOSSES :], told)
         if failure.outcome in (FailureKind.LOST, FailureKind.FAILED):
             self.losses_in_a_row += 1
-            pause_s = min(PAUSE_S * 2.0 ** self._failures[life], MOST_PAUSE_S)
-            self._failures[life] += 1
-            self._avoided_until[life] = now + pause_s
+            earlier, _ = self._failures.get(life, (0, 0.0))
+            pause_s = min(PAUSE_S * 2.0**earlier, MOST_PAUSE_S)
+            self._failures[life] = earlier + 1, now + pause_s
 
     def add_progress(self) -> None:
         """There is a new block: earlier setbacks are no sign of later ones."""
@@ -145,11 +150,11 @@ class Setbacks:
 
     def avoided(self, now: float) -> set[WorkerLife]:
         """Workers that the request avoids for now."""
-        return {life for life, until in self._avoided_until.items() if until > now}
+        return {life for life, (_, until) in self._failures.items() if until > now}
 
     def next_change_s(self, now: float) -> float | None:
         """Seconds until it no longer avoids one of them; None if it avoids none."""
-        return min((at - now for at in self._avoided_until.values() if at > now), default=None)
+        return min((at - now for _, at in self._failures.values() if at > now), default=None)
 
     def tell(self) -> str:
         """Losses and refusals, each in a few words; empty if there were none."""
@@ -159,9 +164,9 @@ class Setbacks:
         if self.refusals:
             told = ", ".join(
                 name if times == 1 else f"{name} {times} times"
-                for name, times in self.refusals.most_common(TOLD_LOSSES)
+                for name, times in Counter(self.refusals).most_common(TOLD_LOSSES)
             )
-            parts.append(f"{_count(self.refusals.total(), 'refusal')} ({told})")
+            parts.append(f"{_count(self.num_refusals, 'refusal')} ({told})")
         return ", ".join(parts)
 
 

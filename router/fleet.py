@@ -10,14 +10,14 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import suppress
 from typing import Final, get_args
 
 from msgspec.structs import replace
 
 from effuse.placement.leases import FleetView
-from effuse.placement.records import Kind, Role, RoutedLoad, WorkerRecord
+from effuse.placement.records import Kind, Load, Role, RoutedLoad, WorkerRecord
 from effuse.router.calls import Peers
 from effuse.router.failures import Standing
 from effuse.router.policy import (
@@ -89,7 +89,7 @@ class RoutedFleet:
         self.prompts = SentPrefixes(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
-        self._addresses: dict[WorkerLife, str] = {}
+        self._held: dict[WorkerLife, WorkerRecord] = {}  # by open attempts
         self._seen: set[tuple[WorkerLife, Role, Condition]] = set()
         self._changed = asyncio.Event()
         self._waiting_for: dict[Hashable, Prospect] = {}  # of needs that were looked for just now
@@ -189,28 +189,31 @@ class RoutedFleet:
         if own:
             self.announce_change()
 
-    @contextmanager
-    def counted(
-        self, placement: Placement, prompt_len: int, max_tokens: int
-    ) -> Iterator[AttemptShare]:
-        """Counts an attempt on its workers as long as it lasts; then another request may have its
-        seat. A prompt that is shared counts once."""
-        decode, prefill = placement.decode, placement.prefill
+    def counted(self, placement: Placement, prompt_len: int, max_tokens: int) -> AttemptShare:
+        """Counts an attempt on its workers within `with`; then another request may have its seat. A
+        prompt that is shared counts once."""
         prompt_len = 0 if placement.shares_prompt else prompt_len
-        share = AttemptShare(self, placement)
-        own_prompt = 0 if prefill is not None else prompt_len
-        share.take(
-            InFlight(1, prompt_len + max_tokens, to_prefill=own_prompt),
-            IDLE if prefill is None else InFlight(prompts=1, to_prefill=prompt_len),
-        )
-        if prefill is not None and not placement.by_pool:
-            self.standing.note_try((prefill.life, decode.life))
-        try:
-            yield share
-        finally:
-            share.take(IDLE, IDLE)
-            self._freed.extend(one.life for one in (prefill, decode) if one is not None)
-            self.announce_change()
+        return AttemptShare(self, placement, prompt_len, max_tokens)
+
+    def held(self, placement: Placement) -> Placement:
+        """The same, with records that attempts may hold for long: without what changes in a life,
+        and one for all attempts there."""
+        decode, prefill = placement.decode, placement.prefill
+        prefill = None if prefill is None else self._held_record(prefill)
+        return replace(placement, decode=self._held_record(decode), prefill=prefill)
+
+    def _held_record(self, record: WorkerRecord) -> WorkerRecord:
+        held = self._held.get(record.life)
+        if held is None or held.role != record.role:
+            held = replace(record, load=Load(), links=(), quarantines=())
+            self._held[record.life] = held
+        return held
+
+    def free_seats(self, placement: Placement) -> None:
+        """A request has left its workers."""
+        workers = (placement.prefill, placement.decode)
+        self._freed.extend(one.life for one in workers if one is not None)
+        self.announce_change()
 
     def in_flight(self, life: WorkerLife) -> InFlight:
         """Our requests on a worker now."""
@@ -266,9 +269,9 @@ class RoutedFleet:
         addresses = {r.address for r in (*alive, *self.standing.absent)}
         for life, in_flight in list(self._in_flight.items()):
             if not in_flight.is_idle:
-                addresses.add(self._addresses[life])
+                addresses.add(self._held[life].address)
             elif life not in lives:
-                del self._in_flight[life], self._addresses[life]
+                del self._in_flight[life], self._held[life]
         await self.peers.keep(addresses)
 
     def _candidate(self, record: WorkerRecord, suspects: Collection[WorkerLife]) -> Candidate:
@@ -287,7 +290,7 @@ class RoutedFleet:
         """A request that had `before` on a worker has `now` there."""
         life = record.life
         self._waiting_for.clear()
-        self._addresses[life] = record.address
+        self._held_record(record)
         had = self._in_flight.get(life, IDLE)
         begun = now.requests + now.prompts - before.requests - before.prompts
         self._in_flight[life] = InFlight(  # written out, because every request passes here
@@ -301,10 +304,32 @@ class RoutedFleet:
 
 
 class AttemptShare:
-    def __init__(self, fleet: RoutedFleet, placement: Placement) -> None:
+    """An attempt's part of the account of its workers."""
+
+    __slots__ = ("_decode", "_fleet", "_max_tokens", "_placement", "_prefill", "_prompt_len")
+
+    def __init__(
+        self, fleet: RoutedFleet, placement: Placement, prompt_len: int, max_tokens: int
+    ) -> None:
         self._fleet = fleet
         self._placement = placement
+        self._prompt_len, self._max_tokens = prompt_len, max_tokens
         self._decode, self._prefill = IDLE, IDLE
+
+    def __enter__(self) -> AttemptShare:
+        decode, prefill = self._placement.decode, self._placement.prefill
+        own_prompt = 0 if prefill is not None else self._prompt_len
+        self.take(
+            InFlight(1, self._prompt_len + self._max_tokens, to_prefill=own_prompt),
+            IDLE if prefill is None else InFlight(prompts=1, to_prefill=self._prompt_len),
+        )
+        if prefill is not None and not self._placement.by_pool:
+            self._fleet.standing.note_try((prefill.life, decode.life))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.take(IDLE, IDLE)
+        self._fleet.free_seats(self._placement)
 
     def take(self, decode: InFlight, prefill: InFlight) -> None:
         """It has this on them from now on."""

@@ -11,7 +11,8 @@ import hashlib
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Final
@@ -49,7 +50,7 @@ from effuse.router.client import (
 )
 from effuse.router.findings import REQUEST_ID
 from effuse.router.prefixes import keys_of
-from effuse.router.request import AnswerState, EarlyRequest, EncodedPrompt, Request
+from effuse.router.request import SHOWN, AnswerState, EarlyRequest, EncodedPrompt, Request
 from effuse.router.request_states import Event
 from effuse.router.router import Router
 from effuse.router.shared_request import SharedRequest
@@ -115,11 +116,12 @@ class Serving:
             raise
 
     async def accept(
-        self, message: pb.GenerateRequest, context: CallContext, *, is_stream: bool
+        self, message: pb.GenerateRequest | Read, context: CallContext, *, is_stream: bool
     ) -> Request:
         """Makes the request of a client's message; raises `EffuseError` with all that speaks
         against it. Waits in the queue until a worker has announced a model."""
         with self.counting_refusals():
+            message = message() if callable(message) else message
             return await self._accept(message, context, is_stream)
 
     async def _accept(
@@ -165,15 +167,15 @@ class Serving:
         router, recovery_s = self.router, self.router.config.recovery_s
         ends = router.now() + recovery_s
         try:
-            with router.admission.early(), router.requests.running(request):
+            with router.admission.early(), router.requests.running(request) as running:
                 async with asyncio.timeout(request.limit_s) as limit:
-                    with router.requests.limited_by(request, limit):
-                        while router.seats.catalogue.is_empty:
-                            if (left_s := ends - router.now()) <= 0:
-                                text = f"no worker could begin within {recovery_s:.3g} s"
-                                why = f"{text}: no worker has announced a model"
-                                raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
-                            await router.fleet.wait_for_change(left_s)
+                    running.limit_by(limit)
+                    while router.seats.catalogue.is_empty:
+                        if (left_s := ends - router.now()) <= 0:
+                            text = f"no worker could begin within {recovery_s:.3g} s"
+                            why = f"{text}: no worker has announced a model"
+                            raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
+                        await router.fleet.wait_for_change(left_s)
         except TimeoutError as error:
             raise time_is_over(request, is_cut_off=router.requests.is_cut_off) from error
 
@@ -198,7 +200,7 @@ class Serving:
         """The whole answer, or all answers, to the message that `read` returns; raises
         `EffuseError`."""
         with self.span(context):
-            accepted = await self.accept(self._read(read), context, is_stream=False)
+            accepted = await self.accept(read, context, is_stream=False)
             return await self.answer_accepted(accepted)
 
     async def answer_accepted(self, request: Request) -> pb.GenerateResponse:
@@ -217,21 +219,24 @@ class Serving:
         """Writes the answer, or several, to a call while they grow. `translator_of` makes the
         function that translates their events. Raises `EffuseError`."""
         with self.span(context):
-            accepted = await self.accept(self._read(read), context, is_stream=is_stream)
+            accepted = await self.accept(read, context, is_stream=is_stream)
+            del read  # it holds the client's message
             stream = AnswerStream(context)
             if translator_of is not None:
                 stream.translate = translator_of(accepted)
-            async with stream.ending():
+            try:
                 await stream.send(await self.serve(accepted, stream))
+            except EffuseError:
+                await stream.settle()
+                raise
+            except ClientGone as error:  # between the answer and its last event
+                await stream.settle()
+                raise Cancelled("the client cancelled") from error
 
-    def _read(self, read: Read) -> pb.GenerateRequest:
-        with self.counting_refusals():
-            return read()
-
-    async def serve(self, request: Request, client: Recipient) -> pb.GenerateStreamResponse:
+    def serve(self, request: Request, client: Recipient) -> Awaitable[pb.GenerateStreamResponse]:
         """Sends the client all events of the answer, or answers, except the last one, which is
         returned; raises `EffuseError`. In every case the request ends here and is counted."""
-        return await _Handler(self.router, request, client).serve()
+        return _Handler(self.router, request, client).serve()
 
 
 def _request_id(message: pb.GenerateRequest) -> str:
@@ -256,11 +261,14 @@ class _Handler:
         self._shared = SharedRequest(router.requests.sharing, request, client)
 
     async def serve(self) -> pb.GenerateStreamResponse:
+        """Counts the end, whichever it is, and the tokens of its share of the quota; maps a bad one
+        to the error for the client."""
         router, request = self._router, self._request
         quota = router.quotas.running(request.tenant, request.asked.num_answers)
-        with router.requests.running(request), quota as share, self._ending(share):
-            async with asyncio.timeout_at(request.deadline) as limit:
-                with router.requests.limited_by(request, limit):
+        with router.requests.running(request) as running, quota as share:
+            try:
+                async with asyncio.timeout_at(request.deadline) as limit:
+                    running.limit_by(limit)
                     if (kept := await self._shared.claim()) is not None:
                         return await self._repeat(kept)
                     left_s = request.deadline - asyncio.get_running_loop().time()
@@ -270,6 +278,22 @@ class _Handler:
                         last = await self._answers(slots, share).run()
                         self._note_good_end(last)
                         return last
+            except TimeoutError as error:
+                is_cut_off = router.requests.is_cut_off
+                raise self._end_badly(time_is_over(request, is_cut_off=is_cut_off)) from error
+            except EffuseError as error:
+                raise self._end_badly(error) from error.__cause__
+            except (ClientGone, asyncio.CancelledError) as error:
+                elapsed_s = router.now() - request.arrived
+                gone = self._end_badly(why_gone(elapsed_s, request.limit_s))
+                if isinstance(error, ClientGone):
+                    raise gone from error
+                raise
+            finally:
+                if not request.answer.is_ended:  # an exception of ours is on its way to the border
+                    self._record_end(Event.FAILED, "INTERNAL")
+                self._shared.end(None)
+                share.num_tokens = len(request.prompt.token_ids) + request.num_written
 
     def _answers(self, slots: HeldSlots, share: QuotaShare) -> AnswerRun | SideBySide:
         request = self._request
@@ -304,7 +328,9 @@ class _Handler:
         prefix_keys = keys_of(token_ids, request.tenant.name)
         if asked.model.prompt_attention != "causal_blocks":
             prefix_keys = prefix_keys[-1:]  # a worker reuses only the whole prompt
-        request.prompt = EncodedPrompt(token_ids, fit(len(token_ids), asked), prefix_keys)
+        most_tokens = fit(len(token_ids), asked)
+        request.prompt = EncodedPrompt(array("I", token_ids), most_tokens, prefix_keys)
+        request.asked = asked.without_prompt(SHOWN if router.config.show_requests else 0)
         router.steering.of(asked.model.name).load.note_prompt(len(token_ids), router.now())
         if asked.sent.output.echo:
             text = await router.tokenizer.text_of(token_ids)
@@ -336,30 +362,6 @@ class _Handler:
                 "effuse.attempts": request.attempts.count,
             }
         )
-
-    @contextmanager
-    def _ending(self, share: QuotaShare) -> Iterator[None]:
-        """Counts the end, whichever it is, and the tokens for `share`; maps a bad one to the error
-        for the client."""
-        request = self._request
-        try:
-            yield
-        except TimeoutError as error:
-            is_cut_off = self._router.requests.is_cut_off
-            raise self._end_badly(time_is_over(request, is_cut_off=is_cut_off)) from error
-        except EffuseError as error:
-            raise self._end_badly(error) from error.__cause__
-        except (ClientGone, asyncio.CancelledError) as error:
-            elapsed_s = self._router.now() - request.arrived
-            gone = self._end_badly(why_gone(elapsed_s, request.limit_s))
-            if isinstance(error, ClientGone):
-                raise gone from error
-            raise
-        finally:
-            if not request.answer.is_ended:  # an exception of ours is on its way to the border
-                self._record_end(Event.FAILED, "INTERNAL")
-            self._shared.end(None)
-            share.num_tokens = len(request.prompt.token_ids) + request.num_written
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         by_caller = isinstance(error, Cancelled | DeadlineExceeded | EndedById)

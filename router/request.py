@@ -8,7 +8,6 @@ several answers has one `Request` for each of them. Not here: the messages for c
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, pairwise
@@ -38,6 +37,10 @@ STORY_LENGTH: Final = 64
 """Events that are kept of each answer. The first ones are dropped, because readers want the end."""
 
 
+SHOWN: Final = 2000
+"""Characters of a prompt and of an answer that a page of running requests shows."""
+
+
 class BrokenStream(Exception):
     """A worker's commits do not continue the delivered tokens; its attempt must end."""
 
@@ -54,7 +57,7 @@ class Moment(NamedTuple):
 class EncodedPrompt(NamedTuple):
     """The prompt as ids, known once its request is admitted."""
 
-    token_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()  # an array, which takes a ninth of a list's bytes
     max_tokens: int = 0  # of the answer
     prefix_keys: tuple[bytes, ...] = ()  # of its beginnings; empty if no worker can reuse them
 
@@ -77,7 +80,7 @@ class AnswerState:
 
     text: AnswerText
     state: State = State.QUEUED
-    story: deque[Moment] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
+    story: list[Moment] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     fingerprint: Fingerprint | None = None  # of the workers that wrote it
     frontier: list[worker_pb2.BlockState] = field(default_factory=list)
@@ -100,6 +103,7 @@ class AnswerState:
             raise IllegalRequestEvent(self.state, event)
         self.state = state
         self.story.append(Moment(now, event, state, note))
+        del self.story[:-STORY_LENGTH]
         return state
 
     def accept_tokens(
@@ -373,7 +377,7 @@ def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) ->
     # A seed that was drawn and the number of the answer are no part of the question.
     sampling = structs.replace(asked.seeded(0).sampling, answer_index=0)
     extent = (asked.sent.stopping.min_tokens, max_tokens, asked.num_logprobs)
-    parts = (model, prompt_token_ids, extent, stops, sampling, asked.settings)
+    parts = (model, list(prompt_token_ids), extent, stops, sampling, asked.settings)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
 
 

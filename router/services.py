@@ -22,7 +22,7 @@ from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import live_workers
 from effuse.router.handler import Serving
 from effuse.router.policy import Candidate
-from effuse.router.request import Request
+from effuse.router.request import SHOWN, Request
 from effuse.router.router import Router
 from effuse.router.steering import ModelPlan
 from effuse.v1 import generation_pb2 as pb
@@ -35,7 +35,7 @@ from effuse.v1 import (
 )
 
 MOST_SHOWN: Final = 100
-MOST_CHARACTERS: Final = 2000
+
 MOST_TOKENS: Final = 1000
 DEFAULT_INTERVAL_S: Final = 0.25
 STALLED_S: Final = 30.0
@@ -52,16 +52,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         return await self._serving.answer(lambda: request, context)
 
-    async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
+    def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
         request: pb.GenerateStreamRequest,
         context: Context,
-    ) -> None:
+    ) -> Awaitable[None]:
         """The answer as it grows, or several.
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        await self._serving.stream(lambda: request.request, context)
+        return self._serving.stream(lambda: request.request, context)
 
     async def CancelRequest(
         self, request: pb.CancelRequestRequest, context: Context
@@ -312,9 +312,9 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         if self._router.config.show_requests:
             tokenizer = self._router.tokenizer
             found.name = request.name
-            found.prompt = asked.sent.prompt[:MOST_CHARACTERS]
+            found.prompt = asked.sent.prompt[:SHOWN]
             tail = [one for one in answer.token_ids[-MOST_TOKENS:] if tokenizer.is_text(one)]
-            found.text = tokenizer.decode(tail)[-MOST_CHARACTERS:]
+            found.text = tokenizer.decode(tail)[-SHOWN:]
         return found
 
 

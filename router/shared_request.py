@@ -7,11 +7,13 @@ Only ids that clients choose are claimed, because no client can repeat other ids
 for Redis only here, and one that is asked for the first time goes on without it. Of a request that
 ended only its description is kept here. Redis knows those that ended badly here before."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,8 +90,8 @@ class SharedRequest(Listener):
         # Redis has had the claim, or may have had it unheard: what another router has put there
         # since then stays.
         self._is_claimed = False
-        self._is_kept = bool(request.asked_digest and sharing.keep_answers_s)
-        self._said = WholeAnswer()
+        is_kept = request.asked_digest and sharing.keep_answers_s
+        self._said = WholeAnswer() if is_kept else None
 
     async def claim(self) -> pb.GenerateResponse | None:
         """Claims the id, or returns the answer that is kept under it.
@@ -172,7 +174,7 @@ class SharedRequest(Listener):
 
     def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
         """Sends an event to the client, and keeps final parts for other routers."""
-        if self._is_kept:
+        if self._said is not None:
             self._said.take(event)
         return self._client.send(event)
 
@@ -187,7 +189,7 @@ class SharedRequest(Listener):
             num_tokens=request.num_tokens,
         )
         self._record = None
-        if last is None or not self._is_kept:
+        if last is None or self._said is None:
             self._write(record)
             return
         self._said.take(last)
@@ -232,14 +234,41 @@ class EndedRequest:
     asked_digest: str
 
 
+class RunningRequest:
+    """Holds the id of a request within `with`. A generator would be larger."""
+
+    __slots__ = ("_known", "limit", "request")
+
+    def __init__(self, known: KnownRequests, request: AnyRequest) -> None:
+        self._known = known
+        self.request = request
+        self.limit: asyncio.Timeout | None = None  # of its time
+
+    def __enter__(self) -> RunningRequest:
+        self._known.begin(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._known.end(self.request)
+
+    def limit_by(self, limit: asyncio.Timeout) -> None:
+        """`cut_off` and `cancel` end the request by this limit, until nothing more is awaited."""
+        self.limit = limit
+        if self._known.is_cut_off:
+            self.end_time()
+
+    def end_time(self) -> None:
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+
 class KnownRequests:
     """One per router. `now` is a monotonic clock in seconds."""
 
     def __init__(self, sharing: Sharing, now: Callable[[], float]) -> None:
         self.sharing = sharing
         self._now = now
-        self._running: dict[str, AnyRequest] = {}
-        self._limits: dict[str, asyncio.Timeout] = {}  # by request id
+        self._running: dict[str, RunningRequest] = {}
         self.is_cut_off = False
         self.idle = asyncio.Event()
         """Set while no request is queued or on workers."""
@@ -252,7 +281,8 @@ class KnownRequests:
 
     def running_now(self) -> list[Request]:
         """Those of them that were checked, oldest first."""
-        return [one for one in self._running.values() if isinstance(one, Request)]
+        running = (one.request for one in self._running.values())
+        return [one for one in running if isinstance(one, Request)]
 
     def check_id(self, request_id: str) -> None:
         """Raises `AlreadyRunning` where a request has this id."""
@@ -261,56 +291,45 @@ class KnownRequests:
                 f"a request with id {request_id!r} is already running; choose another id"
             )
 
-    @contextlib.contextmanager
-    def running(self, request: AnyRequest) -> Iterator[None]:
-        """Holds the id of `request`; raises `AlreadyRunning` where another request has it."""
-        self.check_id(request.id)
-        self._running[request.id] = request
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            del self._running[request.id]
-            if not self._running:
-                self.idle.set()
-            if isinstance(request, Request) and not request.is_anothers:
-                self._ended.pop(request.id, None)
-                until = self._now() + REMEMBERED_S
-                self._ended[request.id] = EndedRequest(
-                    until, request.tenant.name, describe(request), request.asked_digest
-                )
-                self._forget_old()
+    def running(self, request: AnyRequest) -> RunningRequest:
+        """Holds the id of `request` within `with`; raises `AlreadyRunning` if another has it."""
+        return RunningRequest(self, request)
 
-    @contextlib.contextmanager
-    def limited_by(self, request: AnyRequest, limit: asyncio.Timeout) -> Iterator[None]:
-        """`cut_off` and `cancel` end a request that runs here by its own limit."""
-        self._limits[request.id] = limit
-        if self.is_cut_off:
-            _end(limit)
-        try:
-            yield
-        finally:
-            del self._limits[request.id]
+    def begin(self, one: RunningRequest) -> None:
+        self.check_id(one.request.id)
+        self._running[one.request.id] = one
+        self.idle.clear()
+
+    def end(self, request: AnyRequest) -> None:
+        del self._running[request.id]
+        if not self._running:
+            self.idle.set()
+        if isinstance(request, Request) and not request.is_anothers:
+            self._ended.pop(request.id, None)
+            until = self._now() + REMEMBERED_S
+            self._ended[request.id] = EndedRequest(
+                until, request.tenant.name, describe(request), request.asked_digest
+            )
+            self._forget_old()
 
     def cut_off(self) -> None:
         """Ends the time of all requests now, and of those that may come."""
         self.is_cut_off = True
-        for limit in self._limits.values():
-            _end(limit)
+        for one in self._running.values():
+            one.end_time()
 
     def cancel(self, request_id: str, tenant: str = "") -> bool:
         """Ends the time of a tenant's request now; False if none of this id runs here."""
-        limit = self._limits.get(request_id)
-        if limit is None or self._running[request_id].tenant.name != tenant:
+        one = self._running.get(request_id)
+        if one is None or one.limit is None or one.request.tenant.name != tenant:
             return False
-        self._running[request_id].is_ended_by_id = True
-        _end(limit)
+        one.request.is_ended_by_id = True
+        one.end_time()
         return True
 
     def find(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse | None:
-        request = self._running.get(request_id)
-        if request is not None:
-            return describe(request) if request.tenant.name == tenant else None
+        if (running := self._running.get(request_id)) is not None:
+            return describe(running.request) if running.request.tenant.name == tenant else None
         self._forget_old()
         held = self._ended.get(request_id)
         return None if held is None or held.tenant != tenant else held.described
@@ -380,8 +399,3 @@ def _describe_stored(record: PlacementRecord) -> pb.GetRequestResponse:
         status="OK" if record.state == "finished" else "",
         router=record.router_id if record.state == "running" else "",
     )
-
-
-def _end(limit: asyncio.Timeout) -> None:
-    if not limit.expired():
-        limit.reschedule(asyncio.get_running_loop().time())

@@ -12,6 +12,8 @@ as often as it has answers that have not ended.
 Turns among tenants go by tokens, too. Not here: how long the queue may be, and which requests need
 not wait in it (`admission.py`)."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import hmac
@@ -21,8 +23,7 @@ import re
 import secrets
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -153,11 +154,23 @@ class Account:
 class QuotaShare:
     """The part of a tenant's account that a request uses."""
 
-    def __init__(self, account: Account, num_answers: int) -> None:
-        self._account = account
+    __slots__ = ("_account", "_quotas", "_tenant", "num_answers", "num_tokens")
+
+    def __init__(self, quotas: Quotas, tenant: Tenant, num_answers: int) -> None:
+        self._quotas, self._tenant = quotas, tenant
+        self._account = Account()
         self.num_answers = num_answers  # that have not ended
         self.num_tokens = 0  # of its prompt and its answers, which count once it has ended
-        account.running += num_answers
+
+    def __enter__(self) -> QuotaShare:
+        self._account = self._quotas.account(self._tenant)
+        self._account.num_requests += 1
+        self._account.running += self.num_answers
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end_answers(self.num_answers)
+        self._quotas.end_request(self._tenant, self._account, self.num_tokens)
 
     def end_answers(self, count: int) -> None:
         self.num_answers -= count
@@ -195,22 +208,20 @@ class Quotas:
             text = f"this key's tenant has used its {rate} tokens a minute"
             raise Overloaded(text, retry_after_s=math.ceil(wait_s))
 
-    @contextmanager
-    def running(self, tenant: Tenant, num_answers: int = 1) -> Iterator[QuotaShare]:
-        """Counts a request, by its answers."""
-        account = self._accounts.setdefault(tenant.name, Account(counted_at=self._now()))
-        share = QuotaShare(account, num_answers)
-        account.num_requests += 1
-        try:
-            yield share
-        finally:
-            account.num_requests -= 1
-            share.end_answers(share.num_answers)
-            self._let_time_pass(account, tenant)
-            if tenant.tokens_per_minute is not None:
-                account.spent += share.num_tokens
-            if not account.num_requests and not account.spent:
-                del self._accounts[tenant.name]
+    def running(self, tenant: Tenant, num_answers: int = 1) -> QuotaShare:
+        """Counts a request within `with`, by its answers."""
+        return QuotaShare(self, tenant, num_answers)
+
+    def account(self, tenant: Tenant) -> Account:
+        return self._accounts.setdefault(tenant.name, Account(counted_at=self._now()))
+
+    def end_request(self, tenant: Tenant, account: Account, num_tokens: int) -> None:
+        account.num_requests -= 1
+        self._let_time_pass(account, tenant)
+        if tenant.tokens_per_minute is not None:
+            account.spent += num_tokens
+        if not account.num_requests and not account.spent:
+            del self._accounts[tenant.name]
 
     def _let_time_pass(self, account: Account, tenant: Tenant) -> None:
         now = self._now()

@@ -55,15 +55,13 @@ _BY_NUMBER: Final[Mapping[str, Mapping[int, Any]]] = {
 }
 _WIRE_NAMES: Final[Mapping[str, Sequence[str]]] = {
     setting: tuple(getattr(pb, setting.title()).keys()) for setting in NAMES
-}
-"""Names of settings on the wire, by their numbers."""
-_NUMBERS: Final[Mapping[str, Mapping[str, Bounds]]] = {
+}  # names of settings on the wire, by their numbers
+_NUMBERS: Final[Mapping[str, Mapping[str, Bounds]]] = {  # by the parts of a request's message
     "sampling": SAMPLING,
     "stopping": STOPPING,
     "objectives": OBJECTIVES,
     "output": {"logprobs": LOGPROBS},
 }
-"""Bounds of a request's numbers, by the parts of its message."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +90,15 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         """The number of likeliest ids beside each token's log-probability; None sends none."""
         output = self.sent.output
         return output.logprobs if output.HasField("logprobs") else None
+
+    def without_prompt(self, num_shown: int) -> Asked:
+        """The same without the prompt, which may be large, except for `num_shown` characters."""
+        sent, most = self.sent, num_shown
+        kept = pb.GenerateRequest(prompt=sent.prompt[:most], request_class=sent.request_class)
+        for name in ("sampling", "stopping", "output"):
+            if sent.HasField(name):
+                getattr(kept, name).CopyFrom(getattr(sent, name))
+        return msgspec.structs.replace(self, sent=kept, chat=None)
 
     def seeded(self, fresh: int) -> Asked:
         """The same with the seed `fresh`, a uint64, where the client set none."""
@@ -136,12 +143,10 @@ def validate(
     num_answers = request.n if request.HasField("n") else 1
     findings.number("n", num_answers, answers)
     own_class, own_goals = _check_objectives(request, classes, findings)
-    if request.output.drafts and not is_stream:
-        form = "false for Generate (only GenerateStream sends them)"
-        findings.add("output.drafts", form, "true")
-    if request.output.prompt_progress and not is_stream:
-        form = "false for Generate (only GenerateStream sends it)"
-        findings.add("output.prompt_progress", form, "true")
+    for name, what in (("drafts", "them"), ("prompt_progress", "it")):
+        if getattr(request.output, name) and not is_stream:
+            form = f"false for Generate (only GenerateStream sends {what})"
+            findings.add(f"output.{name}", form, "true")
     findings.raise_any()
     end_ids = {*model.eos_token_ids, *(() if chat is None else chat_end_ids)}
     if request.stopping.ignore_eos:
@@ -331,8 +336,7 @@ def _resolve_settings(
     decoding: pb.DecodingParams, algorithm: Algorithm, model: ModelInfo
 ) -> DecodeSettings:
     given = _given(decoding)
-    for name in _BY_NUMBER.keys() & given.keys():
-        given[name] = _BY_NUMBER[name][given[name]]
+    given |= {name: _BY_NUMBER[name][given[name]] for name in _BY_NUMBER.keys() & given.keys()}
     defaults = model.defaults.settings_of(algorithm, model.block_size)
     return msgspec.structs.replace(defaults, **given) if given else defaults
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
 
+_OFF: Final = nullcontext()
 Carrier = Iterable[tuple[str, str | bytes]]
 Attribute = str | int | float
 _KEYS: Final = ("traceparent", "tracestate")
@@ -68,7 +69,7 @@ class Traces:
         of this process, if any. An exception is recorded and raised again.
         """
         if self._tracer is None:
-            return nullcontext()
+            return _OFF
         context = None if parent is None else _context_of(parent)
         return self._tracer.start_as_current_span(name, context, attributes=attributes)
 

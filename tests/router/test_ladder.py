@@ -70,7 +70,7 @@ def test_refusals_are_no_losses() -> None:
         setbacks.add(failed(outcome), 0.0)
     assert (setbacks.num_losses, setbacks.losses_in_a_row) == (0, 0)
     assert not setbacks.avoided(0.0)
-    assert (setbacks.num_losses, setbacks.refusals.total()) == (0, 3)
+    assert (setbacks.num_losses, setbacks.num_refusals) == (0, 3)
 
 
 def test_losses_in_a_row_end_with_a_block_and_a_handoff_is_none() -> None:
