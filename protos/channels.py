@@ -177,16 +177,16 @@ class FleetAccess:
         self, address: str, *, keepalive: Keepalive | None = FLEET_KEEPALIVE
     ) -> FleetChannel:
         """A channel to the process announced as `address`; it connects at the first call."""
+        options = rpc.channel_options(keepalive, FLEET_LIMITS.max_message_bytes)
+        # Without filters that a fleet needs not: 2 kB less for each open call. Only the sender
+        # limits the length of messages then, which is a process of the fleet.
+        options = [*options, *rpc.near_options(), ("grpc.minimal_stack", 1)]
         if self._tls is None:
-            channel = rpc.connect(address, keepalive=keepalive)
+            channel = grpc.aio.insecure_channel(address, options)
         else:
             self._tls.look()
-            options = rpc.channel_options(keepalive, FLEET_LIMITS.max_message_bytes)
-            channel = grpc.aio.secure_channel(
-                address,
-                self._tls.found,
-                [*options, *rpc.near_options(), ("grpc.ssl_target_name_override", FLEET_NAME)],
-            )
+            named = ("grpc.ssl_target_name_override", FLEET_NAME)
+            channel = grpc.aio.secure_channel(address, self._tls.found, [*options, named])
         return FleetChannel(channel, address, self.secret)
 
 

@@ -3,6 +3,8 @@
 Everything that runs is a child of one task group here. Decisions are in the parts of `router.py`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -10,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 import uvloop
@@ -27,9 +29,7 @@ from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.config import END_S, RouterConfig, parse
 from effuse.router.fleet import live_workers
 from effuse.router.handler import Serving
-from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
-from effuse.router.openai_api import OpenAiApi
 from effuse.router.policy import Candidate, WorkerLife
 from effuse.router.role_changes import RoleDriver
 from effuse.router.router import Router
@@ -40,6 +40,9 @@ from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
 from effuse.telemetry.traces import Traces, TracesUnavailable
 from effuse.v1 import generation_pb2_grpc, model_pb2_grpc, monitor_pb2_grpc
+
+if TYPE_CHECKING:
+    from effuse.router.http_server import HttpServer
 
 LOG: Final = logging.getLogger(__name__)
 GENERATION: Final = "effuse.v1.GenerationService"
@@ -180,6 +183,9 @@ def _listen_http(router: Router) -> HttpServer | None:
     config = router.config
     if config.http_port is None:
         return None
+    from effuse.router.http_server import HttpServer  # 8 MB that only this port needs
+    from effuse.router.openai_api import OpenAiApi
+
     server = HttpServer(OpenAiApi(Serving(router)).app, _tls_files(config))
     router.ports.http = server.listen(config.host, config.http_port, shares_port=config.share_port)
     scheme = "http" if config.tls_cert is None else "https"
