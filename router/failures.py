@@ -312,6 +312,11 @@ class Standing:
         self._roles = {k: one for k, one in self._roles.items() if one[1] > now}
         self._pairs = {k: p for k, p in self._pairs.items() if lives.issuperset(k)}
 
+    @property
+    def knows_roles(self) -> bool:
+        """Whether a refusal has named a role lately."""
+        return bool(self._roles)
+
     def with_role(self, record: WorkerRecord) -> WorkerRecord:
         """The record, with the role that the worker named in a refusal a moment ago."""
         role, until = self._roles.get(record.life, (record.role, 0.0))
@@ -329,7 +334,8 @@ class Standing:
 
     def is_full(self, life: WorkerLife) -> bool:
         """Whether it reported a moment ago that it takes no more."""
-        return self._full_until.get(life, 0.0) > self._now()
+        until = self._full_until.get(life)
+        return until is not None and until > self._now()
 
     def suspects(self) -> set[WorkerLife]:
         now = self._now()

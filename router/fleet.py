@@ -102,6 +102,8 @@ class RoutedFleet:
         if absent:
             names = {record.worker_id for record in alive}
             alive = [*alive, *(record for record in absent if record.worker_id not in names)]
+        if not self.standing.knows_roles:
+            return alive
         return [self.standing.with_role(record) for record in alive]
 
     def candidates(self) -> list[Candidate]:
@@ -204,7 +206,8 @@ class RoutedFleet:
 
     def _held_record(self, record: WorkerRecord) -> WorkerRecord:
         held = self._held.get(record.life)
-        if held is None or held.role != record.role:
+        same = (record.role, record.fingerprint)
+        if held is None or (held.role, held.fingerprint) != same:
             held = replace(record, load=Load(), links=(), quarantines=())
             self._held[record.life] = held
         return held
