@@ -14,6 +14,7 @@ seconds of this process; no timestamp leaves it.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -210,6 +211,8 @@ DEAF_S: Final = 2.0
 """A reader without an answer for this long has missed polls, and judges no lease."""
 GRACE_S: Final = LeaseTimes().ttl_s
 """Time for a worker to appear again after the reader missed polls."""
+ALL_S: Final = 30.0
+"""How often a reader of news reads all workers anyway."""
 MOST_SHARE: Final = 0.02
 MOST_PAUSE_S: Final = 1.0
 """Share of a process's time that following the fleet should take, and the longest pause for it."""
@@ -302,11 +305,17 @@ class FleetView:
         store: Store,
         *,
         poll_s: float = 0.5,
-        with_links: bool = True,
+        only_news: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """with_links: whether records have links, which need Redis' and the reader's time."""
-        self._with_links = with_links
+        """only_news: it reads workers again only if one has come, gone, or changed more than its
+        load, and leaves out loads and links. So a poll of an unchanged fleet costs the same for any
+        number of workers. Routers see expired leases and add these to the news."""
+        self._only_news = only_news
+        self._news = b""
+        self._read_at = float("-inf")  # when it last read all workers anyway
+        # The workers alive, of which sightings, whether the reader was deaf, until when it is so.
+        self._alive: tuple[list[WorkerRecord], object, bool, float] = ([], None, False, 0.0)
         self._store = store
         self._poll_s = poll_s
         self._now = now
@@ -319,7 +328,24 @@ class FleetView:
 
     def workers(self) -> list[WorkerRecord]:
         """Returns the live workers, draining ones included, in the order of their ids."""
-        return self._snapshot.alive(self._now())
+        now, seen = self._now(), self._snapshot.sightings
+        is_deaf = self._snapshot.is_deaf(now)
+        _, of, was_deaf, until = self._alive
+        if of is not seen or was_deaf is not is_deaf or now >= until:
+            until = min(
+                (s.expires_at for s in seen.values() if s.expires_at > now), default=math.inf
+            )
+            self._alive = self._snapshot.alive(now), seen, is_deaf, until
+        return self._alive[0]
+
+    async def look(self, worker_id: str) -> WorkerRecord | None:
+        """A worker's record with its load now; None if there is none, or no answer."""
+        try:
+            value = await self._store.worker(worker_id)
+            return None if value is None else decode_worker(value)
+        except (StoreUnavailable, MalformedRecord) as error:
+            LOG.debug("%s cannot be looked up: %s", worker_id, error)
+            return None
 
     async def run(self) -> None:
         """Polls until cancelled."""
@@ -327,12 +353,28 @@ class FleetView:
             used_s = await self.poll()
             await asyncio.sleep(pause_s(self._poll_s, used_s))
 
+    async def _read_news(self, asked_at: float) -> list[tuple[StoredWorker, float]] | None:
+        """All workers until the next news, or None. Missing ones are gone, or have a lease to
+        appear again if Redis has lost its workers."""
+        reads_all = asked_at - self._read_at > ALL_S
+        before = self._news
+        self._news, answer = await self._store.changes(b"" if reads_all else before)
+        if answer is None:
+            return None
+        self._read_at = asked_at
+        has_lost = self._news.split(b" ")[0] != before.split(b" ")[0]
+        until = self._now() + GRACE_S if has_lost else asked_at
+        seen = self._snapshot.sightings
+        ends = {k: replace(s, expires_at=min(s.expires_at, until)) for k, s in seen.items()}
+        self._snapshot = replace(self._snapshot, sightings=ends)
+        return [(value, math.inf) for value, _ in answer]
+
     async def poll(self) -> float:
         """Refreshes the view once; keeps it if Redis does not answer. Returns the seconds of CPU
         that reading the records used."""
         used_s, asked_at = 0.0, self._now()
         try:
-            answer = await self._store.workers(with_links=self._with_links)
+            answer = await (self._read_news(asked_at) if self._only_news else self._store.workers())
         except StoreUnavailable as error:
             if self._snapshot.is_current:
                 LOG.warning("keeping the last known view of the fleet: %s", error)
@@ -343,7 +385,14 @@ class FleetView:
             if not self._snapshot.is_current:
                 LOG.info("the view of the fleet is current again")
             began = time.thread_time()
-            self._snapshot = merge(self._snapshot, answer, asked_at, self._now())
+            if answer is None:
+                self._snapshot = replace(self._snapshot, is_current=True, heard_at=asked_at)
+            else:
+                self._snapshot = merge(self._snapshot, answer, asked_at, self._now())
+                if self._only_news:
+                    seen = self._snapshot.sightings.items()
+                    facts = {k: replace(s, record=s.record.facts) for k, s in seen}
+                    self._snapshot = replace(self._snapshot, sightings=facts)
             used_s = time.thread_time() - began
         self.polled.set()
         return used_s

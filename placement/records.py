@@ -189,6 +189,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def life(self) -> tuple[str, str]:
         return self.worker_id, self.incarnation
 
+    @property
+    def facts(self) -> Self:
+        """The record without what changes while nothing happens to the worker."""
+        rest: dict[str, object] = {"links": (), "quarantines": (), "role_age_s": None}
+        return msgspec.structs.replace(self, load=Load(), num_leaving=0, **rest)
+
     def does(self, kind: Kind) -> bool:
         return self.role in (kind, "both")
 
@@ -346,7 +352,8 @@ def encode(record: WorkerRecord | PlacementRecord | RouterRecord | PrefixNotes) 
     return msgspec.json.encode(record)
 
 
-def _decode(value: bytes, schema: type[Record], name: str) -> Record:
+def decode(value: bytes, schema: type[Record], name: str) -> Record:
+    """Reads a stored form; raises `MalformedRecord` with `name` and the bad field."""
     try:
         return msgspec.json.decode(value, type=schema)
     except _UNREADABLE as error:
@@ -369,8 +376,8 @@ class StoredWorker(NamedTuple):
 def decode_worker(value: bytes | StoredWorker) -> WorkerRecord:
     """Reads a worker's stored form; raises `MalformedRecord` that names the bad field."""
     if isinstance(value, bytes):
-        return _decode(value, WorkerRecord, "worker record")
-    record = _decode(value.record, WorkerRecord, "worker record")
+        return decode(value, WorkerRecord, "worker record")
+    record = decode(value.record, WorkerRecord, "worker record")
     if value.links:
         record = msgspec.structs.replace(record, links=_decode_links(value.links))
     return record
@@ -386,14 +393,4 @@ def _decode_links(value: bytes) -> tuple[Link, ...]:
 
 def decode_placement(value: bytes) -> PlacementRecord:
     """Reads a placement's stored form; raises `MalformedRecord` that names the bad field."""
-    return _decode(value, PlacementRecord, "placement record")
-
-
-def decode_router(value: bytes) -> RouterRecord:
-    """Reads a router's stored form; raises `MalformedRecord` that names the bad field."""
-    return _decode(value, RouterRecord, "router record")
-
-
-def decode_prefixes(value: bytes) -> PrefixNotes:
-    """Reads the stored form of notes; raises `MalformedRecord` that names the bad field."""
-    return _decode(value, PrefixNotes, "prefix notes")
+    return decode(value, PlacementRecord, "placement record")

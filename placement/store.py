@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
 from importlib import resources
+from itertools import pairwise
 from typing import Any, Literal, Self, cast
 
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
 from effuse.config.checks import RedisServers
-from effuse.placement.access import FAULTS, RedisAccess, close, let_go, told
+from effuse.placement.access import FAULTS, Circuit, RedisAccess, close, let_go, told
 from effuse.placement.records import (
     PlacementRecord,
     PrefixNews,
@@ -58,32 +59,6 @@ class Claim:
     lease_s: float = 0.0  # for as long as the other router's lease holds
 
 
-@dataclass(slots=True)
-class Circuit:
-    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
-    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
-    """
-
-    now: Callable[[], float]  # monotonic seconds
-    first_s: float = 0.1
-    most_s: float = 2.0
-    failures: int = 0
-    open_until: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return self.now() < self.open_until
-
-    def succeeded(self) -> None:
-        self.failures = 0
-        self.open_until = 0.0
-
-    def failed(self) -> None:
-        pause = min(self.first_s * 2.0**self.failures, self.most_s)
-        self.failures = min(self.failures + 1, 32)
-        self.open_until = self.now() + pause
-
-
 class Keys:
     """Names of one fleet's keys. All share a hash tag, so that a script uses one slot and fleets
     never share keys."""
@@ -92,6 +67,7 @@ class Keys:
         tag = f"effuse:{{{check_name('fleet', fleet)}}}:"
         self.worker_prefix = f"{tag}worker:"
         self.workers = f"{tag}workers"  # a set of ids, with dead ones until a reader prunes them
+        self.news = f"{tag}workers-news"  # a hash: the epoch of this Redis, the count of its news
         self.router_prefix = f"{tag}router:"
         self.routers = f"{tag}routers"  # the same, which another router prunes
         self.request_prefix = f"{tag}request:"
@@ -169,33 +145,55 @@ class Store:
         """Takes or renews the worker's lease for the process `holder`, and replaces the record.
         Ids of later processes sort after those of earlier ones. With `takes` it takes the lease
         from any holder; otherwise a later process keeps it."""
-        keys = [self.keys.worker(record.worker_id), self.keys.workers]
+        keys = [self.keys.worker(record.worker_id), self.keys.workers, self.keys.news]
         action = "take" if takes else "renew"
         stored = StoredWorker.of(record)
         digest = _digest(stored.links) if stored.links else ""
+        facts = _digest(encode(record.facts))
         args = (record.worker_id, holder, stored.record, _ms(lease_s), action, digest)
-        answer = await self._run_script("announce", keys, (*args, b""))
+        answer = await self._run_script("announce", keys, (*args, b"", facts))
         if answer == b"unknown":
-            answer = await self._run_script("announce", keys, (*args, stored.links))
+            answer = await self._run_script("announce", keys, (*args, stored.links, facts))
         return cast(Announcement, cast(bytes, answer).decode())
 
-    async def workers(self, *, with_links: bool = True) -> list[tuple[StoredWorker, float]]:
+    async def workers(self) -> list[tuple[StoredWorker, float]]:
         """Returns every live worker: its stored record, undecoded, and seconds left. Links travel
         only if they have changed since the last call."""
-        keys, before = self.keys, self._links
-        has = before if with_links else ["*"]
-        answer = await self._run_script("workers", [keys.workers], [keys.worker_prefix, *has])
-        flat = iter(cast(list[Any], answer))
-        parts = list(zip(flat, flat, flat, flat, strict=True))
-        if not with_links:
-            return [(StoredWorker(record), left_ms / 1000) for record, _, _, left_ms in parts]
-        links = {digest: found or before.get(digest, b"") for _, digest, found, _ in parts}
+        before = self._links
+        _, parts = await self._read_workers(b"*", before)
+        links = {digest: found or before.get(digest, b"") for _, digest, found, _ in parts or ()}
         links.pop(b"", None)
         self._links = links
-        return [
-            (StoredWorker(record, links.get(digest, b"")), left_ms / 1000)
-            for record, digest, _, left_ms in parts
-        ]
+        return [(StoredWorker(one, links.get(digest, b"")), s) for one, digest, _, s in parts or ()]
+
+    async def changes(self, seen: bytes) -> tuple[bytes, list[tuple[StoredWorker, float]] | None]:
+        """The news now, and the same without links, or None if the reader has `seen` these news:
+        no worker has come, gone, or changed other facts than its load."""
+        news, parts = await self._read_workers(seen)
+        found = None if parts is None else [(StoredWorker(one), s) for one, _, _, s in parts]
+        return news, found
+
+    async def worker(self, worker_id: str) -> bytes | None:
+        """A worker's stored record, undecoded; None if it has no lease."""
+        key = self.keys.worker(worker_id)
+        found = await self._ask_redis(lambda: self._redis.hget(key, "record"), self.circuit)
+        return cast("bytes | None", found)
+
+    async def _read_workers(
+        self, seen: bytes, has: Collection[bytes] = ()
+    ) -> tuple[bytes, list[tuple[bytes, bytes, bytes, float]] | None]:
+        keys = [self.keys.workers, self.keys.news]
+        answer = await self._run_script("workers", keys, [self.keys.worker_prefix, seen, *has])
+        news, *rest = cast(list[bytes], answer)
+        if not rest:
+            return news, None
+        numbers, values, at, parts = iter(map(int, rest[0].split())), rest[1], 0, []
+        for a, b, c, left_ms in zip(numbers, numbers, numbers, numbers, strict=True):
+            ends = (at, at + a, at + a + b, at + a + b + c)
+            record, digest, links = (values[low:high] for low, high in pairwise(ends))
+            parts.append((record, digest, links, left_ms / 1000))
+            at = ends[-1]
+        return news, parts
 
     async def place(
         self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()

@@ -1,27 +1,41 @@
 -- Lists live workers and prunes the dead from the set.
--- KEYS: workers.  ARGV: prefix of worker keys (they share the slot), then digests of the links that
--- the reader has, or '*' if it needs none.
--- Returns a flat list: record, digest of its links or '', links or '' if the reader has them, remaining
--- lease in ms, record, ...
+-- KEYS: workers, news.  ARGV: prefix of worker keys (they share the slot), the news that the reader has
+-- seen, or '*'.  Behind '*': digests of the links that the reader has.
+-- Returns the news, and nothing else if the reader has seen them.  Otherwise also two strings.  The first
+-- one has four numbers for each worker: the lengths of its record, of the digest of its links and of the
+-- links (0 if the reader has them or does not want any), and its remaining lease in ms.  The second one has
+-- these three, one behind the other.  A reader in Python needs most of its time for each part of a reply.
+local function news()
+  local known = redis.call('HMGET', KEYS[2], 'epoch', 'count')
+  return (known[1] or '') .. ' ' .. (known[2] or '')
+end
+local with_links = ARGV[2] == '*'
+local before = news()
+if before ~= ' ' and before == ARGV[2] then
+  return {before}
+end
 local has = {}
-for at = 2, #ARGV do
+for at = 3, #ARGV do
   has[ARGV[at]] = true
 end
-local found = {}
+local numbers, values = {}, {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local key = ARGV[1] .. id
   local held = redis.pcall('HMGET', key, 'record', 'digest')
   local left = redis.call('PTTL', key)
   if type(held[1]) == 'string' and left > 0 then
     local digest, links = held[2] or '', ''
-    if digest ~= '' and not has['*'] and not has[digest] then
+    if digest ~= '' and with_links and not has[digest] then
       links = redis.call('HGET', key, 'links')
     end
-    for _, one in ipairs({held[1], digest, links, left}) do
-      found[#found + 1] = one
+    for _, one in ipairs({held[1], digest, links}) do
+      numbers[#numbers + 1] = #one
+      values[#values + 1] = one
     end
+    numbers[#numbers + 1] = left
   elseif left == -2 then
     redis.call('SREM', KEYS[1], id)
+    redis.pcall('HINCRBY', KEYS[2], 'count', 1) -- a full Redis refuses it
   end
 end
-return found
+return {news(), table.concat(numbers, ' '), table.concat(values)}

@@ -16,6 +16,7 @@ FIRST_S = 1.0  # until the next attempt after one that failed or found the link 
 MOST_S = 60.0
 COLD_FIRST_S = 0.2  # the same for a link that is not warm, for which prompts wait
 COLD_MOST_S = 5.0
+BUSY_S = 5.0  # until the next look at a peer that was not idle
 AGAIN_S = 10.0  # from the first rehearsal to the second; each further pause is twice as long
 MOST_AGAIN_S = 300.0
 WINDOW_S = 900.0  # older samples do not count; several rehearsals fit into it
@@ -93,10 +94,13 @@ class LinkState:
             self.due_at, self.tries = now + self._spread(pause_s), 0
             self.num_good += 1
 
-    def proven(self, rate: float, now: float) -> None:
-        """A prompt's pages have moved, which may have left only as fast as they were computed."""
-        if rate >= self.best(now):
+    def proven(self, rate: float, now: float) -> bool:
+        """A prompt's pages have moved, which may have left only as fast as they were computed.
+        Returns whether that is faster than was known."""
+        is_faster = rate >= self.best(now)
+        if is_faster:
             self.bound = ((now, rate),)
+        return is_faster
 
     def refused(self, ways: str, now: float) -> None:
         """No bytes can move, because the two ends have different connectors."""
@@ -109,6 +113,10 @@ class LinkState:
         pause_s = self._spread(min(first_s * 2.0 ** min(self.tries, 32), most_s))
         self.due_at, self.tries = now + pause_s, self.tries + 1
         return pause_s
+
+    def put_off(self, now: float) -> None:
+        """The other end is busy."""
+        self.due_at = now + self._spread(BUSY_S)
 
     def _spread(self, pause_s: float) -> float:
         return pause_s * (0.5 + self.jitter())
@@ -126,6 +134,7 @@ class Links:
         self._least = min_gbps * 1e9
         self.own = ""  # the life that measures
         self._links: dict[str, LinkState] = {}  # by worker id
+        self._seen: Sequence[WorkerRecord] = ()  # that they follow
 
     def follow(
         self, own: WorkerRecord, seen: Sequence[WorkerRecord], now: float
@@ -136,6 +145,9 @@ class Links:
         Links to decode workers with our fingerprint are due immediately, and those to workers that
         may become one, so that they are warm before a change of role.
         """
+        if seen is self._seen and self.own == own.incarnation:
+            return []  # nothing has changed, and a large fleet costs nothing
+        self._seen = seen
         before = self._links if self.own == own.incarnation else {}
         self.own, self._links = own.incarnation, {}
         fitting = [
@@ -167,7 +179,7 @@ class Links:
             for state in self._links.values()
             if state.peer.state == "ready" and state.due_at <= now and not state.is_under_way
             if not (only_cold and state.transport)
-            if (may_measure and _is_idle(state.peer)) or not state.is_fine(now)
+            if (may_measure and is_idle(state.peer)) or not state.is_fine(now)
         ]
         return min(due, key=self._turn) if due else None
 
@@ -176,8 +188,9 @@ class Links:
         links = (state.link(now) for state in self._links.values())
         return tuple(link for link in links if link is not None)
 
-    def proven(self, incarnation: str, num_bytes: int, seconds: float, now: float) -> None:
-        """A prompt's pages have moved to this life of a decode worker, in this many seconds.
+    def proven(self, incarnation: str, num_bytes: int, seconds: float, now: float) -> bool:
+        """A prompt's pages have moved to this life of a decode worker, in so many seconds. Returns
+        whether a link is faster than was known.
 
         Fewer bytes than half of a rehearsal's prove nothing, because their time is mostly that of
         the messages.
@@ -185,7 +198,8 @@ class Links:
         for state in self._links.values():
             is_there = state.peer.incarnation == incarnation and state.samples
             if is_there and 2 * num_bytes >= state.num_bytes and seconds > 0:
-                state.proven(num_bytes / seconds, now)
+                return state.proven(num_bytes / seconds, now)
+        return False
 
     def _turn(self, state: LinkState) -> tuple[bool, float, int]:
         """Workers that start together begin with different peers."""
@@ -193,5 +207,5 @@ class Links:
         return bool(state.transport), state.due_at, zlib.crc32(named)
 
 
-def _is_idle(worker: WorkerRecord) -> bool:
+def is_idle(worker: WorkerRecord) -> bool:
     return not (worker.load.running or worker.load.waiting)

@@ -13,12 +13,12 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 
 from effuse.placement.records import FEW_PAGES, Link, WorkerRecord
-from effuse.prefill_worker.links import Links, LinkState
+from effuse.prefill_worker.links import Links, LinkState, is_idle
 from effuse.protos.channels import decode_stub, filled
 from effuse.protos.errors import (
     Bug,
@@ -38,6 +38,7 @@ from effuse.worker.shell import Shell
 LOG = logging.getLogger(__name__)
 
 LOOK_S = 0.2  # seconds between lookups of the live workers
+PUBLISH_S = 1.0  # seconds between looks at what is known of all links
 CALL_S = 20.0  # time limit of one rehearsal
 LEAST_SHARE = 8  # of our pool: at most one page in this many
 AT_ONCE = (
@@ -53,14 +54,18 @@ class Rehearsals:
         shell: Shell,
         workers: Callable[[], Sequence[WorkerRecord]],
         changed: Callable[[], None],
+        look: Callable[[str], Awaitable[WorkerRecord | None]] | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`workers` returns all live workers, including draining ones."""
+        """`workers` returns all live workers, including draining ones, and the same list as long as
+        none changes. `look` returns one with its load, if those have none."""
         self._shell = shell
         self._workers = workers
         self._changed = changed
+        self._look = look
         self._now = now
+        self._publish_at = 0.0
         self._links = Links(random.random, shell.min_handoff_gbps)
         shell.warms_links = True
         shell.saw_handoff = self._saw_handoff
@@ -84,14 +89,17 @@ class Rehearsals:
             return False
         for gone in self._links.follow(own, self._workers(), self._now()):
             self._shell.supervisor.send(ReceiverGone(incarnation=gone.incarnation), own.incarnation)
-        self._publish(own)
-        is_idle = not (own.load.running or own.load.waiting)
-        link = self._links.next(self._now(), only_cold=only_cold, may_measure=is_idle)
+        if own.incarnation not in self._shell.links or self._now() >= self._publish_at:
+            self._publish(own)  # also what was too long ago
+        link = self._links.next(self._now(), only_cold=only_cold, may_measure=is_idle(own))
         if link is None:
             return False
         link.is_under_way = True
         try:
-            await self._visit(own, link)
+            if await self._may_visit(link):
+                await self._visit(own, link)
+            else:
+                link.put_off(self._now())
         except (EffuseError, TimeoutError) as error:
             pause_s = link.failed(self._now())
             text = "it took too long" if isinstance(error, TimeoutError) else str(error)
@@ -104,10 +112,19 @@ class Rehearsals:
         self._publish(own)
         return True
 
+    async def _may_visit(self, link: LinkState) -> bool:
+        """Whether the link has to be rehearsed, or its other end is idle."""
+        if self._look is None or not link.is_fine(self._now()):
+            return True
+        peer = await self._look(link.peer.worker_id)
+        return peer is not None and is_idle(peer)
+
     def _saw_handoff(self, incarnation: str, num_bytes: int, seconds: float) -> None:
-        self._links.proven(incarnation, num_bytes, seconds, self._now())
+        if self._links.proven(incarnation, num_bytes, seconds, self._now()):
+            self._publish_at = 0.0
 
     def _publish(self, own: WorkerRecord) -> None:
+        self._publish_at = self._now() + PUBLISH_S
         before = self._shell.links.get(own.incarnation, ())
         known = self._links.known(self._now())
         self._shell.links = {own.incarnation: known}

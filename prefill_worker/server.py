@@ -173,5 +173,7 @@ def make_role(config: PrefillConfig) -> Role:
         engine_module="effuse.prefill_worker.build",
         services={"prefill": "effuse.v1.PrefillService"},
         add=add,
-        beside=lambda shell, view, changed: Rehearsals(shell, view.workers, changed).run(),
+        beside=lambda shell, view, changed: Rehearsals(
+            shell, view.workers, changed, view.look
+        ).run(),
     )

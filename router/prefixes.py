@@ -21,7 +21,7 @@ from effuse.placement.records import (
     PrefixHolder,
     PrefixNews,
     PrefixNotes,
-    decode_prefixes,
+    decode,
     encode,
 )
 from effuse.placement.store import Store, StoreUnavailable
@@ -298,7 +298,7 @@ class SharedPrefixes:
 
     def _learn(self, value: bytes, age_s: float) -> None:
         try:
-            notes = decode_prefixes(value)
+            notes = decode(value, PrefixNotes, "prefix notes")
         except MalformedRecord as error:
             if (fault := str(error)) not in self._faults:
                 LOG.warning("ignored %s", fault)

@@ -19,7 +19,7 @@ from effuse.placement.records import (
     ModelInfo,
     RouterRecord,
     WorkerRecord,
-    decode_router,
+    decode,
 )
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
@@ -146,7 +146,7 @@ class OtherRouters:
         others, faults = {}, set[str]()
         for value in told:
             try:
-                record = decode_router(value)
+                record = decode(value, RouterRecord, "router record")
             except MalformedRecord as error:
                 if (fault := str(error)) not in self._faults | faults:
                     LOG.warning("ignored a %s", fault)

@@ -226,7 +226,7 @@ class Front:
         )
         beside: list[Coroutine[None, None, None]] = [self._announcer.run()]
         if self._role.beside is not None:
-            view = FleetView(store, poll_s=_POLL_S, with_links=False)
+            view = FleetView(store, poll_s=_POLL_S, only_news=True)
             beside += [view.run(), self._role.beside(self.shell, view, self._announcer.wake.set)]
         return [self._tasks.create_task(one) for one in beside]
 

@@ -112,8 +112,8 @@ class Readers:
         fleet, store = self.fleet, self.fleet.store
         own = store.workers
 
-        async def workers(*, with_links: bool = True) -> list[tuple[StoredWorker, float]]:
-            return [*await own(with_links=with_links), (StoredWorker(stored), 0.5)]
+        async def workers() -> list[tuple[StoredWorker, float]]:
+            return [*await own(), (StoredWorker(stored), 0.5)]
 
         store.workers = workers  # type: ignore[method-assign]
         try:

@@ -10,7 +10,8 @@ import pytest
 import redis
 import redis_server
 
-from effuse.placement.store import Circuit, Store
+from effuse.placement.access import Circuit
+from effuse.placement.store import Store
 
 
 def test_pauses_double_up_to_the_most() -> None:

