@@ -70,7 +70,7 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 
-class Received:
+class InboundMessage:
     """A message on its way to its handler, or the number of bytes that are none.
 
     The library holds it as long as the call, which may be an hour, so the handler empties it."""
@@ -159,18 +159,18 @@ def _behaviour_of(handler: _Handler) -> tuple[_Behaviour, Callable[..., _Handler
     return getattr(handler, kind), getattr(grpc, f"{kind}_rpc_method_handler")
 
 
-def _safe(deserialize: _Deserializer) -> Callable[[bytes], Received]:
-    def safe(data: bytes) -> Received:
+def _safe(deserialize: _Deserializer) -> Callable[[bytes], InboundMessage]:
+    def safe(data: bytes) -> InboundMessage:
         try:
-            return Received(deserialize(data))
+            return InboundMessage(deserialize(data))
         except (DecodeError, UnicodeDecodeError):
-            return Received(len(data))
+            return InboundMessage(len(data))
 
     return safe
 
 
 def _guard_message(request: object) -> object:
-    return request.take() if isinstance(request, Received) else request
+    return request.take() if isinstance(request, InboundMessage) else request
 
 
 async def _guard_stream(requests: AsyncIterator[object]) -> AsyncIterator[object]:

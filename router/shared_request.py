@@ -281,8 +281,8 @@ class KnownRequests:
 
     def running_now(self) -> list[Request]:
         """Those of them that were checked, oldest first."""
-        running = (one.request for one in self._running.values())
-        return [one for one in running if isinstance(one, Request)]
+        requests = (one.request for one in self._running.values())
+        return [one for one in requests if isinstance(one, Request)]
 
     def check_id(self, request_id: str) -> None:
         """Raises `AlreadyRunning` where a request has this id."""
@@ -292,7 +292,7 @@ class KnownRequests:
             )
 
     def running(self, request: AnyRequest) -> RunningRequest:
-        """Holds the id of `request` within `with`; raises `AlreadyRunning` if another has it."""
+        """Raises `AlreadyRunning` on entering if another request has its id."""
         return RunningRequest(self, request)
 
     def begin(self, one: RunningRequest) -> None:
@@ -378,10 +378,9 @@ class KnownRequests:
         return found
 
     def _forget_old(self) -> None:
-        now = self._now()
         while self._ended:
             oldest = next(iter(self._ended.values()))
-            if oldest.until > now and len(self._ended) <= MOST_REMEMBERED:
+            if oldest.until > self._now() and len(self._ended) <= MOST_REMEMBERED:
                 return
             del self._ended[oldest.described.request_id]
 
