@@ -201,6 +201,7 @@ class Serving:
         `EffuseError`."""
         with self.span(context):
             accepted = await self.accept(read, context, is_stream=False)
+            del read
             return await self.answer_accepted(accepted)
 
     async def answer_accepted(self, request: Request) -> pb.GenerateResponse:

@@ -49,8 +49,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        return await self._serving.answer(lambda: request, context)
+    def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> Awaitable[pb.GenerateResponse]:
+        """No coroutine of its own, whose frame would hold the message."""
+        return self._serving.answer(lambda: request, context)
 
     def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,

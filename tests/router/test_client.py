@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any, cast
 
 import grpc
@@ -53,6 +54,20 @@ def test_a_client_that_takes_nothing_is_gone_and_its_status_waits_for_it() -> No
         assert not settling.done()
         context.taken.set()
         await settling
+
+    asyncio.run(go())
+
+
+def test_an_event_that_was_taken_is_not_held() -> None:
+    async def go() -> None:
+        context = Context()
+        context.taken.set()
+        stream = stream_to(context, stalled_s=60.0)
+        event = pb.GenerateStreamResponse(commit=pb.BlockCommit(text="a"))
+        before = sys.getrefcount(event)
+        await stream.send(event)
+        await asyncio.sleep(0)
+        assert sys.getrefcount(event) == before
 
     asyncio.run(go())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from array import array
 from functools import partial
 
 import grpc.aio
@@ -254,5 +256,26 @@ def test_placements_are_recorded_beside_the_request() -> None:
         await asking
         await fleet.store.until(lambda placements: placements["here"].state == "finished")
         assert fleet.store.placements["here"].num_tokens == len(ids_of(TEXT))
+
+    run(body)
+
+
+def test_an_open_request_holds_no_prompt_but_its_ids() -> None:
+    """Ten thousand of them may be open for minutes, and prompts are long."""
+
+    async def body(fleet: FakeFleet) -> None:
+        reached, go = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(go, reached)
+        stopping = pb.StoppingParams(min_tokens=1)
+        asking = asyncio.create_task(ask(fleet, stopping=stopping))
+        await reached.wait()
+        (running,) = fleet.router.requests.running_now()
+        assert running.asked.sent.prompt == "" and running.asked.chat is None
+        assert running.asked.sent.HasField("stopping"), "what is still asked for stays"
+        assert isinstance(running.prompt.token_ids, array)
+        messages = [one for one in gc.get_objects() if isinstance(one, pb.GenerateRequest)]
+        assert sum(one.prompt == "how many?" for one in messages) <= 1, "only the client has it"
+        go.set()
+        assert (await asking).text == TEXT
 
     run(body)

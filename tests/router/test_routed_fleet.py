@@ -6,10 +6,11 @@ import asyncio
 
 import grpc.aio
 import pytest
+from msgspec.structs import replace
 from router.fake_model import worker_record
 
 from effuse.placement.leases import FleetView
-from effuse.placement.records import Role, WorkerRecord
+from effuse.placement.records import Load, Role, WorkerRecord
 from effuse.protos import errors
 from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.rpc import FLEET_KEEPALIVE, Keepalive
@@ -194,3 +195,16 @@ def test_calls_go_on_over_the_channels_that_they_have_however_often_certificates
         assert num_closed() == len(made)
 
     asyncio.run(go())
+
+
+def test_attempts_at_one_life_hold_one_record_without_what_changes() -> None:
+    decode, prefill = worker("d0"), worker("p0")
+    fleet = RoutedFleet(View(decode, prefill), "auto", lambda: 0.0)
+    held = [
+        fleet.held(Placement(replace(decode, load=Load(running=at)), prefill)) for at in range(3)
+    ]
+    assert held[0].decode is held[1].decode is held[2].decode
+    assert held[0].prefill is held[2].prefill and held[0].decode.load == Load()
+    assert (held[0].decode.life, held[0].decode.model) == (decode.life, decode.model)
+    other = fleet.held(Placement(replace(decode, role="both"), None))
+    assert other.decode.role == "both" and other.prefill is None
