@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
 from importlib import resources
-from itertools import pairwise
 from typing import Any, Literal, Self, cast
 
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
@@ -187,12 +186,16 @@ class Store:
         news, *rest = cast(list[bytes], answer)
         if not rest:
             return news, None
-        numbers, values, at, parts = iter(map(int, rest[0].split())), rest[1], 0, []
-        for a, b, c, left_ms in zip(numbers, numbers, numbers, numbers, strict=True):
-            ends = (at, at + a, at + a + b, at + a + b + c)
-            record, digest, links = (values[low:high] for low, high in pairwise(ends))
-            parts.append((record, digest, links, left_ms / 1000))
-            at = ends[-1]
+        words, values = iter(rest[0].split()), iter(rest[1:])
+        parts = [
+            (
+                next(values),
+                digest.strip(b"-"),
+                next(values) if int(has_links) else b"",
+                int(ms) / 1e3,
+            )
+            for ms, has_links, digest in zip(words, words, words, strict=True)
+        ]
         return news, parts
 
     async def place(

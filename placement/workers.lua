@@ -1,10 +1,10 @@
 -- Lists live workers and prunes the dead from the set.
 -- KEYS: workers, news.  ARGV: prefix of worker keys (they share the slot), the news that the reader has
 -- seen, or '*'.  Behind '*': digests of the links that the reader has.
--- Returns the news, and nothing else if the reader has seen them.  Otherwise also two strings.  The first
--- one has four numbers for each worker: the lengths of its record, of the digest of its links and of the
--- links (0 if the reader has them or does not want any), and its remaining lease in ms.  The second one has
--- these three, one behind the other.  A reader in Python needs most of its time for each part of a reply.
+-- Returns the news, and nothing else if the reader has seen them.  Otherwise also one string, and behind it
+-- each worker's record, and its links if the reader has to get them.  The string has three words for each
+-- worker: its remaining lease in ms, 1 if links follow its record or 0, and their digest or '-'.  A reader
+-- in Python needs most of its time for each part of a reply.
 local function news()
   local known = redis.call('HMGET', KEYS[2], 'epoch', 'count')
   return (known[1] or '') .. ' ' .. (known[2] or '')
@@ -18,7 +18,7 @@ local has = {}
 for at = 3, #ARGV do
   has[ARGV[at]] = true
 end
-local numbers, values = {}, {}
+local words, found = {}, {''}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local key = ARGV[1] .. id
   local held = redis.pcall('HMGET', key, 'record', 'digest')
@@ -28,14 +28,16 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     if digest ~= '' and with_links and not has[digest] then
       links = redis.call('HGET', key, 'links')
     end
-    for _, one in ipairs({held[1], digest, links}) do
-      numbers[#numbers + 1] = #one
-      values[#values + 1] = one
+    words[#words + 1] = left .. (links == '' and ' 0 ' or ' 1 ') .. (digest == '' and '-' or digest)
+    found[#found + 1] = held[1]
+    if links ~= '' then
+      found[#found + 1] = links
     end
-    numbers[#numbers + 1] = left
   elseif left == -2 then
     redis.call('SREM', KEYS[1], id)
     redis.pcall('HINCRBY', KEYS[2], 'count', 1) -- a full Redis refuses it
   end
 end
-return {news(), table.concat(numbers, ' '), table.concat(values)}
+found[1] = table.concat(words, ' ')
+table.insert(found, 1, news())
+return found
