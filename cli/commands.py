@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 SIZE_FLAG = "--tensor-parallel-size"
 REPLICAS_FLAG = "--data-parallel-size"
 ROWS_FLAG = "--prefill-context-parallel-size"
+STAGES_FLAG = "--pipeline-parallel-size"
 HTTP_PORT = 8000
 _MEMORY = "--gpu-memory-utilization"
 Flags = Sequence[str]
@@ -66,7 +67,7 @@ class FleetConfig(Members):
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
     gpus: tuple[str, ...] | None = None  # for the workers; None leaves them all GPUs of the caller
-    # as many for each prefill worker as its tensor-parallel size; None takes them from `gpus`
+    # as many for each prefill worker as it has devices; None takes them from `gpus`
     prefill_gpus: tuple[str, ...] | None = None
     decode_gpus: tuple[str, ...] | None = None
     has_secret: bool = True  # workers and the embedded Redis only accept the fleet's own processes
@@ -117,10 +118,9 @@ class FleetConfig(Members):
     def _size(self, of_role: tuple[str, ...]) -> int:
         """GPUs of each worker of a role, whose own flags come last."""
         flags = (*self.worker_flags, *of_role)
-        size, replicas, rows = (
-            int(value_of(flags, name) or 1) for name in (SIZE_FLAG, REPLICAS_FLAG, ROWS_FLAG)
-        )
-        return max(size, replicas) * rows
+        names = SIZE_FLAG, REPLICAS_FLAG, ROWS_FLAG, STAGES_FLAG
+        size, replicas, rows, stages = (int(value_of(flags, name) or 1) for name in names)
+        return max(size, replicas) * rows * stages
 
 
 def new_name() -> str:

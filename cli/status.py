@@ -189,6 +189,8 @@ def _role(worker: model_pb2.Worker) -> str:
         name = f"{name} on {worker.ranks} devices"
     if worker.context_ranks > 1:
         name = f"{name}, context cut over {worker.context_ranks}"
+    if worker.stages > 1:
+        name = f"{name} in {worker.stages} stages"
     return name
 
 

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
-from effuse.cli.commands import LOOPBACK, SIZE_FLAG, FleetConfig, http_flags, value_of
+from effuse.cli.commands import LOOPBACK, FleetConfig, http_flags, value_of
 from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.gpus import fleet_gpus, gpu_list
 from effuse.cli.keeper import LOG, Rolling, watch_over
@@ -27,7 +28,7 @@ from effuse.cli.ports import check_ports
 from effuse.cli.process import LogFollower, end_as_by_ctrl_c
 from effuse.cli.screen import Screen, asks_who_calls, columns, greeting
 from effuse.config.decoding import Algorithm
-from effuse.config.flags import add_config_flag, add_flags, add_switch, with_file
+from effuse.config.flags import add_config_flag, add_flags, add_switch, flag_of, with_file
 from effuse.models.defaults import refuse_unserved
 from effuse.models.preflight import check_checkpoint
 from effuse.protos.channels import FleetAccess
@@ -39,8 +40,9 @@ from effuse.telemetry import logs
 from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig, WorkerConfig
 from effuse.worker.gpus import gpus_here, no_gpu
 
-# Flags that the fleet itself sets for each of its processes.
+# Flags that the fleet itself sets for each process.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
+_OF_ROLES = {"tensor_parallel_size": "devices", "pipeline_parallel_size": "stages"}
 _ROUTERS_ALONE = {"metrics_port", "metrics_host", "health_port"}
 # Flags that are fields of the fleet's config, unchanged.
 _SAME = (
@@ -193,18 +195,18 @@ def _own_parser() -> argparse.ArgumentParser:
     add_config_flag(parser)
     group = parser.add_argument_group(
         "GPUs, by number or id as for CUDA_VISIBLE_DEVICES",
-        "Each worker gets its own, as many as its tensor-parallel size.",
+        "Each worker gets its own, as many as its tensor-parallel size times its stages.",
     )
     add = group.add_argument
     add("--gpus", type=gpu_list, metavar="0,1,..",
         help="GPUs to use, prefill workers first (default: all of this machine)")  # fmt: skip
-    add("--prefill-gpus", type=gpu_list, metavar="0,..",
-        help="one for each prefill worker (default: from --gpus)")  # fmt: skip
-    add("--decode-gpus", type=gpu_list, metavar="1,..",
-        help="one for each decode worker (default: from --gpus)")  # fmt: skip
-    for role in ("prefill", "decode"):
-        add(f"--{role}-tensor-parallel-size", type=whole(1, 64), metavar="N",
-            help=f"devices of each {role} worker (default: --tensor-parallel-size)")  # fmt: skip
+    for role, example in (("prefill", "0,.."), ("decode", "1,..")):
+        add(f"--{role}-gpus", type=gpu_list, metavar=example,
+            help=f"one for each {role} worker (default: from --gpus)")  # fmt: skip
+    for role, (size, of) in product(("prefill", "decode"), _OF_ROLES.items()):
+        flag = flag_of(size).removeprefix("--")
+        add(f"--{role}-{flag}", type=whole(1, 64), metavar="N",
+            help=f"{of} of each {role} worker (default: --{flag})")  # fmt: skip
     add_switch(
         group,
         "--gpu-sharing",
@@ -267,7 +269,7 @@ def _settle_roles(found: argparse.Namespace) -> None:
     named = (found.prefill, found.decode, found.prefill_gpus, found.decode_gpus)
     has_roles = any(one is not None for one in named)
     if found.workers is None:
-        size = found.tensor_parallel_size
+        size = found.tensor_parallel_size * found.pipeline_parallel_size
         found.workers = max(1, len(found.gpus) // size) if found.gpus and not has_roles else 0
     unnamed = 0 if found.workers else 1
     found.prefill = unnamed if found.prefill is None else found.prefill
@@ -275,15 +277,13 @@ def _settle_roles(found: argparse.Namespace) -> None:
 
 
 def _of_role(found: argparse.Namespace, role: str) -> tuple[str, ...]:
-    size = getattr(found, f"{role}_tensor_parallel_size")
-    return () if size is None else (SIZE_FLAG, str(size))
+    sizes = ((flag_of(name), getattr(found, f"{role}_{name}")) for name in _OF_ROLES)
+    return tuple(word for flag, size in sizes if size is not None for word in (flag, str(size)))
 
 
 def _gpus(found: argparse.Namespace, asked: bool) -> tuple[str, ...] | None:
-    """The GPUs that the fleet may use; None for the CPU, which a machine without GPUs takes.
-
-    Raises ValueError if requested GPUs are missing.
-    """
+    """The GPUs that the fleet may use; None for the CPU, which a machine without GPUs takes. Raises
+    ValueError if requested GPUs are missing."""
     if found.device == "cpu" and not asked:
         return None
     here = gpus_here()
@@ -332,9 +332,9 @@ def _check_flags(
             if name in ("prefill", "decode"):  # whose flags exclude some of every worker's
                 names = names | groups["workers"].names
             given = {one: getattr(found, one) for one in names}
-            of_role = getattr(found, f"{name}_tensor_parallel_size", None)
-            if of_role is not None:
-                given["tensor_parallel_size"] = of_role
+            for size in _OF_ROLES:
+                if (of_role := getattr(found, f"{name}_{size}", None)) is not None:
+                    given[size] = of_role
             group.config(**given)
     except ValueError as error:
         parser.error(str(error))

@@ -26,7 +26,7 @@ from effuse.models.transformer import Transformer
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
-from effuse.worker.group_parts import ReplicaConnector
+from effuse.worker.group_parts import ReplicaConnector, pipeline_of
 from effuse.worker.rank_messages import CopyPage, ForReplica, Prepare
 from effuse.worker.rank_part import RankPart
 from effuse.worker.ranks import Ranks
@@ -208,7 +208,8 @@ def make_executor(
     `queued` are the layers of `forward`."""
     place = place_on_cuda if model.device.type == "cuda" else None
     if not on_device:
-        return Executor(forward, memory.copy_page, place, queued)
+        pipeline = pipeline_of(forward)
+        return Executor(forward, memory.copy_page, place, queued, pipeline=pipeline)
     # A CPU needs neither the kernels of steps nor Triton.
     from effuse.decode_worker.device_slots import DeviceSlots
     from effuse.decode_worker.device_stepper import make_stepper

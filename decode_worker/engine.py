@@ -88,7 +88,7 @@ class DecodeEngine:
         for share in shares:
             self._outbox.say(*begun_drafts(share.request))
         has_launched = self._launch(shares)
-        self._is_stalled = not has_launched
+        self._is_stalled = not (has_launched or self._executor.is_running)
         return self.apply() or has_changed or has_launched
 
     def _launch(self, shares: Sequence[Share]) -> bool:

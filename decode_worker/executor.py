@@ -5,34 +5,26 @@ The host feeds every forward, except for the denoise steps of requests in the sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from effuse.config.decoding import Alg
 from effuse.decode_worker import canvas, denoise
-from effuse.decode_worker.denoise import StepOutcome, StepPlan
+from effuse.decode_worker.denoise import StepOutcome
 from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.request_parts import parts_of
 from effuse.decode_worker.sequence import HostCandidates, IntArray
 from effuse.kernels.pages import Place, QueuedLayers
-from effuse.kernels.sampling_llada import LladaDraw
-from effuse.kernels.values import ScoreCode
-from effuse.models.part import Forward, HostLogprobs, Part, PartResult
+from effuse.models.part import Forward, HostLogprobs, Part, PartResult, Pipeline
 from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 from effuse.worker.messages import TokenLogprobs
 
 if TYPE_CHECKING:
     from effuse.decode_worker.device_slots import DeviceSlots
-
-_SCORES: Final[Mapping[Alg, ScoreCode]] = {
-    "origin": ScoreCode.CONFIDENCE,  # which decides nothing there
-    "maskgit_plus": ScoreCode.CONFIDENCE,
-    "topk_margin": ScoreCode.MARGIN,
-    "entropy": ScoreCode.NEG_ENTROPY,
-}
 
 
 class Counters(msgspec.Struct):
@@ -107,10 +99,12 @@ class Executor:
         *,
         replica: int = 0,
         ask: Callable[[Executor, Sequence[Share]], None] | None = None,
+        pipeline: Pipeline[Any] | None = None,
     ) -> None:
         """`copy_page` copies pages. On a device `place` returns the place after all launched work.
         `queued` are the forward's layers, whose ends are signs of life. With `ask` forwards of the
-        host are asked for there, whose caller calls `parts_of` and `take`."""
+        host are asked for there, whose caller calls `parts_of` and `take`. With a `pipeline` these
+        are begun there, and several are under way, each with other requests."""
         self.counters = Counters()
         self.num_ended = 0  # launches whose results are there
         self.runs_ahead = slots is not None  # a step is launched before the last one is read
@@ -121,6 +115,9 @@ class Executor:
         self._slots = slots
         self._replica = replica
         self._ask = ask
+        self._pipeline = pipeline
+        self._begun: deque[_Begun] = deque()  # forwards of the pipeline, oldest first
+        self._rests = False  # nothing more can begin before one of them ends
         self._guard, self._slots_guard = ForwardGuard(), ForwardGuard()
         self._results: list[StepResult] = []  # of the host's forwards, and of failed launches
         # Work that may still write pages: those of a request, by transfer id, or named ones.
@@ -129,17 +126,35 @@ class Executor:
     @property
     def is_full(self) -> bool:
         """Whether results must be read before the next launch."""
+        if self._pipeline is not None:
+            return len(self._begun) >= self._pipeline.most_begun
         return self._slots is not None and self._slots.stepper.num_ahead > 1
 
     @property
     def is_running(self) -> bool:
         """Whether a step was launched whose results were not read."""
-        return bool(self._results or (self._slots and self._slots.stepper.num_ahead))
+        return bool(self._results or self._begun or (self._slots and self._slots.stepper.num_ahead))
+
+    @property
+    def num_parts(self) -> int:
+        """Parts into which requests are divided, so that each stage of a pipeline has one."""
+        return 1 if self._pipeline is None else self._pipeline.most_begun
+
+    def is_under_way(self, request: DecodeRequest) -> bool:
+        """Whether it is in a forward of the pipeline that has not been read."""
+        return any(share.request is request for one in self._begun for share in one.shares)
 
     def launch(self, shares: Sequence[Share]) -> bool:
         """Launches a step; False if there was nothing to run. Each share has its pages. Requests
         on the device take part until they end."""
         slots = self._slots
+        if self._pipeline is not None:
+            self._rests = not shares
+            if shares:
+                parts = self.parts_of(shares)
+                begun = self._pipeline.begin([part for each in parts for part in each])
+                self._begun.append(_Begun(list(shares), parts, begun))
+            return bool(shares)
         if slots is None:
             self.num_ended += bool(shares)
             return self._launch_from_host(shares)
@@ -158,12 +173,24 @@ class Executor:
         """Whether results can be read without waiting."""
         if self._queued is not None:
             self._queued.look()
+        if self._begun and (self._rests or self.is_full):
+            return True
         return bool(self._results) or (self._slots is not None and self._slots.has_ended())
 
     def read(self) -> list[StepResult]:
         """Results of the oldest running step; waits for it."""
         if self._slots is not None and not self._results:
             return self._read_slots(self._slots)
+        if self._pipeline is not None and not self._results:
+            self._rests = False
+            oldest = self._begun.popleft()
+            self.num_ended += 1
+            self.take(
+                oldest.shares,
+                oldest.parts,
+                iter(self._pipeline.end(oldest.forward)),
+                oldest.removed,
+            )
         results, self._results = self._results, []
         return results
 
@@ -176,6 +203,11 @@ class Executor:
                 place = self.writing.pop(key)
                 self._wait(place.query)
                 place.synchronize()
+        for begun in self._begun:
+            for share in begun.shares:
+                if share.request is request:
+                    begun.removed.add(request.transfer_id)
+                    return True
         return self._slots is not None and self._slots.remove(request)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -224,7 +256,7 @@ class Executor:
 
     def parts_of(self, shares: Sequence[Share]) -> list[list[Part]]:
         """The parts of a forward for each share."""
-        parts = [_parts_of(share) for share in shares]
+        parts = [parts_of(share.request, share.num_rows) for share in shares]
         if self._replica:
             parts = [[replace(part, replica=self._replica) for part in each] for each in parts]
         self.counters.steps += 1
@@ -237,11 +269,14 @@ class Executor:
         shares: Sequence[Share],
         parts: Sequence[Sequence[Part]],
         results: Iterator[PartResult],
+        removed: Container[str] = (),
     ) -> None:
-        """Applies a forward's results, which are there for all parts in their order."""
+        """Applies a forward's results, which are there for all parts in their order; not those of
+        `removed` requests."""
         for share, each in zip(shares, parts, strict=True):
             first, *_ = [next(results) for _ in each]
-            self._results.append(_apply(share.request, each[0], first))
+            if share.request.transfer_id not in removed:
+                self._results.append(_apply(share.request, each[0], first))
         self._note([share.request.transfer_id for share in shares])
 
     def _launch_from_host(self, shares: Sequence[Share]) -> bool:
@@ -264,14 +299,14 @@ class Executor:
         return True
 
 
-def _parts_of(share: Share) -> list[Part]:
-    """The parts of a forward for a request; the first one's results are the request's."""
-    request = share.request
-    if not request.num_to_prefill:
-        return _with_guide(request, denoise_part(request, request.open_step()))
-    if request.settings.is_canvas:
-        return _with_guide(request, _refill_part(request))
-    return [prefill_part(request, share.num_rows)]
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A forward of a pipeline."""
+
+    shares: Sequence[Share]
+    parts: Sequence[Sequence[Part]]
+    forward: object
+    removed: set[str] = field(default_factory=set)  # transfers of requests that have left since
 
 
 def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult:
@@ -313,87 +348,10 @@ def _note_logprobs(
         request.logprobs[int(positions[index])] = entry
 
 
-def prefill_part(request: DecodeRequest, num_rows: int) -> Part:
-    """The next `num_rows` tokens before the blocks in flight; all are stored."""
-    sequence = request.sequence
-    start = sequence.committed_len
-    return Part(
-        token_ids=sequence.token_ids[start : start + num_rows].tolist(),
-        start=start,
-        pages=request.page_ids,
-        num_stored=num_rows,
-        block_origin=sequence.origin,
-        keep_boundary=num_rows == request.num_to_prefill,
-    )
-
-
-def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
-    """The rows of a step: all blocks in flight, or a canvas. Masks need candidates."""
-    sequence, settings, sampling = request.sequence, request.settings, request.asked.sampling
-    is_canvas = settings.is_canvas
-    if plan.is_greedy:
-        sampling = msgspec.structs.replace(sampling, temperature=0.0)
-    return Part(
-        token_ids=sequence.token_ids[plan.start : plan.end].tolist(),
-        start=plan.start,
-        pages=request.page_ids,
-        num_stored=plan.num_stored,
-        num_behind=plan.num_behind,
-        unstored=plan.unstored,
-        # On a canvas each token before its end sees all of them.
-        block_origin=sequence.mask_end if is_canvas else sequence.origin,
-        candidates=plan.candidates.tolist(),
-        boundary=request.boundary,
-        keep_boundary=plan.num_stored > 0 and not is_canvas,
-        denoise_counts=plan.denoise_counts.tolist(),
-        sampling=sampling,
-        score=_SCORES[settings.alg] if is_canvas else ScoreCode[settings.ranked_by.upper()],
-        draw=_draw(request) if is_canvas else None,
-        guidance=settings.cfg_scale if is_canvas else 0.0,
-        num_logprobs=request.asked.num_logprobs,
-        edits=request.edits(plan.candidates),
-    )
-
-
-def _refill_part(request: DecodeRequest) -> Part:
-    """The rows that fill the lost cache of a canvas, before its block had any tokens."""
-    step = request.canvas_step()
-    part = denoise_part(request, canvas.open_refill(step))
-    token_ids = request.sequence.token_ids.copy()
-    token_ids[step.block_start : step.block_end] = request.sequence.mask_token_id
-    return replace(
-        part, token_ids=token_ids[part.start : part.start + len(part.token_ids)].tolist()
-    )
-
-
-def _with_guide(request: DecodeRequest, part: Part) -> list[Part]:
-    """The part, and with guidance also that of a canvas without a prompt."""
-    if not part.guidance:
-        return [part]
-    prompt_len = request.sequence.prompt_len
-    masked = [request.sequence.mask_token_id] * prompt_len + list(part.token_ids[prompt_len:])
-    return [part, replace(part, token_ids=masked, guidance=0.0, edits=None, num_logprobs=None)]
-
-
 def _candidates_of(result: PartResult) -> HostCandidates:
     """The runner's lists as arrays."""
     return HostCandidates(
         np.asarray(result.tokens, dtype=np.int64),
         np.asarray(result.confidences, dtype=np.float32),
         np.asarray(result.scores, dtype=np.float32),
-    )
-
-
-def _draw(request: DecodeRequest) -> LladaDraw | None:
-    """Draws of LLaDA's loop, and of Fast-dLLM's except for models that shift their logits."""
-    settings, model, sampling = request.settings, request.model, request.asked.sampling
-    if settings.algorithm == "dream" or (settings.algorithm == "fast_dllm" and model.shift_logits):
-        return None
-    eos = model.eos_token_ids[:1] if settings.logits_eos_inf else ()
-    return LladaDraw(
-        temperature=sampling.temperature,
-        seed=sampling.seed,
-        answer_index=sampling.answer_index,
-        never=(request.sequence.mask_token_id, *eos),
-        last=model.postponed_ids if settings.confidence_eos_eot_inf else (),
     )

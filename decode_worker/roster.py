@@ -14,7 +14,7 @@ from effuse.decode_worker import scheduler
 from effuse.decode_worker.executor import Executor, Share
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.room import Room
-from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.decode_worker.scheduler import UNDER_WAY, DecodeLimits
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.store_tier import READ_S
@@ -228,11 +228,17 @@ class Roster:
         """Asks the scheduler which requests take part, preempts, and hands out pages. `apply_all`
         waits for launched steps; `room` bounds prompts."""
         running, executor = list(self.running), self._executor
-        demands = [one.demand(self._limits, runs_ahead=executor.runs_ahead) for one in running]
+        demands = [
+            UNDER_WAY
+            if executor.is_under_way(one)
+            else one.demand(self._limits, runs_ahead=executor.runs_ahead)
+            for one in running
+        ]
         schedule = scheduler.schedule(
             demands,
             num_free=self._pool.num_free,
             limits=self._limits,
+            most_requests=-(-len(running) // executor.num_parts),
             count_freed=lambda gone: self._pool.count_freed(running[at].pages for at in gone),
             prompt_rows=room.look(running, demands, now()),
         )

@@ -9,6 +9,7 @@ lease, and a prompt leaves room for a limited time (`room.py`).
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Final
 
 from effuse.decode_worker.sequence import RequestError
 from effuse.worker.config import DecodeConfig
@@ -68,6 +69,10 @@ class Demand:
     growth: int  # pages that it needs beside those it holds, for the KV that the step stores
     holds_pages: bool
     is_prompt: bool = False  # of which a step computes no more than answers leave time for
+
+
+UNDER_WAY: Final = Demand(rows=0, least=0, growth=0, holds_pages=True)
+"""Of a request in a forward whose results are not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +137,14 @@ def schedule(
     limits: DecodeLimits,
     count_freed: Callable[[Sequence[int]], int],
     prompt_rows: float = math.inf,
+    most_requests: float = math.inf,
 ) -> Schedule:
     """Grants rows, oldest first, within one budget; if pages run out, preempts the youngest request
     that holds any.
 
     count_freed: how many pages are free once the requests of these indices release theirs, which
-    they may share with others. prompt_rows: most rows of prompts.
+    they may share with others. prompt_rows: most rows of prompts. most_requests: that get
+    rows.
     """
     rows = [0] * len(running)
     preempted: list[int] = []
@@ -145,7 +152,7 @@ def schedule(
     budget = limits.max_num_batched_tokens
     holders = [index for index, demand in enumerate(running) if demand.holds_pages]
     for index, demand in enumerate(running):
-        if index in preempted:
+        if index in preempted or not most_requests:
             continue
         most = min(budget, prompt_rows) if demand.is_prompt else budget
         granted = _grant(demand, int(most), limits.block_size)
@@ -161,7 +168,7 @@ def schedule(
         num_free -= growth
         budget -= granted
         prompt_rows -= granted * demand.is_prompt
-        rows[index] = granted
+        rows[index], most_requests = granted, most_requests - 1
     return Schedule(tuple(rows), tuple(preempted))
 
 

@@ -18,6 +18,7 @@ from effuse.kvtransfer.messages import (
     Heads,
     Manifest,
     PageRef,
+    Part,
     ReceiverAddress,
     Reservation,
 )
@@ -26,12 +27,13 @@ from effuse.kvtransfer.transport import Reply
 
 @dataclass(slots=True)
 class Arriving:
-    """One part of a transfer, with the heads of one writing rank, and its arrived pages."""
+    """One part of a transfer, with the heads and layers of one writer, and its arrived pages."""
 
     heads: range  # in the model's numbers
+    groups: range  # of layers, in the model's numbers
     reply: Reply  # of the accepted writer
     pages: tuple[PageRef, ...]  # of these heads' writer, see `Heads`
-    num_bytes: int  # of its heads in these pages
+    num_bytes: int  # of its heads and layers in these pages
     covered: npt.NDArray[np.bool_]  # [pages, groups] that arrived
     digests: PageDigests  # found in memory
     manifest: Manifest | None = None
@@ -47,7 +49,7 @@ class Expected:
     writer: str | None  # incarnation of the only allowed writer, if that is known
     layout: KVLayout
     since: float
-    parts: dict[Heads, Arriving] = field(default_factory=dict)
+    parts: dict[Part, Arriving] = field(default_factory=dict)
 
     @property
     def address(self) -> ReceiverAddress:
@@ -64,48 +66,60 @@ class Expected:
         are_done = [part.digests.poll() for part in self.parts.values()]
         return all(are_done)
 
-    def let_in(self, heads: Heads, reply: Reply, digester: Digester) -> bool:
+    def let_in(self, part: Part, reply: Reply, digester: Digester) -> bool:
         """Accepts a part's writer; returns whether the part had begun before. Raises
-        HandoffRefused for heads that are not all here, or that another part has.
+        HandoffRefused for heads or layers that are not all here, or that another part has.
         """
-        part = self.parts.get(heads)
-        if part is not None:
-            part.reply = reply
+        if part in self.parts:
+            self.parts[part].reply = reply
             return True
-        own, span = self.layout.heads, heads.span
-        if not span or span.start < own.start or span.stop > own.stop:
-            text = f"heads {heads.first}..{heads.end} are sent, {own.start}..{own.stop} are here"
-            raise HandoffRefused(Cause.COVERAGE, text)
-        for other in self.parts:
-            is_same = other.turn == heads.turn
-            if is_same and other.first < heads.end and heads.first < other.end:
-                text = f"heads {heads.first}..{heads.end} overlap {other.first}..{other.end}"
-                raise HandoffRefused(Cause.COVERAGE, text)
-        turns = next(iter(self.parts), heads).turns
+        heads, groups = part[0], self.layout.groups_in(part[1])
+        span = heads.span
+        self._check_part(heads, groups)
+        turns = next(iter(self.parts), part)[0].turns
         if heads.turn >= heads.turns or heads.turns != turns:
             text = f"turn {heads.turn} of {heads.turns} is sent, expected one of {turns}"
             raise HandoffRefused(Cause.COVERAGE, text)
         own_shard = self.reservation.shards[self.layout.rank]
         pages = self.reservation.pages_of(own_shard, heads.turn, heads.turns)
         count, seed = len(pages), self.reservation.digest_seed
-        covered = np.zeros((count, self.layout.num_groups), dtype=np.bool_)
-        digests = PageDigests(digester, self.layout, span, count, seed)
-        num_bytes = count * self.layout.bytes_of(span)
-        self.parts[heads] = Arriving(span, reply, pages, num_bytes, covered, digests)
+        covered = np.zeros((count, len(groups)), dtype=np.bool_)
+        digests = PageDigests(digester, self.layout, span, count, seed, groups)
+        num_bytes = count * self.layout.bytes_of(span, groups)
+        self.parts[part] = Arriving(span, groups, reply, pages, num_bytes, covered, digests)
         return False
 
+    def _check_part(self, heads: Heads, groups: range) -> None:
+        """All of it is here, and none of it is another part's."""
+        pairs = (("heads", heads.span, self.layout.heads), ("groups", groups, self.layout.groups))
+        for name, sent, own in pairs:
+            if not sent or sent.start < own.start or sent.stop > own.stop:
+                text = (
+                    f"{name} {sent.start}..{sent.stop} are sent, {own.start}..{own.stop} are here"
+                )
+                raise HandoffRefused(Cause.COVERAGE, text)
+        for (other, _), arriving in self.parts.items():
+            is_same = other.turn == heads.turn and _overlap(groups, arriving.groups)
+            if is_same and _overlap(heads.span, other.span):
+                text = f"heads {heads.first}..{heads.end} overlap {other.first}..{other.end}"
+                raise HandoffRefused(Cause.COVERAGE, text)
+
     def arrived(self, now: float) -> Arrived | None:
-        """The event for the engine, once all heads and turns of this rank are verified."""
-        order = sorted(self.parts, key=lambda one: (one.turn, one.first))
-        parts = [self.parts[heads] for heads in order]
-        expected = len(self.layout.heads) * order[0].turns
-        if sum(len(part.heads) for part in parts if part.is_verified) < expected:
+        """The event for the engine, once all heads, layers and turns of this rank are verified."""
+        order = sorted(self.parts, key=lambda one: (one[0].turn, one[0].first))
+        parts = [self.parts[one] for one in order]
+        expected = len(self.layout.heads) * len(self.layout.groups) * order[0][0].turns
+        if sum(len(one.heads) * len(one.groups) for one in parts if one.is_verified) < expected:
             return None
         manifest = parts[0].manifest
         assert manifest is not None, "it was verified"
         seconds = now - max(part.began_at for part in parts)
         num_bytes = sum(part.num_bytes for part in parts)
         return Arrived(manifest.transfer_id, manifest, seconds, num_bytes)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def check_span(reserved_pages: Sequence[PageRef], first: int, pages: Sequence[PageRef]) -> None:

@@ -61,17 +61,25 @@ def pieces_in_head(layout: KVLayout) -> int:
 class PageDigests:
     """Digests of some KV heads of a transfer's pages, computed as groups of layers leave or arrive.
 
-    heads: in the model's numbers.
+    heads and groups: in the model's numbers; groups are those of the layout unless given.
     """
 
     def __init__(
-        self, digester: Digester, layout: KVLayout, heads: range, num_pages: int, seed: int
+        self,
+        digester: Digester,
+        layout: KVLayout,
+        heads: range,
+        num_pages: int,
+        seed: int,
+        groups: range | None = None,
     ) -> None:
+        groups = layout.groups if groups is None else groups
         self._digester = digester
         self._heads = heads
+        self._first_group = groups.start
         self._seed = seed
         self._width = len(heads) * pieces_in_head(layout)  # pieces of one group of a page
-        shape = num_pages, layout.num_groups * self._width
+        shape = num_pages, len(groups) * self._width
         self._found: PieceDigests = np.zeros(shape, dtype=np.int64)
         self._jobs: list[tuple[int, range, DigestJob]] = []
 
@@ -94,7 +102,8 @@ class PageDigests:
             if found is None:
                 left.append((first, groups, job))
                 continue
-            columns = slice(groups.start * self._width, groups.stop * self._width)
+            begin, end = groups.start - self._first_group, groups.stop - self._first_group
+            columns = slice(begin * self._width, end * self._width)
             self._found[first : first + len(found), columns] = found
         self._jobs = left
         return not left
@@ -159,7 +168,8 @@ class _Place:
 def _place_of(layout: KVLayout, groups: range, heads: range | None) -> _Place:
     in_head = pieces_in_head(layout)
     in_group = in_head * len(layout.heads)
-    first, end = groups.start * in_group, groups.stop * in_group
+    part = layout.place_of_groups(groups)
+    first, end = part.start * in_group, part.stop * in_group
     if heads is None or len(heads) == len(layout.heads):
         return _Place(first, end, end - first, end - first)
     run = layout.place_of(heads)

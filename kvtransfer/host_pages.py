@@ -71,7 +71,7 @@ class HostPages:
                 into[target : target + count].copy_(part, non_blocking=True)
 
     def _digests(self, page_ids: Sequence[int]) -> DigestJob:
-        groups = range(self._memory.layout.num_groups)
+        groups = self._memory.layout.groups
         return self._digester.begin(page_ids, groups, _SEED)
 
 

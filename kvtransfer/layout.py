@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from effuse.kvtransfer.messages import Field
+from effuse.kvtransfer.messages import Field, LayerGroups
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DIGEST = "xxh3_128 of xxh3_64 of pieces of KV heads, under one seal"
@@ -27,7 +27,8 @@ class KVLayout:
     """Order and sizes of the K and V in a page, which is contiguous.
 
     A page holds groups of layers. A group holds KV heads, a head the layers of its group, and a
-    layer K and then V. So a range of heads of one group is one contiguous part of the page.
+    layer K and then V. So a range of heads of one group is one contiguous part of the page, and a
+    stage of a pipeline holds a range of groups.
     "unified": K and V of a head are [page_size, head_dim].
     "distinct": K of a head is [head_dim / x, page_size, x] with x elements of 16 bytes, its V is
     [head_dim, page_size].
@@ -43,6 +44,8 @@ class KVLayout:
     rank: int = 0  # of the worker's ranks, each of which has a pool of its own
     degree: int = 1  # ranks that compute a model together
     context_degree: int = 1  # of them, ranks that hold the same heads for different tokens
+    num_stages: int = 1  # of a pipeline, with as many ranks each
+    held: range | None = None  # groups of layers of this rank's stage; None: all
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -60,6 +63,8 @@ class KVLayout:
             raise ValueError(
                 f"{self.context_degree} parts of the context do not divide {self.degree} ranks"
             )
+        if self.degree % (self.context_degree * self.num_stages):
+            raise ValueError(f"{self.num_stages} stages do not divide {self.degree} ranks")
         sharers = self._sharers
         if self.num_kv_heads % sharers and sharers % self.num_kv_heads:
             raise ValueError(
@@ -75,8 +80,13 @@ class KVLayout:
 
     @property
     def _sharers(self) -> int:
-        """Ranks, or groups that cut the context, among which KV heads are spread."""
-        return self.degree // self.context_degree
+        """Ranks of a stage, or groups that cut the context, among which KV heads are spread."""
+        return self.degree // self.context_degree // self.num_stages
+
+    @property
+    def _sharer(self) -> int:
+        """Which of them this rank is, or is in."""
+        return self.rank // self.context_degree % self._sharers
 
     @property
     def context_rank(self) -> int:
@@ -99,11 +109,39 @@ class KVLayout:
         than heads."""
         return max(1, self._sharers // self.num_kv_heads)
 
+    @property
+    def copy(self) -> int:
+        """Which of `copies` this rank is."""
+        return self._sharer % self.copies
+
+    @cached_property
+    def groups(self) -> range:
+        """The model's groups of layers that this rank's pool holds."""
+        return range(self.num_groups) if self.held is None else self.held
+
+    def groups_in(self, named: LayerGroups | None) -> range:
+        """The groups that a message names: all if it names none."""
+        return range(self.num_groups) if named is None else named.span
+
+    @property
+    def layers(self) -> range:
+        """The model's layers in these groups."""
+        each = self.num_layers // self.num_groups
+        return range(self.groups.start * each, self.groups.stop * each)
+
+    def place_of_groups(self, groups: range) -> range:
+        """Where these groups of the model are in a page of this rank's pool. Raises ValueError for
+        groups that it does not hold."""
+        first = self.groups.start
+        if groups.start < first or groups.stop > self.groups.stop:
+            raise ValueError(f"groups {groups} are not all among {self.groups}")
+        return range(groups.start - first, groups.stop - first)
+
     @cached_property
     def heads(self) -> range:
         """The model's KV heads that this rank's pool holds."""
         count = max(1, self.num_kv_heads // self._sharers)
-        first = self.rank // self.context_degree // self.copies * count
+        first = self._sharer // self.copies * count
         return range(first, first + count)
 
     def place_of(self, heads: range) -> range:
@@ -114,9 +152,11 @@ class KVLayout:
             raise ValueError(f"heads {heads} are not all among {self.heads}")
         return range(heads.start - first, heads.stop - first)
 
-    def bytes_of(self, heads: range) -> int:
-        """Bytes of so many heads in a page, whichever rank holds them."""
-        return self.num_groups * len(heads) * self.head_bytes
+    def bytes_of(self, heads: range, groups: range | None = None) -> int:
+        """Bytes of so many heads in a page, whichever rank holds them; of all groups of layers, or
+        of so many."""
+        count = self.num_groups if groups is None else len(groups)
+        return count * len(heads) * self.head_bytes
 
     def runs(self, groups: range, heads: range) -> tuple[int, int]:
         """The contiguous parts in which these groups and heads lie in a page: how many, and the
@@ -127,15 +167,15 @@ class KVLayout:
 
     @cached_property
     def page_shape(self) -> tuple[int, int, int, int, int, int]:
-        """Shape of one page: [groups, heads of this rank, layers of a group, 2, page_size,
+        """Shape of one page: [groups and heads of this rank, layers of a group, 2, page_size,
         head_dim], in both orders within a head.
         """
         layers = self.num_layers // self.num_groups
-        return (self.num_groups, len(self.heads), layers, 2, self.page_size, self.head_dim)
+        return (len(self.groups), len(self.heads), layers, 2, self.page_size, self.head_dim)
 
     @cached_property
     def page_bytes(self) -> int:
-        """Bytes in one page, all layers, K and V."""
+        """Bytes in one page of this rank's pool, K and V of all of its layers."""
         return prod(self.page_shape) * DTYPE_BYTES[self.dtype]
 
     @cached_property
@@ -146,17 +186,21 @@ class KVLayout:
     @cached_property
     def num_groups(self) -> int:
         """Most groups of equally many consecutive layers in which a page is handed over."""
-        most = min(self.num_layers, self.most_groups)
-        return next(n for n in range(most, 0, -1) if self.num_layers % n == 0)
+        return num_groups_of(self.num_layers, self.most_groups)
 
     @cached_property
     def group_bytes(self) -> int:
         """Bytes of one group of layers in a page; groups are contiguous."""
-        return self.page_bytes // self.num_groups
+        return self.page_bytes // len(self.groups)
 
     def pages_for(self, num_tokens: int) -> int:
         """Number of pages of the pool's tables for this many tokens."""
         return -(-num_tokens // self.span)
+
+
+def num_groups_of(num_layers: int, most: int) -> int:
+    """At most so many groups of equally many layers."""
+    return next(n for n in range(min(num_layers, most), 0, -1) if num_layers % n == 0)
 
 
 @dataclass(frozen=True, slots=True)

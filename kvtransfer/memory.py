@@ -80,11 +80,11 @@ class PageMemory:
         return self.tensor.view(self.num_pages, -1).view(torch.uint8)
 
     def byte_parts(self, groups: range, heads: range) -> Tensor:
-        """Bytes of these groups of layers and KV heads of all pages, without a copy:
-        [pages, groups, heads, head_bytes] uint8."""
-        place = self.layout.place_of(heads)
+        """Bytes of these groups of layers and KV heads of all pages, in the model's numbers,
+        without a copy: [pages, groups, heads, head_bytes] uint8."""
+        place, part = self.layout.place_of(heads), self.layout.place_of_groups(groups)
         rows = self.byte_rows().view(self.num_pages, *self.layout.page_shape[:2], -1)
-        return rows[:, groups.start : groups.stop, place.start : place.stop]
+        return rows[:, part.start : part.stop, place.start : place.stop]
 
     def bytes_at(self, page_id: int, count: int = 1) -> memoryview:
         """Writable raw bytes of `count` consecutive pages, without a copy. Host memory only."""
@@ -101,10 +101,11 @@ class PageMemory:
         """Raw bytes of these groups of layers of these pages in order, in as few pieces as
         possible, without a copy. Host memory only.
 
-        heads: some of the model's KV heads, by default all heads in the pool.
+        groups: in the model's numbers. heads: some of the model's KV heads, by default all heads in
+        the pool.
         """
         heads = self.layout.heads if heads is None else heads
-        if len(groups) == self.layout.num_groups and len(heads) == len(self.layout.heads):
+        if groups == self.layout.groups and len(heads) == len(self.layout.heads):
             return [self.bytes_at(first, count) for first, count in consecutive_runs(page_ids)]
         return list(self._parts(page_ids, groups, heads))
 
@@ -129,7 +130,7 @@ class PageMemory:
     def _parts(self, page_ids: Sequence[int], groups: range, heads: range) -> Iterator[memoryview]:
         """The contiguous parts of each page, page by page."""
         count, size = self.layout.runs(groups, heads)
-        first = groups.start * self.layout.group_bytes
+        first = self.layout.place_of_groups(groups).start * self.layout.group_bytes
         first += self.layout.place_of(heads).start * self.layout.head_bytes
         starts = [first + group * self.layout.group_bytes for group in range(count)]
         for page_id in page_ids:

@@ -24,6 +24,7 @@ MAX_MANIFEST_BYTES = 8 << 20
 MAX_LEASE_S = 3600
 MAX_RANKS = 256
 MAX_HEADS = 1 << 12
+MAX_GROUPS = 1 << 8
 DIGEST_BYTES = 16
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -85,9 +86,22 @@ class Heads(Struct, frozen=True, array_like=True):
         return range(self.first, self.end)
 
 
+class LayerGroups(Struct, frozen=True, array_like=True):
+    """Groups [first, end) of a page's layers, in the model's numbers. A rank of a pipeline holds
+    only some; messages that name none are of all."""
+
+    first: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    end: Annotated[int, Meta(gt=0, le=MAX_GROUPS)]
+
+    @property
+    def span(self) -> range:
+        """The same as a range, which is empty if they are none."""
+        return range(self.first, self.end)
+
+
 class Shard(Struct, frozen=True, kw_only=True):
     """One receiving rank: how to reach its pool, and what its pool holds: of every
-    `context_degree`-th page of a prompt, from page `context_rank` on, some heads.
+    `context_degree`-th page of a prompt, from page `context_rank` on, some heads of some layers.
     """
 
     address: ReceiverAddress
@@ -95,6 +109,7 @@ class Shard(Struct, frozen=True, kw_only=True):
     page_bytes: PageBytes
     context_rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
     context_degree: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    layers: LayerGroups | None = None  # older receivers do not name them, and hold all
 
 
 class Reservation(Struct, frozen=True, kw_only=True):
@@ -167,9 +182,11 @@ class BoundaryState(Struct, frozen=True, kw_only=True):
     hidden: Annotated[bytes, Meta(max_length=MAX_HIDDEN_BYTES)] | None = None
 
 
-class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
+class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A writing rank's account of a finished push of these heads. It has no page numbers: each
     Pages named its own, and all reserved pages must have arrived.
+
+    Defaults are omitted, because the seal is of its bytes as an older receiver encodes them.
     """
 
     attempt: AttemptId
@@ -180,6 +197,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
     digest: Digest  # of these heads of all pages in order, in the sender's memory
     num_bytes: U63
     boundary: BoundaryState
+    layers: LayerGroups | None = None
 
     @property
     def transfer_id(self) -> str:
@@ -196,11 +214,12 @@ class Begin(Struct, frozen=True, tag=True):
     heads: Heads
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     reply_to: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""  # NIXL agent metadata
+    layers: LayerGroups | None = None
 
 
 class Pages(Struct, frozen=True, tag=True):
     """Groups [group, end_group) of layers of pages [first, first + n) of the reservation, of the
-    heads that the sender introduced itself with."""
+    heads and layers that the sender introduced itself with."""
 
     attempt: AttemptId
     source: Name
@@ -210,6 +229,7 @@ class Pages(Struct, frozen=True, tag=True):
     pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
     group: U32
     end_group: U32
+    layers: LayerGroups | None = None
 
 
 class Finish(Struct, frozen=True, tag=True):
@@ -257,11 +277,22 @@ def attempt_of(message: ToReceiver) -> AttemptId:
 
 def writer_of(message: ToReceiver) -> str:
     """Names the rank that a sender's message comes from, by its own account."""
-    if isinstance(message, Finish):
-        source, heads = message.manifest.source_incarnation, message.manifest.heads
-    else:
-        source, heads = message.source, message.heads
-    return f"{source} {heads.first} {heads.turn}"
+    source, (heads, layers) = _source_of(message), part_of(message)
+    return f"{source} {heads.first} {heads.turn} {0 if layers is None else layers.first}"
+
+
+def _source_of(message: ToReceiver) -> str:
+    return message.manifest.source_incarnation if isinstance(message, Finish) else message.source
+
+
+Part = tuple[Heads, LayerGroups | None]
+"""What one rank sends to another one of a transfer."""
+
+
+def part_of(message: ToReceiver) -> Part:
+    """The part that a sender's message is about."""
+    one = message.manifest if isinstance(message, Finish) else message
+    return one.heads, one.layers
 
 
 _encoder = msgspec.msgpack.Encoder()

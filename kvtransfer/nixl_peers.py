@@ -65,6 +65,7 @@ class Cut:
     per_group: int
     first: int  # part of a group
     count: int
+    first_group: int = 0  # of the pool, in the model's numbers
 
     @property
     def per_page(self) -> int:
@@ -80,21 +81,24 @@ class Cut:
         """Places of these groups of pages in the prepared list, page by page: neighbours are
         merged."""
         pages = np.array(page_ids, dtype=np.int32)[:, None, None] * self.per_page
-        group = np.arange(groups.start, groups.stop, dtype=np.int32)[:, None] * self.per_group
+        group = np.arange(groups.start, groups.stop, dtype=np.int32)[:, None] - self.first_group
+        group *= self.per_group
         part = np.arange(self.first, self.first + self.count, dtype=np.int32)
         return np.asarray(pages + group + part, dtype=np.int32).ravel()
 
 
-def cuts(layout: KVLayout, theirs: range) -> tuple[Cut, Cut]:
+def cuts(layout: KVLayout, theirs: range, groups: range | None = None) -> tuple[Cut, Cut]:
     """Where the KV heads that both pools hold lie in ours and in one that holds `theirs`, in the
-    largest parts that fit both."""
+    largest parts that fit both. groups: those of layers that it holds, by default the same."""
     ours = layout.heads
     heads = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
     places = [(heads.start - pool.start, len(pool)) for pool in (ours, theirs)]
     size = gcd(len(heads), *(number for place in places for number in place))
     ours_cut, theirs_cut = (
-        Cut(layout.num_groups, total // size, first // size, len(heads) // size)
-        for first, total in places
+        Cut(len(held), total // size, first // size, len(heads) // size, held.start)
+        for (first, total), held in zip(
+            places, (layout.groups, groups or layout.groups), strict=True
+        )
     )
     return ours_cut, theirs_cut
 
@@ -121,8 +125,10 @@ class NixlPeer:
 
     @property
     def takes_pages(self) -> bool:
-        """Whether whole pages are sent to it: both pools hold the same heads."""
-        return all(cut.is_whole for cut in self.cut)
+        """Whether whole pages are sent to it: both pools hold the same heads and layers."""
+        ours, theirs = self.cut
+        is_same = (ours.first_group, ours.groups) == (theirs.first_group, theirs.groups)
+        return is_same and all(cut.is_whole for cut in self.cut)
 
     def cuts_of(self, cut: Cut) -> tuple[int, ...]:
         """The numbers of parts of a page that NIXL's writes to it name, on the side of this cut."""
@@ -190,7 +196,7 @@ class NixlPeers:
                 )
             pool = name, address.pool_address, address.device_id, address.memory_kind
             lists = PoolLists(self._agent, pool, shard.page_bytes, num_pages)
-            cut = cuts(self._layout, shard.heads.span)
+            cut = cuts(self._layout, shard.heads.span, self._layout.groups_in(shard.layers))
             peer = NixlPeer(address, num_pages, lists, cut)
             if self._maps:
                 _map(peer, num_pages * shard.page_bytes)

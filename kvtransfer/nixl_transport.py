@@ -162,7 +162,7 @@ class NixlTransport(Transport):
         self._metadata = self._sender.connection()
         pool = "", self._memory.address, self._device_id, self._kind
         self._own = PoolLists(self._sender, pool, self._layout.page_bytes, self._memory.num_pages)
-        for parts in (1, self._layout.num_groups):
+        for parts in (1, len(self._layout.groups)):
             self._own.cut(parts)
         self._copies = copies_of(self._memory)
         self._peers = NixlPeers(self._sender, self._layout, maps=self._copies is not None)
@@ -228,7 +228,7 @@ class NixlTransport(Transport):
         so one kernel copies them to a pool that is mapped here.
         """
         assert isinstance(peer, NixlPeer)
-        is_whole = peer.takes_pages and len(chunk.groups) == self._layout.num_groups
+        is_whole = peer.takes_pages and chunk.groups == self._layout.groups
         if self._copies is not None and peer.pool and not is_whole:
             notify = partial(self._sender.notify, peer.name, encode(header))
             tell = partial(attempt, "the peer could not be notified", notify, peer)

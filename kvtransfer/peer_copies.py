@@ -86,4 +86,5 @@ def queue(memory: PageMemory, chunk: Chunk, cuts: Cuts, order: Tensor) -> None:
 def _stripes(cut: Cut, groups: range, unit: int) -> tuple[int, int, int]:
     """From page to page, to a page's first run, and from run to run."""
     group = cut.per_group * unit
-    return cut.groups * group, groups.start * group + cut.first * unit, group
+    first = (groups.start - cut.first_group) * group + cut.first * unit
+    return cut.groups * group, first, group

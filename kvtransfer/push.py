@@ -16,6 +16,7 @@ from effuse.kvtransfer.messages import (
     Begin,
     BoundaryState,
     Heads,
+    LayerGroups,
     MalformedMessage,
     Manifest,
     PageRef,
@@ -50,9 +51,11 @@ class Batch:
     step: int  # groups that leave together
     num_sent: int = 0  # groups that have left, or wait in the push's queue
 
-    def next_groups(self, num_groups: int) -> range:
-        """Groups that may leave now."""
-        final = num_groups if self.num_final is None else min(self.num_final() or 0, num_groups)
+    def next_groups(self, num_groups: int, num_before: int = 0) -> range:
+        """Groups that may leave now, of so many; the forward stores `num_before` others first."""
+        final = num_groups
+        if self.num_final is not None:
+            final = min(max((self.num_final() or 0) - num_before, 0), num_groups)
         if final < num_groups:
             final = self.num_sent + (final - self.num_sent) // self.step * self.step
         return range(self.num_sent, final)
@@ -60,10 +63,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PushPart:
-    """The KV heads that this rank sends to one receiving rank: those that both hold."""
+    """The KV heads and groups of layers that this rank sends to one receiving rank: those that both
+    hold, in the model's numbers."""
 
     shard: Shard
-    heads: range  # in the model's numbers
+    heads: range
+    groups: range
 
 
 @dataclass(slots=True)
@@ -115,14 +120,22 @@ class Push:
         )
 
     @property
+    def layers(self) -> LayerGroups | None:
+        """Its groups of layers, as messages name them; older receivers know only all of them."""
+        groups = self.part.groups
+        if len(groups) == self.own.layout.num_groups:
+            return None
+        return LayerGroups(groups.start, groups.stop)
+
+    @property
     def group_bytes(self) -> int:
         """Bytes of its heads in one group of layers of a page."""
         return len(self.part.heads) * self.own.layout.head_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its heads in all of its pages, without boundary state."""
-        return len(self.pages) * self.own.layout.bytes_of(self.part.heads)
+        """Bytes of its heads and layers in all of its pages, without boundary state."""
+        return len(self.pages) * self.own.layout.bytes_of(self.part.heads, self.part.groups)
 
     @property
     def bytes_under_way(self) -> int:
@@ -150,13 +163,14 @@ class Push:
         """Its introduction to the receiver."""
         to = self.reservation
         names = to.attempt, self.own.incarnation, to.incarnation
-        return Begin(*names, self.heads, self.own.fingerprint)
+        return Begin(*names, self.heads, self.own.fingerprint, layers=self.layers)
 
     def header(self, chunk: Chunk) -> Pages:
         """The message that goes with a chunk."""
         to, groups = self.reservation, chunk.groups
         names = to.attempt, self.own.incarnation, to.incarnation
-        return Pages(*names, self.heads, chunk.first, chunk.targets, groups.start, groups.stop)
+        of_groups = groups.start, groups.stop, self.layers
+        return Pages(*names, self.heads, chunk.first, chunk.targets, *of_groups)
 
     def cover(
         self, source_pages: tuple[int, ...], first: int, num_final: Pending[int] | None
@@ -182,19 +196,20 @@ class Push:
         self.covered.update(span)
         # groups of layers of this many pages that justify a separate delivery
         step = -(-LEAST_BYTES // (len(source_pages) * self.group_bytes))
-        step = min(self.own.layout.num_groups, step)
+        step = min(len(self.part.groups), step)
         self.batches.append(Batch(first, source_pages, num_final, step))
 
     def queue_final(self, chunk_bytes: int) -> bool:
         """Queues layers that have become final, in chunks of at most so many bytes; whether any
         have."""
-        num_groups, before = self.own.layout.num_groups, len(self.queue)
+        own, before = self.part.groups, len(self.queue)
+        num_before = own.start - self.own.layout.groups.start
         for batch in self.batches:
-            groups = batch.next_groups(num_groups)
+            groups = batch.next_groups(len(own), num_before)
             if groups:
                 batch.num_sent = groups.stop
-                self.queue += self._chunks(batch, groups, chunk_bytes)
-        self.batches = [batch for batch in self.batches if batch.num_sent < num_groups]
+                self.queue += self._chunks(batch, own[groups.start : groups.stop], chunk_bytes)
+        self.batches = [batch for batch in self.batches if batch.num_sent < len(own)]
         return len(self.queue) > before
 
     def _chunks(self, batch: Batch, groups: range, chunk_bytes: int) -> Iterator[Chunk]:
@@ -233,6 +248,7 @@ class Push:
                 digest=self.digests.digest(),
                 num_bytes=self.num_bytes,
                 boundary=boundary,
+                layers=self.layers,
             )
         return self.manifest
 
@@ -257,22 +273,25 @@ def check_push(reservation: Reservation, own: Identity, transport: str) -> Reser
         _check_shard(shard, own.layout)
     degree = reservation.context_degree
     for part in range(degree):
-        missing = set(range(own.layout.num_kv_heads)).difference(
-            *(one.heads.span for one in reservation.shards if one.context_rank == part)
-        )
-        if missing:
-            of_part = f" of part {part} of {degree} of the context" if degree > 1 else ""
-            text = f"no rank receives the KV heads {sorted(missing)}{of_part}"
-            raise HandoffRefused(Cause.COVERAGE, text)
+        of_part = f" of part {part} of {degree} of the context" if degree > 1 else ""
+        shards = [one for one in reservation.shards if one.context_rank == part]
+        for group in range(own.layout.num_groups):
+            held = [one for one in shards if group in own.layout.groups_in(one.layers)]
+            missing = set(range(own.layout.num_kv_heads)).difference(*(x.heads.span for x in held))
+            if missing:
+                text = f"no rank receives the KV heads {sorted(missing)}{of_part}"
+                if held != shards:
+                    text += f" in group {group} of layers"
+                raise HandoffRefused(Cause.COVERAGE, text)
     return reservation
 
 
 def shard_of(layout: KVLayout, address: ReceiverAddress) -> Shard:
     """The address of a pool of this layout, with its share of a page."""
-    heads = Heads(layout.heads.start, layout.heads.stop)
     return Shard(
         address=address,
-        heads=heads,
+        heads=Heads(layout.heads.start, layout.heads.stop),
+        layers=LayerGroups(layout.groups.start, layout.groups.stop),
         page_bytes=layout.page_bytes,
         context_rank=layout.context_rank,
         context_degree=layout.context_degree,
@@ -286,7 +305,18 @@ def _check_shard(shard: Shard, layout: KVLayout) -> None:
             Cause.MALFORMED,
             f"a rank receives heads {heads.start}..{heads.stop} of {layout.num_kv_heads} KV heads",
         )
-    expected = layout.bytes_of(heads)
+    groups = layout.groups_in(shard.layers)
+    if not groups or groups.stop > layout.num_groups:
+        raise HandoffRefused(
+            Cause.MALFORMED,
+            f"a rank receives groups {groups.start}..{groups.stop} of {layout.num_groups} groups "
+            "of layers",
+        )
+    if shard.layers is None and len(layout.groups) < layout.num_groups:
+        raise HandoffRefused(
+            Cause.PEER, "the receiver is of a version that takes all layers from one rank"
+        )
+    expected = layout.bytes_of(heads, groups)
     if shard.page_bytes != expected:
         raise HandoffRefused(
             Cause.SIZE,
@@ -298,15 +328,18 @@ def parts_of(reservation: Reservation, layout: KVLayout) -> list[PushPart]:
     """The parts that the rank of this layout sends; perhaps none.
 
     Sending ranks that hold the same heads share the receiving ranks among them. So exactly one
-    rank sends a head to a receiving rank.
+    rank sends a head of a layer to a receiving rank.
     """
-    parts, seen = [], Counter[Heads]()
-    own_copy = layout.rank // layout.context_degree % layout.copies
+    parts, seen = [], Counter[tuple[Heads, range]]()
     for shard in reservation.shards:
-        copy = seen[shard.heads]
-        seen[shard.heads] += 1
-        first = max(shard.heads.first, layout.heads.start)
-        heads = range(first, min(shard.heads.end, layout.heads.stop))
-        if heads and copy % layout.copies == own_copy:
-            parts.append(PushPart(shard, heads))
+        theirs = layout.groups_in(shard.layers)
+        copy = seen[shard.heads, theirs]
+        seen[shard.heads, theirs] += 1
+        heads, groups = _common(shard.heads.span, layout.heads), _common(theirs, layout.groups)
+        if heads and groups and copy % layout.copies == layout.copy:
+            parts.append(PushPart(shard, heads, groups))
     return parts
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -168,7 +168,8 @@ class Pushes:
                 peer = self._transport.reach(checked, part.shard)
                 turn = layout.context_rank, layout.context_degree
                 count = len(checked.moved(part.shard, *turn))
-                digests = PageDigests(self._digester, layout, part.heads, count, seed)
+                of_part = part.heads, count, seed, part.groups
+                digests = PageDigests(self._digester, layout, *of_part)
                 pushes.append(Push(checked, part, peer, self._own, digests, at))
         except HandoffRefused:
             del self._transfers[reservation.transfer_id]

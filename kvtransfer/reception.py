@@ -38,6 +38,7 @@ from effuse.kvtransfer.messages import (
     Rejected,
     Reservation,
     attempt_of,
+    part_of,
 )
 from effuse.kvtransfer.transport import FromWriter, Reply, Transport
 
@@ -153,12 +154,13 @@ class Receptions:
                 expected = self._identified(begin.attempt, begin.source, begin.destination)
                 self._check_fingerprint(begin.fingerprint)
                 self._transport.learn(heard.reply, begin)
-                is_known = expected.let_in(begin.heads, heard.reply, self._digester)
+                part = part_of(begin)
+                is_known = expected.let_in(part, heard.reply, self._digester)
                 # The first message does not count, unless it is so late that the next one may be
                 # too late.
                 lease_s = expected.reservation.lease_s
                 is_late = self._now() - expected.since > lease_s / PROMISES
-                if (is_known or is_late) and expected.parts[begin.heads].manifest is None:
+                if (is_known or is_late) and expected.parts[part].manifest is None:
                     self._emit(Promised(begin.attempt.transfer_id))
             case Pages() as pages:
                 self._take_pages(pages, heard.payload)
@@ -167,20 +169,20 @@ class Receptions:
 
     def _take_pages(self, pages: Pages, payload: Sequence[memoryview]) -> None:
         expected = self._identified(pages.attempt, pages.source, pages.destination)
-        part = expected.parts.get(pages.heads)
+        part = expected.parts.get(part_of(pages))
         if part is None:
             raise HandoffRefused(Cause.FINGERPRINT, "pages arrived before their fingerprint")
         check_span(part.pages, pages.first, pages.pages)
         groups = range(pages.group, pages.end_group)
-        if not groups or groups.stop > expected.layout.num_groups:
+        of_part = part.groups
+        if not groups or groups.start < of_part.start or groups.stop > of_part.stop:
             raise HandoffRefused(
                 Cause.COVERAGE,
-                f"groups {groups.start}..{groups.stop} are not within the "
-                f"{expected.layout.num_groups} groups",
+                f"groups {groups.start}..{groups.stop} are not within the groups "
+                f"{of_part.start}..{of_part.stop}",
             )
-        covered = part.covered[
-            pages.first : pages.first + len(pages.pages), groups.start : groups.stop
-        ]
+        columns = slice(groups.start - of_part.start, groups.stop - of_part.start)
+        covered = part.covered[pages.first : pages.first + len(pages.pages), columns]
         if covered.any():
             raise HandoffRefused(
                 Cause.COVERAGE,
@@ -218,7 +220,7 @@ class Receptions:
         )
         if finish.seal != seal_of(manifest, finish.elapsed_us):
             raise HandoffRefused(Cause.SEAL, "the end of the push does not match its seal")
-        part = expected.parts.get(manifest.heads)
+        part = expected.parts.get(part_of(finish))
         if part is None:
             raise HandoffRefused(Cause.COVERAGE, "no page of these heads ever arrived")
         if part.manifest is not None:

@@ -5,8 +5,11 @@ Ranks of one host meet through a file in a private directory, so that no port is
 A group is a value of its own and not the process's default group: a process may be in several.
 """
 
+from __future__ import annotations
+
 import logging
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +30,8 @@ from effuse.models.tensors import ModelShard, replica_of, shard_of
 LOG = logging.getLogger(__name__)
 
 _LOOPBACK = "lo"
+_MOST_PASSING: Final = 32  # tensors; there are fewer forwards under way
+_PASSED_WITHIN: Final = timedelta(seconds=600)  # a whole stage of a long prompt comes before
 
 
 class Group:
@@ -136,6 +141,42 @@ class ContextGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """One rank's stage of a pipeline, and its ways to the ranks of its number beside it. The first
+    stage has the embedding, the last one the final norm and the head."""
+
+    number: int  # 0 is the first one
+    count: int
+    groups: range  # of layers in a page, in the model's numbers
+    layers: range  # in these groups
+    rank: int = 0  # among the ranks of the stage
+    size: int = 1
+    group: Group = ALONE  # of these ranks
+    everyone: Group = ALONE  # of all stages
+    before: ProcessGroup | None = None
+    after: ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def receive(self, num_rows: int, width: int, like: Tensor) -> Tensor:
+        """The rows [num_rows, width] of the stage before; `like` has their dtype and device."""
+        assert self.before is not None, "the first stage embeds its rows"
+        rows = torch.empty(num_rows, width, dtype=like.dtype, device=like.device)
+        return self.before.take_over(rows)
+
+    def send(self, rows: Tensor) -> None:
+        """Passes rows to the next stage; never waits for it."""
+        assert self.after is not None, "the last stage has the head"
+        self.after.pass_on(rows)
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlace:
     """Where a process stands in the group that serves a model together."""
 
@@ -145,10 +186,13 @@ class RankPlace:
     meeting: Group = ALONE
     data_parallel: bool = False
     context: ContextGroup | None = None  # if a sequence's cached tokens are cut over ranks
+    stage: PipelineStage | None = None  # if layers are
 
     @property
     def group(self) -> Group:
-        """The ranks that compute the same rows."""
+        """The ranks that compute the same rows of the same layers."""
+        if self.stage is not None:
+            return self.stage.group
         if self.context is not None and self.context.weights is not None:
             return self.context.weights
         return ALONE if self.data_parallel else self.meeting
@@ -162,6 +206,14 @@ class RankPlace:
         """Its part of a model. Raises ValueError naming what does not divide."""
         if self.data_parallel:
             return replica_of(config, self.rank, self.size)
+        if (stage := self.stage) is not None:
+            return shard_of(
+                config,
+                stage.rank,
+                stage.size,
+                expert_parallel=self.expert_parallel,
+                layers=stage.layers,
+            )
         degree = 1 if self.context is None else self.context.cut.degree
         if self.context is not None and self.context.weights is not None:
             place = self.rank // degree, self.size // degree
@@ -202,6 +254,7 @@ class ProcessGroup(Group):
         self._peers: PeerSums | None = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._parts: list[Group] = []
+        self._passing: deque[tuple[Any, Tensor]] = deque()  # until they have arrived
 
     def adopt(self, part: Group) -> None:
         """Takes a group of some of its ranks, with exchanges in the same graphs; `close` closes
@@ -266,6 +319,22 @@ class ProcessGroup(Group):
     def hold(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graphs.append(graph)
 
+    def pass_on(self, x: Tensor) -> None:
+        """Sends a tensor to the other one of two ranks, and never waits for it: the receiver knows
+        the shape."""
+        self._passing.append((self._collectives.send([x], 1 - self.rank, 0), x))
+        while len(self._passing) > _MOST_PASSING:
+            self._passing.popleft()[0].wait()
+
+    def take_over(self, into: Tensor) -> Tensor:
+        """The next tensor that the other one of two ranks passes on, in `into`."""
+        work = self._collectives.recv([into], 1 - self.rank, 0)
+        if into.is_cuda:
+            work.wait()  # its stream does
+        else:
+            work.wait(_PASSED_WITHIN)
+        return into
+
     def close(self) -> None:
         for graph in self._graphs:
             graph.reset()  # NCCL ends a group only after all graphs with its exchanges
@@ -313,31 +382,3 @@ def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def whole_rows(own: Tensor, shard: ModelShard, group: Group) -> Tensor:
-    """Logits [S, V] of this rank's share of rows; own: [R, its vocabulary], of all rows.
-
-    Rank n gets rows n * S to n * S + S, with S = R / N rounded up; a row beyond the last one is the
-    last one again. Each logit moves once, so that N ranks move 1 / N of a gather's bytes.
-    """
-    widths = shard.vocabularies
-    if len(own) % shard.size:
-        own = own[_shares(len(own), shard.size, own.device).flatten()]
-    if own.shape[1] < max(widths):
-        own = torch.nn.functional.pad(own, (0, max(widths) - own.shape[1]))
-    dealt = group.deal(own.view(shard.size, -1, max(widths)))
-    return torch.cat([part[:, :width] for part, width in zip(dealt, widths, strict=True)], dim=1)
-
-
-def own_rows(count: int, shard: ModelShard, device: torch.device) -> Tensor | slice:
-    """This rank's share S of `count` rows, see `whole_rows`."""
-    share, left = divmod(count, shard.size)
-    if left:
-        return _shares(count, shard.size, device)[shard.rank]
-    return slice(shard.rank * share, (shard.rank + 1) * share)
-
-
-def _shares(count: int, size: int, device: torch.device) -> Tensor:
-    share = -(-count // size)
-    return torch.arange(size * share, device=device).clamp_(max=count - 1).view(size, share)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,3 +91,18 @@ class PromptForward(Forward, Protocol):
     def progress(self) -> Callable[[], int | None]:
         """A function that any thread may call: how many groups of layers the next forward has
         stored."""
+
+
+BegunT = TypeVar("BegunT")
+
+
+class Pipeline(Protocol[BegunT]):
+    """Forwards over stages of which each computes another one. They end in their order."""
+
+    most_begun: int
+
+    def begin(self, parts: Sequence[Part]) -> BegunT:
+        """Begins a forward."""
+
+    def end(self, begun: BegunT) -> list[PartResult]:
+        """Its results, in the order of the parts; waits for it."""

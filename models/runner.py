@@ -67,9 +67,9 @@ class ModelRunner:
         on_layer: Callable[[int], None] | None = None,
         wait: Callable[[], None] | None = None,
     ) -> None:
-        if len(kv) != model.config.num_layers:
+        if len(kv) != len(model.shard.layers):
             raise ValueError(
-                f"expected K and V of the model's {model.config.num_layers} layers, got {len(kv)}"
+                f"expected K and V of the model's {len(model.shard.layers)} layers, got {len(kv)}"
             )
         self.model = model
         self._kv = kv
@@ -90,7 +90,8 @@ class ModelRunner:
         """Run all parts in one forward; results are in their order.
 
         Afterwards K and V of each part's first `num_stored` rows are in its pages. Replicas give
-        the parts of all of them, and get the results of their own.
+        the parts of all of them, and get the results of their own. A stage of a pipeline before the
+        last one has no results.
         """
         replicas, counts = self.model.replicas, None
         if replicas is not None:
@@ -103,6 +104,8 @@ class ModelRunner:
         config = self.model.config
         packed = pack_parts(parts, page_size=self._page_size, shift=config.shift_logits)
         hidden = self._forward(parts, packed, counts)
+        if not self.model.has_head:
+            return []
         drawn = self._draw(parts, packed, hidden)
         return _results(parts, packed, drawn, hidden)
 

@@ -96,6 +96,7 @@ class ModelShard:
     kv_heads: range
     vocabulary: range
     vocabularies: tuple[int, ...]  # rows of the head that each rank holds
+    layers: range  # all of them, or those of a pipeline's stage
     experts: range | None = None  # routed experts that it holds whole; None cuts each expert
 
 
@@ -111,9 +112,10 @@ def shard_of(
     *,
     expert_parallel: bool = False,
     context_degree: int = 1,
+    layers: range | None = None,
 ) -> ModelShard:
     """The part of `rank` in a group of `size`, of which `context_degree` ranks each cut the context
-    among them. Raises ValueError naming what does not divide."""
+    among them; of all layers, or only of these. Raises ValueError naming what does not divide."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not in a group of {size}")
     _check(config, size, expert_parallel=expert_parallel)
@@ -139,6 +141,7 @@ def shard_of(
         kv_heads=_kv_heads(config.num_kv_heads, group, groups),
         vocabulary=_part(config.vocab_size, rank, size),
         vocabularies=tuple(len(_part(config.vocab_size, one, size)) for one in range(size)),
+        layers=range(config.num_layers) if layers is None else layers,
         experts=experts,
     )
 
@@ -215,13 +218,13 @@ class Released:
 
 
 def module_names(config: ModelConfig, shard: ModelShard | None = None) -> ModelNames:
-    """The names of modules in this family's releases, or of those of which a rank holds a part: of
-    experts that are spread only its own, and shared ones.
+    """The names of modules in this family's releases, or of those of which a rank holds a part: its
+    layers, and of experts that are spread only its own, and shared ones.
     """
     layout, own = config.family.layout, None if shard is None else shard.experts
     layers = tuple(
         _layer_names(layout, f"{layout.layers}.{number}", config.experts_of(number), own)
-        for number in range(config.num_layers)
+        for number in (range(config.num_layers) if shard is None else shard.layers)
     )
     return ModelNames(layout.embedding, layout.norm, layout.head, layers)
 
@@ -265,10 +268,15 @@ def tensors_of(config: ModelConfig, shard: ModelShard) -> dict[str, Released]:
     """By name every tensor of a release of which the rank reads something."""
     names, hidden = module_names(config, shard), config.hidden_size
     rows = Released((config.vocab_size, hidden), _cut(shard, 0, shard.vocabulary))
-    found = {f"{names.embedding}.weight": rows, f"{names.norm}.weight": Released((hidden,))}
-    if not config.tie_embeddings:
-        found[f"{names.head}.weight"] = rows
-    for number, layer in enumerate(names.layers):
+    is_first, is_last = shard.layers.start == 0, shard.layers.stop == config.num_layers
+    found = {}
+    if is_first or (is_last and config.tie_embeddings):
+        found[f"{names.embedding}.weight"] = rows
+    if is_last:
+        found[f"{names.norm}.weight"] = Released((hidden,))
+        if not config.tie_embeddings:
+            found[f"{names.head}.weight"] = rows
+    for number, layer in zip(shard.layers, names.layers, strict=True):
         found |= _attention(config, shard, layer)
         found |= _mlp(config, shard, layer, config.experts_of(number))
     return found

@@ -33,15 +33,8 @@ from effuse.kernels.values import Candidates, RowSampling, WeightedParts
 from effuse.models.config import ModelConfig
 from effuse.models.context import ContextAttention
 from effuse.models.context_prompts import prompt_attention
-from effuse.models.group import (
-    ALONE,
-    ContextGroup,
-    Group,
-    Replicas,
-    RowCounts,
-    own_rows,
-    whole_rows,
-)
+from effuse.models.group import ALONE, ContextGroup, Group, PipelineStage, Replicas, RowCounts
+from effuse.models.shares import draw_shares
 from effuse.models.tensors import ModelShard, whole
 
 # For up to this many rows, a GPU computes the MLP's last product in two halves of its sum; with
@@ -76,7 +69,7 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """All tensors, on one device and in one dtype, except biases of routers. A tied head is the
-    embedding itself.
+    embedding itself. What another stage of a pipeline has is empty here, [0, H].
     """
 
     embedding: Tensor  # [V, H]
@@ -90,7 +83,8 @@ class Transformer:
 
     In a group of ranks it is this rank's `shard`: hidden rows are those of the whole model on every
     rank, heads and K and V its own. One of several `replicas` has rows of its own, and each of its
-    forwards takes all of them. Ranks of a `context` hold different tokens of every sequence.
+    forwards takes all of them. Ranks of a `context` hold different tokens of every sequence, and a
+    `stage` of a pipeline some of the layers.
     """
 
     def __init__(
@@ -104,6 +98,7 @@ class Transformer:
         *,
         batch_invariant: bool = False,
         context: ContextGroup | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         """With `batch_invariant` a row's bits do not depend on other rows on a GPU either, and
         attention is `block_attention`, whatever `attend` is. The same holds with a `context`, whose
@@ -112,6 +107,8 @@ class Transformer:
         self.shard = whole(config) if shard is None else shard
         self.group = group
         self.replicas = replicas
+        self.stage = stage
+        self.has_head = stage is None or stage.is_last
         self.weights = weights
         self.batch_invariant = batch_invariant
         self._linear = partial(linear, batch_invariant=batch_invariant)
@@ -122,8 +119,7 @@ class Transformer:
         if batch_invariant:
             attend = partial(block_attention, batch_invariant=True)
         self._attention = self.context or self.prompts or attend
-        self.device = weights.embedding.device
-        self.dtype = weights.embedding.dtype
+        self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
         is_exact = attend is block_attention and self.device.type == "cpu"
         # Whether stored K and V do not depend on other rows, apart from a context's merges.
         self.stores_alike = batch_invariant or (is_exact and self.dtype == torch.float32)
@@ -156,21 +152,23 @@ class Transformer:
         page_size, Hkv, D]; the K and V of rows whose slot is not -1 are stored there. `last_rows`
         [R] int64 selects the result [R, H], and the last layer only computes these rows (without
         any, only its K and V). None means all: [T, H]. `stored` is called with each layer's number
-        once its K and V are stored or queued. `counts` are the rows of all replicas, by default as
-        many as here.
+        here once its K and V are stored or queued. `counts` are the rows of all replicas, by
+        default as many as here. A stage before the last one passes its rows on, and returns none.
         """
         of_all = None if counts is None else counts.rows
         rows = _Rows(positions, attention, self._begin(attention, slot_mapping), of_all)
         wanted = None if counts is None else counts.wanted
         normed, residual = self._but_last(token_ids, kv, rows, stored or _ignore)
         layer, number = self.weights.layers[-1], len(self.weights.layers) - 1
-        if last_rows is not None and len(last_rows) == 0:
+        if self.has_head and last_rows is not None and len(last_rows) == 0:
             self._store_only(layer, normed, kv[-1], rows)
             (stored or _ignore)(number)
             self._experts_only(layer, wanted or ())
             return normed[:0]
         mixed = self._attend(layer, normed, kv[-1], rows)
         (stored or _ignore)(number)
+        if not self.has_head:
+            return self._pass_on(layer, mixed, residual)
         if last_rows is not None:
             mixed, residual = mixed[last_rows], residual[last_rows]
         return self.finish(mixed, residual, wanted)
@@ -241,14 +239,7 @@ class Transformer:
         if self.draws_shares(filters=filters):
             record = share_record(own, sampling, config.mask_token_id, shard.vocabulary.start)
             return of_shares(self.group.collect(record), sampling, config.mask_token_id)
-        rows = own_rows(len(hidden), shard, self.device)
-        drawn = draw(whole_rows(own, shard, self.group), sampling.of_rows(rows))
-        # One exchange: fp64 holds token ids and fp32 values exactly.
-        columns = torch.stack(
-            [drawn.token.double(), drawn.confidence.double(), drawn.score.double()]
-        )
-        of_all = self.group.gather(columns, [columns.shape[1]] * shard.size)[:, : len(hidden)]
-        return Candidates(of_all[0].long(), of_all[1].float(), of_all[2].float())
+        return draw_shares(own, sampling, draw, shard, self.group)
 
     def hold(self, graph: torch.cuda.CUDAGraph) -> None:
         """Gives a graph of this model's forwards to the group whose exchanges are in it."""
@@ -264,13 +255,29 @@ class Transformer:
     ) -> tuple[Tensor, Tensor]:
         """(normed input of the last layer; residual), both [T, H]."""
         layers = self.weights.layers
-        normed, residual = self._embed(token_ids, layers[0].attn_norm)
+        normed, residual = self._enter(token_ids, layers[0].attn_norm)
         for number, (layer, following) in enumerate(pairwise(layers)):
             mixed = self._attend(layer, normed, kv[number], rows)
             stored(number)
             update, residual = self._mlp(layer, mixed, residual, rows.counts)
             normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
+
+    def _enter(self, token_ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed input of the first layer here; residual), both [T, H]."""
+        if self.stage is None or self.stage.is_first:
+            return self._embed(token_ids, weight)
+        config = self.config
+        residual = self.stage.receive(len(token_ids), config.hidden_size, weight)
+        return rms_norm(residual, weight, config.rms_norm_eps), residual
+
+    def _pass_on(self, layer: LayerWeights, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Sends the stage's rows [T, H] to the next one, after its last layer."""
+        assert self.stage is not None, "a stage before the last one passes rows on"
+        update, residual = self._mlp(layer, mixed, residual, None)
+        total = self._add_norm(update, residual, layer.mlp_norm)[1]  # the norm is the next one's
+        self.stage.send(total)
+        return total[:0]
 
     def _embed(self, token_ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(normed embeddings, embeddings) [T, H] of token_ids [T]. A CPU that holds all of them

@@ -82,6 +82,7 @@ def load_model(
         place.replicas,
         batch_invariant=batch_invariant,
         context=place.context,
+        stage=place.stage,
     )
 
 
@@ -148,7 +149,8 @@ def check_memory(
     if needed > free:
         raise CheckpointError(
             f"{directory}: the weights are {needed / 1e9:.1f} GB in {dtype}, {device} has "
-            f"{free / 1e9:.1f} GB free; --tensor-parallel-size spreads them over several devices"
+            f"{free / 1e9:.1f} GB free; --tensor-parallel-size and "
+            "--pipeline-parallel-size spread them over several devices"
         )
 
 
@@ -177,12 +179,18 @@ class _Loader:
     tensors: Mapping[str, Released]
 
     def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
-        embedding = self.matrix(names.embedding)
+        def held(name: str, load: Callable[[str], Tensor]) -> Tensor:
+            """None of it in a stage that does not need it."""
+            if f"{name}.weight" in self.tensors:
+                return load(name)
+            return torch.empty(0, config.hidden_size, dtype=self.dtype, device=self.device)
+
+        embedding = held(names.embedding, self.matrix)
         return ModelWeights(
             embedding=embedding,
             layers=tuple(self.layer(config, layer) for layer in names.layers),
-            norm=self.take(f"{names.norm}.weight"),
-            head=embedding if config.tie_embeddings else self.matrix(names.head),
+            norm=held(names.norm, lambda name: self.take(f"{name}.weight")),
+            head=embedding if config.tie_embeddings else held(names.head, self.matrix),
         )
 
     def layer(self, config: ModelConfig, names: LayerNames) -> LayerWeights:

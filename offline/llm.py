@@ -51,6 +51,7 @@ class GroupOptions(TypedDict, total=False):
     """A decode worker's flags for several GPUs."""
 
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     expert_parallel: bool
     data_parallel_size: int
     decode_context_parallel_size: int

@@ -126,6 +126,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Positive
     ranks: Positive = 1  # devices that compute together
     context_ranks: Positive = 1  # of them, those that hold the same KV heads for other tokens
+    stages: Positive = 1  # of layers, with equally many of them each
 
 
 FEW_PAGES = 8  # for warming up a link, however busy its two ends are

@@ -14,6 +14,7 @@ from effuse.prefill_worker.executor import PromptExecutor, mark_of
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import Engine, main
+from effuse.worker.group_parts import pipeline_of
 from effuse.worker.watchdog import Pulse
 
 
@@ -49,6 +50,7 @@ def make_core(
         needs_boundary=model.config.shift_logits,
         mark=mark_of(model.device),
         on_progress=pulse.mark,
+        pipeline=pipeline_of(parts.runner),
     )
     return PrefillEngine(
         executor,

@@ -97,10 +97,9 @@ class PrefillEngine:
         has_changed = self._cache.poll()
         has_changed |= self._end_late() | self._take_reports() | self._end_pooled()
         has_changed |= self._admit(turn)
-        if self._executor.is_full or not turn.may_launch:
-            return has_changed
-        has_launched = self._launch(turn)
-        return self._apply_ended() or has_changed or has_launched
+        may_launch = turn.may_launch and not self._executor.is_full
+        has_launched = may_launch and self._launch(turn)
+        return self._apply_ended(waits=not has_launched) or has_changed or has_launched
 
     def is_working(self) -> bool:
         return self.is_computing or self._cache.is_copying or bool(self.table.pooling)
@@ -365,10 +364,11 @@ class PrefillEngine:
             self._launched.append(began_s)
         return True
 
-    def _apply_ended(self) -> bool:
-        """Handles forwards that have ended; True if there were any."""
+    def _apply_ended(self, *, waits: bool = False) -> bool:
+        """Handles forwards that have ended; True if there were any. `waits`: nothing else can
+        begin, so that it waits for one of a pipeline."""
         has_applied = False
-        while self._executor.has_ended():
+        while self._executor.has_ended(waits=waits and not has_applied):
             has_applied = True
             chunks, now = self._executor.read(), self._now()
             began_s, self._ended_s = max(self._launched.popleft(), self._ended_s), now

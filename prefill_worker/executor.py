@@ -1,5 +1,7 @@
 """Launches forwards over chunks of prompts, and lets their pages leave meanwhile.
 
+In a pipeline the next chunks begin in the first stage before earlier ones have ended in the last.
+
 On a device the host is one forward ahead, so that scheduling and packing cost the device no time:
 layers leave as soon as the forward itself marks them as stored. On the CPU a forward has ended when
 its call returns.
@@ -9,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from effuse.kvtransfer.connector import Pending
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState
 from effuse.kvtransfer.sender import HandoffSender
-from effuse.models.part import Part, PromptForward
+from effuse.models.part import Part, PartResult, Pipeline, PromptForward
 from effuse.prefill_worker.prompts import Prompt, PromptChunk
 from effuse.worker.engine_process import ForwardGuard
 
@@ -27,13 +30,18 @@ Mark = Callable[[], IsOver]  # marks all work queued so far; the result tests wh
 _MOST_RUNNING = 2  # forwards that were launched and have not ended
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LaunchedForward:
     """A forward that may not have ended."""
 
     chunks: Sequence[PromptChunk]
     progress: Pending[int]  # groups of layers that it has stored
-    is_over: IsOver
+    begun: object = None  # of a pipeline
+    mark: IsOver | None = None  # once its results are known, which may be on their way
+    rows: Sequence[Tensor | None] = ()  # then: each chunk's boundary row on the host
+
+    def is_over(self) -> bool:
+        return self.mark is not None and self.mark()
 
 
 class PromptExecutor:
@@ -48,10 +56,12 @@ class PromptExecutor:
         needs_boundary: bool,
         mark: Mark | None,
         on_progress: Callable[[], None] = lambda: None,
+        pipeline: Pipeline[Any] | None = None,
     ) -> None:
         """`needs_boundary`: the model shifts its logits, so that a vector goes with the pages.
         `mark` shows when queued forwards have ended; None if they have when they return.
-        `on_progress` is called when a launched forward has stored more layers.
+        `on_progress` is called when a launched forward has stored more layers. With a `pipeline`
+        forwards are begun there, and results are read when no more can begin.
         """
         self.num_forwards = 0
         self.num_prompts = 0  # sum over the forwards
@@ -62,6 +72,8 @@ class PromptExecutor:
         self._needs_boundary = needs_boundary
         self._mark = mark
         self._on_progress = on_progress
+        self._pipeline = pipeline
+        self._most_running = _MOST_RUNNING if pipeline is None else pipeline.most_begun
         self._num_stored: int | None = 0  # groups of layers of the oldest running forward
         self._guard = ForwardGuard()
         self._running: deque[LaunchedForward] = deque()
@@ -78,7 +90,7 @@ class PromptExecutor:
     @property
     def is_full(self) -> bool:
         """Whether a forward must end before the next launch."""
-        return len(self._running) >= _MOST_RUNNING
+        return len(self._running) >= self._most_running
 
     def launch(self, chunks: Sequence[PromptChunk]) -> None:
         """Queues a forward, and hands its pages to the sender before: their layers leave while it
@@ -93,25 +105,38 @@ class PromptExecutor:
         self.num_forwards += 1
         self.num_prompts += len(parts)
         self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
-        results = self._guard.run(lambda: self._forward.run(parts), len(parts))
-        rows = [None if one.boundary is None else _to_host(one.boundary) for one in results]
-        is_over = _always if self._mark is None else self._mark()
-        self._running.append(LaunchedForward(chunks, progress, is_over))
-        for chunk, row in zip(chunks, rows, strict=True):
+        launched = LaunchedForward(chunks, progress)
+        if self._pipeline is None:
+            results = self._guard.run(lambda: self._forward.run(parts), len(parts))
+            self._take(launched, results)
+        else:
+            launched.begun = self._pipeline.begin(parts)
+        self._running.append(launched)
+        for at, chunk in enumerate(chunks):
             chunk.prompt.num_launched = chunk.end
             if not chunk.prompt.num_left:
-                if chunk.prompt.to_pool and row is not None and not chunk.prompt.can_split:
-                    chunk.prompt.row = row.to(self._memory.device, non_blocking=True)
-                boundary = partial(_boundary, chunk.prompt, row, is_over)
+                boundary = partial(_boundary, chunk.prompt, launched, at)
                 self._sender.computed(chunk.prompt.attempt.transfer_id, boundary)
 
-    def has_ended(self) -> bool:
+    def _take(self, launched: LaunchedForward, results: Sequence[PartResult]) -> None:
+        """Takes a forward's results, which may be on their way from a device."""
+        rows = [None if one.boundary is None else _to_host(one.boundary) for one in results]
+        launched.rows = rows
+        for chunk, row in zip(launched.chunks, rows, strict=True):
+            if chunk.prompt.to_pool and row is not None and not chunk.prompt.can_split:
+                chunk.prompt.row = row.to(self._memory.device, non_blocking=True)
+        launched.mark = _always if self._mark is None else self._mark()
+
+    def has_ended(self, *, waits: bool = False) -> bool:
         """Whether the oldest running forward has ended. Its progress is a sign of life, because a
-        long forward ends long after its launch.
+        long forward ends long after its launch. Of a pipeline it is waited for if the pipeline is
+        full, or if the caller `waits` because nothing else can begin.
         """
         if not self._running:
             return False
         oldest = self._running[0]
+        if self._pipeline is not None and oldest.mark is None and (waits or self.is_full):
+            self._take(oldest, self._pipeline.end(oldest.begun))
         before, self._num_stored = self._num_stored, oldest.progress()
         if self._num_stored != before:
             self._on_progress()
@@ -145,13 +170,14 @@ class PromptExecutor:
             self._sender.pages_ready(prompt.attempt.transfer_id, pages, progress)
 
 
-def _boundary(prompt: Prompt, row: Tensor | None, is_over: IsOver) -> BoundaryState | None:
-    """The boundary of a prompt with `row` [hidden_size] on the host, once its forward has ended.
+def _boundary(prompt: Prompt, launched: LaunchedForward, at: int) -> BoundaryState | None:
+    """The boundary of a prompt whose last chunk is number `at` of a forward, once that has ended.
 
     May be called from any thread.
     """
-    if not is_over():
+    if not launched.is_over():
         return None
+    row = launched.rows[at]
     return prompt.boundary(None if row is None else _bytes_of(row))
 
 

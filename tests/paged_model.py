@@ -37,7 +37,7 @@ class PagedModel:
         )
         config, context = self.model.config, place and place.context
         num_heads = len(self.model.shard.kv_heads)
-        sizes = config.num_layers, num_heads, config.head_dim, page_size
+        sizes = len(self.model.shard.layers), num_heads, config.head_dim, page_size
         memory = PageMemory(KVLayout("unified", *sizes, "float32"), NUM_PAGES)
         # Tables have pages of all ranks together.
         self.page_size = page_size * (context.cut.degree if context else 1)

@@ -30,7 +30,6 @@ from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
 from effuse.kvtransfer.units import UnitCache, unit_tokens_of
-from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
 from effuse.models.group import ALONE, ContextGroup, RankPlace
 from effuse.models.part import PromptForward
@@ -40,7 +39,7 @@ from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import choose_connector, connect, why_no_nixl
 from effuse.worker.group_parts import GroupConnector, GroupHost, GroupRunner
-from effuse.worker.meeting import join
+from effuse.worker.meeting import join, stage_of
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open
 from effuse.worker.rank_part import (
@@ -50,9 +49,10 @@ from effuse.worker.rank_part import (
     load_shard,
     make_part,
     model_directory,
+    read_model,
 )
-from effuse.worker.ranks import Ranks, end_process, note_only
-from effuse.worker.watchdog import Pulse
+from effuse.worker.ranks import Ranks
+from effuse.worker.watchdog import Pulse, end_process, note_only
 
 # A block's KV is stored by the forward after the one in which it settled.
 _COMMIT_RULE = "settled_recompute"
@@ -116,11 +116,11 @@ def assemble(
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
         if config.num_ranks > 1:
-            _check_cuts(config, directory)
+            _check_cuts(config)
             ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
             on_failure.callback(ranks.close)
             ranks.wait_for("present", config.startup_timeout_s)
-            place = join(config, 0, device, ranks.home)
+            place = join(config, read_model(config), 0, device, ranks.home)
             ranks.group = place.meeting
         model = load_shard(config, device, place, pulse)
         if ranks is not None:
@@ -135,7 +135,7 @@ def assemble(
     return Assembly(
         model=model,
         memory=part.memory,
-        runner=part.runner if ranks is None else GroupRunner(part.runner, ranks),
+        runner=part.runner if ranks is None else GroupRunner(part.runner, ranks, pulse.mark),
         queued=part.queued,
         fingerprint=agreed,
         connect=partial(_connect_all, config, part, incarnation, agreed, role, ranks),
@@ -209,15 +209,18 @@ def _unit_tokens(config: WorkerConfig, page_size: int, model: Transformer) -> in
         raise ValueError(f"--kv-unit-tokens: {error}") from error
 
 
-def _check_cuts(config: WorkerConfig, directory: Path) -> None:
+def _check_cuts(config: WorkerConfig) -> None:
     """Raises ValueError if the model cannot be cut for so many ranks."""
-    model = ModelConfig.from_dir(directory, block_size=config.block_size)
+    model = read_model(config)
     has_replicas, degree, context = config.num_replicas > 1, config.context_degree, None
     if degree > 1:
         weights = ALONE if config.cuts_rows else None
         context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE, weights)
     place = RankPlace(
-        0, config.num_ranks, config.expert_parallel, data_parallel=has_replicas, context=context
+        *(0, config.num_ranks, config.expert_parallel),
+        data_parallel=has_replicas,
+        context=context,
+        stage=stage_of(config, model, 0),
     )
     place.shard(model)
 

@@ -5,6 +5,7 @@ Values found at run time (pages in the pool, the bound port) are in other module
 
 import math
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
@@ -25,6 +26,16 @@ END_S: Final = 10.0
 STOP_S: Final = 20.0
 """Time for an engine to end that they do not leave; then it is killed."""
 _LEAST_HANG_S: Final = 1.0
+_WITH_STAGES: Final[Mapping[str, object]] = {
+    "data_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "attention": "triton",
+    "kv_layout": "unified",
+    "batch_invariant": False,
+    "kv_offloading_size": 0.0,
+}
+"""The values of other settings with which pipelines are built."""
 _MOST_STOP_IDS = 128  # more than a router accepts; a GPU has room for them in every slot
 
 
@@ -77,6 +88,7 @@ class WorkerConfig(EngineSettings):
             raise ValueError(f"--encrypt-pages: expected --connector zmq, got {self.connector}")
         if not self.encrypt_pages:
             self.check_plaintext("host", self.host, "pages")
+        self._check_stages()
         checks.whole("port", self.port, 0, 65535)
         for name in ("startup_timeout_s", "hang_timeout_s"):
             checks.seconds(name, getattr(self, name))
@@ -89,6 +101,22 @@ class WorkerConfig(EngineSettings):
         check_name("fleet", self.fleet)
         if self.worker_id is not None:
             check_name("worker id", self.worker_id)
+
+    def _check_stages(self) -> None:
+        """The combinations of a pipeline that are built."""
+        count, size = self.pipeline_parallel_size, self.tensor_parallel_size
+        if count == 1:
+            return
+        name = f"--pipeline-parallel-size {count}"
+        if count * size > MOST_RANKS:
+            raise ValueError(
+                f"{name}: expected at most {MOST_RANKS} devices, got {count} times "
+                f"--tensor-parallel-size {size}"
+            )
+        for other, accepted in _WITH_STAGES.items():
+            if (found := getattr(self, other, accepted)) != accepted:
+                text = f"no {flag_of(other)}" if not accepted else f"{flag_of(other)} {accepted}"
+                raise ValueError(f"{name}: expected {text} with it, got {found}")
 
     @property
     def num_replicas(self) -> int:
@@ -108,12 +136,15 @@ class WorkerConfig(EngineSettings):
     @property
     def num_ranks(self) -> int:
         rows = self.context_degree if self.cuts_rows else 1
-        return self.tensor_parallel_size * self.num_replicas * rows
+        cut = self.tensor_parallel_size * self.pipeline_parallel_size
+        return cut * self.num_replicas * rows
 
     @property
     def runs_graphs(self) -> bool:
-        """Whether a GPU may run captured graphs; FlexAttention compiles for new lengths."""
-        return not self.enforce_eager and self.attention != "flex"
+        """Whether a GPU may run captured graphs. FlexAttention compiles for new lengths, and the
+        host has several forwards of a pipeline under way."""
+        is_eager = self.enforce_eager or self.pipeline_parallel_size > 1
+        return not is_eager and self.attention != "flex"
 
     @property
     def longest_end_s(self) -> float:

@@ -46,6 +46,11 @@ class ModelSettings(Access):
     tensor_parallel_size: Annotated[
         int, "devices that compute each layer together, each with a part of the weights"
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        "stages of layers, each with the devices of tensor-parallel-size; requests are in as many "
+        "forwards at a time",
+    ] = 1
     expert_parallel: Annotated[
         bool, "spread whole experts over the devices; without it each expert is cut"
     ] = False
@@ -98,6 +103,7 @@ class EngineSettings(ModelSettings):
         checks.whole("kv_unit_tokens", self.kv_unit_tokens, 1)
         checks.whole("max_model_len", self.max_model_len, 1)
         checks.whole("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
+        checks.whole("pipeline_parallel_size", self.pipeline_parallel_size, 1, MOST_RANKS)
         checks.choice("device", self.device, get_args(Device))
         checks.choice("dtype", self.dtype, get_args(Dtype))
         checks.whole("num_pages", self.num_pages, 1, MAX_POOL_PAGES)

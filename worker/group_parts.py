@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import select
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,9 +31,10 @@ from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
-from effuse.models.part import Part, PartResult
+from effuse.models.part import Forward, Part, PartResult
 from effuse.models.runner import ModelRunner
 from effuse.worker.rank_messages import (
+    Complete,
     CopyPage,
     ForReplica,
     ForwardProgress,
@@ -46,36 +48,85 @@ _FAILURES = (ArrivalRefused, PushFailed)
 _SUCCESSES = (Arrived, Pushed)
 
 
-class GroupRunner:
-    """A `PromptForward` of all ranks; candidates are the leader's, or of each replica its own."""
+@dataclass(slots=True, eq=False)
+class BegunForward:
+    """A forward of all ranks that the leader has perhaps not computed yet."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
+    number: int
+    parts: Sequence[Part]
+    num_sent: int  # commands up to it
+    progress: ForwardProgress | None
+    results: list[PartResult] | None = None
+
+
+class GroupRunner:
+    """A `PromptForward` of all ranks; candidates are the leader's, or of each replica its own.
+
+    In a pipeline it is a `Pipeline`, too: forwards begin in the first stage before earlier ones
+    have ended in the last, which is the leader's.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, ranks: Ranks, on_sign: Callable[[], None] = lambda: None
+    ) -> None:
+        """on_sign: called while the leader waits and other stages advance."""
+        stage = runner.model.stage
+        self.most_begun = 1 if stage is None else stage.count
         self._runner = runner
         self._ranks = ranks
+        self._on_sign = on_sign
         self._number = 0  # of the next forward
+        self._progress: ForwardProgress | None = None  # of the next forward
+        self._begun: deque[BegunForward] = deque()  # oldest first
 
     def progress(self) -> ForwardProgress:
         """How far the next forward is on the leader's device."""
-        return ForwardProgress(self._number, self._runner.progress())
+        self._progress = ForwardProgress(self._number)
+        return self._progress
 
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
         """One forward; results once every rank has read the same parts. Raises GroupBroken, also if
         the forward fails here: the other ranks would wait for ever."""
-        if not parts:
-            return []
+        return self.end(self.begin(parts)) if parts else []
+
+    def begin(self, parts: Sequence[Part]) -> BegunForward:
+        """Has the other stages begin a forward. Raises GroupBroken."""
         self._ranks.check()
-        self._ranks.send(RunParts(self._number, list(parts)))
-        self._number += 1
+        num_sent = self._ranks.send(RunParts(self._number, list(parts)))
+        begun = BegunForward(self._number, parts, num_sent, self._progress)
+        self._begun.append(begun)
+        self._number, self._progress = self._number + 1, None
+        return begun
+
+    def end(self, begun: BegunForward) -> list[PartResult]:
+        """The results of a forward, after those before it. Raises GroupBroken, as `run`."""
+        while begun.results is None:
+            oldest = self._begun.popleft()
+            oldest.results = self._compute(oldest)
+        return begun.results
+
+    def _compute(self, begun: BegunForward) -> list[PartResult]:
+        ranks, runner = self._ranks, self._runner
+        if self.most_begun > 1:
+            ranks.await_rows(begun.number, self._on_sign)
+            ranks.send(Complete(begun.number))
         try:
-            results = self._runner.run(parts)
+            if begun.progress is not None:
+                begun.progress.stored = runner.progress()
+            results = runner.run(begun.parts)
         except Exception as error:
-            self._ranks.failed(error)
+            ranks.failed(error)
             raise
-        self._ranks.confirm()
-        if self._runner.model.replicas is None:
+        ranks.confirm(begun.num_sent)
+        if runner.model.replicas is None:
             return results
-        of_replica = [iter(results), *map(iter, self._ranks.computed(self._number - 1))]
-        return [next(of_replica[part.replica]) for part in parts]
+        of_replica = [iter(results), *map(iter, ranks.computed(begun.number))]
+        return [next(of_replica[part.replica]) for part in begun.parts]
+
+
+def pipeline_of(forward: Forward) -> GroupRunner | None:
+    """The forward as a `Pipeline`, if it is one."""
+    return forward if isinstance(forward, GroupRunner) and forward.most_begun > 1 else None
 
 
 class ReplicaConnector:

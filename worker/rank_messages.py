@@ -30,14 +30,13 @@ class ForwardProgress:
     """Groups of layers that a forward has stored, by its number in the group. Only the number goes
     to other ranks: so this is no dataclass, which the encoder would write whole."""
 
-    def __init__(self, number: int, stored: Callable[[], int] | None = None) -> None:
-        """`stored` counts those of this rank's device."""
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.stored = stored
+        self.stored: Callable[[], int] | None = None
+        """Counts those of this rank's device; None before the forward begins on it."""
 
     def __call__(self) -> int:
-        assert self.stored is not None, "it is of another rank"
-        return self.stored()
+        return 0 if self.stored is None else self.stored()
 
 
 # From the leader.
@@ -48,6 +47,13 @@ class RunParts(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     parts: list[Part]
+
+
+class Complete(msgspec.Struct, frozen=True, tag=True):
+    """The last stage of a pipeline computes the oldest forward that the others have begun. Its
+    ranks get parts before, but meet the leader, which may have other work until then."""
+
+    number: int
 
 
 class CopyPage(msgspec.Struct, frozen=True, tag=True):
@@ -132,6 +138,7 @@ class ForReplica(msgspec.Struct, frozen=True, tag=True):
 
 Command = (
     RunParts
+    | Complete
     | CopyPage
     | ZeroTail
     | MovePages
@@ -179,6 +186,12 @@ class Computed(msgspec.Struct, frozen=True, tag=True):
     results: list[PartResult]
 
 
+class Advanced(msgspec.Struct, frozen=True, tag=True):
+    """A stage of a pipeline computes, or has passed on the rows of all forwards before `number`."""
+
+    number: int
+
+
 class PagesMoved(msgspec.Struct, frozen=True, tag=True):
     """The copies of a `MovePages` have ended. digests: [pages, pieces] int64 of this rank."""
 
@@ -192,7 +205,7 @@ class Readdressed(msgspec.Struct, frozen=True, tag=True):
     shard: Shard
 
 
-FromRank = Reached | RankRefused | Taken | Moved | Computed | PagesMoved | Readdressed
+FromRank = Reached | RankRefused | Taken | Moved | Computed | Advanced | PagesMoved | Readdressed
 
 
 class RankOrders(msgspec.Struct, frozen=True, kw_only=True):

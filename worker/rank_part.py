@@ -57,6 +57,11 @@ def model_directory(config: WorkerConfig) -> Path:
     return config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
 
 
+def read_model(config: WorkerConfig) -> ModelConfig:
+    """The model's configuration. Raises ValueError."""
+    return ModelConfig.from_dir(model_directory(config), block_size=config.block_size)
+
+
 def load_shard(
     config: WorkerConfig, device: torch.device, place: RankPlace, pulse: Pulse
 ) -> Transformer:
@@ -105,7 +110,8 @@ def make_part(
         else GroupMemory(layout, num_pages, device, ranks)
     )
     # Only a worker that pushes needs to know which layers are stored.
-    marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role != "decode" else None
+    held = len(layout.layers), len(layout.groups)
+    marks = LayerMarks(*held, device) if role != "decode" else None
     begins_cached = config.enable_prefix_caching and model.config.family.is_block_causal
     most_cached = max_model_len if begins_cached else 0
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
@@ -256,10 +262,12 @@ def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
 
 
 def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
-    rank, degree = model.shard.rank, model.shard.size
+    rank, degree, stage = model.shard.rank, model.shard.size, model.stage
     if model.prompts is not None:
         cut = model.prompts.cut
         rank, degree = rank * cut.degree + cut.rank, degree * cut.degree
+    if stage is not None:
+        rank, degree = rank + (stage.count - 1 - stage.number) * degree, degree * stage.count
     return KVLayout(
         kind=config.kv_layout,
         num_layers=model.config.num_layers,
@@ -271,6 +279,8 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
         rank=rank,
         degree=degree,
         context_degree=config.context_degree,
+        num_stages=config.pipeline_parallel_size,
+        held=None if stage is None else stage.groups,
     )
 
 
@@ -281,9 +291,12 @@ def _num_pages(
     if config.num_pages is not None:
         return config.num_pages
     least = layout.pages_for(max_model_len)
-    if model.device.type == "cpu":
-        return max(least, _CPU_POOL_BYTES // layout.page_bytes)
     everyone = model.group if model.replicas is None else model.replicas.group
+    if model.stage is not None:
+        everyone = model.stage.everyone
+    if model.device.type == "cpu":
+        found = max(least, _CPU_POOL_BYTES // layout.page_bytes)
+        return found if model.stage is None else everyone.least(found)
     least = everyone.least(_device_pages(config, model, layout, max_model_len))
     return least if model.prompts is None else model.prompts.group.least(least)
 

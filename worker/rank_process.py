@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +32,9 @@ from effuse.worker.meeting import join
 from effuse.worker.rank_messages import (
     COMMANDS,
     ENCODER,
+    Advanced,
     Command,
+    Complete,
     Computed,
     CopyPage,
     Digests,
@@ -59,11 +62,12 @@ from effuse.worker.rank_messages import (
     answers_path,
     commands_path,
 )
-from effuse.worker.rank_part import RankPart, device_of, load_shard, make_part
+from effuse.worker.rank_part import RankPart, device_of, load_shard, make_part, read_model
 from effuse.worker.watchdog import Pulse
 
 _COPYING_MS: Final = 1  # no descriptor shows that a copy has ended
-_MOST_FORWARDS: Final = 8  # of which it is known how far they are; two may be running
+_MOST_FORWARDS: Final = 8  # that have begun and of which it is known how far they are
+_SHOW_S: Final = 0.2
 
 Opener = Callable[[Fingerprint], Connector]
 
@@ -157,8 +161,10 @@ class Rank:
         self._connector: Connector | None = None
         self._shard: Shard | None = None
         self._inbox: deque[Command] = deque()
-        self._next = 0  # number of the next forward
-        self._progress: dict[int, Pending[int]] = {}  # of forwards, by number
+        self._next = 0  # number of the next forward that begins here
+        self._held: deque[RunParts] = deque()  # forwards of a last stage, until the leader's begin
+        self._progress: dict[int, ForwardProgress] = {}  # of forwards, by number
+        self._advanced_s = 0.0  # when the leader was last shown that a layer is done
         self._copying: dict[int, DigestJob] = {}  # copies from and to host memory, by number
 
     def run(self) -> None:
@@ -178,6 +184,10 @@ class Rank:
 
     def between_layers(self) -> None:
         """Runs commands about transfers that have come, up to the next one about memory."""
+        now = time.monotonic()
+        if self._part.model.stage is not None and now - self._advanced_s > _SHOW_S:
+            self._advanced_s = now
+            self._leader.answer(Advanced(self._next - 1))
         self._look()
         while self._inbox and isinstance(self._inbox[0], Transfer):
             self._obey(self._inbox.popleft())
@@ -210,15 +220,15 @@ class Rank:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case RunParts(number=number, parts=parts):
-                self._note_progress(number)
-                self._next = number + 1
-                results = self._part.runner.run(parts)
-                if self._part.model.replicas is not None:
-                    self._settle()
-                    self._leader.answer(Computed(number, results))
-                for old in [at for at in self._progress if at <= number - _MOST_FORWARDS]:
-                    del self._progress[old]
+            case RunParts():
+                stage = self._part.model.stage
+                if stage is not None and stage.is_last:
+                    self._held.append(command)
+                else:
+                    self._compute(command)
+            case Complete():
+                if self._held:  # in the last stage
+                    self._compute(self._held.popleft())
             case CopyPage(source=source, target=target):
                 self._part.memory.copy_page(source, target)
             case ZeroTail(page_id=page_id, num_used=num_used):
@@ -247,6 +257,20 @@ class Rank:
                     command = msgspec.structs.replace(command, num_final=progress)
                 self._connector.send(command)
 
+    def _compute(self, forward: RunParts) -> None:
+        model, runner, number = self._part.model, self._part.runner, forward.number
+        self._next = number + 1
+        if self._pushes:
+            self._progress.setdefault(number, ForwardProgress(number)).stored = runner.progress()
+        results = runner.run(forward.parts)
+        if model.replicas is not None:
+            self._settle()
+            self._leader.answer(Computed(number, results))
+        elif model.stage is not None:
+            self._leader.answer(Advanced(self._next))
+        for old in [at for at in self._progress if at <= number - _MOST_FORWARDS]:
+            del self._progress[old]
+
     def _settle(self) -> None:
         """A replica's pages may change hands once its results are there."""
         device = self._part.model.device
@@ -254,17 +278,11 @@ class Rank:
             torch.cuda.synchronize(device)
 
     def _progress_of(self, forward: Pending[int]) -> Pending[int] | None:
-        """How far a forward is: the next one, or one that was asked for before. A forward that is
-        not known any more has ended."""
+        """How far a forward is, begun or not. One that is not known any more has ended."""
         assert isinstance(forward, ForwardProgress), "the leader names only forwards of the group"
-        if (number := forward.number) == self._next:
-            self._note_progress(number)
-        return self._progress.get(number)
-
-    def _note_progress(self, number: int) -> None:
-        """Follows a prefill worker's forward, also if its pages are pushed only later."""
-        if self._pushes and number not in self._progress:
-            self._progress[number] = self._part.runner.progress()
+        if forward.number >= self._next:
+            self._progress.setdefault(forward.number, forward)
+        return self._progress.get(forward.number)
 
 
 class RankPulse(Pulse):
@@ -305,7 +323,7 @@ def _start(
     if orders.alive_fd is not None:
         os.dup(orders.alive_fd)  # behind the device's own descriptors, see `listen_while_alive`
     leader.answer(Reached("present"))
-    place = join(config, orders.rank, device, Path(orders.home))
+    place = join(config, read_model(config), orders.rank, device, Path(orders.home))
     pulse = RankPulse(lambda _: None)
     model = load_shard(config, device, place, pulse)
     leader.answer(Reached("loaded"))

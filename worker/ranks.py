@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NoReturn
+from typing import Final
 
 import msgspec
 import zmq
@@ -29,12 +29,12 @@ from effuse.kvtransfer.messages import Shard
 from effuse.models.group import ALONE, Group
 from effuse.models.part import PartResult
 from effuse.placement.records import Role
-from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import kept_open, make_home
 from effuse.worker.rank_messages import (
     ANSWERS,
     ENCODER,
+    Advanced,
     Command,
     Computed,
     Digests,
@@ -51,25 +51,15 @@ from effuse.worker.rank_messages import (
     answers_path,
     commands_path,
 )
-from effuse.worker.watchdog import BROKEN_STATUS, GroupBroken, Limits, is_stopped_by_signal
+from effuse.worker.watchdog import GroupBroken, Limits, end_process, is_stopped_by_signal
 
 LOG = logging.getLogger(__name__)
 
 _CONFIRM_S: Final = 30.0
+_LAYER_S: Final = 60.0  # as for a collective
 _LOOK_MS: Final = 250
 _QUIT_S: Final = 5.0
 _SETTLED_S: Final = 0.3  # after a failure, for the rank that caused it to be seen
-
-
-def end_process(message: str, ending: str) -> NoReturn:
-    """Ends this process at once; its ranks end with it. For an engine that has a front."""
-    LOG.critical("this engine ends, because its group is broken: %s", message)
-    logs.leave(BROKEN_STATUS[ending])
-
-
-def note_only(message: str, _ending: str) -> None:
-    """Logs that the group is broken. For a process that is not ours to end."""
-    LOG.error("the group of ranks is broken: %s", message)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +98,10 @@ class Ranks:
         self._answers = _bound(self._context, zmq.PULL, answers_path(self.home))
         self._events = {rank: deque[ConnectorEvent]() for rank in range(1, self.size)}
         self._computed: dict[int, Computed] = {}  # by rank: the last forward's
+        self._advanced: dict[int, int] = {}  # by rank: the number of its last `Advanced`
+        self._num_signs = 0  # such messages
+        # If there is a pipeline, the stage before the last.
+        self._feeders = range(config.tensor_parallel_size, 2 * config.tensor_parallel_size)
         self._moved: dict[int, dict[int, bytes]] = {}  # digests by copy and rank
         # Shared with the watching thread, under the condition's lock.
         self._changed = threading.Condition()
@@ -131,24 +125,20 @@ class Ranks:
         start, and GroupBroken if one has ended or takes longer."""
 
         def is_there() -> bool:
-            failed = self._failure is not None or self._refusal is not None
-            return failed or all(stage in one.stages for one in self._others.values())
+            known = self._others.values()
+            return self._refusal is not None or all(stage in one.stages for one in known)
 
-        with self._changed:
-            in_time = self._changed.wait_for(is_there, timeout_s)
-            if self._refusal is not None:
-                raise ValueError(self._refusal)
-            self.check()
-        if not in_time:
-            raise GroupBroken(f"a rank was not {stage} after {timeout_s:g} s")
+        self._await(is_there, timeout_s, f"a rank was not {stage} after {timeout_s:g} s")
+        if self._refusal is not None:
+            raise ValueError(self._refusal)
 
     def check(self) -> None:
         """Raises GroupBroken if the group is."""
         if self._failure is not None:
             raise GroupBroken(self._failure)
 
-    def send(self, command: Command) -> None:
-        """Sends a command to every rank; never waits."""
+    def send(self, command: Command) -> int:
+        """Sends a command to every rank, and returns how many were sent so far; never waits."""
         data = ENCODER.encode(command)
         digest = self._digests.add(data)
         with self._changed:
@@ -156,21 +146,42 @@ class Ranks:
         for other in self._others.values():
             with contextlib.suppress(zmq.Again):  # it has ended, which the thread finds
                 other.commands.send(data, zmq.NOBLOCK)
+        return self._digests.count
 
-    def confirm(self) -> None:
-        """Returns once every rank has read all that was sent, as it was sent.
-
-        Raises GroupBroken.
+    def confirm(self, count: int | None = None) -> None:
+        """Returns once every rank has read all that was sent, as it was sent; or the first `count`
+        commands. Raises GroupBroken.
         """
-        count = self._digests.count
+        count = self._digests.count if count is None else count
+        text = f"a rank has read no command for {_CONFIRM_S:g} s"
+        self._await(lambda: self._num_taken() >= count, _CONFIRM_S, text)
+
+    def await_rows(self, number: int, on_sign: Callable[[], None]) -> None:
+        """Returns once the last stage's rows of a forward are on their way; calls `on_sign`
+        whenever another stage advances. Raises GroupBroken.
+        """
+
+        def are_sent() -> bool:
+            return all(self._advanced.get(rank, 0) > number for rank in self._feeders)
+
+        text = f"no stage has computed a layer for {_LAYER_S:g} s"
+        while not are_sent():
+            seen = self._num_signs
+            self._await(lambda: are_sent() or self._num_signs > seen, _LAYER_S, text)  # noqa: B023
+            on_sign()
+
+    def _await(self, is_there: Callable[[], bool], timeout_s: float, text: str) -> None:
+        """Waits for what the watching thread changes. Raises GroupBroken, with `text` if it is
+        late."""
+
+        def is_over() -> bool:
+            return self._failure is not None or is_there()
+
         with self._changed:
-            in_time = self._changed.wait_for(
-                lambda: self._failure is not None or self._num_taken() >= count,
-                _CONFIRM_S,
-            )
+            in_time = self._changed.wait_for(is_over, timeout_s)
             self.check()
         if not in_time:
-            raise GroupBroken(f"a rank has read no command for {_CONFIRM_S:g} s")
+            raise GroupBroken(text)
 
     def failed(self, error: Exception) -> None:
         """Breaks the group, because the leader's part of a command has failed.
@@ -195,13 +206,9 @@ class Ranks:
 
         def are_there() -> bool:
             done = [one for one in self._computed.values() if one.number == number]
-            return self._failure is not None or len(done) == len(self._others)
+            return len(done) == len(self._others)
 
-        with self._changed:
-            in_time = self._changed.wait_for(are_there, _CONFIRM_S)
-            self.check()
-        if not in_time:
-            raise GroupBroken(f"a replica has computed nothing for {_CONFIRM_S:g} s")
+        self._await(are_there, _CONFIRM_S, f"a replica has computed nothing for {_CONFIRM_S:g} s")
         return [self._computed[rank].results for rank in self._others]
 
     def moved(self, number: int) -> list[bytes] | None:
@@ -306,6 +313,11 @@ class Ranks:
             case Computed():
                 with self._changed:
                     self._computed[rank] = answer
+                    self._changed.notify_all()
+            case Advanced(number=number):
+                with self._changed:
+                    self._advanced[rank] = number
+                    self._num_signs += 1
                     self._changed.notify_all()
             case PagesMoved(number=number, digests=digests):
                 self._moved.setdefault(number, {})[rank] = digests

@@ -352,6 +352,7 @@ class Supervisor:
             page_size=ready.page_size,
             ranks=config.num_ranks,
             context_ranks=config.context_degree,
+            stages=config.pipeline_parallel_size,
             max_num_seqs=config.max_num_seqs * config.num_replicas,
             max_num_batched_tokens=config.max_num_batched_tokens * config.num_replicas,
         )

@@ -9,17 +9,20 @@ hang: long work is announced as a phase with its own limit, and a model with slo
 proportionally more time. `Backoff` says how long a front waits before it starts the next engine.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from effuse.placement.records import Load
-from effuse.telemetry.logs import dropped_lines
+from effuse.telemetry import logs
 from effuse.worker.messages import Heartbeat, Phase
+
+LOG = logging.getLogger(__name__)
 
 _BEAT_CHANGED_S = 0.05  # a changed load is sent this soon
 _BEAT_S = 0.5
@@ -110,7 +113,7 @@ class Pulse:
     def _beat(self) -> Heartbeat:
         self._told_at = self._now()
         phase = self._phases[-1] if self._phases else "serving"
-        before, self._dropped = self._dropped, dropped_lines()
+        before, self._dropped = self._dropped, logs.dropped_lines()
         return Heartbeat(
             loops=self._loops,
             marks=self._marks,
@@ -272,3 +275,14 @@ class Backoff:
             return replace(self, failures=0, early_ends=0, is_at_once=True)
         early_ends = 0 if lived_s >= self.steady_s else self.early_ends + 1
         return replace(self, failures=0, early_ends=early_ends, is_at_once=False)
+
+
+def end_process(message: str, ending: str) -> NoReturn:
+    """Ends this process at once; its ranks end with it. For an engine that has a front."""
+    LOG.critical("this engine ends, because its group is broken: %s", message)
+    logs.leave(BROKEN_STATUS[ending])
+
+
+def note_only(message: str, _ending: str) -> None:
+    """Logs that the group is broken. For a process that is not ours to end."""
+    LOG.error("the group of ranks is broken: %s", message)

@@ -14,6 +14,7 @@ from effuse.kvtransfer.messages import (
     AttemptId,
     Field,
     Heads,
+    LayerGroups,
     MalformedMessage,
     PageRef,
     ReceiverAddress,
@@ -107,6 +108,7 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
         page_bytes=message.page_bytes,
         context_rank=message.context_rank,
         context_degree=message.context_degree or 1,
+        layers=LayerGroups(message.first_group, end) if (end := message.end_group) else None,
     )
 
 
@@ -122,9 +124,15 @@ def reservation_to_proto(held: Reservation) -> pb.Reservation:
 
 
 def _shard_to_proto(shard: Shard) -> pb.ReceivingShard:
-    heads = shard.heads
+    heads, layers = shard.heads, shard.layers
     return filled(
-        pb.ReceivingShard, shard.address, shard, first_head=heads.first, end_head=heads.end
+        pb.ReceivingShard,
+        shard.address,
+        shard,
+        first_head=heads.first,
+        end_head=heads.end,
+        first_group=layers.first if layers else 0,
+        end_group=layers.end if layers else 0,
     )
 
 

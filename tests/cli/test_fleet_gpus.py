@@ -68,6 +68,25 @@ def test_prefill_workers_that_cut_prompts_get_gpus_for_all_parts() -> None:
     }
 
 
+def test_stages_get_gpus_of_their_own() -> None:
+    of_decode = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
+    config = FleetConfig(gpus=tuple("01234"), decode_flags=of_decode)
+    found = {name: one.gpu for name, one in config.assignments().items()}
+    assert found == {"prefill-0": "0", "decode-0": "1,2,3,4"}
+    flags = ["--device", "cpu", "--decode-pipeline-parallel-size", "2"]
+    config, _ = parse([*flags, "--prefill-pipeline-parallel-size", "3"])
+    assert config.decode_flags[-2:] == ("--pipeline-parallel-size", "2")
+    assert config.prefill_flags[-2:] == ("--pipeline-parallel-size", "3")
+
+
+def test_stages_of_a_role_are_checked_before_a_process_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--device", "cpu", "--decode-pipeline-parallel-size", "2", "--data-parallel-size=2"])
+    assert "2: expected --data-parallel-size 1 with it, got 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

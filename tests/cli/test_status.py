@@ -57,7 +57,9 @@ def test_a_worker_of_several_devices_shows_how_many() -> None:
     assert "decode on 2 devices" in as_text([worker])
     worker.ranks, worker.context_ranks = 4, 2
     assert "decode on 4 devices, context cut over 2" in as_text([worker])
-    worker.ranks = worker.context_ranks = 1
+    worker.ranks, worker.context_ranks, worker.stages = 4, 1, 2
+    assert "decode on 4 devices in 2 stages" in as_text([worker])
+    worker.ranks = worker.stages = 1
     assert "devices" not in as_text([worker])
 
 

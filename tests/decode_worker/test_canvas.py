@@ -16,8 +16,8 @@ from padded_prompts import PaddedPrompts
 from torch import Tensor
 
 from effuse.config.decoding import Sampling
-from effuse.decode_worker.executor import denoise_part
 from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.request_parts import denoise_part
 from effuse.decode_worker.sequence import RequestError
 from effuse.models.packing import PackedParts
 from effuse.models.part import Part

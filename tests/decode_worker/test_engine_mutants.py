@@ -16,8 +16,8 @@ from oracle.forward import load_raw
 from effuse.config.decoding import Stopping
 from effuse.decode_worker import executor
 from effuse.decode_worker.denoise import StepPlan
-from effuse.decode_worker.executor import denoise_part, prefill_part
 from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.request_parts import denoise_part, prefill_part
 from effuse.models.part import Part
 
 Prefill = Callable[[DecodeRequest, int], Part]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from effuse.decode_worker.scheduler import (
+    UNDER_WAY,
     DecodeLimits,
     Demand,
     Footprint,
@@ -49,6 +50,15 @@ def schedule_alone(
         limits=LIMITS,
         count_freed=lambda gone: sum(pages[at] for at in gone),
     )
+
+
+def test_a_forward_of_a_pipeline_gets_a_part_of_the_requests() -> None:
+    """Those that are in another one get no rows, but may lose their pages."""
+    running = [UNDER_WAY, denoise(8), denoise(8, wanted=3), denoise(8), UNDER_WAY]
+    found = schedule(
+        running, num_free=0, limits=LIMITS, count_freed=lambda gone: 2 * len(gone), most_requests=2
+    )
+    assert (found.rows, found.preempted) == ((0, 8, 8, 0, 0), (4,))
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,19 @@ CUT_PROMPTS: Final = (
 """Of prefill workers whose ranks cut prompts: connector, the prefill degree, these ranks, the
 decode degree, ranks that cut the context there, tokens in a page, and in a forward."""
 
+STAGES: Final = (
+    *(("zmq", (1, 2), (1, 1), 16, 16), ("nixl", (2, 1), (1, 3), 16, 2048)),
+    *(("nixl", (1, 3), (1, 2), 8, 8), ("zmq", (1, 1), (2, 2), 16, 2048)),
+    *(
+        ("zmq", (2, 2), (2, 2), 8, 16),
+        ("nixl", (1, 2), (4, 1), 16, 24),
+        ("zmq", (4, 1), (1, 2), 4, 8),
+    ),
+)
+"""Of workers whose ranks have stages of layers: connector, the devices of a stage and the stages of
+the prefill worker and of the decode worker, tokens in a page, and in a forward over prompts. The
+models have three layers."""
+
 Asked = tuple[pb.GenerateRequest, Sequence[int]]
 
 
@@ -65,6 +78,7 @@ class Case:
     page_size: int = TINY.page_size
     rows: int = 1  # ranks, for each of the prefill degree, that compute different rows of a prompt
     max_tokens: int = 2048  # in a forward of the prefill worker
+    stages: tuple[int, int] = (1, 1)  # of layers, in either worker, each with as many ranks
 
     def __str__(self) -> str:
         name = f"{self.work}, {self.connector}, {self.prefill} to {self.decode}"
@@ -72,6 +86,8 @@ class Case:
             name += f", context cut by {self.context}"
         if self.rows > 1:
             name += f", prompts cut by {self.rows}, forwards of {self.max_tokens}"
+        if max(self.stages) > 1:
+            name += ", stages {} to {}".format(*self.stages)
         if self.page_size != TINY.page_size:
             name += f", pages of {self.page_size}"
         return name
@@ -89,6 +105,8 @@ def all_cases() -> Iterator[Case]:
         for decode in DEGREES:
             yield Case(work, "zmq", 0, decode)
         yield Case(work, "zmq", 0, 4, context=2)
+        yield Case(work, "zmq", 0, 1, stages=(1, 3))
+        yield Case(work, "zmq", 0, 2, stages=(1, 2))
     for work in (*ARCHITECTURES, *LOOPS):
         for connector, prefill, decode, context, page_size in CUTS:
             yield Case(work, connector, prefill, decode, context=context, page_size=page_size)
@@ -104,6 +122,16 @@ def all_cases() -> Iterator[Case]:
                 max_tokens=max_tokens,
             )
 
+    for work in (*ARCHITECTURES, *LOOPS, SPREAD):
+        for connector, (prefill, before), (decode, after), page_size, most in STAGES:
+            is_whole = work in ("llada", "dream")  # prompts cannot be split
+            yield Case(
+                *(work, connector, prefill, decode),
+                page_size=page_size,
+                max_tokens=2048 if is_whole else most,
+                stages=(before, after),
+            )
+
 
 def differing(case: Case, most: int | None = None) -> tuple[int, int]:
     """(tokens that differ from the expected ones, tokens) of one case, or of its first requests."""
@@ -111,7 +139,7 @@ def differing(case: Case, most: int | None = None) -> tuple[int, int]:
         asked = asked[:most]
         requests = [request for request, _ in asked]
         answers = all_at_once(client.generate, requests)
-        if max(case.context, case.rows) > 1:  # once more, with the KV that was kept
+        if max(case.context, case.rows, *case.stages) > 1:  # once more, with the KV that was kept
             answers += all_at_once(client.generate, requests)
             asked = asked * 2
     num_tokens = num_wrong = 0
@@ -134,10 +162,13 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     prefill = [size, str(case.prefill)] if case.prefill else []
     if case.rows > 1:
         prefill += ["--prefill-context-parallel-size", str(case.rows)]
+    if case.prefill and case.max_tokens < 2048:
         is_tiny = case.work in ARCHITECTURES
         block_size = TINY.block_size if is_tiny else _family(case.work).block_size
         prefill += ["--max-num-batched-tokens", str(max(case.max_tokens, block_size))]
     decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
+    for flags, stages in zip((prefill, decode), case.stages, strict=True):
+        flags += ["--pipeline-parallel-size", str(stages)]
     if case.context > 1:
         decode += ["--decode-context-parallel-size", str(case.context)]
     pages = ("--page-size", str(case.page_size))

@@ -131,8 +131,13 @@ def test_helm_and_kubernetes_accept_it(values: Values, tmp_path: Path) -> None:
     assert not done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("role", "parallel"), [("decode", "data"), ("prefill", "prefill-context")])
-def test_the_gpus_of_a_worker_may_be_replicas_or_cut_prompts(role: str, parallel: str) -> None:
+@pytest.mark.parametrize(("role", "parallel"), [
+    *(("decode", "data"), ("prefill", "prefill-context")),
+    *(("decode", "pipeline"), ("prefill", "pipeline")),
+])  # fmt: skip
+def test_the_gpus_of_a_worker_may_be_replicas_or_stages_or_cut_prompts(
+    role: str, parallel: str
+) -> None:
     made = charted({role: {"gpus": 4, "parallel": parallel}}, *GPU_VALUES)
     (args,) = [
         one["spec"]["template"]["spec"]["containers"][0]["args"]

@@ -98,16 +98,15 @@ class Group:
         layout: KVLayout = LAYOUT,
         device: str = "cpu",
         context: int = 1,
+        stages: int = 1,
     ) -> None:
-        layouts = [
-            replace(layout, rank=rank, degree=degree, context_degree=context)
-            for rank in range(degree)
-        ]
+        layouts = layouts_of(layout, degree, context, stages)
+        self.full = FULL if layout is LAYOUT else filled(layout, NUM_PAGES)
         self.incarnation = incarnation
         self.memories = [PageMemory(one, NUM_PAGES, device) for one in layouts]
         if has_pages:  # a page of ranks that cut the context has as many of these
             for memory in self.memories:
-                own, pages = memory.layout, FULL.tensor[memory.layout.context_rank :: context]
+                own, pages = memory.layout, self.full.tensor[memory.layout.context_rank :: context]
                 memory.tensor[: len(pages)] = heads_of(pages, own)
         self.ranks: list[LoopbackConnector | ThreadConnector] = []
         for memory in self.memories:
@@ -138,7 +137,7 @@ class Group:
             shards=self.all.describe(),
             num_pool_pages=NUM_PAGES,
             pages=tuple(PageRef(page, number) for page in pages),
-            fingerprint=print_of(LAYOUT),
+            fingerprint=print_of(self.full.layout),
             digest_seed=SEED,
             lease_s=LEASE_S,
             num_written=num_written,
@@ -154,7 +153,7 @@ class Group:
             layout = memory.layout
             own = sources[layout.context_rank :: layout.context_degree]
             filled_here = targets[: len(own)]
-            expected = heads_of(FULL.tensor[list(own)], layout)
+            expected = heads_of(self.full.tensor[list(own)], layout)
             assert torch.equal(memory.tensor[list(filled_here)].cpu(), expected)
             others = [page for page in range(NUM_PAGES) if page not in filled_here]
             assert not memory.tensor[others].any()
@@ -175,4 +174,23 @@ class Group:
 
 def heads_of(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     """What a rank holds of pages [pages, groups, all heads, ...]."""
-    return pages[:, :, layout.heads.start : layout.heads.stop]
+    groups, heads = layout.groups, layout.heads
+    return pages[:, groups.start : groups.stop, heads.start : heads.stop]
+
+
+def layouts_of(layout: KVLayout, degree: int, context: int = 1, stages: int = 1) -> list[KVLayout]:
+    """The layouts of a worker's ranks. The first ones hold the last layers; larger stages come
+    first."""
+    each, more = divmod(layout.num_groups, stages)
+    ends = [at * each + min(at, more) for at in range(stages + 1)]
+    return [
+        replace(
+            layout,
+            rank=rank,
+            degree=degree,
+            context_degree=context,
+            num_stages=stages,
+            held=range(*ends[stages - 1 - rank * stages // degree :][:2]) if stages > 1 else None,
+        )
+        for rank in range(degree)
+    ]

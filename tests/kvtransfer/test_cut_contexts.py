@@ -161,10 +161,10 @@ def test_turns_that_do_not_fit_are_refused(heads: Heads, told: str) -> None:
     memory = group.memories[0]
     expected = Expected(group.reserve((1, 2)), None, memory.layout, 0.0)
     first = Heads(0, 4, 0, 2)
-    assert not expected.let_in(first, Mock(), HostDigester(memory))
-    assert expected.parts[first].pages == expected.reservation.pages[:1]
+    assert not expected.let_in((first, None), Mock(), HostDigester(memory))
+    assert expected.parts[first, None].pages == expected.reservation.pages[:1]
     with pytest.raises(HandoffRefused, match=told):
-        expected.let_in(heads, Mock(), HostDigester(memory))
+        expected.let_in((heads, None), Mock(), HostDigester(memory))
 
 
 def reserved_by(num_ranks: int, context: int, num_pages: int, num_written: int) -> Reservation:

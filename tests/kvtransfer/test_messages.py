@@ -18,6 +18,7 @@ from effuse.kvtransfer.messages import (
     AttemptId,
     Field,
     Heads,
+    LayerGroups,
     MalformedMessage,
     Manifest,
     PageRef,
@@ -81,6 +82,7 @@ def test_the_seal_covers_every_field() -> None:
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=b"g" * 8)},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=None)},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, prompt_digest=bytes(16))},
+        {"layers": LayerGroups(0, 1)},
     ]
     assert {name for change in changes for name in change} == set(MANIFEST.__struct_fields__)
     seals = {seal_of(msgspec.structs.replace(MANIFEST, **change), 5) for change in changes}

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from auditing import audit
 from decoding.engines import cache_of
+from decoding.staged import Stages
 from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kernels.pages import LayerMarks
@@ -74,6 +75,7 @@ class Rig:
         caches: bool = True,
         num_slots: int = 0,  # pages of host memory
         stores: Callable[[HostPages], Sequence[UnitStore]] = lambda _: (),  # below it
+        stages: int = 0,  # of a pipeline
     ) -> None:
         self.time = 1000.0
         self.model: Transformer = load_model(path, device=device)
@@ -116,6 +118,7 @@ class Rig:
             host = HostPages(self.memory, num_slots, is_shared=True)
             tiers = Tiers(host, stores(host), now=self.now)
         sender = HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now)
+        self.stages = Stages(self.forward, stages) if stages else None
         self.beats: list[Heartbeat] = []
         self.pulse = Pulse(self.beats.append, now=self.now)
         executor = PromptExecutor(
@@ -125,6 +128,7 @@ class Rig:
             needs_boundary=config.shift_logits,
             mark=mark,
             on_progress=self.pulse.mark,
+            pipeline=self.stages,
         )
         self.engine = PrefillEngine(
             executor,

@@ -46,7 +46,7 @@ def test_workers_are_listed_with_their_loads_and_links() -> None:
             incarnation="1", page_size=16, total_pages=256, free_pages=100, quarantined_pages=4,
             max_num_seqs=64, running=3, waiting=2, queued_tokens=77, blocks_left=9, steps=12,
             preemptions=1, kv_bytes=4096, max_num_batched_tokens=512, ranks=1, context_ranks=1,
-            reserved_pages=5, receiving_pages=6, step_requests=30, step_tokens=480,
+            stages=1, reserved_pages=5, receiving_pages=6, step_requests=30, step_tokens=480,
             prefix_units=7, prefix_hits=640, paged_waste=0.25, contiguous_waste=0.5,
             quarantines=[
                 model_pb2.WorkerQuarantine(

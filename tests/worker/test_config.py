@@ -184,6 +184,31 @@ def test_prefill_workers_cut_prompts_beside_their_weights(tmp_path: Path) -> Non
         BothConfig(prefill_context_parallel_size=2)
 
 
+def test_stages_multiply_the_devices_and_run_without_graphs(tmp_path: Path) -> None:
+    for kind in (PrefillConfig, DecodeConfig, BothConfig):
+        config = kind(pipeline_parallel_size=3, tensor_parallel_size=2, expert_parallel=True)
+        assert (config.num_ranks, config.runs_graphs) == (6, False)
+    assert DecodeConfig().runs_graphs
+    for changes, told in (
+        ({"pipeline_parallel_size": 65}, "expected 1 to 64, got 65"),
+        ({"tensor_parallel_size": 33}, "at most 64 devices, got 2 times .*-size 33"),
+        ({"attention": "flex"}, "-size 2: expected --attention triton with it, got flex"),
+        ({"kv_layout": "distinct"}, "expected --kv-layout unified with it"),
+        ({"batch_invariant": True}, "expected no --batch-invariant with it"),
+        ({"kv_offloading_size": 1.0}, "expected no --kv-offloading-size with it"),
+        ({"data_parallel_size": 2}, "expected --data-parallel-size 1 with it, got 2"),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "expected --decode-context-parallel-size 1 with it",
+        ),
+    ):
+        given: dict[str, object] = {"pipeline_parallel_size": 2, **changes}
+        with pytest.raises(ValueError, match=told):
+            DecodeConfig(**given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected --prefill-context-parallel-size 1 with it"):
+        PrefillConfig(pipeline_parallel_size=2, prefill_context_parallel_size=2)
+
+
 def test_the_engine_reads_what_the_front_wrote(tmp_path: Path) -> None:
     config = DecodeConfig(model=tmp_path, num_pages=7, enforce_eager=True, handoff_lease_s=3.5)
     assert read_config(msgspec.Raw(to_json(config)), DecodeConfig) == config

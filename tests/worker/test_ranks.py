@@ -53,6 +53,7 @@ def answers(llm: effuse.LLM) -> list[list[tuple[int, ...]]]:
     ("llada2_moe", {"tensor_parallel_size": 2, "expert_parallel": True}),
     ("llada2_moe", {"data_parallel_size": 2}),
     ("sdar", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
+    ("dream", {"pipeline_parallel_size": 3}),
 ])  # fmt: skip
 def test_a_group_answers_as_one_process_does(
     tmp_path: Path, family: str, group_options: dict[str, Any]
@@ -268,7 +269,9 @@ def test_no_command_is_lost_in_its_encoding() -> None:
 def test_of_a_push_only_the_forwards_number_and_the_boundary_travel() -> None:
     address = ReceiverAddress(connector="zmq", endpoint="tcp://127.0.0.1:9")
     reserved = reservation(PageMemory(SMALL, 4), address, (PageRef(1, 1),))
-    pages = PushPages(reserved, (0,), 0, ForwardProgress(7, lambda: 3))
+    progress = ForwardProgress(7)
+    progress.stored = lambda: 3
+    pages = PushPages(reserved, (0,), 0, progress)
     found = COMMANDS.decode(ENCODER.encode(pages))
     assert isinstance(found, PushPages) and isinstance(found.num_final, ForwardProgress)
     assert (found.reservation, found.source_pages) == (reserved, (0,))

@@ -132,7 +132,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "model", "address", "state", "incarnation", "page_size", "total_pages", "free_pages", "quarantined_pages", "max_num_seqs", "running", "waiting", "queued_tokens", "blocks_left", "steps", "preemptions", "kv_bytes", "links", "min_handoff_gbps", "quarantines", "reserved_pages", "receiving_pages", "step_requests", "step_tokens", "max_num_batched_tokens", "routed", "ranks", "may_change_role", "num_leaving", "role_is_pinned", "paged_waste", "contiguous_waste", "prefix_units", "prefix_hits", "context_ranks")
+    __slots__ = ("worker_id", "role", "model", "address", "state", "incarnation", "page_size", "total_pages", "free_pages", "quarantined_pages", "max_num_seqs", "running", "waiting", "queued_tokens", "blocks_left", "steps", "preemptions", "kv_bytes", "links", "min_handoff_gbps", "quarantines", "reserved_pages", "receiving_pages", "step_requests", "step_tokens", "max_num_batched_tokens", "routed", "ranks", "may_change_role", "num_leaving", "role_is_pinned", "paged_waste", "contiguous_waste", "prefix_units", "prefix_hits", "context_ranks", "stages")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class Worker(_message.Message):
     PREFIX_UNITS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_RANKS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     model: str
@@ -205,7 +206,8 @@ class Worker(_message.Message):
     prefix_units: int
     prefix_hits: int
     context_ranks: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WorkerLink, _Mapping]]] = ..., min_handoff_gbps: _Optional[float] = ..., quarantines: _Optional[_Iterable[_Union[WorkerQuarantine, _Mapping]]] = ..., reserved_pages: _Optional[int] = ..., receiving_pages: _Optional[int] = ..., step_requests: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., routed: _Optional[int] = ..., ranks: _Optional[int] = ..., may_change_role: _Optional[bool] = ..., num_leaving: _Optional[int] = ..., role_is_pinned: _Optional[bool] = ..., paged_waste: _Optional[float] = ..., contiguous_waste: _Optional[float] = ..., prefix_units: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., context_ranks: _Optional[int] = ...) -> None: ...
+    stages: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WorkerLink, _Mapping]]] = ..., min_handoff_gbps: _Optional[float] = ..., quarantines: _Optional[_Iterable[_Union[WorkerQuarantine, _Mapping]]] = ..., reserved_pages: _Optional[int] = ..., receiving_pages: _Optional[int] = ..., step_requests: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., routed: _Optional[int] = ..., ranks: _Optional[int] = ..., may_change_role: _Optional[bool] = ..., num_leaving: _Optional[int] = ..., role_is_pinned: _Optional[bool] = ..., paged_waste: _Optional[float] = ..., contiguous_waste: _Optional[float] = ..., prefix_units: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., context_ranks: _Optional[int] = ..., stages: _Optional[int] = ...) -> None: ...
 
 class WorkerQuarantine(_message.Message):
     __slots__ = ("writer", "pages", "age")

@@ -120,7 +120,7 @@ class Reservation(_message.Message):
     def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ReceivingShard, _Mapping]]] = ..., num_held: _Optional[int] = ..., num_written: _Optional[int] = ...) -> None: ...
 
 class ReceivingShard(_message.Message):
-    __slots__ = ("endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "boot_id", "first_head", "end_head", "page_bytes", "context_rank", "context_degree")
+    __slots__ = ("endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "boot_id", "first_head", "end_head", "page_bytes", "context_rank", "context_degree", "first_group", "end_group")
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,8 @@ class ReceivingShard(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_RANK_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_DEGREE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_GROUP_FIELD_NUMBER: _ClassVar[int]
+    END_GROUP_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     agent_name: str
     agent_metadata: bytes
@@ -145,7 +147,9 @@ class ReceivingShard(_message.Message):
     page_bytes: int
     context_rank: int
     context_degree: int
-    def __init__(self, endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., boot_id: _Optional[str] = ..., first_head: _Optional[int] = ..., end_head: _Optional[int] = ..., page_bytes: _Optional[int] = ..., context_rank: _Optional[int] = ..., context_degree: _Optional[int] = ...) -> None: ...
+    first_group: int
+    end_group: int
+    def __init__(self, endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., boot_id: _Optional[str] = ..., first_head: _Optional[int] = ..., end_head: _Optional[int] = ..., page_bytes: _Optional[int] = ..., context_rank: _Optional[int] = ..., context_degree: _Optional[int] = ..., first_group: _Optional[int] = ..., end_group: _Optional[int] = ...) -> None: ...
 
 class PageRef(_message.Message):
     __slots__ = ("page_id", "generation")

@@ -1,0 +1,98 @@
+"""A decode engine whose forwards are several at a time, each of other requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tiny_checkpoint
+from decode_worker.test_engine_storm import Storm, survive
+from decoding.engines import Rig, load_tiny, make_request, random_requests
+from decoding.staged import StagedRig
+
+from effuse.decode_worker.executor import Executor
+from effuse.models.transformer import Transformer
+from effuse.worker.messages import Abort, StartDecode
+
+
+class ThreeStages(StagedRig):
+    count = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    return load_tiny(write_tiny_checkpoint(tmp_path_factory.mktemp("m") / "model", "sdar", seed=3))
+
+
+def answered(rig: Rig, requests: list[StartDecode]) -> list[tuple[int, ...]]:
+    answers = [rig.start(request) for request in requests]
+    rig.run()
+    assert rig.pool.num_free == rig.pool.num_pages
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize("kind", [StagedRig, ThreeStages])
+@pytest.mark.parametrize("num_pages", [256, 20])
+def test_answers_are_those_of_one_forward_at_a_time(
+    model: Transformer, kind: type[StagedRig], num_pages: int
+) -> None:
+    requests = random_requests(8, "d2f", block_size=4, seed=5, sampled=True)
+    expected = answered(Rig(model, num_pages=num_pages), requests)
+    rig = kind(model, num_pages=num_pages)
+    assert answered(rig, requests) == expected
+    assert (rig.engine.counters.preemptions > 0) == (num_pages == 20)
+
+
+def test_stages_compute_at_the_same_time(model: Transformer) -> None:
+    """While the last stage ends a forward, the first one has the next one, of other requests."""
+    rig = ThreeStages(model)
+    prompts = [[20 + at] * 8 for at in range(6)]
+    requests = [make_request(str(at), prompt, max_tokens=24) for at, prompt in enumerate(prompts)]
+    answered(rig, requests)
+    stages, under_way = rig.stages, rig.stages.under_way()
+    assert max(map(len, under_way)) == 3
+    ends = [at for at, (kind, _) in enumerate(stages.events) if kind == "end"]
+    busy = [at for at in ends if len(under_way[at]) == 2]  # two others go on
+    assert len(busy) > len(ends) // 2
+    for numbers in under_way:
+        pages = [set(part.pages) for number in numbers for part in stages.parts[number]]
+        assert sum(map(len, pages)) == len(set().union(*pages)), "no request is in two of them"
+    assert {len(stages.parts[number]) for number in range(1, 6)} == {2}, "a third of six requests"
+
+
+def test_one_request_has_one_forward_at_a_time(model: Transformer) -> None:
+    rig = StagedRig(model)
+    answered(rig, [make_request("a", [30] * 9, max_tokens=16)])
+    assert max(map(len, rig.stages.under_way())) == 1
+    assert not rig.engine.is_working()
+
+
+def test_an_aborted_request_frees_its_pages_once_its_forward_has_ended(model: Transformer) -> None:
+    rig = StagedRig(model)
+    requests = [make_request(name, [30] * 9, max_tokens=32) for name in "abcd"]
+    expected = answered(Rig(model), requests[1:])
+    answers = [rig.start(request) for request in requests]
+    while len(rig.stages.events) < 9:
+        rig.step()
+    assert rig.engine.is_working(), "a forward is under way"
+    rig.engine.handle(Abort(attempt=requests[0].attempt))
+    rig.run()
+    assert [answer.token_ids for answer in answers[1:]] == expected
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_attempt_of_a_storm_ends_once_and_every_page_is_free(
+    model: Transformer, seed: int
+) -> None:
+    storm = Storm(model, seed, ThreeStages)
+    assert len(survive(storm)) == 50
+    assert isinstance(storm.rig, ThreeStages)
+    assert max(map(len, storm.rig.stages.under_way())) == 3
+
+
+def test_results_are_read_only_if_no_forward_can_begin(tmp_path: Path) -> None:
+    rig = StagedRig(load_tiny(write_tiny_checkpoint(tmp_path, "sdar", seed=3)))
+    executor: Executor = rig.make_executor()
+    assert not executor.has_results() and not executor.is_running
+    assert not executor.launch([]) and not executor.has_results(), "there is nothing to wait for"
