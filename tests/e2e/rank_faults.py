@@ -172,11 +172,12 @@ def wait_ready(fleet: Fleet, role: Role, before: dict[str, str] | None = None) -
 
 @contextlib.contextmanager
 def serving(
-    connector: str, *, replicas: bool, cuts_prompts: bool
+    connector: str, *, replicas: bool, cuts_prompts: bool, has_stages: bool = False
 ) -> Iterator[tuple[Fleet, list[Asked]]]:
-    """2P2D with two ranks in each worker, which in decode workers may be replicas, and in prefill
-    workers may cut prompts."""
-    hang, cut = ("--hang-timeout-s", "3"), ("--tensor-parallel-size", "2")
+    """2P2D with two ranks in each worker, which may be stages, in decode workers replicas, and in
+    prefill workers may cut prompts."""
+    kind = "pipeline" if has_stages else "tensor"
+    hang, cut = ("--hang-timeout-s", "3"), (f"--{kind}-parallel-size", "2")
     if not replicas:
         pairs = solid_jobs("sdar", "d2f", seed=2)
         asked = [(job.message(), expected.token_ids) for job, expected in pairs]
@@ -276,7 +277,12 @@ def storm(found: argparse.Namespace) -> Ledger:
         serves = on_gpus(found.connector, eager=found.eager)
     else:
         cuts_prompts = found.cut_prompts
-        serves = serving(found.connector, replicas=found.replicas, cuts_prompts=cuts_prompts)
+        serves = serving(
+            found.connector,
+            replicas=found.replicas,
+            cuts_prompts=cuts_prompts,
+            has_stages=found.stages,
+        )
     with serves as (fleet, asked), ThreadPoolExecutor(CLIENTS + len(roles)) as pool:
         print("ready", flush=True)
         until = time.monotonic() + found.seconds
@@ -302,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--connector", default="nixl", choices=("nixl", "zmq"))
     parser.add_argument("--replicas", action="store_true", help="decode workers of two replicas")
     parser.add_argument("--cut-prompts", action="store_true", help="by ranks of prefill workers")
+    parser.add_argument("--stages", action="store_true", help="ranks are stages of a pipeline")
     parser.add_argument("--gpus", action="store_true", help="on four GPUs")
     parser.add_argument("--engines", action="store_true", help="engines of 2P2D on two GPUs")
     parser.add_argument("--eager", action="store_true", help="without graphs, on GPUs")

@@ -1,0 +1,99 @@
+"""The leader of a pipeline: what it sends to the other stages, and when its own computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+from unittest.mock import Mock
+
+from effuse.models.part import Part, PartResult
+from effuse.models.runner import ModelRunner
+from effuse.worker.group_parts import GroupRunner, pipeline_of
+from effuse.worker.rank_messages import Complete, RunParts
+from effuse.worker.ranks import Ranks
+
+PARTS = [
+    [Part(token_ids=[at], start=0, pages=[at], num_stored=1, block_origin=0)] for at in range(4)
+]
+
+
+@dataclass
+class Leader:
+    """A leader's own runner and its ranks, which note what happens in its order."""
+
+    count: int = 3
+    noted: list[object] = field(default_factory=list)
+    num_sent: int = 0
+    model: Mock = field(init=False)
+
+    def __post_init__(self) -> None:
+        stage = Mock(count=self.count) if self.count > 1 else None
+        self.model = Mock(stage=stage, replicas=None)
+
+    def run(self, parts: Sequence[Part]) -> list[PartResult]:
+        self.noted.append(("run", parts[0].token_ids[0]))
+        return [PartResult([parts[0].token_ids[0]], [], [], None)]
+
+    def progress(self) -> Callable[[], int]:
+        self.noted.append("progress")
+        return lambda: 2
+
+    def check(self) -> None:
+        """The group is whole."""
+
+    def send(self, command: object) -> int:
+        self.num_sent += 1
+        number = getattr(command, "number", None)
+        self.noted.append((type(command), number))
+        return self.num_sent
+
+    def await_rows(self, number: int, on_sign: Callable[[], None]) -> None:
+        self.noted.append(("rows", number))
+        on_sign()
+
+    def confirm(self, count: int) -> None:
+        self.noted.append(("confirmed", count))
+
+    def runner(self, on_sign: Callable[[], None] = lambda: None) -> GroupRunner:
+        return GroupRunner(cast(ModelRunner, self), cast(Ranks, self), on_sign)
+
+
+def test_a_forward_begins_everywhere_before_earlier_ones_have_ended() -> None:
+    leader, signs = Leader(), list[str]()
+    runner = leader.runner(lambda: signs.append("sign"))
+    assert pipeline_of(runner) is runner and runner.most_begun == 3
+    first, second = (runner.begin(parts) for parts in PARTS[:2])
+    assert leader.noted == [(RunParts, 0), (RunParts, 1)]
+    (found,) = runner.end(second)
+    assert found.tokens == [1] and signs == ["sign"] * 2
+    assert leader.noted[2:] == [
+        *(("rows", 0), (Complete, 0), ("run", 0), ("confirmed", 1)),
+        *(("rows", 1), (Complete, 1), ("run", 1), ("confirmed", 2)),
+    ]
+    (kept,) = runner.end(first)
+    assert kept.tokens == [0] and len(leader.noted) == 10, "it was computed before"
+
+
+def test_a_forward_has_stored_nothing_here_before_the_leaders_stage_computes() -> None:
+    """Marks of the device have the number of the forward that runs."""
+    leader = Leader()
+    runner = leader.runner()
+    of_first = runner.progress()
+    first = runner.begin(PARTS[0])
+    of_second = runner.progress()
+    second = runner.begin(PARTS[1])
+    assert (of_first(), of_second()) == (0, 0) and "progress" not in leader.noted
+    runner.end(first)
+    assert (of_first(), of_second()) == (2, 0)
+    runner.end(second)
+    assert of_second() == 2 and leader.noted.count("progress") == 2
+
+
+def test_a_group_without_stages_computes_at_once() -> None:
+    leader = Leader(count=1)
+    runner = leader.runner()
+    assert pipeline_of(runner) is None
+    assert [one.tokens for one in runner.run(PARTS[2])] == [[2]]
+    assert leader.noted == [(RunParts, 0), ("run", 2), ("confirmed", 1)]
+    assert runner.run([]) == []
