@@ -64,7 +64,8 @@ class DecodeEngine:
         self._now = now
         self._max_request_s = max_request_s
         self.roster = Roster(executor, pool, cache, intake.limits)
-        self.room = Room(intake.limits.max_num_batched_tokens)
+        overlaps = executor.num_parts > 1
+        self.room = Room(intake.limits.max_num_batched_tokens, overlaps=overlaps)
         self._aborted = Tombstones(KEEP_ABORTED_S)
         self._outbox = Outbox()
         self.outbox = self._outbox.drain

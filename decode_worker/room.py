@@ -189,8 +189,10 @@ class Launch:
 class Room:
     """The measured times of an engine, and the room in its present gaps."""
 
-    def __init__(self, most_tokens: int) -> None:
-        """most_tokens: those of a step."""
+    def __init__(self, most_tokens: int, *, overlaps: bool = False) -> None:
+        """most_tokens: those of a step. overlaps: steps of other requests run at the same time, so
+        a step takes from its own launch to its end."""
+        self._overlaps = overlaps
         self.times = StepTimes()
         self.fits = math.inf  # prompt tokens that may be launched now
         self.offer = (0, 0)
@@ -257,7 +259,8 @@ class Room:
                 continue
             one, self._unseen = self._joined(one), None
             self._batch = one.batch
-            began_s, self._ended_s = max(one.began_s, self._ended_s), now
+            before_s = one.began_s if self._overlaps else self._ended_s
+            began_s, self._ended_s = max(one.began_s, before_s), now
             self.times.note_step(one.batch, one.tokens, one.pieces, now - began_s, one.rows)
 
     def rest(self, num_ended: int, *, is_idle: bool) -> None:

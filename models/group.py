@@ -339,6 +339,7 @@ class ProcessGroup(Group):
         for graph in self._graphs:
             graph.reset()  # NCCL ends a group only after all graphs with its exchanges
         self._graphs.clear()
+        self._passing.clear()
         for part in self._parts:
             part.close()
         if self._peers is not None:

@@ -19,6 +19,7 @@ from e2e.test_lost_engines import life_of
     [
         Case("sdar", "nixl", 1, 2, ("d2f",), context=2),
         Case("LLaDA2's loop, experts spread", "zmq", 2, 1),
+        Case("sdar", "nixl", 2, 1, ("d2f",), stages=(1, 2), max_tokens=16),
     ],
     ids=str,
 )
