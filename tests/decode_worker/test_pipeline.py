@@ -11,6 +11,7 @@ from decoding.engines import Rig, load_tiny, make_request, random_requests
 from decoding.staged import StagedRig
 
 from effuse.decode_worker.executor import Executor
+from effuse.decode_worker.room import Launch, Room
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import Abort, StartDecode
 
@@ -96,3 +97,13 @@ def test_results_are_read_only_if_no_forward_can_begin(tmp_path: Path) -> None:
     executor: Executor = rig.make_executor()
     assert not executor.has_results() and not executor.is_running
     assert not executor.launch([]) and not executor.has_results(), "there is nothing to wait for"
+
+
+def test_a_step_of_a_pipeline_takes_from_its_own_launch() -> None:
+    """Another one ends meanwhile, but the step's own requests have waited for all of it."""
+    for overlaps, seconds in ((False, 0.2), (True, 0.4)):
+        room = Room(4096, overlaps=overlaps)
+        room._launched += [Launch(0.0, 4, 0), Launch(0.1, 1, 0)]
+        room.end(1, 0.3)
+        room.end(2, 0.5)
+        assert room.times.step_s(1) == pytest.approx(seconds)

@@ -99,16 +99,6 @@ def test_two_steps_that_end_at_once_count_as_one() -> None:
     assert room.times.tokens_within(0.5) == pytest.approx(16)
 
 
-def test_a_step_of_a_pipeline_takes_from_its_own_launch() -> None:
-    """Another one ends meanwhile, but the step's own requests have waited for all of it."""
-    for overlaps, seconds in ((False, 0.2), (True, 0.4)):
-        room = Room(4096, overlaps=overlaps)
-        room._launched += [Launch(0.0, 4, 0), Launch(0.1, 1, 0)]
-        room.end(1, 0.3)
-        room.end(2, 0.5)
-        assert room.times.step_s(1) == pytest.approx(seconds)
-
-
 # The rule.
 
 
