@@ -40,6 +40,7 @@ from effuse.router.prefixes import SentPrefixes
 
 LOG: Final = logging.getLogger(__name__)
 
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 FEW: Final = 64
 """Workers of which each choice looks at all."""
 CHOICES: Final = 8
@@ -56,7 +57,7 @@ class FleetIndex:
         self.by_life = {c.record.life: c.record for c in candidates}
         self.ready: dict[tuple[str, Kind, str], list[WorkerRecord]] = {}
         for record in (c.record for c in candidates if c.condition is Condition.READY):
-            for kind in get_args(Kind):
+            for kind in KINDS:
                 for text in ("", record.fingerprint_text) if record.does(kind) else ():
                     self.ready.setdefault((record.model.name, kind, text), []).append(record)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import grpc.aio
@@ -30,7 +31,7 @@ from effuse.router.config import END_S, RouterConfig, parse
 from effuse.router.fleet import live_workers
 from effuse.router.handler import Serving
 from effuse.router.kserve import InferenceServicer
-from effuse.router.policy import Candidate, WorkerLife
+from effuse.router.policy import WorkerLife
 from effuse.router.role_changes import RoleDriver
 from effuse.router.router import Router
 from effuse.router.services import GenerationServicer, ModelServicer, MonitorServicer
@@ -52,6 +53,7 @@ VLLM_ENGINE: Final = "vllm.grpc.engine.VllmEngine"
 KSERVE: Final = "inference.GRPCInferenceService"
 SERVICES: Final = (GENERATION, MODELS, MONITOR, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
+LiveWorkers = tuple[Sequence[WorkerRecord], Sequence[WorkerRecord]]  # prefill, decode
 FOLLOW_S: Final = 0.2
 WARM_S: Final = 30.0  # longest that a start waits for the first warm link of a worker
 FLUSH_S: Final = 1.0
@@ -168,7 +170,7 @@ async def _start(router: Router) -> RpcServer:
                 "gRPC health checks are on %s:%d", config.host, await server.start_health(health_at)
             )
         if config.ready_file is not None:
-            facts = _ready_facts(router, router.fleet.candidates())
+            facts = _ready_facts(router, live_workers(router.fleet.candidates()))
             rpc.write_ready_file(config.ready_file, router.ports.address, **facts)
     except OSError:
         await server.stop(0.0)
@@ -202,12 +204,11 @@ def _tls_files(config: RouterConfig) -> TlsFiles | None:
 
 
 def _ready_facts(
-    router: Router, candidates: Sequence[Candidate], counts: tuple[int, int] = (0, 0)
+    router: Router, live: LiveWorkers, counts: tuple[int, int] = (0, 0)
 ) -> dict[str, str]:
     """The ready file's content beside the address: other addresses, how many prefill and decode
     workers are ready, and which workers take part."""
-    prefill, decode = live_workers(candidates)
-    workers = ",".join(one.worker_id for one in (*prefill, *decode))
+    workers = ",".join(one.worker_id for one in chain(*live))
     ready = {"prefill": str(counts[0]), "decode": str(counts[1]), "workers": workers}
     return ready | router.ports.facts
 
@@ -256,10 +257,11 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
     while True:
         began = time.thread_time()
         candidates = router.fleet.look()
+        live = live_workers(candidates)
         router.seats.count(candidates)
-        ready.look(candidates)
+        ready.look(live)
         router.seats.give_up_waiting()
-        facts, path = _ready_facts(router, candidates, ready.counts), router.config.ready_file
+        facts, path = _ready_facts(router, live, ready.counts), router.config.ready_file
         if path is not None and facts != told:
             try:
                 rpc.update_ready_file(path, router.ports.address, **facts)
@@ -273,7 +275,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         with _beside_requests("a plan of roles was not made"):
             if router.steering.look(candidates, router.admission.waiting_by_model()):
                 router.metrics.plans.show(router.steering.models)
-        _tell_health(router, server, candidates)
+        _tell_health(router, server, live)
         await router.fleet.forget_gone()
         used_s = time.thread_time() - began
         await asyncio.sleep(pause_s(FOLLOW_S, used_s))
@@ -289,8 +291,8 @@ class ReadyWorkers:
         self._now = now
         self._cold_since: dict[WorkerLife, float] = {}
 
-    def look(self, candidates: Sequence[Candidate]) -> None:
-        prefill, decode = live_workers(candidates)
+    def look(self, live: LiveWorkers) -> None:
+        prefill, decode = live
         now = self._now()
         cold = cold_lives(prefill, decode)
         self._cold_since = {life: self._cold_since.get(life, now) for life in cold}
@@ -335,10 +337,10 @@ async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], fl
         await asyncio.sleep(pause_s())
 
 
-def _tell_health(router: Router, server: RpcServer, candidates: Sequence[Candidate]) -> None:
+def _tell_health(router: Router, server: RpcServer, live: LiveWorkers) -> None:
     """Sets gRPC health, by service and by role, to whether the router can do its work now. Liveness
     is the empty name, and always serving."""
-    prefill, decode = live_workers(candidates)
+    prefill, decode = live
     can_serve = router.seats.can_serve()
     for name in (GENERATION, VLLM_ENGINE, KSERVE, "router"):
         server.health.set(name, serving=can_serve)

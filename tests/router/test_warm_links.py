@@ -6,6 +6,7 @@ import msgspec
 import redis_server
 
 from effuse.placement.records import Link, WorkerRecord
+from effuse.router.fleet import live_workers
 from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
@@ -99,15 +100,15 @@ def test_only_workers_that_could_have_a_warm_link_are_cold() -> None:
 def test_a_start_waits_for_a_warm_link_of_each_worker_but_not_for_ever() -> None:
     time = 0.0
     ready = ReadyWorkers(lambda: time)
-    ready.look(seen(D0))
+    ready.look(live_workers(seen(D0)))
     assert ready.counts == (0, 1), "a fleet of one kind starts"
-    ready.look(seen(prefill("p0"), D0))
+    ready.look(live_workers(seen(prefill("p0"), D0)))
     assert ready.counts == (0, 0)
-    ready.look(seen(prefill("p0", D0), D0))
+    ready.look(live_workers(seen(prefill("p0", D0), D0)))
     assert ready.counts == (1, 1)
     late = seen(prefill("p0", D0), prefill("p1"), D0)
-    ready.look(late)
+    ready.look(live_workers(late))
     assert ready.counts == (1, 1)
     time = WARM_S
-    ready.look(late)
+    ready.look(live_workers(late))
     assert ready.counts == (2, 1)
