@@ -139,6 +139,10 @@ test-clients: $(VENV)/.dev clients ## Install these clients, and test a fleet wi
 degrees: $(VENV)/.dev ## Hold the tokens of workers of 1, 2 and 4 devices, on CPUs, against the references; takes two hours (ONLY="nixl, 2 to 4")
 	PYTHONPATH=tests $(BIN)/python -m e2e.degrees --only "$(ONLY)"
 
+.PHONY: by-pool
+by-pool: $(VENV)/.dev ## Time prompts at once by handoffs and through a real pool, on CPUs (POOL=lmcache)
+	PYTHONPATH=tests $(BIN)/python -m e2e.by_pool --pool "$(or $(POOL),mooncake)"
+
 .PHONY: chaos
 chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, and check every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= SIMULATIONS= OTHERS= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
 	export PYTHONPATH=tests

@@ -33,6 +33,7 @@ class HostPages:
         slots = huge_pages(num_slots * memory.page_bytes, self.descriptor)
         flat = torch.frombuffer(slots, dtype=torch.uint8)
         self._slots = flat.view(num_slots, memory.page_bytes)
+        self._bytes = bytes_of(flat)
         self._rows = memory.byte_rows()
         self._stream: torch.cuda.Stream | None = None
         if memory.device.type == "cuda":
@@ -57,7 +58,8 @@ class HostPages:
 
     def views(self, slots: Sequence[int]) -> list[memoryview]:
         """Writable bytes of these slots, without a copy."""
-        return [bytes_of(self._slots[slot]) for slot in slots]
+        size = self.page_bytes
+        return [self._bytes[slot * size : (slot + 1) * size] for slot in slots]
 
     def _copy(
         self, rows: Tensor, sources: Sequence[int], into: Tensor, targets: Sequence[int]

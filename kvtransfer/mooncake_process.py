@@ -31,6 +31,8 @@ MOST_UNITS: Final = 256
 MOST_BYTES: Final = 64 << 20
 """The same; a larger unit comes by itself."""
 _ROOM: Final = MOST_BYTES + (4 << 20)  # with heads, for a lane
+_COPIED_BYTES: Final = 128 << 10
+"""Over TCP each part of an object costs about as much as a copy of these bytes."""
 _CONNECT_S: Final = 2.0
 
 
@@ -76,7 +78,6 @@ class _Lane:
     def __init__(self, store: Any, base: int, orders: PoolOrders, connection: Connection) -> None:
         self._store, self._base, self._orders = store, base, orders
         self._connection = connection
-        # Over TCP each separate part of an object costs 0.5 ms, so units are copied from here.
         self._room = mmap.mmap(-1, _ROOM)
         self._room_at = address_of(self._room)
         store.register_buffer(self._room_at, _ROOM)
@@ -99,10 +100,7 @@ class _Lane:
             case "remove":
                 return PoolAnswer((self._store.remove(names[0], True),))
             case "keep":
-                heads = b"".join(call.heads)
-                self._room[: len(heads)] = heads
-                parts = self._parts(call.places, list(map(len, call.heads)))
-                return PoolAnswer(tuple(self._store.batch_put_from_multi_buffers(names, *parts)))
+                return PoolAnswer(tuple(self._keep(names, call.heads, call.places)))
             case "load":
                 return self._load(names, call.places)
 
@@ -124,26 +122,46 @@ class _Lane:
     def _read(
         self, names: list[str], places: Sequence[Extents], num_heads: list[int]
     ) -> tuple[list[int], list[bytes]]:
-        sizes = [
-            num_head + sum(size for _, size in extents)
-            for num_head, extents in zip(num_heads, places, strict=True)
-        ]
-        if self._orders.protocol == "tcp" and sum(sizes) <= len(self._room):
-            begins = list(accumulate(sizes, initial=0))[:-1]
+        if self._gathers(places, num_heads):
+            begins, sizes = _laid_out(places, num_heads)
             addresses = [self._room_at + at for at in begins]
             codes = self._store.batch_get_into(names, addresses, sizes)
             for address, num_head, extents in zip(addresses, num_heads, places, strict=True):
-                self._spread(address + num_head, extents)
+                self._copy(address + num_head, extents, loads=True)
         else:
             begins = list(accumulate(num_heads, initial=0))[:-1]
             codes = self._store.batch_get_into_multi_buffers(names, *self._parts(places, num_heads))
         heads = zip(begins, num_heads, strict=True)
         return list(codes), [self._room[at : at + size] for at, size in heads]
 
-    def _spread(self, address: int, extents: Extents) -> None:
-        """Copies KV from the room to its places."""
+    def _keep(
+        self, names: list[str], heads: Sequence[bytes], places: Sequence[Extents]
+    ) -> Sequence[int]:
+        num_heads = list(map(len, heads))
+        if not self._gathers(places, num_heads):
+            both = b"".join(heads)
+            self._room[: len(both)] = both
+            parts = self._parts(places, num_heads)
+            return list(self._store.batch_put_from_multi_buffers(names, *parts))
+        begins, sizes = _laid_out(places, num_heads)
+        for at, head, extents in zip(begins, heads, places, strict=True):
+            self._room[at : at + len(head)] = head
+            self._copy(self._room_at + at + len(head), extents, loads=False)
+        addresses = [self._room_at + at for at in begins]
+        return list(self._store.batch_put_from(names, addresses, sizes))
+
+    def _gathers(self, places: Sequence[Extents], num_heads: Sequence[int]) -> bool:
+        """Whether objects are copied to the room or from it, so that each is one part."""
+        num_bytes = sum(size for extents in places for _, size in extents)
+        num_parts = sum(map(len, places))
+        is_worth_it = self._orders.protocol == "tcp" and num_bytes <= num_parts * _COPIED_BYTES
+        return is_worth_it and num_bytes + sum(num_heads) <= len(self._room)
+
+    def _copy(self, address: int, extents: Extents, *, loads: bool) -> None:
+        """Copies KV from an address of the room to its places, or back."""
         for at, size in extents:
-            ctypes.memmove(self._base + at, address, size)
+            pair = (self._base + at, address) if loads else (address, self._base + at)
+            ctypes.memmove(*pair, size)
             address += size
 
     def _parts(
@@ -160,6 +178,15 @@ class _Lane:
             for num_head, extents in zip(num_heads, places, strict=True)
         ]
         return addresses, sizes
+
+
+def _laid_out(places: Sequence[Extents], num_heads: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Where objects begin that lie one behind the other, and their sizes."""
+    sizes = [
+        num_head + sum(size for _, size in extents)
+        for num_head, extents in zip(num_heads, places, strict=True)
+    ]
+    return list(accumulate(sizes, initial=0))[:-1], sizes
 
 
 def address_of(memory: "mmap.mmap | memoryview") -> int:

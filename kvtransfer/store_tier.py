@@ -7,7 +7,7 @@ while, and no request waits for it.
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -96,10 +96,13 @@ class StoreTier:
         self.reading = Rate()  # seconds of bytes
         self.due: OrderedDict[Key, None] = OrderedDict()  # units that it has yet to keep
         self.searches: list[Search] = []
+        self.lost: list[Key] = []  # units that it had, and has no more
         self.writing: list[Writing] = []
         self._now = now
         self.opening: Future[object] | None = store.open()
         self._late: list[Read] = []  # no request waits for them
+        self._sure: set[Key] = set()  # units that it had a moment ago
+        self._sure_s = now()  # since when they are noted
         # When the last one ended, and when any did.
         self._read_s = self._written_s = self._answered_s = -math.inf
         self._back_s = -math.inf  # from when on it is used again
@@ -119,6 +122,8 @@ class StoreTier:
     def poll(self) -> tuple[list[HostUnit], list[int]]:
         """Takes what has come; waits for nothing. Returns units that were written, and slots of
         reads that no request waited for."""
+        if self._now() - self._sure_s > AGAIN_S:
+            self._sure, self._sure_s = set(), self._now()
         self._follow_opening()
         self._end_searches()
         written = self._end_writes()
@@ -191,6 +196,7 @@ class StoreTier:
             self._fail_writes(str(error))
         else:
             self.store.kept(one.key, one.kept.before, size)
+            self._sure.add(one.key)
             self.counts.kept += size
             if one.kept.is_gone:
                 self.store.forget(one.key)
@@ -211,6 +217,12 @@ class StoreTier:
         self.searches.append(Search(units, result, self._now()))
         return self.searches[-1]
 
+    def confirm(self, keys: Iterable[Key]) -> None:
+        """Asks again for units that it had half a minute ago: it may have given them up since."""
+        known = [key for key in keys if key in self.store and key not in self._sure]
+        self._sure.update(known)
+        self.seek({key: self.store.before(key) for key in known})
+
     def _end_searches(self) -> None:
         for search in list(self.searches):
             if search.result.done():
@@ -228,9 +240,12 @@ class StoreTier:
             self._fail(str(error))
             return
         self._answered_s = self._now()
-        for key, before in list(search.units.items())[:count]:
-            if key not in self.store:
+        for at, (key, before) in enumerate(search.units.items()):
+            if at < count and key not in self.store:
                 self.store.kept(key, before, 0)
+            elif at >= count and self.store.lose(key) is not None:
+                self.lost.append(key)
+        self._sure.update(list(search.units)[:count])
 
     def read(self, key: Key, slots: tuple[int, ...], views: Sequence[memoryview]) -> Read:
         """Starts to read a unit that it has."""

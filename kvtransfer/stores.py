@@ -122,10 +122,14 @@ class UnitStore(ABC):
 
     def forget(self, key: Key) -> None:
         """Removes a unit, if it is known."""
-        before, size = self._known.pop(key, (b"", -1))
-        if size >= 0:
-            self.num_bytes -= size
+        if (before := self.lose(key)) is not None:
             self.remove(key, before)
+
+    def lose(self, key: Key) -> Key | None:
+        """A unit is not known any more, and not removed. Returns the unit before it if it was."""
+        before, size = self._known.pop(key, (None, 0))
+        self.num_bytes -= size
+        return before
 
     def open(self) -> "Future[object]":
         """Starts to connect, or to find out whether a connection still works."""

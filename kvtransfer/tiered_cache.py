@@ -95,7 +95,7 @@ class TieredCache(UnitCache):
         self._end_saves()
         for coming in dict.fromkeys(self._coming.values()):
             self._follow(coming)
-        self.tiers.poll()
+        self._offer(self.tiers.poll())
         self._save_due()
         return before != self._moving()
 
@@ -142,10 +142,13 @@ class TieredCache(UnitCache):
 
     def pooled(self, one: HeldUnits, since_s: float | None = None) -> bool | None:
         pool, keys = self.tiers.pool, one.keys
-        if pool is None or all(map(pool.__contains__, keys)):
-            return pool is not None and pool.is_usable
-        goes_on = self._is_sought(one, len(keys)) if since_s is None else pool.goes_on(since_s)
-        return None if goes_on else False
+        if pool is None:
+            return False
+        if since_s is None and self._is_sought(one, len(keys), is_sure=False):
+            return None
+        if all(map(pool.store.__contains__, keys)):  # for many prompts a turn
+            return pool.is_usable
+        return None if since_s is not None and pool.goes_on(since_s) else False
 
     def end(self, one: HeldUnits) -> None:
         super().end(one)
@@ -258,12 +261,15 @@ class TieredCache(UnitCache):
         keys = keys[: self._num_worthwhile(keys, per_unit, compute_s)]
         return bool(keys) and self._begin(keys, per_unit)
 
-    def _is_sought(self, one: HeldUnits, end: int) -> bool:
-        """Whether stores still look for units that no tier is known to have. Asks them once."""
+    def _is_sought(self, one: HeldUnits, end: int, *, is_sure: bool = True) -> bool:
+        """Whether stores still look for units that no tier is known to have, or for all if that is
+        not sure. Asks them once."""
         if one.searches is None:
-            at = len(self._reachable(one, end))
+            at = len(self._reachable(one, end)) if is_sure else 0
             pairs = list(pairwise([b"", *one.keys[:end]]))[at:]
             one.searches = self.tiers.seek({key: before for before, key in pairs})
+            if self.tiers.pool is not None:
+                self.tiers.pool.confirm(one.keys[:at])
         return any(search in self.tiers.searches for search in one.searches)
 
     def _reachable(self, one: HeldUnits, end: int) -> list[Key]:

@@ -182,14 +182,19 @@ class Tiers:
 
     # To and from stores.
 
-    def poll(self) -> None:
-        """Goes on with stores; waits for none."""
+    def poll(self) -> list[Key]:
+        """Goes on with stores; waits for none. Returns units that they had, and have no more."""
+        lost: list[Key] = []
         for one in self.stores:
             written, slots = one.poll()
             self.give_slots(slots)
             for kept in written:
                 self.unread(kept)
+            lost, one.lost = lost + one.lost, []
+        for key in filter(self.kept.__contains__, lost):
+            self.owe(key)
         self._write_ahead()
+        return lost
 
     def _write_ahead(self) -> None:
         """Writes what stores have yet to keep and, while some of the host's room is left, units

@@ -16,6 +16,7 @@ from e2e.client import wait_until
 from e2e.processes import kill, restart
 from e2e.test_shared_pool import COUNT, LENGTH, ask, counted, flags, prompts
 from e2e.tiny import TINY, tiny_fleet
+from kvtransfer.lmcache_server import LMCacheServer
 from kvtransfer.mooncake_master import Mooncake
 
 import effuse
@@ -33,12 +34,12 @@ def mooncake(tmp_path: Path) -> Iterator[Mooncake]:
 
 
 def by_pool_fleet(
-    architecture: Architecture, mooncake: Mooncake, **more: Any
+    architecture: Architecture, pool: Mooncake | LMCacheServer, **more: Any
 ) -> contextlib.AbstractContextManager[Fleet]:
     return tiny_fleet(
         architecture,
         connector="zmq",
-        worker_flags=flags(mooncake),
+        worker_flags=flags(pool),
         router_flags=("--kv-mode", "pool"),
         **more,
     )
@@ -61,9 +62,17 @@ def computed(fleet: Fleet, *workers: str) -> float:
     return of_prefill + sum(counted(fleet, "own_prompt_tokens", one) for one in workers)
 
 
-@pytest.mark.parametrize("architecture", ["sdar", "fast_dllm_v2", "dream"])
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        (Mooncake, "sdar"),
+        (Mooncake, "fast_dllm_v2"),
+        (Mooncake, "dream"),
+        (LMCacheServer, "sdar"),
+    ],
+)
 def test_a_prompt_reaches_its_decode_worker_through_the_pool(
-    mooncake: Mooncake, architecture: Architecture
+    tmp_path: Path, kind: type[Mooncake | LMCacheServer], architecture: Architecture
 ) -> None:
     """And outlives both workers: nobody computes it a second time, but for the last unit if the
     model needs the row of its last token. On busy cores the pool may be late for a few."""
@@ -72,7 +81,10 @@ def test_a_prompt_reaches_its_decode_worker_through_the_pool(
         expected = [one.token_ids for one in ask(fleet, asked)]
     few = COUNT * LENGTH / 4
     rest = COUNT * TINY.page_size if architecture == "fast_dllm_v2" else 0
-    with by_pool_fleet(architecture, mooncake) as fleet:
+    with (
+        contextlib.closing(kind(tmp_path)) as pool,
+        by_pool_fleet(architecture, pool) as fleet,
+    ):
         await_pool(fleet)
         before = computed(fleet, "prefill-0"), computed(fleet, "decode-0")
         found = ask(fleet, asked)

@@ -13,6 +13,7 @@ from e2e.client import all_at_once, wait_until
 from e2e.processes import kill, restart
 from e2e.test_metrics import scrape
 from e2e.tiny import TINY, tiny_fleet
+from kvtransfer.lmcache_server import LMCacheServer
 from kvtransfer.mooncake_master import Mooncake
 
 import effuse
@@ -32,13 +33,13 @@ def mooncake(tmp_path: Path) -> Iterator[Mooncake]:
     running.close()
 
 
-def prompts(seed: int) -> list[list[int]]:
+def prompts(seed: int, count: int = COUNT) -> list[list[int]]:
     draw = random.Random(seed)
-    return [draw.choices(TINY.plain_ids, k=LENGTH) for _ in range(COUNT)]
+    return [draw.choices(TINY.plain_ids, k=LENGTH) for _ in range(count)]
 
 
-def flags(mooncake: Mooncake) -> tuple[str, ...]:
-    return "--kv-offloading-size", "0.02", "--kv-pool", mooncake.url
+def flags(pool: Mooncake | LMCacheServer) -> tuple[str, ...]:
+    return "--kv-offloading-size", "0.02", "--kv-pool", pool.url
 
 
 def ask(fleet: Fleet, asked: list[list[int]], params: effuse.Params = ASKED) -> list[Answer]:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from slowness import patient
 
 from effuse.config.pool_address import PoolAddress
 from effuse.kvtransfer.mooncake_pool import check_package
@@ -46,14 +47,14 @@ class Mooncake:
             *(f"--rpc_port={self.port}", f"--metrics_port={self._metrics_port}"),
             *("--default_kv_lease_ttl=60000", "--client_ttl=5"),
         )
-        self._await_port(self.port, self.master)
+        await_port(self.port, self.master)
         self.memory = self._run(
             "mooncake_client",
             *("--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE"),
             *(f"--port={self._memory_port}", f"--master_server_address=127.0.0.1:{self.port}"),
             f"--global_segment_size={self._megabytes} MB",
         )
-        self._await_port(self._memory_port, self.memory)
+        await_port(self._memory_port, self.memory)
 
     def close(self) -> None:
         for process in (self.memory, self.master):
@@ -105,14 +106,16 @@ class Mooncake:
             command = [str(self._programs / program), *flags]
             return subprocess.Popen(command, stdout=log, stderr=log, cwd=self._home)
 
-    def _await_port(self, port: int, process: subprocess.Popen[bytes]) -> None:
-        end = time.monotonic() + _START_S
-        while time.monotonic() < end:
-            assert process.poll() is None, f"{process.args!r} has ended"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                return
-            time.sleep(0.05)
-        raise TimeoutError(f"nothing listens at port {port}")
+
+def await_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Until a process listens there."""
+    end = time.monotonic() + patient(_START_S)
+    while time.monotonic() < end:
+        assert process.poll() is None, f"{process.args!r} has ended"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens at port {port}")
 
 
 def free_ports(count: int) -> list[int]:

@@ -313,3 +313,45 @@ def test_the_pool_is_asked_once_for_each_request() -> None:
     scene = worker(shared)
     scene.run(TEXTS[0], TEXTS[0], TEXTS[1])
     assert shared.calls.count("find") == 2
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+def test_a_unit_that_the_pool_has_given_up_is_written_again(is_causal: bool) -> None:
+    """By its writer, once it uses the unit again and has not asked for half a minute."""
+    shared = SharedUnits()
+    scene = worker(shared, is_causal=is_causal)
+    scene.run(TEXTS[0])
+    written = dict(shared.units)
+    gone = list(written)[-1 if is_causal else 0 :]
+    for key in gone:
+        del shared.units[key]
+    scene.time += AGAIN_S + 1
+    scene.run(TEXTS[0])
+    assert shared.units == written
+    asked = shared.calls.count("find")
+    scene.run(TEXTS[0], TEXTS[0])
+    assert shared.calls.count("find") == asked  # not each time
+    assert "remove" not in shared.calls
+
+
+def test_a_prompt_for_the_pool_is_not_there_if_the_pool_has_given_it_up() -> None:
+    """However late it was written."""
+    shared = SharedUnits()
+    scene = worker(shared)
+    scene.run(TEXTS[0])
+    units = scene.cache.begin("", TEXTS[0], 24)
+
+    def is_there() -> bool:
+        for _ in range(5):
+            if (found := scene.cache.pooled(units)) is not None:
+                return found
+            scene.poll()
+        raise AssertionError("it is asked without end")
+
+    assert is_there()
+    units = scene.cache.begin("", TEXTS[0], 24)
+    shared.units.pop(units.keys[2])
+    assert not is_there()
+    for _ in range(10):
+        scene.poll()
+    assert units.keys[2] in shared.units
