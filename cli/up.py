@@ -40,8 +40,8 @@ from effuse.telemetry import logs
 from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig, WorkerConfig
 from effuse.worker.gpus import gpus_here, no_gpu
 
-# Flags that the fleet itself sets for each process.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
+_GIVEN |= {"nnodes", "node_rank", "master_addr", "master_port"}  # which the fleet sets itself
 _OF_ROLES = {"tensor_parallel_size": "devices", "pipeline_parallel_size": "stages"}
 _ROUTERS_ALONE = {"metrics_port", "metrics_host", "health_port"}
 # Flags that are fields of the fleet's config, unchanged.
@@ -322,7 +322,7 @@ def _check_flags(
     """The values of all flags; exits with status 2 on a bad one."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
-            parser.error(f"{flag}: not a flag of `effuse up`, which sets it for each process")
+            parser.error(f"{flag}: not a flag of `effuse up`, which sets it on its one host")
     found: UpView = parser.parse_args(argv, UpView())
     try:
         for name, group in groups.items():

@@ -82,9 +82,9 @@ class Access:
             self.check_plaintext("metrics_host", self.metrics_host, "metrics")
 
     def check_plaintext(self, name: str, host: str, what: str) -> None:
-        """Refuses to listen on `host` for `what` (calls, pages or metrics) in plain text, unless a
-        flag allows that or no other machine can reach the address."""
-        least: Plaintext = "all" if what == "calls" else "pages"
+        """Refuses to listen on `host` for `what` (such as calls, pages or metrics) in plain text,
+        unless a flag allows that or no other machine can reach the address."""
+        least: Plaintext = "all" if what in ("calls", "commands") else "pages"
         if self.allow_plaintext not in ("all", least):
             checks.loopback(
                 name, host, f"{what} would travel in plain text", f"--allow-plaintext {least}"

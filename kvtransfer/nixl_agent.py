@@ -4,15 +4,12 @@ Not used on purpose: its progress thread, which spins on a core even when idle (
 CPU time a second), and its (de)serialisation of descriptor lists, which is pickle.
 """
 
-import array
 import contextlib
 import ctypes
-import fcntl
 import ipaddress
 import logging
 import os
 import socket
-import struct
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, NewType
@@ -26,16 +23,13 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from nixl._bindings import DRAM_SEG, nixlInvalidParamError, nixlRegDList
 
 from effuse.kernels.cuda_ipc import HANDLE_BYTES
+from effuse.kvtransfer.interfaces import addresses
 from effuse.kvtransfer.messages import DIGEST_BYTES
 
 LOG = logging.getLogger(__name__)
 
 _NETLINK = "libnl-route-3.so.200"
 DEVICES, FAMILIES = "UCX_NET_DEVICES", "UCX_TCP_AF_PRIO"
-_SIOCGIFCONF = 0x8912
-_ENTRY_BYTES = 40  # struct ifreq: a name of 16 bytes, a sockaddr, padding
-_MOST_ENTRIES = 1024
-_IPV6 = Path("/proc/net/if_inet6")
 _RDMA = Path("/sys/class/infiniband")
 
 PageList = NewType("PageList", object)  # a prepared list of pages, or of groups of their layers
@@ -192,20 +186,6 @@ def confine(host: str, environment: MutableMapping[str, str] = os.environ) -> No
     environment[DEVICES] = ",".join([*dict.fromkeys(names), *rdma])
     environment.setdefault(FAMILIES, "inet6" if address.version == 6 else "inet")
     LOG.debug("UCX listens on %s", environment[DEVICES])
-
-
-def addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Every interface that is up, with each of its addresses."""
-    table = array.array("B", bytes(_MOST_ENTRIES * _ENTRY_BYTES))
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        asked = struct.pack("iL", len(table), table.buffer_info()[0])
-        num_bytes, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, asked))
-    for at in range(0, num_bytes, _ENTRY_BYTES):
-        entry = table[at : at + _ENTRY_BYTES].tobytes()
-        yield entry[:16].split(b"\0")[0].decode(), ipaddress.IPv4Address(entry[20:24])
-    for line in _IPV6.read_text().splitlines() if _IPV6.exists() else ():
-        digits, *_, name = line.split()
-        yield name, ipaddress.IPv6Address(bytes.fromhex(digits))
 
 
 def _resolve(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -134,7 +134,9 @@ class NixlTransport(Transport):
         role: str,
         rank: int = 0,
         host: str = "127.0.0.1",
+        maps: bool = True,
     ) -> None:
+        """maps: whether GPUs may map memory of peers, and peers this one."""
         on_device = memory.device.type == "cuda"
         self.chunk_bytes = DEVICE_BYTES if on_device else HOST_CHUNK_BYTES
         self.window_bytes = DEVICE_BYTES if on_device else HOST_WINDOW_BYTES
@@ -145,6 +147,7 @@ class NixlTransport(Transport):
         self._device_id = (memory.device.index or 0) if on_device else 0
         self._name = f"{role}-{incarnation}-{rank}"
         self._host = host
+        self._maps = maps
         self._num_agents = 0
 
     def open(self) -> None:
@@ -164,7 +167,7 @@ class NixlTransport(Transport):
         self._own = PoolLists(self._sender, pool, self._layout.page_bytes, self._memory.num_pages)
         for parts in (1, len(self._layout.groups)):
             self._own.cut(parts)
-        self._copies = copies_of(self._memory)
+        self._copies = copies_of(self._memory) if self._maps else None
         self._peers = NixlPeers(self._sender, self._layout, maps=self._copies is not None)
         self._receiving = self._receive()
         self._retired: list[Receiving] = []

@@ -2,6 +2,7 @@
 
 Over torch.distributed: Gloo on CPUs, NCCL between GPUs. GPUs sum rows over each other's memory.
 Ranks of one host meet through a file in a private directory, so that no port is open while they do.
+Ranks of several hosts meet at a store that rank 0 serves.
 A group is a value of its own and not the process's default group: a process may be in several.
 """
 
@@ -11,7 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -243,14 +244,17 @@ class ProcessGroup(Group):
         collectives: Any,
         *,
         in_order: bool = False,
+        spans_hosts: bool = False,
     ) -> None:
         """collectives: a process group of torch's for tensors of this device. in_order: GPUs too
-        add ranks in order, because the order of NCCL's sums depends on the number of rows."""
+        add ranks in order, because the order of NCCL's sums depends on the number of rows.
+        spans_hosts: no GPU maps the memory of another host's."""
         self.rank = rank
         self.size = size
         self.device = device
         self._collectives = collectives
         self._in_order = in_order
+        self._spans_hosts = spans_hosts
         self._peers: PeerSums | None = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._parts: list[Group] = []
@@ -272,6 +276,8 @@ class ProcessGroup(Group):
         if self.device.type != "cuda":
             return
         try:
+            if self._spans_hosts:
+                raise OSError("ranks are on several hosts")
             self._peers = map_peers(self.rank, self.size, width, dtype, self.device, self.collect)
         except OSError as error:
             if self._in_order:
@@ -347,27 +353,48 @@ class ProcessGroup(Group):
         self._peers = self._collectives = None
 
 
+@dataclass(frozen=True, slots=True)
+class SharedMeeting:
+    """A place at which ranks of several hosts meet, as a file is for those of one."""
+
+    store: Any  # of torch's
+    name: str  # of this meeting in the store
+    interface: str  # of this host, for collectives
+
+    def with_name(self, name: str) -> SharedMeeting:
+        """Another meeting of these hosts."""
+        return replace(self, name=name)
+
+
 def join_group(
     rank: int,
     size: int,
     device: torch.device,
-    meeting: Path,
+    meeting: Path | SharedMeeting,
     timeout_s: float,
     *,
     in_order: bool = False,
 ) -> ProcessGroup:
-    """Waits for all ranks of the group at the file `meeting`, which none may have used before.
+    """Waits for all ranks of the group at `meeting`, a file or place that none may have used
+    before.
 
     in_order: as in `ProcessGroup`. Raises ValueError if they do not come within `timeout_s`.
     """
+    spans_hosts = isinstance(meeting, SharedMeeting)
+    interface = meeting.interface if isinstance(meeting, SharedMeeting) else _LOOPBACK
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, _LOOPBACK)
-    store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        os.environ.setdefault(name, interface)
+    if isinstance(meeting, SharedMeeting):
+        store: Any = dist.PrefixStore(meeting.name, meeting.store)  # type: ignore[attr-defined]
+    else:
+        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))
     make = _nccl if device.type == "cuda" else _gloo
     try:
         collectives = make(store, rank, size, timeout_s)
-        group = ProcessGroup(rank, size, device, collectives, in_order=in_order)
+        group = ProcessGroup(
+            rank, size, device, collectives, in_order=in_order, spans_hosts=spans_hosts
+        )
         group.least(0)  # connects all of them
     except (RuntimeError, ValueError) as error:
         LOG.error("rank %d of %d cannot reach its group: %s", rank, size, error)

@@ -120,7 +120,7 @@ def assemble(
             ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
             on_failure.callback(ranks.close)
             ranks.wait_for("present", config.startup_timeout_s)
-            place = join(config, read_model(config), 0, device, ranks.home)
+            place = join(config, read_model(config), 0, device, ranks.meeting)
             ranks.group = place.meeting
         model = load_shard(config, device, place, pulse)
         if ranks is not None:

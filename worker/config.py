@@ -101,6 +101,29 @@ class WorkerConfig(EngineSettings):
         check_name("fleet", self.fleet)
         if self.worker_id is not None:
             check_name("worker id", self.worker_id)
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        """Refuses hosts that cannot share the devices or cannot reach each other."""
+        checks.whole("nnodes", self.nnodes, 1, MOST_RANKS)
+        checks.whole("node_rank", self.node_rank, 0, self.nnodes - 1)
+        checks.whole("master_port", self.master_port, 1, 65535)
+        if self.nnodes == 1:
+            return
+        name = f"--nnodes {self.nnodes}"
+        if self.num_ranks % self.nnodes:
+            raise ValueError(f"{name}: expected a divisor of the worker's {self.num_ranks} devices")
+        if self.master_addr is None:
+            raise ValueError(f"{name}: expected --master-addr with it")
+        if checks.is_loopback(self.host) != checks.is_loopback(self.master_addr):
+            raise ValueError(
+                f"--host: expected an address that --master-addr {self.master_addr} reaches, "
+                f"got {self.host!r}"
+            )
+        # Collectives have no encryption; commands have it if there is a secret.
+        self.check_plaintext("host", self.host, "tensors")
+        if self.fleet_secret is None:
+            self.check_plaintext("host", self.host, "commands")
 
     def _check_stages(self) -> None:
         """The combinations of a pipeline that are built."""
@@ -138,6 +161,10 @@ class WorkerConfig(EngineSettings):
         rows = self.context_degree if self.cuts_rows else 1
         cut = self.tensor_parallel_size * self.pipeline_parallel_size
         return cut * self.num_replicas * rows
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.nnodes
 
     @property
     def runs_graphs(self) -> bool:

@@ -5,8 +5,9 @@ two different ones carries no prompt.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Literal
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Final, Literal
 
 from effuse.config.checks import is_loopback
 from effuse.kvtransfer.connector import Connector
@@ -21,6 +22,16 @@ from effuse.protos.fleet_secret import FleetSecret
 from effuse.worker.config import WorkerConfig
 
 LOG = logging.getLogger(__name__)
+
+_WAYS: Final = "UCX_TLS"
+_ALL_MAPPING: Final = ("sm", "cuda_ipc", "rocm_ipc")
+_MAPPING: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"), ()),
+    **dict.fromkeys(("cuda_ipc", "rocm_ipc"), ()),
+    "cuda": ("cuda_copy", "gdr_copy"),
+    "rocm": ("rocm_copy", "rocm_gdr"),
+}
+"""Ways through memory of other processes, and what is left of them."""
 
 
 def choose_connector(
@@ -69,6 +80,8 @@ def connect(
 ) -> Connector:
     """Starts the connector of a rank's pages. Raises ValueError if it cannot be opened."""
     _check_reservable(memory.layout, max_model_len)
+    if config.nnodes > 1:
+        map_nothing()
     transport = _transport(config, memory, incarnation, role, rank)
     connector = ThreadConnector(transport, memory, incarnation, agreed)
     connector.start()
@@ -99,7 +112,14 @@ def _transport(
     if config.connector == "nixl":
         from effuse.kvtransfer.nixl_transport import NixlTransport
 
-        return NixlTransport(memory, incarnation, role=role, rank=rank, host=config.host)
+        return NixlTransport(
+            memory,
+            incarnation,
+            role=role,
+            rank=rank,
+            host=config.host,
+            maps=config.nnodes == 1,
+        )
     from effuse.kvtransfer.zmq_transport import ZmqTransport
 
     return ZmqTransport(
@@ -108,6 +128,24 @@ def _transport(
         advertised_host=config.connector_host or config.reachable_host(),
         keys=_curve_keys(config),
     )
+
+
+def map_nothing(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Takes away UCX's ways through memory of other processes, for a worker of several hosts.
+
+    Peers ask its leader's host whether a writer has ended, and a rank of another host may be beside
+    them. Without such ways closing their own end of a connection keeps every rank out.
+    """
+    given = environment.get(_WAYS, "all").replace(" ", "")
+    if given.startswith("^"):
+        environment[_WAYS] = f"{given},{','.join(_ALL_MAPPING)}"
+        return
+    ways = given.split(",")
+    if "all" in ways:
+        environment[_WAYS] = f"^{','.join(_ALL_MAPPING)}"
+        return
+    kept = [one for way in ways for one in _MAPPING.get(way, (way,))]
+    environment[_WAYS] = ",".join(kept or ["tcp", "self"])
 
 
 def _curve_keys(config: WorkerConfig) -> CurveKeys | None:

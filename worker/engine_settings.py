@@ -54,6 +54,14 @@ class ModelSettings(Access):
     expert_parallel: Annotated[
         bool, "spread whole experts over the devices; without it each expert is cut"
     ] = False
+    nnodes: Annotated[
+        int, "hosts over which the worker's devices are spread, with the same command on each"
+    ] = 1
+    node_rank: Annotated[int, "number of this host, from 0; clients and routers reach host 0"] = 0
+    master_addr: Annotated[
+        str | None, "name or address of host 0, at which the other hosts reach it"
+    ] = None
+    master_port: Annotated[int, "port of host 0 for the other hosts"] = 29501
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from effuse.telemetry.traces import TracesUnavailable
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
-from effuse.worker import wire
+from effuse.worker import node, wire
 from effuse.worker.attempts import Attempts, Duty
 from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
 from effuse.worker.gpus import check_device
@@ -46,6 +46,7 @@ from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarna
 LOG = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=WorkerConfig)
 
+_FATAL = CheckpointError, EngineGone, GaveUp, node.NodeRefused, Superseded, TracesUnavailable
 _WORKER_SERVICE = "effuse.v1.WorkerService"
 _POLL_S = 1.0  # seconds between polls of the fleet
 _MOST_ABORT_S = 60.0  # callers try again
@@ -76,8 +77,8 @@ def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
     0 after a drain; 2 if it should use a GPU and none is here. 1 for a checkpoint that is not
-    served, an engine that does not start or end, a taken port, unusable certificates or secret, or
-    another process with its worker id.
+    served, an engine that does not start or end, a taken port, unusable certificates or secret,
+    another process with its worker id, or a host that the leader of its group refuses.
     """
     logs.set_up(role.name, config.log_level, config.log_format)
     try:
@@ -91,15 +92,26 @@ def run(config: WorkerConfig, role: Role) -> int:
             algorithm = config.default_algorithm if isinstance(config, DecodeConfig) else None
             refuse_unserved(config.model, config.block_size, algorithm)
         asyncio.run(_run(config, role))
-    except* (CheckpointError, EngineGone, GaveUp, Superseded, OSError, TracesUnavailable) as failed:
+    except* (*_FATAL, OSError) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
         status = 1
     return status
 
 
 async def _run(config: WorkerConfig, role: Role) -> None:
+    if config.node_rank:
+        async with asyncio.TaskGroup() as tasks:  # whose errors come in groups, like those below
+            access = _access(config)
+            tasks.create_task(node.run(config, [*role.services.values(), _WORKER_SERVICE], access))
+        return
     async with rpc.shutdown_signal() as stop, asyncio.TaskGroup() as tasks:
         await Front(config, role, tasks).run(stop)
+
+
+def _access(config: WorkerConfig) -> FleetAccess:
+    return FleetAccess.read(
+        config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
+    )
 
 
 class Front:
@@ -110,9 +122,7 @@ class Front:
         self._changed = asyncio.Event()  # the engine has started or ended, or a drain has begun
         attempts = Attempts()
         supervisor = Supervisor(role.engine_module, config, attempts, on_change=self._changed.set)
-        access = FleetAccess.read(
-            config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
-        )
+        access = _access(config)
         duty = Duty(role.name, role.may_change)
         self.shell = Shell(duty, config, attempts, supervisor, tasks, access)
         secret = access.secret

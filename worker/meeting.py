@@ -16,20 +16,24 @@ from effuse.models.group import (
     PipelineStage,
     ProcessGroup,
     RankPlace,
+    SharedMeeting,
     join_group,
 )
 from effuse.models.stages import stage_groups
 from effuse.worker.config import WorkerConfig
-from effuse.worker.rank_messages import meeting_path
 
 _JOIN_S = 60.0  # for processes that all wait to meet
 
 
 def join(
-    config: WorkerConfig, model: ModelConfig, rank: int, device: torch.device, home: Path
+    config: WorkerConfig,
+    model: ModelConfig,
+    rank: int,
+    device: torch.device,
+    meeting: Path | SharedMeeting,
 ) -> RankPlace:
     """Meets the other ranks of the engine. Raises ValueError if they do not come."""
-    size, meeting = config.num_ranks, meeting_path(home)
+    size = config.num_ranks
     group = join_group(rank, size, device, meeting, _JOIN_S, in_order=config.batch_invariant)
     context = join_context(
         rank,
@@ -65,7 +69,7 @@ def join_stage(
     rank: int,
     group: ProcessGroup,
     device: torch.device,
-    meeting: Path,
+    meeting: Path | SharedMeeting,
 ) -> PipelineStage | None:
     """Meets the other ranks of the stage, and those of this rank's number in the stages beside it.
     Raises ValueError if they do not come."""
@@ -93,7 +97,7 @@ def join_context(
     page_size: int,
     group: ProcessGroup,
     device: torch.device,
-    meeting: Path,
+    meeting: Path | SharedMeeting,
     *,
     cuts_rows: bool = False,
 ) -> ContextGroup | None:

@@ -15,7 +15,7 @@ import msgspec
 
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.kvtransfer.messages import AttemptId, Reservation
-from effuse.placement.records import Load, ModelInfo
+from effuse.placement.records import Load, ModelInfo, Role
 
 # The current work of an engine. It announces every phase except serving, because it may show no
 # other sign for long.
@@ -58,6 +58,37 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     front_pid: int
     config: msgspec.Raw  # the worker's config
+
+
+class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """The first words to a rank's process, on standard input as JSON."""
+
+    rank: int
+    role: Role  # of its module
+    home: str = ""  # private directory of the group's sockets and its meeting file
+    leader: "RemoteLeader | None" = None  # instead of a home, if it is on another host
+    store: "StoreAddress | None" = None  # if the ranks are on several hosts
+    incarnation: str
+    leader_pid: int  # of the process that starts it
+    alive_fd: int | None  # the engine's listening socket, which the rank keeps open as well
+    config: msgspec.Raw
+
+
+class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The store at which ranks of several hosts meet."""
+
+    host: str
+    port: int
+    meeting: str  # name of theirs
+    interface: str  # of this host, for collectives
+
+
+class RemoteLeader(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank of another host reaches its leader."""
+
+    commands: str  # endpoint of this rank's commands
+    answers: str  # endpoint
+    key_seed: bytes  # of the keys that this incarnation of the group has
 
 
 class StartPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):

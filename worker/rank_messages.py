@@ -6,6 +6,8 @@ command that a rank gets is digested there as the leader digested it: `Digests`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal, get_args, get_origin
@@ -14,13 +16,14 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
+import zmq
 from torch import Tensor
 
 from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import BoundaryState, Field, Shard
 from effuse.models.part import Part, PartResult
-from effuse.placement.records import Role
+from effuse.worker.messages import RankOrders
 
 Stage = Literal["present", "loaded", "open"]
 """Of a rank's start: it runs and waits for the others, has its weights, has pages and connector."""
@@ -208,18 +211,6 @@ class Readdressed(msgspec.Struct, frozen=True, tag=True):
 FromRank = Reached | RankRefused | Taken | Moved | Computed | Advanced | PagesMoved | Readdressed
 
 
-class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """The first words to a rank's process, on standard input as JSON."""
-
-    rank: int
-    role: Role  # of its module
-    home: str  # private directory of the group's sockets and its meeting file
-    incarnation: str
-    leader_pid: int
-    alive_fd: int | None  # the engine's listening socket, which the rank keeps open as well
-    config: msgspec.Raw
-
-
 class Digests:
     """A digest of all commands so far, which both ends take of the same bytes."""
 
@@ -246,6 +237,29 @@ def commands_path(home: Path, rank: int) -> str:
 def answers_path(home: Path) -> str:
     """Endpoint at which the leader gets its ranks' answers."""
     return f"ipc://{home / 'a'}"
+
+
+def bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    """A socket that never waits, bound to an endpoint of this host."""
+    socket = context.socket(kind)
+    for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+        socket.set(option, 0)
+    socket.bind(endpoint)
+    return socket
+
+
+def spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
+    """Starts a rank's process. Raises OSError."""
+    kept = () if orders.alive_fd is None else (orders.alive_fd,)
+    process = subprocess.Popen(
+        (sys.executable, "-P", "-m", "effuse.worker", f"effuse.{orders.role}_worker.rank"),
+        stdin=subprocess.PIPE,
+        pass_fds=kept,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(orders))
+    process.stdin.close()
+    return process
 
 
 def meeting_path(home: Path) -> Path:

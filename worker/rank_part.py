@@ -185,8 +185,8 @@ def warm_up(
 
 
 def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
-    """Device of a rank: the CPU, or the visible GPU of its number. Raises ValueError if fewer GPUs
-    are visible than there are ranks.
+    """Device of a rank: the CPU, or the visible GPU of its number on its host. Raises ValueError if
+    fewer GPUs are visible than the host has ranks.
 
     Every rank sees all GPUs of its worker, which is the form in which NCCL is used most.
     """
@@ -195,11 +195,12 @@ def device_of(config: WorkerConfig, rank: int = 0) -> torch.device:
     if config.device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(CPU_THREADS)
         return torch.device("cpu")
-    size, count = config.num_ranks, torch.cuda.device_count()
+    size, count = config.ranks_per_node, torch.cuda.device_count()
     if count < size:
-        raise ValueError(f"a worker of {size} ranks needs as many GPUs, and sees {count}")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+        where = "" if config.nnodes == 1 else " on each host"
+        raise ValueError(f"a worker of {size} ranks{where} needs as many GPUs, and sees {count}")
+    torch.cuda.set_device(rank % size)
+    return torch.device("cuda", rank % size)
 
 
 def check_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:

@@ -11,12 +11,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 import zmq
 
 from effuse.kvtransfer.connector import Command as Transfer
@@ -24,11 +26,15 @@ from effuse.kvtransfer.connector import Connector, Expect, Pending, PushPages
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.messages import Shard
+from effuse.kvtransfer.zmq_sockets import CurveKeys
+from effuse.models.group import SharedMeeting
+from effuse.models.weights import weights_digest
 from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import connect
 from effuse.worker.engine_process import die_with, end_start, read_config
 from effuse.worker.meeting import join
+from effuse.worker.messages import RankOrders
 from effuse.worker.rank_messages import (
     COMMANDS,
     ENCODER,
@@ -51,7 +57,6 @@ from effuse.worker.rank_messages import (
     PagesMoved,
     Prepare,
     Quit,
-    RankOrders,
     RankRefused,
     Reached,
     Readdressed,
@@ -61,11 +66,20 @@ from effuse.worker.rank_messages import (
     ZeroTail,
     answers_path,
     commands_path,
+    meeting_path,
 )
-from effuse.worker.rank_part import RankPart, device_of, load_shard, make_part, read_model
+from effuse.worker.rank_part import (
+    RankPart,
+    device_of,
+    load_shard,
+    make_part,
+    model_directory,
+    read_model,
+)
 from effuse.worker.watchdog import Pulse
 
 _COPYING_MS: Final = 1  # no descriptor shows that a copy has ended
+_STORE_S: Final = 60.0
 _MOST_FORWARDS: Final = 8  # that have begun and of which it is known how far they are
 _SHOW_S: Final = 0.2
 
@@ -86,10 +100,14 @@ MakeSteps = Callable[[Any, RankPart], Steps]
 class Leader:
     """The rank's end of the way to its leader."""
 
-    def __init__(self, home: Path, rank: int) -> None:
+    def __init__(self, orders: RankOrders) -> None:
         self._context = zmq.Context()
-        self._commands = self._connected(zmq.PAIR, commands_path(home, rank))
-        self._answers = self._connected(zmq.PUSH, answers_path(home))
+        rank, home, remote = orders.rank, Path(orders.home), orders.leader
+        self._keys = None if remote is None else CurveKeys.of(remote.key_seed)
+        commands = commands_path(home, rank) if remote is None else remote.commands
+        self._commands = self._connected(zmq.PAIR, commands)
+        answers = answers_path(home) if remote is None else remote.answers
+        self._answers = self._connected(zmq.PUSH, answers)
         self._rank = rank
         self._digests = Digests()
         self._num_confirmed = 0
@@ -135,6 +153,9 @@ class Leader:
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.set(option, 0)
         socket.set(zmq.LINGER, 1000)
+        socket.set(zmq.IPV6, int("[" in endpoint))
+        if self._keys is not None:
+            self._keys.ask(socket)
         socket.connect(endpoint)
         return socket
 
@@ -245,7 +266,11 @@ class Rank:
                 assert self._make_steps is not None, "this is a decode rank"
                 self._steps = self._make_steps()
             case Open(fingerprint=fingerprint):
-                self._connector = self._open(fingerprint)
+                try:
+                    self._connector = self._open(fingerprint)
+                except ValueError as error:  # the leader ends its start, and so this rank
+                    self._leader.answer(RankRefused(str(error)))
+                    return
                 (self._shard,) = self._connector.describe()
                 self._leader.answer(Reached("open", self._shard))
             case Quit() | ForReplica():
@@ -301,7 +326,7 @@ def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -
         signal.signal(number, signal.SIG_IGN)  # the leader decides when its ranks end
     config = read_config(orders.config, config_type)
     logs.set_up(f"rank {orders.rank}", config.log_level, config.log_format)
-    leader = Leader(Path(orders.home), orders.rank)
+    leader = Leader(orders)
     try:
         rank = _start(orders, config, leader, make_steps)
     except ValueError as error:
@@ -315,6 +340,27 @@ def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -
     logs.leave(status)
 
 
+def _meeting(orders: RankOrders) -> Path | SharedMeeting:
+    if orders.store is None:
+        return meeting_path(Path(orders.home))
+    where, limit = orders.store, timedelta(seconds=_STORE_S)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        where.host, where.port, is_master=False, timeout=limit
+    )
+    return SharedMeeting(store, where.meeting, where.interface)
+
+
+def _check_weights(config: WorkerConfig, agreed: Fingerprint, rank: int) -> None:
+    """Refuses another host's weights. Raises ValueError with both digests."""
+    (expected,) = [field.value for field in agreed if field.name == "weights"]
+    found = weights_digest(model_directory(config), config.adapter)
+    if found != expected:
+        raise ValueError(
+            f"rank {rank}: its host has other weights: the digest is {expected} on node 0 and "
+            f"{found} on node {config.node_rank}"
+        )
+
+
 def _start(
     orders: RankOrders, config: WorkerConfig, leader: Leader, make_steps: MakeSteps | None
 ) -> Rank:
@@ -323,13 +369,15 @@ def _start(
     if orders.alive_fd is not None:
         os.dup(orders.alive_fd)  # behind the device's own descriptors, see `listen_while_alive`
     leader.answer(Reached("present"))
-    place = join(config, read_model(config), orders.rank, device, Path(orders.home))
+    place = join(config, read_model(config), orders.rank, device, _meeting(orders))
     pulse = RankPulse(lambda _: None)
     model = load_shard(config, device, place, pulse)
     leader.answer(Reached("loaded"))
     part = make_part(config, orders.role, pulse, model)
 
     def open_connector(fingerprint: Fingerprint) -> Connector:
+        if orders.leader is not None and orders.rank % config.ranks_per_node == 0:
+            _check_weights(config, fingerprint, orders.rank)
         return connect(
             config,
             part.memory,

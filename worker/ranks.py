@@ -13,12 +13,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -26,11 +26,14 @@ import zmq
 
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import Shard
-from effuse.models.group import ALONE, Group
+from effuse.models.group import ALONE, Group, SharedMeeting
 from effuse.models.part import PartResult
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import kept_open, make_home
+from effuse.worker.messages import RankOrders
+from effuse.worker.node_messages import RankGone
+from effuse.worker.nodes import Nodes, why_of
 from effuse.worker.rank_messages import (
     ANSWERS,
     ENCODER,
@@ -42,16 +45,18 @@ from effuse.worker.rank_messages import (
     Moved,
     PagesMoved,
     Quit,
-    RankOrders,
     RankRefused,
     Reached,
     Readdressed,
     Stage,
     Taken,
     answers_path,
+    bound,
     commands_path,
+    meeting_path,
+    spawn,
 )
-from effuse.worker.watchdog import GroupBroken, Limits, end_process, is_stopped_by_signal
+from effuse.worker.watchdog import GroupBroken, Limits, Stopped, end_process
 
 LOG = logging.getLogger(__name__)
 
@@ -67,11 +72,12 @@ class _Rank:
     """One of the other ranks. The watching thread changes it."""
 
     commands: zmq.Socket[bytes]
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None  # None on another host
+    has_ended: bool = False
     stages: list[Stage] = field(default_factory=list)  # of its start, which it has reached
     shard: Shard | None = None  # of its connector
     taken: int = 0  # commands that it has read
-    frozen_at: float | None = None  # when a signal was first seen to have stopped it
+    stopped: Stopped = field(default_factory=Stopped)
 
 
 class Ranks:
@@ -86,8 +92,7 @@ class Ranks:
     ) -> None:
         """Starts their processes. `on_broken` is called by the watching thread, once, with the
         reason and with what became of the rank: a key of `BROKEN_STATUS`. Raises OSError if a
-        process cannot be started.
-        """
+        process cannot be started."""
         self.size = config.num_ranks
         self.home = make_home()
         self.group: Group = ALONE  # once it is joined
@@ -95,7 +100,7 @@ class Ranks:
         self._on_broken = on_broken
         self._digests = Digests()
         self._context = zmq.Context()
-        self._answers = _bound(self._context, zmq.PULL, answers_path(self.home))
+        self._answers = bound(self._context, zmq.PULL, answers_path(self.home))
         self._events = {rank: deque[ConnectorEvent]() for rank in range(1, self.size)}
         self._computed: dict[int, Computed] = {}  # by rank: the last forward's
         self._advanced: dict[int, int] = {}  # by rank: the number of its last `Advanced`
@@ -108,9 +113,10 @@ class Ranks:
         self._sent: dict[int, int] = {}  # digest by count, until every rank has answered
         self._refusal: str | None = None
         self._failure: str | None = None
-        self._suspicion: tuple[str, float] | None = None  # a failure, and when it was seen
+        self._suspicion: tuple[str, str, float] | None = None  # a failure, its kind and its time
         self._is_closing = False
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # readable once the thread is to end
+        self._nodes = Nodes(config, role, incarnation) if config.nnodes > 1 else None
         self._others = {
             rank: self._started(rank, config, role, incarnation) for rank in range(1, self.size)
         }
@@ -119,6 +125,11 @@ class Ranks:
             target=self._watch, args=(limits.stopped_s,), name="ranks", daemon=True
         )
         self._watcher.start()
+
+    @property
+    def meeting(self) -> Path | SharedMeeting:
+        """Where the ranks meet."""
+        return meeting_path(self.home) if self._nodes is None else self._nodes.meeting()
 
     def wait_for(self, stage: Stage, timeout_s: float) -> None:
         """Returns once every rank has reached `stage` of its start. Raises ValueError if one cannot
@@ -131,6 +142,8 @@ class Ranks:
         self._await(is_there, timeout_s, f"a rank was not {stage} after {timeout_s:g} s")
         if self._refusal is not None:
             raise ValueError(self._refusal)
+        if self._nodes is not None:
+            self._nodes.roll.is_ready = stage == "open"
 
     def check(self) -> None:
         """Raises GroupBroken if the group is."""
@@ -199,10 +212,8 @@ class Ranks:
         return tuple(one.shard for one in self._others.values() if one.shard is not None)
 
     def computed(self, number: int) -> list[list[PartResult]]:
-        """Results of the ranks in this forward, by rank from 1 on, for replicas.
-
-        Raises GroupBroken.
-        """
+        """Results of the ranks in this forward, by rank from 1 on, for replicas. Raises
+        GroupBroken."""
 
         def are_there() -> bool:
             done = [one for one in self._computed.values() if one.number == number]
@@ -213,8 +224,7 @@ class Ranks:
 
     def moved(self, number: int) -> list[bytes] | None:
         """Digests of a `MovePages`, by rank from 1 on; None until every rank has sent them. Raises
-        GroupBroken.
-        """
+        GroupBroken."""
         self.check()
         if len(self._moved.get(number, ())) < len(self._others):
             return None
@@ -235,35 +245,38 @@ class Ranks:
             return
         self.send(Quit())
         self._is_closing = True
-        deadline = time.monotonic() + _QUIT_S
+        with self._changed:  # ranks of other hosts end with our sockets at the latest
+            others = self._others.values()
+            self._changed.wait_for(lambda: all(one.has_ended for one in others), _QUIT_S)
         for other in self._others.values():
-            try:
-                other.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if other.process is not None and not other.has_ended:
                 other.process.kill()
                 other.process.wait()
         self.group.close()
         os.eventfd_write(self._stop, 1)
         self._watcher.join()
         os.close(self._stop)
+        if self._nodes is not None:
+            self._nodes.close()
         for socket in (self._answers, *(one.commands for one in self._others.values())):
             socket.close(0)
         self._context.term()
         shutil.rmtree(self.home, ignore_errors=True)
 
     def _started(self, rank: int, config: WorkerConfig, role: Role, incarnation: str) -> _Rank:
+        if self._nodes is not None and rank in self._nodes.commands:
+            return _Rank(self._nodes.commands[rank], None)
         orders = RankOrders(
             rank=rank,
             role=role,
             home=str(self.home),
+            store=None if self._nodes is None else self._nodes.address,
             incarnation=incarnation,
             leader_pid=os.getpid(),
             alive_fd=kept_open[0] if kept_open else None,
             config=msgspec.Raw(to_json(config)),
         )
-        return _Rank(
-            _bound(self._context, zmq.PAIR, commands_path(self.home, rank)), _spawn(orders)
-        )
+        return _Rank(bound(self._context, zmq.PAIR, commands_path(self.home, rank)), spawn(orders))
 
     def _num_taken(self) -> int:
         """Commands that every rank has read."""
@@ -275,35 +288,52 @@ class Ranks:
         """Breaks the group if a signal has stopped a rank for so long, also while it is idle."""
         now = time.monotonic()
         for rank, other in self._others.items():
-            if not is_stopped_by_signal(other.process.pid):
-                other.frozen_at = None
-            elif other.frozen_at is None:
-                other.frozen_at = now
-            elif now - other.frozen_at > limit_s:
+            if other.process is not None and other.stopped.look(other.process.pid, now) > limit_s:
                 self._break(f"a signal has stopped rank {rank}", "stopped")
 
     def _watch(self, frozen_s: float) -> None:
         poller = zmq.Poller()
-        poller.register(self._answers, zmq.POLLIN)
-        poller.register(self._stop, zmq.POLLIN)
-        ends = {os.pidfd_open(one.process.pid): rank for rank, one in self._others.items()}
+        answers = [self._answers, *([self._nodes.answers] if self._nodes else [])]
+        for source in (*answers, self._stop, *(self._nodes.sources() if self._nodes else ())):
+            poller.register(source, zmq.POLLIN)
+        local = [(rank, one.process) for rank, one in self._others.items() if one.process]
+        ends = {os.pidfd_open(process.pid): (rank, process) for rank, process in local}
         for end in ends:
             poller.register(end, zmq.POLLIN)
         while self._stop not in (ready := dict(poller.poll(_LOOK_MS))):
             self._look_for_frozen(frozen_s)
-            if self._answers in ready:
-                while self._answers.poll(0):
-                    sender, data = self._answers.recv_multipart()
+            for socket in answers:
+                while socket.poll(0):
+                    sender, data = socket.recv_multipart()
                     self._take(sender[0], ANSWERS.decode(data))
             for end in ends.keys() & ready.keys():
                 poller.unregister(end)
-                self._end(ends[end])
+                self._end(ends[end][0], ends[end][1].wait())
+            if self._nodes is not None:
+                self._follow(self._nodes)
             self._conclude()
         for end in ends:
             os.close(end)
 
+    def _follow(self, nodes: Nodes) -> None:
+        """Takes reports of other hosts and their ranks."""
+        for event in nodes.turn():
+            if isinstance(event, RankGone):
+                self._end(event.rank, event.status)
+            else:
+                self._break(why_of(event), "stopped")
+        for rank in nodes.lost():
+            if not (self._is_closing or self._others[rank].has_ended):
+                # Its node would have reported how it ended.
+                self._suspect(f"the connection to rank {rank} has ended", "killed")
+
     def _take(self, rank: int, answer: FromRank) -> None:
         other = self._others[rank]
+        with self._changed:
+            self._note(rank, other, answer)
+            self._changed.notify_all()
+
+    def _note(self, rank: int, other: _Rank, answer: FromRank) -> None:
         match answer:
             case Taken(count=count, digest=digest):
                 self._compare(rank, count, digest)
@@ -311,41 +341,32 @@ class Ranks:
                 self._events[rank].append(event)
                 os.eventfd_write(self.event_signal, 1)
             case Computed():
-                with self._changed:
-                    self._computed[rank] = answer
-                    self._changed.notify_all()
+                self._computed[rank] = answer
             case Advanced(number=number):
-                with self._changed:
-                    self._advanced[rank] = number
-                    self._num_signs += 1
-                    self._changed.notify_all()
+                self._advanced[rank] = number
+                self._num_signs += 1
             case PagesMoved(number=number, digests=digests):
                 self._moved.setdefault(number, {})[rank] = digests
             case Readdressed(shard=shard):
                 other.shard = shard
             case Reached(stage=stage, shard=shard):
                 other.shard = shard
-                with self._changed:
-                    other.stages.append(stage)
-                    self._changed.notify_all()
+                other.stages.append(stage)
             case RankRefused(message=message):
-                with self._changed:
-                    self._refusal = message
-                    self._changed.notify_all()
+                self._refusal = message
 
     def _compare(self, rank: int, count: int, digest: int) -> None:
-        with self._changed:
-            expected = self._sent.get(count)
-            if expected == digest:
-                self._others[rank].taken = count
-                for done in [at for at in self._sent if at < self._num_taken()]:
-                    del self._sent[done]
-                self._changed.notify_all()
-        if expected != digest:
+        if self._sent.get(count) == digest:
+            self._others[rank].taken = count
+            for done in [at for at in self._sent if at < self._num_taken()]:
+                del self._sent[done]
+        else:
             self._break(f"rank {rank} has read another command {count} than was sent", "died")
 
-    def _end(self, rank: int) -> None:
-        status = self._others[rank].process.wait()
+    def _end(self, rank: int, status: int) -> None:
+        with self._changed:
+            self._others[rank].has_ended = True
+            self._changed.notify_all()
         if self._is_closing or self._refusal is not None:
             return
         message = f"rank {rank} has ended with status {status}"
@@ -354,19 +375,18 @@ class Ranks:
         else:
             self._suspect(message)
 
-    def _suspect(self, message: str) -> None:
+    def _suspect(self, message: str, ending: str = "died") -> None:
         """Breaks the group soon. If a rank was killed, parts of the others fail first or at the
-        same time, and the reason is the kill: it may have come from outside.
-        """
+        same time, and the reason is the kill: it may have come from outside."""
         with self._changed:
-            self._suspicion = self._suspicion or (message, time.monotonic())
+            self._suspicion = self._suspicion or (message, ending, time.monotonic())
 
     def _conclude(self) -> None:
         if self._suspicion is None:
             return
-        message, since = self._suspicion
+        message, ending, since = self._suspicion
         if time.monotonic() - since > _SETTLED_S:
-            self._break(message, "died")
+            self._break(message, ending)
 
     def _break(self, message: str, ending: str) -> None:
         with self._changed:
@@ -374,26 +394,6 @@ class Ranks:
             self._changed.notify_all()
         if is_first and not self._is_closing:
             for other in self._others.values():
-                other.process.kill()  # one that is stopped as it starts does not end with us
+                if other.process is not None:
+                    other.process.kill()  # one that is stopped as it starts does not end with us
             self._on_broken(message, ending)
-
-
-def _bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-        socket.set(option, 0)
-    socket.bind(endpoint)
-    return socket
-
-
-def _spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
-    kept = () if orders.alive_fd is None else (orders.alive_fd,)
-    process = subprocess.Popen(
-        (sys.executable, "-P", "-m", "effuse.worker", f"effuse.{orders.role}_worker.rank"),
-        stdin=subprocess.PIPE,
-        pass_fds=kept,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(orders))
-    process.stdin.close()
-    return process

@@ -227,6 +227,32 @@ def verdict(
     return None
 
 
+@dataclass(slots=True, kw_only=True)
+class PeerSilence:
+    """How long a process on another host has sent nothing, in seconds of one monotonic clock.
+
+    `is_over` is called every `look_s`. If it is called far later, this process itself was stopped
+    and received nothing, so that time does not count.
+    """
+
+    limit_s: float
+    look_s: float
+    heard_at: float
+    looked_at: float
+
+    @classmethod
+    def begin(cls, now: float, limit_s: float, look_s: float) -> "PeerSilence":
+        return cls(limit_s=limit_s, look_s=look_s, heard_at=now, looked_at=now)
+
+    def is_over(self, now: float) -> bool:
+        """Whether the process was silent for too long."""
+        late_s = now - self.looked_at - self.look_s
+        if late_s > self.look_s:
+            self.heard_at += late_s
+        self.looked_at = now
+        return now - self.heard_at > self.limit_s
+
+
 def is_stopped_by_signal(pid: int) -> bool:
     """Whether a signal such as SIGSTOP has stopped the process, from Linux's /proc."""
     try:
@@ -234,6 +260,29 @@ def is_stopped_by_signal(pid: int) -> bool:
     except OSError:  # it has ended
         return False
     return status.rpartition(b")")[2].split()[:1] == [b"T"]
+
+
+@dataclass(slots=True)
+class Stopped:
+    """Since when a signal is known to have stopped a process."""
+
+    since: float | None = None
+
+    def look(self, pid: int, now: float) -> float:
+        """How long it has been so, in seconds; 0 while it is not."""
+        self.since = (self.since or now) if is_stopped_by_signal(pid) else None
+        return 0.0 if self.since is None else now - self.since
+
+
+def end_process(message: str, ending: str) -> NoReturn:
+    """Ends this process at once; its ranks end with it. For an engine that has a front."""
+    LOG.critical("this engine ends, because its group is broken: %s", message)
+    logs.leave(BROKEN_STATUS[ending])
+
+
+def note_only(message: str, _ending: str) -> None:
+    """Logs that the group is broken. For a process that is not ours to end."""
+    LOG.error("the group of ranks is broken: %s", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,14 +324,3 @@ class Backoff:
             return replace(self, failures=0, early_ends=0, is_at_once=True)
         early_ends = 0 if lived_s >= self.steady_s else self.early_ends + 1
         return replace(self, failures=0, early_ends=early_ends, is_at_once=False)
-
-
-def end_process(message: str, ending: str) -> NoReturn:
-    """Ends this process at once; its ranks end with it. For an engine that has a front."""
-    LOG.critical("this engine ends, because its group is broken: %s", message)
-    logs.leave(BROKEN_STATUS[ending])
-
-
-def note_only(message: str, _ending: str) -> None:
-    """Logs that the group is broken. For a process that is not ours to end."""
-    LOG.error("the group of ranks is broken: %s", message)

@@ -51,15 +51,16 @@ _TOOL_S = patient(30.0)
 _TABLE = "chaos"
 
 
-def why_not() -> str:
-    """Why there can be no such network here; empty where there can."""
+def why_not(tools: tuple[str, ...] = ("ip", "nft")) -> str:
+    """Why there can be no such network here; empty where there can. Without nft its cables can
+    only be pulled."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if missing := [tool for tool in ("ip", "nft") if shutil.which(tool) is None]:
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
         return f"{' and '.join(missing)} not installed"
     try:
         with Network(("probe",)) as network:
-            network.cut("probe")
+            network.cut("probe") if "nft" in tools else network.pull("probe")
     except subprocess.CalledProcessError as error:
         return f"no network can be made: {error.stderr.strip()}"
     return ""
@@ -97,6 +98,11 @@ class Network:
     def cut(self, name: str) -> None:
         """Nothing comes in or goes out any more."""
         self._drop(name, "counter drop")
+
+    def pull(self, name: str, *, out: bool = True) -> None:
+        """Pulls its cable out, or puts it in again."""
+        outside = f"{self._bridge}v{list(self._namespaces).index(name)}"
+        _ip("link", "set", outside, "down" if out else "up")
 
     def slow(self, name: str) -> None:
         """Packets above a rate are lost, each way."""

@@ -127,6 +127,7 @@ def test_every_flag_of_a_process_is_taken_or_given() -> None:
     shown = set(re.findall(r"--[a-z-]+", _help()))
     given = {
         *("--worker-id", "--ready-file", "--advertise-host", "--connector-host", "--share-port"),
+        *("--nnodes", "--node-rank", "--master-addr", "--master-port"),
     }
     for config in (RouterConfig, DecodeConfig, PrefillConfig):
         assert {flag_of(one.name) for one in fields(config)} - given <= shown
@@ -155,7 +156,7 @@ def _help() -> str:
         (["--redis-url", "http://x"], "expected redis://host:port/db, got 'http://x'"),
         (
             ["--worker-id=mine"],
-            "--worker-id=mine: not a flag of `effuse up`, which sets it for each process",
+            "--worker-id=mine: not a flag of `effuse up`, which sets it on its one host",
         ),
         (["--fleet", "a b"], "--fleet: fleet 'a b' is not a valid name: expected 1 to 128 letters"),
         (["--routers", "0"], "expected 1 to 16, got 0"),
@@ -163,8 +164,7 @@ def _help() -> str:
         (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
         (["--max-losses", "many"], "argument --max-losses: expected a whole number, got 'many'"),
         (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
-        (["--max-ques", "1"], "unrecognized arguments: --max-ques 1"),
-        (["--max-ques", "1"], "did you mean --max-queue?"),
+        (["--max-ques", "1"], "unrecognized arguments: --max-ques 1; did you mean --max-queue?"),
         (["--gpus", "a"], "argument --gpus: expected GPUs such as 0,1 or GPU-.., got 'a'"),
         (["--gpus", "0"], "--gpus: no GPU was found on this machine"),
         (["--decode-gpus", "0"], "--gpus: no GPU was found on this machine"),

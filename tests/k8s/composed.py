@@ -20,6 +20,8 @@ from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig
 
 K8S = Path(__file__).parent.parent.parent / "k8s"
 MODEL = "GSAI-ML/LLaDA-8B-Instruct"  # of the component `model`
+OF_GROUPS = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "effuse-decode-0.effuse-decode"}
+"""Variables of pods of a LeaderWorkerSet, which its controller sets."""
 WORKERS = ("prefill", "decode", "worker")
 Document = dict[str, Any]
 Documents = dict[tuple[str, str], Document]  # by kind and name, less the fleet's prefix
@@ -65,9 +67,19 @@ def overlay(name: str, *components: str) -> Documents:
 
 
 def deployments(name: str, *components: str) -> dict[str, Document]:
-    """Its Deployments by their names."""
+    """Its Deployments by their names, and its groups of pods in the same form."""
     found = overlay(name, *components).items()
-    return {name: document for (kind, name), document in found if kind == "Deployment"}
+    return {
+        name: document if kind == "Deployment" else _as_deployment(document)
+        for (kind, name), document in found
+        if kind in ("Deployment", "LeaderWorkerSet")
+    }
+
+
+def _as_deployment(group: Document) -> Document:
+    spec = group["spec"]
+    template = spec["leaderWorkerTemplate"]["workerTemplate"]
+    return {**group, "spec": {"replicas": spec["replicas"], "template": template}}
 
 
 def role_of(container: Document) -> str:
@@ -93,7 +105,8 @@ def config_of(container: Document, files: Path) -> Access:
 def expanded(word: str, container: Document) -> str:
     """An argument with the values of the container's variables, as far as they are known."""
     known = {"FLEET": "effuse", "MODEL": MODEL, "POD_NAME": "pod-7", "POD_IP": "192.0.2.7"}
-    names = {one["name"] for one in container.get("env", ())}
+    known |= OF_GROUPS
+    names = {one["name"] for one in container.get("env", ())} | OF_GROUPS.keys()
     used = set(re.findall(r"\$\((\w+)\)", word))
     assert used <= names & known.keys(), word
     return re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], word)

@@ -52,7 +52,7 @@ def _make_secrets(overlay: str, directory: Path) -> str:
     return told.read_text()
 
 
-@pytest.mark.parametrize("overlay", ["tls-1p1d", "password-1p1d", "keys-1p1d"])
+@pytest.mark.parametrize("overlay", ["tls-1p1d", "password-1p1d", "keys-1p1d", "gpu-hosts-1p1d"])
 def test_the_readme_makes_the_secrets_that_an_overlay_mounts(overlay: str, tmp_path: Path) -> None:
     told = _make_secrets(overlay, tmp_path)
     made = re.findall(r"^--namespace night create secret generic (\S+) (.*)", told, re.MULTILINE)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from k8s.composed import (
     K8S,
+    OF_GROUPS,
     WORKERS,
     Document,
     config_of,
@@ -285,6 +286,7 @@ def test_loading_a_model_has_time(name: str) -> None:
         ("gpu-tp2-1p1d", {"rc", "tcp", "self", "cuda_copy"}),
         ("gpu-tp2-pool", {"rc", "tcp", "self", "cuda_copy"}),
         ("gpu-nvlink-1p1d", {"tcp", "self", "cuda_copy", "cuda_ipc"}),
+        ("gpu-hosts-1p1d", {"rc", "tcp", "self", "cuda_copy"}),
     ],
 )
 def test_pages_take_ways_that_are_there(name: str, ways: set[str]) -> None:
@@ -300,6 +302,32 @@ def test_a_worker_has_a_gpu_for_each_of_its_ranks(name: str) -> None:
         ranks.append(int(value_of(container["args"], "--tensor-parallel-size") or 1))
         assert container["resources"]["limits"]["nvidia.com/gpu"] == ranks[-1]
     assert max(ranks) == (2 if "tp2" in name else 1)
+
+
+def test_a_worker_over_nodes_is_a_group_of_pods_that_meet_at_the_first(files: Path) -> None:
+    found = overlay("gpu-hosts-1p1d")
+    assert found["ConfigMap", "model"] and found["PersistentVolumeClaim", "models"]
+    for role in ("prefill", "decode"):
+        group = found["LeaderWorkerSet", role]
+        assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+        assert set(group["spec"]) == {"leaderWorkerTemplate", "replicas", "startupPolicy"}
+        assert group["spec"]["startupPolicy"] == "LeaderCreated"
+        template = group["spec"]["leaderWorkerTemplate"]
+        assert set(template) == {"restartPolicy", "size", "workerTemplate"}
+        pod = template["workerTemplate"]["spec"]
+        (container,) = pod["containers"]
+        config = config_of(container, files)
+        assert isinstance(config, WorkerConfig)
+        assert (config.nnodes, config.node_rank) == (template["size"], 1)
+        assert config.master_addr == OF_GROUPS["LWS_LEADER_ADDRESS"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == config.ranks_per_node
+        assert config.fleet_secret is not None
+        # kustomize changes no names in it.
+        (model,) = [one for one in container["env"] if one["name"] == "MODEL"]
+        assert model["valueFrom"]["configMapKeyRef"]["name"] == "effuse-model"
+        assert _volumes(pod)["models"]["persistentVolumeClaim"]["claimName"] == "effuse-models"
+    router = config_of(_pod_of(deployments("gpu-hosts-1p1d")["router"])["containers"][0], files)
+    assert router.fleet_secret == config.fleet_secret
 
 
 def test_nvlinks_workers_share_one_pod_and_its_processes() -> None:

@@ -6,7 +6,7 @@ import ipaddress
 
 import pytest
 
-from effuse.kvtransfer import nixl_agent
+from effuse.kvtransfer import interfaces, nixl_agent
 from effuse.kvtransfer.nixl_agent import DEVICES, FAMILIES, confine
 
 OWN = [
@@ -65,4 +65,4 @@ def test_an_address_that_is_not_ours_is_refused(host: str, told: str) -> None:
 
 def test_the_kernel_tells_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert ("lo", ipaddress.ip_address("127.0.0.1")) in list(nixl_agent.addresses())
+    assert ("lo", ipaddress.ip_address("127.0.0.1")) in list(interfaces.addresses())

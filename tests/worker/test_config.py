@@ -209,6 +209,65 @@ def test_stages_multiply_the_devices_and_run_without_graphs(tmp_path: Path) -> N
         PrefillConfig(pipeline_parallel_size=2, prefill_context_parallel_size=2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"nnodes": 0}, "--nnodes: expected 1 to 64, got 0"),
+        ({"nnodes": 1, "node_rank": 1}, "--node-rank: expected 0 to 0, got 1"),
+        ({"node_rank": 2}, "--node-rank: expected 0 to 1, got 2"),
+        ({"master_port": 0}, "--master-port: expected 1 to 65535, got 0"),
+        ({"master_addr": None}, "--nnodes 2: expected --master-addr with it"),
+        ({"tensor_parallel_size": 3}, "--nnodes 2: expected a divisor of the worker's 3 devices"),
+        ({"tensor_parallel_size": 1}, "--nnodes 2: expected a divisor of the worker's 1 devices"),
+        ({"master_addr": "10.0.0.1"}, "--host: expected an address that --master-addr 10.0.0.1"),
+        (
+            {"host": "0.0.0.0", "master_addr": "10.0.0.1", "fleet_cert": Path("x")},
+            "--fleet-cert: expected",
+        ),
+    ],
+)
+def test_hosts_that_cannot_share_a_worker_are_refused(
+    changes: dict[str, object], told: str
+) -> None:
+    given = {"nnodes": 2, "master_addr": "127.0.0.1", "tensor_parallel_size": 2, **changes}
+    with pytest.raises(ValueError, match=told):
+        DecodeConfig(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("allows", "has_secret", "told"),
+    [
+        ("none", True, "tensors would travel in plain text, or --allow-plaintext pages"),
+        ("pages", False, "commands would travel in plain text, or --allow-plaintext all"),
+        ("pages", True, ""),
+    ],
+)
+def test_between_hosts_tensors_are_plain_text_and_commands_only_without_a_secret(
+    tmp_path: Path, allows: str, has_secret: bool, told: str
+) -> None:
+    files = {name: tmp_path / name for name in ("fleet_cert", "fleet_key", "fleet_ca", "secret")}
+    for path in files.values():
+        path.write_text("x" * 32)
+    secret = files.pop("secret")
+    given: dict[str, object] = {
+        "host": "0.0.0.0",
+        "metrics": False,
+        "nnodes": 2,
+        "master_addr": "leader",
+        "tensor_parallel_size": 4,
+        "connector": "zmq",
+        "encrypt_pages": True,
+        **files,
+        "allow_plaintext": allows,
+        "fleet_secret": secret if has_secret else None,
+    }
+    if told:
+        with pytest.raises(ValueError, match=told):
+            DecodeConfig(**given)  # type: ignore[arg-type]
+    else:
+        assert DecodeConfig(**given).ranks_per_node == 2  # type: ignore[arg-type]
+
+
 def test_the_engine_reads_what_the_front_wrote(tmp_path: Path) -> None:
     config = DecodeConfig(model=tmp_path, num_pages=7, enforce_eager=True, handoff_lease_s=3.5)
     assert read_config(msgspec.Raw(to_json(config)), DecodeConfig) == config

@@ -30,9 +30,10 @@ from effuse.kvtransfer.messages import PageRef, ReceiverAddress
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.models.group import ProcessGroup
 from effuse.protos.errors import EngineLost
-from effuse.worker import assembly, ranks, supervisor
+from effuse.worker import assembly, rank_messages, ranks, supervisor
 from effuse.worker.group_parts import GroupHost
-from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, ForwardProgress, RankOrders
+from effuse.worker.messages import RankOrders
+from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, ForwardProgress
 from effuse.worker.watchdog import BROKEN_STATUS, GroupBroken
 
 QUESTIONS = ["ab", "the second prompt, which is longer", "c" * 40]
@@ -41,6 +42,13 @@ PARAMS = [
     effuse.Params(max_tokens=20, n=2, temperature=0.8, top_p=0.9, top_k=20, seed=7),
     effuse.Params(max_tokens=16, temperature=0.7, seed=3, logprobs=2, repetition_penalty=1.2),
 ]
+
+
+def process_of(llm: effuse.LLM, rank: int = 1) -> subprocess.Popen[bytes]:
+    """The process of a rank of this host."""
+    process = ranks_of(llm)._others[rank].process
+    assert process is not None
+    return process
 
 
 def answers(llm: effuse.LLM) -> list[list[tuple[int, ...]]]:
@@ -72,8 +80,8 @@ def test_a_group_answers_as_one_process_does(
         expected = answers(one)
     with effuse.LLM(path, **group_options, num_pages=num_pages, **options) as group:
         assert answers(group) == expected
-        pids = [one.process.pid for one in ranks_of(group)._others.values()]
-        assert len(pids) == size - 1
+        pids = [process_of(group, rank).pid for rank in range(1, size)]
+        assert len(pids) == len(ranks_of(group)._others)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
@@ -148,7 +156,7 @@ def test_requests_spread_over_replicas_and_a_lost_one_ends_all(tmp_path: Path) -
         assert [engine.counters.step_requests > 0 for engine in core._engines] == [True, True]
         audit(core)
         assert core.load().free_pages == core.load().total_pages == 128
-        os.kill(ranks_of(llm)._others[1].process.pid, signal.SIGKILL)
+        os.kill(process_of(llm).pid, signal.SIGKILL)
         with pytest.raises(GroupBroken, match="rank 1 has ended with status -9"):
             llm.generate(["a", "b"])
     assert isinstance(collectives, ProcessGroup)
@@ -157,7 +165,7 @@ def test_requests_spread_over_replicas_and_a_lost_one_ends_all(tmp_path: Path) -
 
 def test_a_rank_that_ends_breaks_its_group(group: effuse.LLM) -> None:
     assert answers(group)
-    process = ranks_of(group)._others[1].process
+    process = process_of(group)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(GroupBroken, match="rank 1 has ended with status -9"):
         group.generate("ab")
@@ -168,7 +176,7 @@ def test_a_rank_that_ends_breaks_its_group(group: effuse.LLM) -> None:
 def test_a_rank_that_a_signal_has_stopped_breaks_its_group_although_it_is_idle(
     group: effuse.LLM,
 ) -> None:
-    process = ranks_of(group)._others[1].process
+    process = process_of(group)
     os.kill(process.pid, signal.SIGSTOP)
     until = time.monotonic() + patient(10.0)
     while ranks_of(group)._failure is None and time.monotonic() < until:
@@ -180,13 +188,13 @@ def test_a_rank_that_a_signal_has_stopped_breaks_its_group_although_it_is_idle(
 @pytest.fixture
 def spawned(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """The processes of ranks, as they are spawned."""
-    spawn, found = ranks._spawn, list[subprocess.Popen[bytes]]()
+    spawn, found = rank_messages.spawn, list[subprocess.Popen[bytes]]()
 
     def spawn_and_keep(orders: RankOrders) -> subprocess.Popen[bytes]:
         found.append(spawn(orders))
         return found[-1]
 
-    monkeypatch.setattr(ranks, "_spawn", spawn_and_keep)
+    monkeypatch.setattr(ranks, "spawn", spawn_and_keep)
     return found
 
 
@@ -207,10 +215,10 @@ def test_a_rank_that_a_signal_stops_as_it_starts_does_not_outlive_its_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawned: list[subprocess.Popen[bytes]]
 ) -> None:
     """It has not yet asked to die with its leader."""
-    spawn = ranks._spawn
+    spawn = vars(ranks)["spawn"]  # of the fixture
 
     def stopped(orders: RankOrders) -> subprocess.Popen[bytes]:
-        process = spawn(orders)
+        process: subprocess.Popen[bytes] = spawn(orders)
         process.send_signal(signal.SIGSTOP)
         return process
 
@@ -221,7 +229,7 @@ def test_a_rank_that_a_signal_stops_as_it_starts_does_not_outlive_its_leader(
         with contextlib.suppress(subprocess.TimeoutExpired):
             ended.append(spawned[0].wait(patient(10.0)))  # before the leader closes its group
 
-    monkeypatch.setattr(ranks, "_spawn", stopped)
+    monkeypatch.setattr(ranks, "spawn", stopped)
     monkeypatch.setattr(assembly, "note_only", note)
     path = write_tiny_checkpoint(tmp_path, "sdar")
     with pytest.raises(GroupBroken, match="a signal has stopped rank 1"):

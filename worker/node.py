@@ -1,0 +1,320 @@
+"""A host of a worker's group beside the leader's: runs its ranks for one incarnation after another.
+
+Its ranks never outlive the leader: they end with the connection to it, or once it is silent. Then
+the host offers itself to the next one. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from effuse.config.access import host_and_port
+from effuse.kvtransfer.interfaces import interface_towards
+from effuse.protos import rpc
+from effuse.protos.channels import FleetAccess
+from effuse.worker.config import WorkerConfig, to_json
+from effuse.worker.messages import RankOrders, RemoteLeader, StoreAddress
+from effuse.worker.node_messages import (
+    BEAT_S,
+    ENCODER,
+    STARTING,
+    TO_NODE,
+    FromNode,
+    Joining,
+    JoinRefused,
+    LeaderBeat,
+    NodeBeat,
+    RankGone,
+    RankStopped,
+    Stale,
+    ToNode,
+    Welcome,
+    control_keys,
+    settings_of,
+)
+from effuse.worker.watchdog import Limits, PeerSilence, Stopped
+
+LOG = logging.getLogger(__name__)
+
+_LOOK_S: Final = 0.25
+_ASK_S: Final = 1.0  # between two offers
+_PAUSE_S: Final = 0.2
+_KILL_S: Final = 10.0
+
+
+class NodeRefused(Exception):
+    """The leader accepts no such host, now or later."""
+
+
+@dataclass(slots=True, eq=False)
+class _FarRank:
+    process: asyncio.subprocess.Process
+    exited: asyncio.Future[int]
+    stopped: Stopped = field(default_factory=Stopped)
+    is_reported: bool = False  # its end
+
+
+class LeaderLink:
+    """A connection to the leader of one incarnation; another incarnation needs another one."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        assert config.master_addr is not None, "a config with several nodes has one"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.IMMEDIATE, 1)  # an offer that cannot leave now is not kept
+        endpoint = f"tcp://{host_and_port(config.master_addr, config.master_port)}"
+        self._socket.set(zmq.IPV6, int("[" in endpoint))
+        if (keys := control_keys(config)) is not None:
+            keys.ask(cast("zmq.Socket[bytes]", self._socket))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(endpoint)
+        self._receiving: asyncio.Future[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+    def send(self, message: FromNode) -> None:
+        """Sends a message if the leader is connected."""
+        with contextlib.suppress(zmq.Again):
+            sent = self._socket.send(ENCODER.encode(message), zmq.NOBLOCK)
+            cast("asyncio.Future[object]", sent).result()
+
+    async def receive(
+        self, timeout_s: float, others: Iterable[asyncio.Future[int]] = ()
+    ) -> ToNode | None:
+        """The leader's next message; None if none comes before the time or one of `others` is over,
+        and for one that no leader sends."""
+        if self._receiving is None:
+            self._receiving = asyncio.ensure_future(self._socket.recv())
+        waited: list[asyncio.Future[Any]] = [self._receiving, *others]
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not self._receiving.done():
+            return None
+        received, self._receiving = self._receiving.result(), None
+        try:
+            message: ToNode = TO_NODE.decode(received)
+            return message
+        except msgspec.DecodeError as error:
+            LOG.warning("a message that no leader sends came: %s", error)
+            return None
+
+    async def has_ended(self) -> bool:
+        """Whether the connection has ended since it was made."""
+        return bool(await self._monitor.poll(0))
+
+
+class NodeAgent:
+    """This host's part of a group."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        stop: asyncio.Event,
+        on_ready: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """on_ready: called with an incarnation once its engine can work, and with "" once it has
+        ended."""
+        self._config = config
+        self._stop = stop
+        self._on_ready = on_ready
+        self._now = now
+        self._limits = Limits(startup_s=config.startup_timeout_s, serving_s=config.hang_timeout_s)
+        self._ranks: dict[int, _FarRank] = {}
+        self._logged = ""  # the last reason for which it waits
+
+    async def run(self) -> None:
+        """Serves one incarnation after another until it is stopped. Raises NodeRefused."""
+        where = host_and_port(str(self._config.master_addr), self._config.master_port)
+        LOG.info("node %d waits for its leader at %s", self._config.node_rank, where)
+        while not self._stop.is_set():
+            with LeaderLink(self._config) as link:
+                welcome = await self._join(link)
+                if welcome is None:
+                    continue
+                LOG.info("incarnation %s begins", welcome.incarnation)
+                try:
+                    await self._start(welcome)
+                    why = await self._follow(link, welcome.incarnation)
+                    LOG.info("incarnation %s is over: %s", welcome.incarnation, why)
+                finally:
+                    await self._end_ranks()
+                    self._on_ready("")
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _join(self, link: LeaderLink) -> Welcome | None:
+        """The leader's welcome; None if this process is stopped, or the connection is lost."""
+        offer = Joining(node=self._config.node_rank, settings=settings_of(self._config))
+        asked_at = float("-inf")
+        while not self._stop.is_set():
+            if self._now() - asked_at >= _ASK_S:
+                link.send(offer)
+                asked_at = self._now()
+            match await link.receive(_LOOK_S):
+                case Welcome() as welcome:
+                    self._logged = ""
+                    return welcome
+                case JoinRefused(message=message, final=True):
+                    raise NodeRefused(message)
+                case JoinRefused(message=message) if message != self._logged:
+                    LOG.warning("not yet: %s", message)
+                    self._logged = message
+                case _:
+                    pass
+        return None
+
+    async def _start(self, welcome: Welcome) -> None:
+        config = self._config
+        master = str(config.master_addr)
+        raw = msgspec.Raw(to_json(replace(config, connector=welcome.connector)))
+        store = StoreAddress(
+            host=master,
+            port=welcome.store,
+            meeting=welcome.meeting,
+            interface=interface_towards(master, config.master_port),
+        )
+        for rank, port in welcome.commands.items():
+            orders = RankOrders(
+                rank=rank,
+                role=welcome.role,
+                leader=RemoteLeader(
+                    commands=f"tcp://{host_and_port(master, port)}",
+                    answers=f"tcp://{host_and_port(master, welcome.answers)}",
+                    key_seed=welcome.key_seed,
+                ),
+                store=store,
+                incarnation=welcome.incarnation,
+                leader_pid=os.getpid(),
+                alive_fd=None,
+                config=raw,
+            )
+            process = await _spawn(orders)
+            self._ranks[rank] = _FarRank(process, asyncio.ensure_future(process.wait()))
+
+    async def _follow(self, link: LeaderLink, incarnation: str) -> str:
+        """Returns once the incarnation is over, with the reason."""
+        silence = PeerSilence.begin(self._now(), STARTING * self._limits.serving_s, _LOOK_S)
+        beat_at, leaves_at, is_ready = float("-inf"), float("inf"), False
+        while True:
+            exits = [one.exited for one in self._ranks.values() if not one.is_reported]
+            message, now = await link.receive(_LOOK_S, exits), self._now()
+            match message:
+                case LeaderBeat(incarnation=found, is_ready=ready) if found == incarnation:
+                    silence.heard_at = now
+                    if ready and not is_ready:
+                        is_ready, silence.limit_s = True, self._limits.serving_s
+                        self._on_ready(incarnation)
+                case Stale(incarnation=found):
+                    return f"the leader is of incarnation {found}"
+                case _:
+                    pass
+            if await link.has_ended():
+                return "the connection to the leader has ended"
+            if silence.is_over(now):
+                return f"the leader has been silent for {now - silence.heard_at:.1f} s"
+            if self._stop.is_set() and leaves_at == float("inf"):
+                leaves_at = now + self._leave()
+            if now > leaves_at:
+                return "this process ends"
+            self._report(link, incarnation, now)
+            if now - beat_at >= BEAT_S:
+                link.send(NodeBeat(incarnation))
+                beat_at = now
+
+    def _report(self, link: LeaderLink, incarnation: str, now: float) -> None:
+        """Reports ranks that have ended, or that a signal has stopped."""
+        for number, rank in self._ranks.items():
+            if rank.exited.done():
+                if not rank.is_reported:
+                    status = rank.exited.result()
+                    LOG.info("rank %d has ended with status %d", number, status)
+                    link.send(RankGone(incarnation, number, status))
+                rank.is_reported = True
+            elif rank.stopped.look(rank.process.pid, now) > self._limits.stopped_s:
+                link.send(RankStopped(incarnation, number))
+
+    def _leave(self) -> float:
+        """How long the leader may still finish its requests, in seconds."""
+        most_s = self._config.longest_end_s
+        LOG.info(
+            "ends once the leader has ended, or after %g s; a second signal ends it now", most_s
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, sys.exit, 0)
+        return most_s
+
+    async def _end_ranks(self) -> None:
+        """Returns once their processes are gone. Raises OSError if one stays."""
+        for rank in self._ranks.values():
+            if not rank.exited.done():
+                with contextlib.suppress(ProcessLookupError):
+                    rank.process.kill()
+        exits = [one.exited for one in self._ranks.values()]
+        if exits and (await asyncio.wait(exits, timeout=_KILL_S))[1]:
+            raise OSError("the process of a rank does not die")
+        self._ranks.clear()
+
+
+async def _spawn(orders: RankOrders) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "effuse.worker", f"effuse.{orders.role}_worker.rank"),
+        stdin=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(orders))
+    process.stdin.close()
+    return process
+
+
+async def run(config: WorkerConfig, services: Iterable[str], access: FleetAccess) -> None:
+    """Takes part in a worker's group until SIGTERM, and answers health checks for its services.
+
+    Raises NodeRefused if the leader never accepts this host, and OSError if it cannot listen.
+    """
+    names = list(services)
+    server = rpc.RpcServer(rpc.PROBE_LIMITS, tls=access.server_tls())
+    port = await server.start(host_and_port(config.host, config.port), names)
+    server.health.set("", serving=True)
+    if config.health_port is not None:
+        await server.start_health(host_and_port(config.host, config.health_port))
+    address = host_and_port(config.reachable_host(), port)
+
+    def on_ready(incarnation: str) -> None:
+        for name in names:
+            server.health.set(name, serving=bool(incarnation))
+        if incarnation and config.ready_file is not None:
+            rpc.write_ready_file(config.ready_file, address, incarnation=incarnation)
+
+    try:
+        async with rpc.shutdown_signal() as stop:
+            await NodeAgent(config, stop, on_ready).run()
+    finally:
+        await server.stop(0.0)

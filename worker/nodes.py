@@ -1,0 +1,320 @@
+"""The other hosts of a group, for its leader: those that take part, and those that were lost.
+
+`Roll` decides and does no I/O. `Nodes` has the sockets: one for the hosts' own messages, with keys
+that follow from the fleet's secret, and others for ranks, with keys of this incarnation. So no rank
+of an earlier incarnation can connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import msgspec
+import torch.distributed as dist
+import zmq
+
+from effuse.config.access import host_and_port
+from effuse.kvtransfer.interfaces import interface_towards
+from effuse.kvtransfer.zmq_sockets import KEY_BYTES, CurveKeys
+from effuse.models.group import SharedMeeting
+from effuse.placement.records import Role
+from effuse.worker.config import WorkerConfig
+from effuse.worker.messages import StoreAddress
+from effuse.worker.node_messages import (
+    BEAT_S,
+    ENCODER,
+    FROM_NODE,
+    STARTING,
+    FromNode,
+    Joining,
+    JoinRefused,
+    LeaderBeat,
+    RankGone,
+    RankStopped,
+    Stale,
+    ToNode,
+    Welcome,
+    control_keys,
+    difference,
+    settings_of,
+)
+from effuse.worker.watchdog import PeerSilence
+
+LOG = logging.getLogger(__name__)
+
+LOOK_S: Final = 0.25
+_BIND_S: Final = 5.0  # for the leader before this one to end
+_STORE_S: Final = 60.0
+_MOST_BYTES: Final = 1 << 16  # of a host's message
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A host has sent nothing for too long."""
+
+    node: int
+    silent_s: float
+
+
+Event = RankGone | RankStopped | NodeLost
+"""A report of a node, or its loss."""
+
+
+def why_of(event: RankStopped | NodeLost) -> str:
+    """The reason that such an event gives for the end of a group."""
+    if isinstance(event, RankStopped):
+        return f"a signal has stopped rank {event.rank}"
+    return f"node {event.node} has been silent for {event.silent_s:.1f} s"
+
+
+@dataclass(slots=True)
+class _Member:
+    sender: bytes  # the connection by which it joined
+    silence: PeerSilence
+
+
+@dataclass(slots=True, kw_only=True)
+class Roll:
+    """The nodes of one incarnation of a group, and those that would like to be."""
+
+    incarnation: str
+    settings: Mapping[str, str]  # of the leader
+    limit_s: float  # of silence, once the engine can work
+    welcomes: Mapping[int, Welcome]  # for each other node
+    members: dict[int, _Member] = field(default_factory=dict)
+    is_ready: bool = False  # the engine can work
+
+    def take(
+        self, sender: bytes, message: FromNode, now: float
+    ) -> tuple[ToNode | None, Event | None]:
+        """The answer to a message, and its report."""
+        if isinstance(message, Joining):
+            return self._join(sender, message, now), None
+        member = next((one for one in self.members.values() if one.sender == sender), None)
+        if member is None or message.incarnation != self.incarnation:
+            return Stale(self.incarnation), None
+        member.silence.heard_at = now
+        return None, message if isinstance(message, RankGone | RankStopped) else None
+
+    def look(self, now: float) -> list[NodeLost]:
+        """The members that were silent for too long."""
+        for one in self.members.values():
+            one.silence.limit_s = self.limit_s if self.is_ready else STARTING * self.limit_s
+        return [
+            NodeLost(node, now - one.silence.heard_at)
+            for node, one in self.members.items()
+            if one.silence.is_over(now)
+        ]
+
+    @property
+    def missing(self) -> list[int]:
+        """Nodes that have not joined yet."""
+        return sorted(self.welcomes.keys() - self.members.keys())
+
+    def _join(self, sender: bytes, asked: Joining, now: float) -> ToNode:
+        node = asked.node
+        if node not in self.welcomes:
+            most = len(self.welcomes)
+            return JoinRefused(f"--node-rank: expected 1 to {most}, got {node}", final=True)
+        if found := difference(self.settings, asked.settings, node):
+            return JoinRefused(f"the hosts of a worker need equal settings: {found}", final=True)
+        if node in self.members and self.members[node].sender != sender:
+            return JoinRefused(f"another process is node {node} of this group", final=False)
+        self.members[node] = _Member(sender, PeerSilence.begin(now, self.limit_s, LOOK_S))
+        return self.welcomes[node]
+
+
+class Nodes:
+    """The sockets of a leader for the other hosts. The watching thread calls `turn` and `lost`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: Role,
+        incarnation: str,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Listens. Raises OSError if it cannot, and ValueError for unusable settings."""
+        assert config.master_addr is not None, "a config with several nodes has one"
+        self._now = now
+        self._stack = contextlib.ExitStack()
+        try:
+            self._listen(config, config.master_addr, role, incarnation)
+        except BaseException:
+            self._stack.close()
+            raise
+        LOG.info(
+            "node 0 waits for %d others at %s",
+            config.nnodes - 1,
+            host_and_port(config.master_addr, config.master_port),
+        )
+
+    def _listen(self, config: WorkerConfig, master: str, role: Role, incarnation: str) -> None:
+        host, seed, meeting = config.host, secrets.token_bytes(KEY_BYTES), secrets.token_hex(16)
+        listener = socket.create_server((_numeric(host), 0), family=_family(host))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            master,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=_STORE_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self.address = StoreAddress(
+            host=master,
+            port=port,
+            meeting=meeting,
+            interface=interface_towards(master, config.master_port),
+        )
+        own = self._context(control_keys(config))
+        self._control = own(zmq.ROUTER, host, config.master_port)
+        self._control.set(zmq.MAXMSGSIZE, _MOST_BYTES)
+        keyed = self._context(CurveKeys.of(seed))
+        self.answers = keyed(zmq.PULL, host, 0)
+        each = config.ranks_per_node
+        self.commands = {rank: keyed(zmq.PAIR, host, 0) for rank in range(each, config.num_ranks)}
+        self._monitors = {
+            rank: one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            for rank, one in self.commands.items()
+        }
+        for monitor in self._monitors.values():
+            self._stack.callback(monitor.close, 0)
+        welcomes = {
+            node: Welcome(
+                incarnation=incarnation,
+                role=role,
+                connector=config.connector,
+                key_seed=seed,
+                commands={
+                    rank: _port(self.commands[rank])
+                    for rank in range(node * each, node * each + each)
+                },
+                answers=_port(self.answers),
+                store=port,
+                meeting=meeting,
+            )
+            for node in range(1, config.nnodes)
+        }
+        self.roll = Roll(
+            incarnation=incarnation,
+            settings=settings_of(config),
+            limit_s=config.hang_timeout_s,
+            welcomes=welcomes,
+        )
+        self._beat_at = self._now()
+
+    def meeting(self) -> SharedMeeting:
+        """That of this host."""
+        return SharedMeeting(self._store, self.address.meeting, self.address.interface)
+
+    def sources(self) -> Sequence[zmq.Socket[bytes]]:
+        """Sockets that are readable while there is something to do."""
+        return (self._control, self.answers, *self._monitors.values())
+
+    def turn(self) -> list[Event]:
+        """Answers nodes, sends signs of life, and returns reports and losses."""
+        now, events = self._now(), list[Event]()
+        for sender, message in self._messages():
+            is_new = len(self.roll.missing)
+            answer, event = self.roll.take(sender, message, now)
+            if answer is not None:
+                self._send(sender, answer)
+            if event is not None:
+                events.append(event)
+            if isinstance(answer, JoinRefused):
+                LOG.warning("a host was refused: %s", answer.message)
+            elif len(self.roll.missing) < is_new:
+                LOG.info("a host has joined; still missing: %s", self.roll.missing or "none")
+        if now - self._beat_at >= BEAT_S:
+            self._beat_at = now
+            for member in self.roll.members.values():
+                self._send(member.sender, LeaderBeat(self.roll.incarnation, self.roll.is_ready))
+        return [*events, *self.roll.look(now)]
+
+    def lost(self) -> list[int]:
+        """Ranks whose connection has ended since the last call."""
+        found = []
+        for rank, monitor in self._monitors.items():
+            while monitor.poll(0):
+                monitor.recv_multipart()
+                found.append(rank)
+        return found
+
+    def close(self) -> None:
+        """Closes all sockets; nodes then end their ranks."""
+        for one in self.commands.values():
+            one.disable_monitor()
+        self._stack.close()
+
+    def _messages(self) -> Iterator[tuple[bytes, FromNode]]:
+        while self._control.poll(0):
+            sender, *frames = self._control.recv_multipart()
+            try:
+                yield sender, FROM_NODE.decode(b"".join(frames))
+            except msgspec.DecodeError as error:
+                LOG.warning("a message that no node sends came: %s", error)
+
+    def _send(self, sender: bytes, message: ToNode) -> None:
+        with contextlib.suppress(zmq.Again):  # it is gone
+            self._control.send_multipart([sender, ENCODER.encode(message)], zmq.NOBLOCK)
+
+    def _context(self, keys: CurveKeys | None) -> Callable[[int, str, int], zmq.Socket[bytes]]:
+        """Makes listening sockets of one context, for owners of these keys."""
+        context = zmq.Context()
+        self._stack.callback(context.term)
+        if keys is not None:
+            self._stack.enter_context(keys.admitting(context))
+
+        def listening(kind: int, host: str, port: int) -> zmq.Socket[bytes]:
+            made = context.socket(kind)
+            self._stack.callback(made.close, 0)
+            for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+                made.set(option, 0)
+            made.set(zmq.IPV6, int(_family(host) == socket.AF_INET6))
+            if keys is not None:
+                keys.serve(made)
+            _bind(made, f"tcp://{host_and_port(_numeric(host), port)}")
+            return made
+
+        return listening
+
+
+def _bind(made: zmq.Socket[bytes], endpoint: str) -> None:
+    until = time.monotonic() + _BIND_S
+    while True:
+        try:
+            made.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > until:
+                raise OSError(f"--master-port: cannot listen at {endpoint}: {error}") from error
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _port(made: zmq.Socket[bytes]) -> int:
+    return int(made.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def _found(host: str) -> tuple[Any, ...]:
+    try:
+        return socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"--host: expected an address of this host, got {host!r}") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AddressFamily(_found(host)[0])
+
+
+def _numeric(host: str) -> str:
+    return str(_found(host)[4][0])
