@@ -12,7 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +26,7 @@ from effuse.kernels.peers import PeerSums, map_peers
 from effuse.kernels.rowwise import rms_norm_residual, total_of
 from effuse.kernels.values import WeightedParts
 from effuse.models.config import ModelConfig
+from effuse.models.shared_meeting import SharedMeeting
 from effuse.models.tensors import ModelShard, replica_of, shard_of
 
 LOG = logging.getLogger(__name__)
@@ -353,19 +354,6 @@ class ProcessGroup(Group):
         self._peers = self._collectives = None
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMeeting:
-    """A place at which ranks of several hosts meet, as a file is for those of one."""
-
-    store: Any  # of torch's
-    name: str  # of this meeting in the store
-    interface: str  # of this host, for collectives
-
-    def with_name(self, name: str) -> SharedMeeting:
-        """Another meeting of these hosts."""
-        return replace(self, name=name)
-
-
 def join_group(
     rank: int,
     size: int,
@@ -380,7 +368,6 @@ def join_group(
 
     in_order: as in `ProcessGroup`. Raises ValueError if they do not come within `timeout_s`.
     """
-    spans_hosts = isinstance(meeting, SharedMeeting)
     interface = meeting.interface if isinstance(meeting, SharedMeeting) else _LOOPBACK
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
@@ -392,9 +379,8 @@ def join_group(
     make = _nccl if device.type == "cuda" else _gloo
     try:
         collectives = make(store, rank, size, timeout_s)
-        group = ProcessGroup(
-            rank, size, device, collectives, in_order=in_order, spans_hosts=spans_hosts
-        )
+        spans = isinstance(meeting, SharedMeeting)
+        group = ProcessGroup(rank, size, device, collectives, in_order=in_order, spans_hosts=spans)
         group.least(0)  # connects all of them
     except (RuntimeError, ValueError) as error:
         LOG.error("rank %d of %d cannot reach its group: %s", rank, size, error)

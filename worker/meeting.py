@@ -16,9 +16,9 @@ from effuse.models.group import (
     PipelineStage,
     ProcessGroup,
     RankPlace,
-    SharedMeeting,
     join_group,
 )
+from effuse.models.shared_meeting import SharedMeeting
 from effuse.models.stages import stage_groups
 from effuse.worker.config import WorkerConfig
 

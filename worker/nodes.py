@@ -24,7 +24,7 @@ import zmq
 from effuse.config.access import host_and_port
 from effuse.kvtransfer.interfaces import interface_towards
 from effuse.kvtransfer.zmq_sockets import KEY_BYTES, CurveKeys
-from effuse.models.group import SharedMeeting
+from effuse.models.shared_meeting import SharedMeeting
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import StoreAddress

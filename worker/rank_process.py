@@ -27,7 +27,7 @@ from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.zmq_sockets import CurveKeys
-from effuse.models.group import SharedMeeting
+from effuse.models.shared_meeting import SharedMeeting
 from effuse.models.weights import weights_digest
 from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig

@@ -26,8 +26,9 @@ import zmq
 
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import Shard
-from effuse.models.group import ALONE, Group, SharedMeeting
+from effuse.models.group import ALONE, Group
 from effuse.models.part import PartResult
+from effuse.models.shared_meeting import SharedMeeting
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import kept_open, make_home
