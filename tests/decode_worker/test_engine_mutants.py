@@ -14,7 +14,7 @@ from oracle.decode import decode_with
 from oracle.forward import load_raw
 
 from effuse.config.decoding import Stopping
-from effuse.decode_worker import executor
+from effuse.decode_worker import request_parts
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.request_parts import denoise_part, prefill_part
@@ -98,7 +98,7 @@ def test_the_oracle_exposes_a_planted_bug(
     bug: Prefill | Denoise,
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=3)
-    monkeypatch.setattr(executor, name, bug)
+    monkeypatch.setattr(request_parts, name, bug)
     assert not agrees(directory)
 
 
@@ -106,5 +106,5 @@ def test_nothing_is_exposed_where_nothing_is_planted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=3)
-    monkeypatch.setattr(executor, "denoise_part", nothing_wrong)
+    monkeypatch.setattr(request_parts, "denoise_part", nothing_wrong)
     assert agrees(directory)
