@@ -29,6 +29,7 @@ from effuse.worker.node_messages import (
     RankStopped,
     Stale,
     Welcome,
+    control_keys,
     difference,
     settings_of,
 )
@@ -204,6 +205,22 @@ def test_only_owners_of_the_secret_are_answered(tmp_path: Path) -> None:
                 assert await asked(nodes, link, stale, 10.0) == Stale("i1")
 
     asyncio.run(ask())
+
+
+def test_the_public_key_alone_opens_nothing(tmp_path: Path) -> None:
+    own = config(tmp_path)
+    keys = control_keys(own)
+    assert keys is not None
+    with leader(own) as nodes, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.set(zmq.LINGER, 0)
+        stranger.curve_serverkey = keys.public
+        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        stranger.connect(f"tcp://127.0.0.1:{own.master_port}")
+        stranger.send(ENCODER.encode(Joining(node=1, settings=settings_of(own))))
+        for _ in range(10):
+            nodes.turn()
+            assert not stranger.poll(50)
+        assert nodes.roll.missing == [1]
 
 
 @pytest.mark.parametrize("is_member", [True, False])
