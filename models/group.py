@@ -363,22 +363,18 @@ def join_group(
     *,
     in_order: bool = False,
 ) -> ProcessGroup:
-    """Waits for all ranks of the group at `meeting`, a file or place that none may have used
-    before.
-
-    in_order: as in `ProcessGroup`. Raises ValueError if they do not come within `timeout_s`.
-    """
-    interface = meeting.interface if isinstance(meeting, SharedMeeting) else _LOOPBACK
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, interface)
+    """Waits for all ranks of the group at `meeting`, which none may have used before. in_order: as
+    in `ProcessGroup`. Raises ValueError if they do not come within `timeout_s`."""
+    store: Any
     if isinstance(meeting, SharedMeeting):
-        store: Any = dist.PrefixStore(meeting.name, meeting.store)  # type: ignore[attr-defined]
+        interface = meeting.interface
+        store = dist.PrefixStore(meeting.name, meeting.store)  # type: ignore[attr-defined]
     else:
-        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        interface, store = _LOOPBACK, dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))
     make = _nccl if device.type == "cuda" else _gloo
     try:
-        collectives = make(store, rank, size, timeout_s)
+        collectives = make(store, rank, size, timeout_s, interface)
         spans = isinstance(meeting, SharedMeeting)
         group = ProcessGroup(rank, size, device, collectives, in_order=in_order, spans_hosts=spans)
         group.least(0)  # connects all of them
@@ -388,11 +384,16 @@ def join_group(
     return group
 
 
-def _gloo(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+def _gloo(store: Any, rank: int, size: int, timeout_s: float, interface: str) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options, named = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", interface)
+    options._devices = [gloo.create_device(interface=one) for one in named.split(",")]
+    options._timeout = timedelta(seconds=timeout_s)
+    return gloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+def _nccl(store: Any, rank: int, size: int, timeout_s: float, interface: str) -> Any:
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from effuse.kernels.values import WeightedParts
 from effuse.models import group as group_module
-from effuse.models.group import ProcessGroup
+from effuse.models.group import ProcessGroup, join_group
 
 
 class Ones:
@@ -94,3 +96,17 @@ def test_graphs_end_before_the_collectives_in_them() -> None:
     for _ in range(2):
         group.close()
     assert graph.had_collectives == [True]
+
+
+def test_a_group_meets_at_an_interface_and_leaves_the_environment_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that this one starts may be of groups at other interfaces."""
+    before = dict(os.environ)
+    join_group(0, 1, torch.device("cpu"), tmp_path / "meeting", 10.0).close()
+    assert dict(os.environ) == before
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no-such-interface")
+    with pytest.raises(
+        ValueError, match=r"rank 0 of 1 cannot reach its group: .*no-such-interface"
+    ):
+        join_group(0, 1, torch.device("cpu"), tmp_path / "other", 10.0)
