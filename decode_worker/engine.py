@@ -339,7 +339,7 @@ class DecodeEngine:
 
     def _end(self, request: DecodeRequest, *, is_sound: bool = True) -> None:
         """Removes the request completely; pages that a writer may reach are quarantined."""
-        if self._executor.remove(request):
+        while self._executor.remove(request):  # again, because a device may write what was read now
             self.apply(waits=True)
         if request.transfer_id in self.roster.receiving:
             # The others belong to the handoff, which frees them or already has.

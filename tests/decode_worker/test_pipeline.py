@@ -8,7 +8,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from decode_worker.test_engine_storm import Storm, survive
 from decoding.engines import Rig, load_tiny, make_request, random_requests
-from decoding.staged import StagedRig
+from decoding.staged import StagedRig, Stages
 
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.room import Launch, Room
@@ -80,6 +80,47 @@ def test_an_aborted_request_frees_its_pages_once_its_forward_has_ended(model: Tr
     rig.run()
     assert [answer.token_ids for answer in answers[1:]] == expected
     assert rig.pool.num_free == rig.pool.num_pages
+
+
+class LateWork:
+    """Work of a device that ends once the host waits for it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+class LateRig(StagedRig):
+    """A device writes a forward's pages after its results were read."""
+
+    def make_executor(self) -> Executor:
+        self.work: list[LateWork] = []
+
+        def place() -> LateWork:
+            self.work.append(LateWork())
+            return self.work[-1]
+
+        self.stages = Stages(self.forward, self.count)
+        return Executor(self.forward, self.memory.copy_page, place, pipeline=self.stages)
+
+
+def test_pages_of_an_aborted_prompt_are_free_once_the_device_has_written_them(
+    model: Transformer,
+) -> None:
+    """Its forward is only read because it was aborted, and then still runs on the device."""
+    rig = LateRig(model)
+    request = make_request("a", [30] * 9, max_tokens=8)
+    rig.start(request)
+    rig.step()
+    assert rig.stages.under_way()[-1] == [0] and not rig.work
+    rig.engine.handle(Abort(attempt=request.attempt))
+    assert rig.pool.num_free == rig.pool.num_pages
+    assert rig.work and all(one.is_over for one in rig.work)
 
 
 def test_every_attempt_of_a_storm_ends_once_and_every_page_is_free(model: Transformer) -> None:
