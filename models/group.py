@@ -327,8 +327,9 @@ class ProcessGroup(Group):
         self._graphs.append(graph)
 
     def pass_on(self, x: Tensor) -> None:
-        """Sends a tensor to the other one of two ranks, and never waits for it: the receiver knows
-        the shape."""
+        """Sends a tensor to the other one of two ranks, which knows its shape; never waits."""
+        while self._passing and self._passing[0][0].is_completed():  # as NCCL knows by itself
+            self._passing.popleft()
         self._passing.append((self._collectives.send([x], 1 - self.rank, 0), x))
         while len(self._passing) > _MOST_PASSING:
             self._passing.popleft()[0].wait()

@@ -110,3 +110,29 @@ def test_a_group_meets_at_an_interface_and_leaves_the_environment_as_it_was(
         ValueError, match=r"rank 0 of 1 cannot reach its group: .*no-such-interface"
     ):
         join_group(0, 1, torch.device("cpu"), tmp_path / "other", 10.0)
+
+
+class Sends:
+    """Sends that have arrived once a test lets them."""
+
+    def __init__(self) -> None:
+        self.has_arrived = False
+
+    def send(self, _tensors: list[Tensor], _to: int, _tag: int) -> Sends:
+        return self
+
+    def is_completed(self) -> bool:
+        return self.has_arrived
+
+
+def test_rows_that_have_arrived_are_not_held() -> None:
+    """Otherwise a stage would keep 32 forwards' rows that no bound of the pool counts."""
+    sends = Sends()
+    group = ProcessGroup(0, 2, torch.device("cpu"), sends)
+    rows = [torch.zeros(2, 4) for _ in range(3)]
+    for one in rows[:2]:
+        group.pass_on(one)
+    assert len(group._passing) == 2
+    sends.has_arrived = True
+    group.pass_on(rows[2])
+    assert [held for _, held in group._passing] == rows[2:]
