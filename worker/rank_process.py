@@ -24,7 +24,7 @@ import zmq
 from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import Connector, Expect, Pending, PushPages
 from effuse.kvtransfer.digest import DigestJob
-from effuse.kvtransfer.layout import Fingerprint
+from effuse.kvtransfer.layout import MOST_GROUPS, Fingerprint
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.zmq_sockets import CurveKeys
 from effuse.models.shared_meeting import SharedMeeting
@@ -80,7 +80,9 @@ from effuse.worker.watchdog import Pulse
 
 _COPYING_MS: Final = 1  # no descriptor shows that a copy has ended
 _STORE_S: Final = 60.0
-_MOST_FORWARDS: Final = 8  # that have begun and of which it is known how far they are
+# Forwards that have begun and of which it is known how far they are: more than may be under way, one
+# for each stage of prompts and of answers.
+_MOST_FORWARDS: Final = 2 * max(MOST_GROUPS.values())
 _SHOW_S: Final = 0.2
 
 Opener = Callable[[Fingerprint], Connector]

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import cast
 from unittest.mock import Mock
 
+from effuse.kvtransfer.layout import MOST_GROUPS
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
 from effuse.worker.group_parts import GroupRunner, pipeline_of
-from effuse.worker.rank_messages import Complete, RunParts
+from effuse.worker.rank_messages import Complete, ForwardProgress, RunParts
+from effuse.worker.rank_process import Rank
 from effuse.worker.ranks import Ranks
 
 PARTS = [
@@ -97,3 +99,18 @@ def test_a_group_without_stages_computes_at_once() -> None:
     assert [one.tokens for one in runner.run(PARTS[2])] == [[2]]
     assert leader.noted == [(RunParts, 0), ("run", 2), ("confirmed", 1)]
     assert runner.run([]) == []
+
+
+def test_a_stage_knows_how_far_each_forward_under_way_is() -> None:
+    """A first stage queues one for each stage, of prompts and of answers, and its device is later.
+    Pages that leave while nothing is known of their forward would leave before they are written."""
+    runner = Mock()
+    runner.progress.return_value = lambda: 0  # the device has stored nothing
+    part = Mock(runner=runner, model=Mock(replicas=None))
+    rank = Rank(Mock(), part, Mock(), None, pushes=True)
+    under_way = 2 * max(MOST_GROUPS.values())
+    for number in range(under_way):
+        rank._compute(RunParts(number, PARTS[0]))
+    for number in range(under_way):
+        found = rank._progress_of(ForwardProgress(number))
+        assert found is not None and found() == 0
