@@ -80,8 +80,8 @@ from effuse.worker.watchdog import Pulse
 
 _COPYING_MS: Final = 1  # no descriptor shows that a copy has ended
 _STORE_S: Final = 60.0
-# Forwards that have begun and of which it is known how far they are: more than may be under way, one
-# for each stage of prompts and of answers.
+# Forwards that have begun and of which it is known how far they are: more than may be under way,
+# one for each stage of prompts and of answers.
 _MOST_FORWARDS: Final = 2 * max(MOST_GROUPS.values())
 _SHOW_S: Final = 0.2
 
