@@ -208,12 +208,16 @@ class Executor:
                 if share.request is request:
                     begun.removed.add(request.transfer_id)
                     return True
+        if not all(begun.copied.isdisjoint(request.page_ids) for begun in self._begun):
+            return True
         return self._slots is not None and self._slots.remove(request)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies the page with this id to another one, after all earlier launches."""
         self._copy_page(source, target)
         self._note([source, target])
+        if self._begun:  # behind which the first stage copies
+            self._begun[-1].copied.update((source, target))
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Shows signs of life while layers end, until all have or `is_over`."""
@@ -307,6 +311,7 @@ class _Begun:
     parts: Sequence[Sequence[Part]]
     forward: object
     removed: set[str] = field(default_factory=set)  # transfers of requests that have left since
+    copied: set[int] = field(default_factory=set)  # pages that other stages copy after it
 
 
 def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult:

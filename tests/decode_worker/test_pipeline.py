@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from checkpoints import write_tiny_checkpoint
@@ -12,6 +13,7 @@ from decoding.staged import StagedRig, Stages
 
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.room import Launch, Room
+from effuse.kvtransfer.messages import PageRef
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import Abort, StartDecode
 
@@ -121,6 +123,26 @@ def test_pages_of_an_aborted_prompt_are_free_once_the_device_has_written_them(
     rig.engine.handle(Abort(attempt=request.attempt))
     assert rig.pool.num_free == rig.pool.num_pages
     assert rig.work and all(one.is_over for one in rig.work)
+
+
+@pytest.mark.parametrize("page", [3, 4])
+def test_copied_pages_are_free_once_the_first_stage_has_copied(
+    model: Transformer, page: int
+) -> None:
+    """It copies behind forwards that have begun, and a writer of a free page does not wait."""
+    rig = StagedRig(model)
+    rig.start(make_request("a", [30] * 9, max_tokens=8))
+    rig.step()
+    executor = rig.engine._executor
+    assert rig.stages.under_way()[-1] == [0]
+    executor.copy_page(3, 4)
+    other, third = (Mock(transfer_id="t", page_ids=[one]) for one in (page, 5))
+    assert executor.remove(other) and not executor.remove(third)
+    own = rig.engine.roster.running[0]
+    own.pages = [*own.pages, PageRef(page_id=page, generation=1)]
+    assert executor.remove(own) and executor._begun[0].removed == {own.transfer_id}
+    rig.engine.apply(waits=True)
+    assert not executor.remove(other)
 
 
 def test_every_attempt_of_a_storm_ends_once_and_every_page_is_free(model: Transformer) -> None:
