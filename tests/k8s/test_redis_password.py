@@ -31,6 +31,7 @@ def test_redis_and_the_fleet_find_the_files_that_the_readme_makes() -> None:
         "redis": "users.acl", **dict.fromkeys(("router", "prefill", "decode"), "credentials")
     }  # fmt: skip
     told = (K8S / "README.md").read_text()
-    assert set(re.findall(r"--from-literal=([a-z.]+)=", told)) == set(found.values())
+    made = told.partition("kubectl create secret generic effuse-redis")[2].partition("```")[0]
+    assert set(re.findall(r"--from-literal=([a-z.]+)=", made)) == set(found.values())
     security = (K8S.parent / "docs" / "security.md").read_text()
     assert f"~effuse:* {RIGHTS}\n" in told and f":* {RIGHTS}`" in security
