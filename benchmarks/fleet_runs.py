@@ -313,7 +313,9 @@ def fleet_config(
             *("--startup-timeout-s", str(READY_S)),
             *memory,
         ),
-        prefill_flags=("--max-num-batched-tokens", str(variant.prompt_rows)),
+        prefill_flags=(
+            ("--max-num-batched-tokens", str(variant.prompt_rows)) if variant.prefill else ()
+        ),
         decode_flags=(
             *(*seqs, "--max-num-batched-tokens", str(step_rows)),
             *(() if variant.caches else ("--no-enable-prefix-caching",)),

@@ -334,7 +334,9 @@ def fleet_config(plan: Plan, name: str, model: Path, gpus: Sequence[str], log: P
         prefill_flags=(
             *("--max-num-batched-tokens", str(plan.prompt_rows)),
             *memory(SHARES["prefill"]),
-        ),
+        )
+        if counts["prefill"] or counts.get("workers")
+        else (),
         decode_flags=(
             *("--max-num-seqs", str(plan.max_num_seqs)),
             *("--max-num-batched-tokens", str(step_rows)),

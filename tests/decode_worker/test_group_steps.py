@@ -39,7 +39,7 @@ class Followers:
         for queue in self.queues:
             queue.put(ENCODER.encode(command))
 
-    def confirm(self) -> None:
+    def confirm(self, count: int | None = None) -> None:
         pass
 
     def check(self) -> None:

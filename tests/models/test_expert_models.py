@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
         load_model(tmp_path, dtype=torch.bfloat16)
     assert str(refused.value) == (
         f"{tmp_path}: the weights are 205.8 GB in torch.bfloat16, cpu has 140.0 GB free; "
-        "--tensor-parallel-size spreads them over several devices"
+        "--tensor-parallel-size and --pipeline-parallel-size spread them over several devices"
     )
 
 

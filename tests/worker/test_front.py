@@ -62,13 +62,13 @@ async def health(channel: grpc.aio.Channel, service: str) -> int:
 
 async def answer(one: fronts.Running, request: pb.DecodeRequest) -> list[str]:
     """The names of all events of a decode."""
-    call = one.decode.Decode(request, timeout=20)
+    call = one.decode.Decode(request, timeout=patient(20))
     return [str(event.WhichOneof("event")) for event in await fronts.events_of(call)]
 
 
 async def failure(one: fronts.Running, request: pb.DecodeRequest) -> EffuseError:
     """The error that a decode ends with."""
-    return await fronts.failure_of(one.decode.Decode(request, timeout=20))
+    return await fronts.failure_of(one.decode.Decode(request, timeout=patient(20)))
 
 
 def test_ready_means_that_a_request_is_served(tmp_path: Path) -> None:
