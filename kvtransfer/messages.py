@@ -286,7 +286,7 @@ def _source_of(message: ToReceiver) -> str:
 
 
 Part = tuple[Heads, LayerGroups | None]
-"""What one rank sends to another one of a transfer."""
+"""Heads and layers of a transfer that one rank sends to another; None: all layers."""
 
 
 def part_of(message: ToReceiver) -> Part:
