@@ -15,7 +15,7 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.room import Launch, Room
 from effuse.kvtransfer.messages import PageRef
 from effuse.models.transformer import Transformer
-from effuse.worker.messages import Abort, StartDecode
+from effuse.worker.messages import Abort, AbortDone, StartDecode
 
 
 class ThreeStages(StagedRig):
@@ -82,6 +82,29 @@ def test_an_aborted_request_frees_its_pages_once_its_forward_has_ended(model: Tr
     rig.run()
     assert [answer.token_ids for answer in answers[1:]] == expected
     assert rig.pool.num_free == rig.pool.num_pages
+
+
+def test_an_aborted_request_gets_no_result_of_the_forward_that_was_under_way(
+    model: Transformer,
+) -> None:
+    """Whatever it would be: of its prompt, of a step, or the last one."""
+    moments = 0
+    for steps in range(1, 30):
+        rig = StagedRig(model)
+        requests = [make_request(name, [30] * 9, max_tokens=12) for name in "ab"]
+        answer, _ = [rig.start(request) for request in requests]
+        for _ in range(steps):
+            rig.step()
+        running = {one.transfer_id: one for one in rig.engine.roster.running}
+        own = running.get(requests[0].attempt.transfer_id)
+        if own is None or not rig.engine._executor.is_under_way(own):
+            continue
+        moments, before = moments + 1, len(answer.events)
+        rig.engine.handle(Abort(attempt=requests[0].attempt))
+        rig.run()
+        assert list(map(type, answer.events[before:])) == [AbortDone]
+        assert rig.pool.num_free == rig.pool.num_pages
+    assert moments > 4
 
 
 class LateWork:
