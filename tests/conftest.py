@@ -101,6 +101,7 @@ LONGEST = (
     "models/test_load_memory.py",
 )
 _TESTS = Path(__file__).parent
+_LOG_LINES = 30
 _RULE = f"only tests marked {', '.join(_MARKS)} may be skipped"
 
 
@@ -110,6 +111,23 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("state")
     os.environ["XDG_STATE_HOME"] = str(home)
     return home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _logs_of_fleets() -> None:
+    """An error under a running fleet comes with the ends of its logs, which go with the test."""
+    from effuse.cli.fleet import Fleet
+
+    leave = Fleet.__exit__
+
+    def leave_with_logs(fleet: Fleet, *exc: object) -> None:
+        if exc[0] is not None:
+            for log in sorted(fleet.log_dir.glob("*.log")):
+                last = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                print(f"--- {log.name}", *last, sep="\n")
+        leave(fleet, *exc)
+
+    Fleet.__exit__ = leave_with_logs  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

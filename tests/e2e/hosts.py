@@ -140,7 +140,7 @@ def _config(home: Path, connector: str) -> FleetConfig:
         ),
         prefill_flags=("--master-port", str(_free_port())),
         decode_flags=("--master-port", str(_free_port())),
-        router_flags=("--prefill", "remote", "--recovery-s", str(patient(120.0))),
+        router_flags=("--prefill", "remote", "--recovery-s", str(patient(100.0))),
         log_dir=home / "logs",
     )
 

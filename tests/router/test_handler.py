@@ -266,15 +266,16 @@ def test_an_open_request_holds_no_prompt_but_its_ids() -> None:
     async def body(fleet: FakeFleet) -> None:
         reached, go = asyncio.Event(), asyncio.Event()
         fleet.decode[0].at["commit 1"] = holds(go, reached)
-        stopping = pb.StoppingParams(min_tokens=1)
-        asking = asyncio.create_task(ask(fleet, stopping=stopping))
+        own = "a prompt that no other test sends, because requests of theirs may still be garbage"
+        asked = pb.GenerateRequest(prompt=own, stopping=pb.StoppingParams(min_tokens=1))
+        asking = fleet.generation.Generate(asked, timeout=30)
         await reached.wait()
         (running,) = fleet.router.requests.running_now()
         assert running.asked.sent.prompt == "" and running.asked.chat is None
         assert running.asked.sent.HasField("stopping"), "what is still asked for stays"
         assert isinstance(running.prompt.token_ids, array)
         messages = [one for one in gc.get_objects() if isinstance(one, pb.GenerateRequest)]
-        assert sum(one.prompt == "how many?" for one in messages) <= 1, "only the client has it"
+        assert sum(one.prompt == own for one in messages) <= 1, "only the client has it"
         go.set()
         assert (await asking).text == TEXT
 
