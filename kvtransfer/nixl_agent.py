@@ -163,8 +163,10 @@ def bind_netlink() -> None:
         ctypes.CDLL(_NETLINK, mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
 
-def confine(host: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes UCX listen only on the interface of `host`; call it before the first agent is made.
+@contextlib.contextmanager
+def confined(host: str, environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Makes UCX listen only on the interface of `host`, for agents that are made meanwhile.
+    Processes that start later do not inherit it.
 
     UCX accepts names of devices but no addresses, and without an option listens on all of them.
 
@@ -174,6 +176,7 @@ def confine(host: str, environment: MutableMapping[str, str] = os.environ) -> No
     """
     address = _resolve(host)
     if address.is_unspecified or DEVICES in environment:
+        yield
         return
     names = [name for name, own in addresses() if own == address]
     if address.is_loopback:  # lo has all of 127.0.0.0/8, and reports one address of it
@@ -183,9 +186,16 @@ def confine(host: str, environment: MutableMapping[str, str] = os.environ) -> No
             f"--host: expected the address of an interface of this machine, got {address}"
         )
     rdma = [] if address.is_loopback else list(_rdma_ports())
-    environment[DEVICES] = ",".join([*dict.fromkeys(names), *rdma])
-    environment.setdefault(FAMILIES, "inet6" if address.version == 6 else "inet")
-    LOG.debug("UCX listens on %s", environment[DEVICES])
+    found = {DEVICES: ",".join([*dict.fromkeys(names), *rdma])}
+    if FAMILIES not in environment:
+        found[FAMILIES] = "inet6" if address.version == 6 else "inet"
+    LOG.debug("UCX listens on %s", found[DEVICES])
+    environment.update(found)
+    try:
+        yield
+    finally:
+        for name in found:
+            environment.pop(name, None)
 
 
 def _resolve(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

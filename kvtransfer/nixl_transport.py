@@ -35,7 +35,7 @@ from effuse.kvtransfer.messages import (
     encode,
     writer_of,
 )
-from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, confine
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, confined
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, PoolLists, attempt
 from effuse.kvtransfer.peer_copies import copies_of
 from effuse.kvtransfer.transport import (
@@ -153,7 +153,6 @@ class NixlTransport(Transport):
     def open(self) -> None:
         """Creates the agents and registers the whole pool with each, once. Raises ValueError for a
         host that is not this machine's."""
-        confine(self._host)
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
         self._ucx = ucx_log()
         if self._kind == "VRAM":
@@ -326,7 +325,8 @@ class NixlTransport(Transport):
 
     def _agent(self, suffix: str) -> NixlAgent:
         memory = self._memory
-        agent = NixlAgent(f"{self._name}{suffix}")
+        with confined(self._host):
+            agent = NixlAgent(f"{self._name}{suffix}")
         agent.register(memory.address, memory.num_bytes, self._device_id, self._kind)
         return agent
 
@@ -349,8 +349,7 @@ class NixlTransport(Transport):
 def why_unusable(host: str) -> str:
     """Why no agent starts that listens on the interface of `host`; empty if one does."""
     try:
-        confine(host)
-        with ucx_log().asked():
+        with confined(host), ucx_log().asked():
             NixlAgent(f"probe-{os.getpid()}").close()
     except NIXL_ERRORS as error:
         return f"{type(error).__name__}: {error}"

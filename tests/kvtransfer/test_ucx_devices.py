@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 
 import pytest
 
-from effuse.kvtransfer import interfaces, nixl_agent
-from effuse.kvtransfer.nixl_agent import DEVICES, FAMILIES, confine
+from effuse.kvtransfer import interfaces, nixl_agent, nixl_transport
+from effuse.kvtransfer.nixl_agent import DEVICES, FAMILIES, confined
 
 OWN = [
     ("lo", ipaddress.ip_address("127.0.0.1")),
@@ -34,21 +35,35 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_interface_that_has_the_address(host: str, devices: str, family: str) -> None:
     environment: dict[str, str] = {}
-    confine(host, environment)
-    assert environment == {DEVICES: devices, FAMILIES: family}
+    with confined(host, environment):
+        assert environment == {DEVICES: devices, FAMILIES: family}
+    assert environment == {}, "a process that starts later may listen on another interface"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_wildcard_is_every_interface(host: str) -> None:
     environment: dict[str, str] = {}
-    confine(host, environment)
-    assert environment == {}
+    with confined(host, environment):
+        assert environment == {}
 
 
 def test_what_the_environment_says_holds() -> None:
     environment = {DEVICES: "mlx5_1:1"}
-    confine("127.0.0.1", environment)
+    with confined("127.0.0.1", environment):
+        assert environment == {DEVICES: "mlx5_1:1"}
     assert environment == {DEVICES: "mlx5_1:1"}
+
+
+def test_the_family_of_the_environment_stays() -> None:
+    environment = {FAMILIES: "inet6"}
+    with confined("127.0.0.1", environment):
+        assert environment == {DEVICES: "lo", FAMILIES: "inet6"}
+    assert environment == {FAMILIES: "inet6"}
+
+
+def test_an_agent_leaves_no_variable_behind() -> None:
+    assert nixl_transport.why_unusable("127.0.0.1") == ""
+    assert DEVICES not in os.environ and FAMILIES not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -59,8 +74,8 @@ def test_what_the_environment_says_holds() -> None:
     ],
 )
 def test_an_address_that_is_not_ours_is_refused(host: str, told: str) -> None:
-    with pytest.raises(ValueError, match=f"--host: .*{told}"):
-        confine(host, {})
+    with pytest.raises(ValueError, match=f"--host: .*{told}"), confined(host, {}):
+        pytest.fail("it was not refused")
 
 
 def test_the_kernel_tells_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
