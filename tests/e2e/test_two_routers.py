@@ -172,7 +172,6 @@ def test_together_they_fill_a_worker_and_do_not_overfill_it(
 def test_a_restarted_router_knows_which_worker_has_a_chat_and_so_it_does_after_a_flush() -> None:
     with tiny_fleet("sdar", connector="zmq", prefill=2) as fleet:
         rates = hit_rates(fleet, Chats(8))
-    before = rates.pop("before")
-    assert before > 0.8, "on a busy machine one of eight chats may find its worker's queue too long"
     assert rates.pop("nothing shared") < 0.8, "any router would know"
-    assert min(rates.values()) >= 0.95 * before, rates
+    # On a busy machine one of eight chats may find its worker's queue too long, at any time.
+    assert min(rates.values()) > 0.8, rates
