@@ -5,6 +5,7 @@ everything has arrived. The transport moves the bytes. Runs on the connector's t
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 
 from effuse.kvtransfer.connector import (
@@ -239,15 +240,19 @@ class Pushes:
 
     def _deliver(self, push: Push, chunk: Chunk) -> bool:
         """Sends a chunk; False if there is no room for it now."""
-        now = self._now()
+        now, is_first = self._now(), self._transport.copies_in_deliver
+        digest = partial(push.digests.begin, chunk.first, chunk.source_pages, chunk.groups)
+        if is_first:  # the copy then finds the bytes in a cache; the other order finds none
+            digest()
         delivery = self._transport.deliver(push.peer, push.header(chunk), chunk)
         if delivery is None:
+            assert not is_first, "such a transport always has room"
             return False
         push.left_at = now if push.left_at is None else push.left_at
         num_bytes = len(chunk.targets) * len(chunk.groups) * push.group_bytes
         push.deliveries.append((delivery, num_bytes))
-        # Last, because they are only needed once the bytes have arrived.
-        push.digests.begin(chunk.first, chunk.source_pages, chunk.groups)
+        if not is_first:  # digests are only needed once the bytes have arrived
+            digest()
         return True
 
     # Its end.

@@ -100,6 +100,7 @@ class Transport(Protocol):
     chunk_bytes: int  # largest delivery that is sent
     most_bytes: int = 1 << 40  # largest delivery that is accepted
     window_bytes: int  # most bytes of a push in transit
+    copies_in_deliver: bool = False  # the connector's thread itself reads a delivery's bytes
     drain_s: float  # a receiver that is silent for this long may be dropped
 
     def open(self) -> None:

@@ -358,3 +358,28 @@ def test_a_push_moves_until_its_receivers_last_word(desk: Desk) -> None:
     desk.pushes.hear(PEER, Accepted(NAME))
     desk.turn()
     assert not desk.pushes.is_moving
+
+
+@pytest.mark.parametrize(
+    ("copies", "order"), [(True, ["digest", "deliver"]), (False, ["deliver", "digest"])]
+)
+def test_a_copy_of_the_connectors_own_finds_the_bytes_in_a_cache(
+    monkeypatch: pytest.MonkeyPatch, copies: bool, order: list[str]
+) -> None:
+    """A digest leaves them there; a copy does not on each processor."""
+    desk, found = Desk(), list[str]()
+    desk.transport.copies_in_deliver = copies
+    begin, deliver = HostDigester.begin, desk.transport.deliver
+
+    def noted(name: str, act: Callable[..., object]) -> Callable[..., object]:
+        def noting(*args: object, **kwargs: object) -> object:
+            found.append(name)
+            return act(*args, **kwargs)
+
+        return noting
+
+    monkeypatch.setattr(HostDigester, "begin", noted("digest", begin))
+    monkeypatch.setattr(desk.transport, "deliver", noted("deliver", deliver))
+    desk.push(3, 1, 0, 2)
+    desk.turn()
+    assert found == order
