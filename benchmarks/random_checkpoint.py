@@ -21,7 +21,7 @@ from torch import Tensor
 
 from effuse.models.checkpoint import INDEX_FILE
 from effuse.models.config import ModelConfig
-from effuse.models.tensors import module_names, tensor_shapes
+from effuse.models.tensors import tensor_shapes
 
 _TENSORS_A_FILE = 64
 _RELEASES = {"dream": ("DreamModel", "Dream"), "sdar": ("SDARForCausalLM", "sdar")}
@@ -62,7 +62,7 @@ def random_tensors(
     config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator(device).manual_seed(1)
-    head = f"{module_names(config).head}.weight"
+    head = f"{config.family.layout.head}.weight"
     for name, shape in tensor_shapes(config).items():
         tensor = torch.ones(shape, dtype=dtype, device=device)
         if not name.endswith("norm.weight"):

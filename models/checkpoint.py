@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from effuse.config.extras import pointer_problem
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
-from effuse.models.tensors import SafeSlice, Shape, TensorCut, module_names
+from effuse.models.tensors import SafeSlice, Shape, TensorCut
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +225,7 @@ def checked_tensors(
     """
     _check_index(directory, files)
     if config.tie_embeddings:
-        head = f"{module_names(config).head}.weight"
+        head = f"{config.family.layout.head}.weight"
         files = TensorFiles({name: at for name, at in files.locations.items() if name != head})
     _check_tensors(directory, files, expected)
     return files

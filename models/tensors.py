@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from effuse.models.config import ModelConfig
-from effuse.models.family import ExpertConfig, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+ROUTER: Final = "mlp.gate"
+"""The module of a layer that chooses experts, in the releases of all families that have any."""
 
 
 class SafeSlice(Protocol):
@@ -45,40 +46,6 @@ class TensorCut:
         """The ranges of a tensor, or of one in a file, of which nothing else is read."""
         slices = [slice(part.start, part.stop) for part in self.ranges]
         return [tensor[:, one] if self.dim else tensor[one] for one in slices]
-
-
-@dataclass(frozen=True, slots=True)
-class MlpNames:
-    """Released module names of one gated MLP, each with a `.weight`."""
-
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNames:
-    """Released module names of one layer, each with a `.weight` (and, of qkv, a `.bias`)."""
-
-    attn_norm: str
-    qkv: tuple[str, ...]  # q, k and v, or one module for all three
-    q_norm: str
-    k_norm: str
-    attn_out: str
-    mlp_norm: str
-    mlps: tuple[MlpNames, ...]  # one, or every expert, with the shared one last
-    router: str | None = None  # if there are experts
-    router_bias: str | None = None  # a tensor, not a module
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNames:
-    """Released module names outside the layers, and of every layer."""
-
-    embedding: str
-    norm: str
-    head: str
-    layers: tuple[LayerNames, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,46 +184,23 @@ class Released:
         return self.shape if self.cut is None else self.cut.shape(self.shape)
 
 
-def module_names(config: ModelConfig, shard: ModelShard | None = None) -> ModelNames:
-    """The names of modules in this family's releases, or of those of which a rank holds a part: its
-    layers, and of experts that are spread only its own, and shared ones.
+def layer_at(config: ModelConfig, number: int) -> str:
+    """What comes before the names of a layer's modules in this family's releases."""
+    return f"{config.family.layout.layers}.{number}."
+
+
+def mlps_of(config: ModelConfig, shard: ModelShard, number: int) -> list[tuple[str, str, str]]:
+    """The modules gate, up and down of a layer's gated MLPs: of the only one, or of each expert,
+    with the shared one last. Of experts that are spread only those of the rank.
     """
-    layout, own = config.family.layout, None if shard is None else shard.experts
-    layers = tuple(
-        _layer_names(layout, f"{layout.layers}.{number}", config.experts_of(number), own)
-        for number in (range(config.num_layers) if shard is None else shard.layers)
-    )
-    return ModelNames(layout.embedding, layout.norm, layout.head, layers)
-
-
-def _layer_names(
-    layout: Layout, at: str, experts: ExpertConfig | None, own: range | None
-) -> LayerNames:
-    router = f"{at}.mlp.gate"
-    return LayerNames(
-        attn_norm=f"{at}.{layout.attn_norm}",
-        qkv=tuple(f"{at}.{name}" for name in layout.qkv),
-        q_norm=f"{at}.{layout.q_norm}",
-        k_norm=f"{at}.{layout.k_norm}",
-        attn_out=f"{at}.{layout.attn_out}",
-        mlp_norm=f"{at}.{layout.mlp_norm}",
-        mlps=_mlp_names(layout, f"{at}.{layout.mlp}", experts, own),
-        router=router if experts else None,
-        router_bias=f"{router}.expert_bias" if experts and experts.has_bias else None,
-    )
-
-
-def _mlp_names(
-    layout: Layout, at: str, experts: ExpertConfig | None, own: range | None
-) -> tuple[MlpNames, ...]:
+    layout, experts = config.family.layout, config.experts_of(number)
+    at = layer_at(config, number) + layout.mlp
     places = [at]
     if experts is not None:
-        routed = range(experts.routing.num_experts) if own is None else own
-        places = [f"{at}experts.{number}." for number in routed]
+        routed = range(experts.routing.num_experts) if shard.experts is None else shard.experts
+        places = [f"{at}experts.{one}." for one in routed]
         places += [f"{at}shared_experts."] * experts.routing.num_shared
-    return tuple(
-        MlpNames(place + layout.gate, place + layout.up, place + layout.down) for place in places
-    )
+    return [(one + layout.gate, one + layout.up, one + layout.down) for one in places]
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -266,63 +210,62 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def tensors_of(config: ModelConfig, shard: ModelShard) -> dict[str, Released]:
     """By name every tensor of a release of which the rank reads something."""
-    names, hidden = module_names(config, shard), config.hidden_size
+    layout, hidden = config.family.layout, config.hidden_size
     rows = Released((config.vocab_size, hidden), _cut(shard, 0, shard.vocabulary))
     is_first, is_last = shard.layers.start == 0, shard.layers.stop == config.num_layers
     found = {}
     if is_first or (is_last and config.tie_embeddings):
-        found[f"{names.embedding}.weight"] = rows
+        found[f"{layout.embedding}.weight"] = rows
     if is_last:
-        found[f"{names.norm}.weight"] = Released((hidden,))
+        found[f"{layout.norm}.weight"] = Released((hidden,))
         if not config.tie_embeddings:
-            found[f"{names.head}.weight"] = rows
-    for number, layer in zip(shard.layers, names.layers, strict=True):
-        found |= _attention(config, shard, layer)
-        found |= _mlp(config, shard, layer, config.experts_of(number))
+            found[f"{layout.head}.weight"] = rows
+    for number in shard.layers:
+        found |= _attention(config, shard, layer_at(config, number))
+        found |= _mlp(config, shard, number)
     return found
 
 
-def _attention(config: ModelConfig, shard: ModelShard, layer: LayerNames) -> Mapping[str, Released]:
-    hidden, dim = config.hidden_size, config.head_dim
+def _attention(config: ModelConfig, shard: ModelShard, at: str) -> Mapping[str, Released]:
+    layout, hidden, dim = config.family.layout, config.hidden_size, config.head_dim
     q_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
     q, kv = _rows(shard.queries, dim), _rows(shard.kv_heads, dim)
     of_kv = kv_dim, (kv,)
     parts: Sequence[tuple[int, tuple[range, ...]]] = ((q_dim, (q,)), of_kv, of_kv)
-    if len(layer.qkv) == 1:
+    if len(layout.qkv) == 1:
         joined = (q, _moved(kv, q_dim), _moved(kv, q_dim + kv_dim))
         parts = ((q_dim + 2 * kv_dim, joined),)
     found = {
-        f"{layer.attn_norm}.weight": Released((hidden,)),
-        f"{layer.attn_out}.weight": Released(
+        f"{at}{layout.attn_norm}.weight": Released((hidden,)),
+        f"{at}{layout.attn_out}.weight": Released(
             (hidden, q_dim), _cut(shard, 1, _rows(shard.heads, dim))
         ),
     }
-    for name, (count, ranges) in zip(layer.qkv, parts, strict=True):
-        found[f"{name}.weight"] = Released((count, hidden), _cut(shard, 0, *ranges))
+    for name, (count, ranges) in zip(layout.qkv, parts, strict=True):
+        found[f"{at}{name}.weight"] = Released((count, hidden), _cut(shard, 0, *ranges))
         if config.qkv_bias:
-            found[f"{name}.bias"] = Released((count,), _cut(shard, 0, *ranges))
+            found[f"{at}{name}.bias"] = Released((count,), _cut(shard, 0, *ranges))
     if config.qk_norm:
-        found |= {f"{name}.weight": Released((dim,)) for name in (layer.q_norm, layer.k_norm)}
+        norms = (layout.q_norm, layout.k_norm)
+        found |= {f"{at}{name}.weight": Released((dim,)) for name in norms}
     return found
 
 
-def _mlp(
-    config: ModelConfig, shard: ModelShard, layer: LayerNames, experts: ExpertConfig | None
-) -> Mapping[str, Released]:
-    hidden = config.hidden_size
+def _mlp(config: ModelConfig, shard: ModelShard, number: int) -> Mapping[str, Released]:
+    hidden, experts, at = config.hidden_size, config.experts_of(number), layer_at(config, number)
     inner = config.intermediate_size if experts is None else experts.intermediate_size
     is_cut = experts is None or shard.experts is None
     own = _part(inner, shard.rank, shard.size) if is_cut else range(inner)
-    found = {f"{layer.mlp_norm}.weight": Released((hidden,))}
-    for mlp in layer.mlps:
-        for name in (mlp.gate, mlp.up):
+    found = {f"{at}{config.family.layout.mlp_norm}.weight": Released((hidden,))}
+    for gate, up, down in mlps_of(config, shard, number):
+        for name in (gate, up):
             found[f"{name}.weight"] = Released((inner, hidden), _cut(shard, 0, own))
-        found[f"{mlp.down}.weight"] = Released((hidden, inner), _cut(shard, 1, own))
+        found[f"{down}.weight"] = Released((hidden, inner), _cut(shard, 1, own))
     if experts is not None:
         num_experts = experts.routing.num_experts
-        found[f"{layer.router}.weight"] = Released((num_experts, hidden))
-        if layer.router_bias is not None:
-            found[layer.router_bias] = Released((num_experts,))
+        found[f"{at}{ROUTER}.weight"] = Released((num_experts, hidden))
+        if experts.has_bias:
+            found[f"{at}{ROUTER}.expert_bias"] = Released((num_experts,))
     return found
 
 

@@ -7,7 +7,7 @@ that they have the same weights. Names and files are in `checkpoint.py`.
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,11 @@ from effuse.models.config_keys import CheckpointError
 from effuse.models.group import ALL, RankPlace
 from effuse.models.progress import progress_log
 from effuse.models.tensors import (
-    LayerNames,
-    ModelNames,
+    ROUTER,
+    ModelShard,
     Released,
-    module_names,
+    layer_at,
+    mlps_of,
     tensor_shapes,
     tensors_of,
 )
@@ -72,7 +73,7 @@ def load_model(
     merged = None if adapter is None else open_adapter(Path(adapter), shapes, device)
     with progress_log("weights", files.num_bytes(), unit="GB", per_unit=1e9) as add_progress:
         loader = _Loader(files, merged, dtype, device, add_progress, held)
-        weights = loader.model(config, module_names(config, shard))
+        weights = loader.model(config, shard)
     return Transformer(
         config,
         weights,
@@ -178,56 +179,58 @@ class _Loader:
     add_progress: Callable[[float], None]  # bytes
     tensors: Mapping[str, Released]
 
-    def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
+    def model(self, config: ModelConfig, shard: ModelShard) -> ModelWeights:
         def held(name: str, load: Callable[[str], Tensor]) -> Tensor:
             """None of it in a stage that does not need it."""
             if f"{name}.weight" in self.tensors:
                 return load(name)
             return torch.empty(0, config.hidden_size, dtype=self.dtype, device=self.device)
 
-        embedding = held(names.embedding, self.matrix)
+        layout = config.family.layout
+        embedding = held(layout.embedding, self.matrix)
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self.layer(config, layer) for layer in names.layers),
-            norm=held(names.norm, lambda name: self.take(f"{name}.weight")),
-            head=embedding if config.tie_embeddings else held(names.head, self.matrix),
+            layers=tuple(self.layer(config, shard, number) for number in shard.layers),
+            norm=held(layout.norm, lambda name: self.take(f"{name}.weight")),
+            head=embedding if config.tie_embeddings else held(layout.head, self.matrix),
         )
 
-    def layer(self, config: ModelConfig, names: LayerNames) -> LayerWeights:
-        biases = [self.take(f"{name}.bias") for name in names.qkv] if config.qkv_bias else None
-        gate_up, down = self.mlps(names)
+    def layer(self, config: ModelConfig, shard: ModelShard, number: int) -> LayerWeights:
+        names, at = config.family.layout, layer_at(config, number)
+        experts, qkv = config.experts_of(number), [f"{at}{name}" for name in names.qkv]
+        biases = [self.take(f"{name}.bias") for name in qkv] if config.qkv_bias else None
+        mlps = mlps_of(config, shard, number)
+        gate_up, down = self.mlp(*mlps[0]) if experts is None else self.experts(mlps)
+        has_bias = experts is not None and experts.has_bias
         return LayerWeights(
-            attn_norm=self.take(f"{names.attn_norm}.weight"),
-            qkv=torch.cat([self.matrix(name) for name in names.qkv]),
+            attn_norm=self.take(f"{at}{names.attn_norm}.weight"),
+            qkv=torch.cat([self.matrix(name) for name in qkv]),
             qkv_bias=None if biases is None else torch.cat(biases),
-            q_norm=self.take(f"{names.q_norm}.weight") if config.qk_norm else None,
-            k_norm=self.take(f"{names.k_norm}.weight") if config.qk_norm else None,
-            attn_out=self.matrix(names.attn_out),
-            mlp_norm=self.take(f"{names.mlp_norm}.weight"),
+            q_norm=self.take(f"{at}{names.q_norm}.weight") if config.qk_norm else None,
+            k_norm=self.take(f"{at}{names.k_norm}.weight") if config.qk_norm else None,
+            attn_out=self.matrix(f"{at}{names.attn_out}"),
+            mlp_norm=self.take(f"{at}{names.mlp_norm}.weight"),
             gate_up=gate_up,
             down=down,
-            router=None if names.router is None else self.matrix(names.router),
-            router_bias=(
-                None if names.router_bias is None else self.read(names.router_bias).float()
-            ),
+            router=None if experts is None else self.matrix(f"{at}{ROUTER}"),
+            router_bias=self.read(f"{at}{ROUTER}.expert_bias").float() if has_bias else None,
         )
 
-    def mlps(self, names: LayerNames) -> tuple[Tensor, Tensor]:
-        """gate_up [2I, H] and down [H, I]. Each expert is read directly into its place among all,
-        so that a layer is never in memory twice.
+    def mlp(self, gate: str, up: str, down: str) -> tuple[Tensor, Tensor]:
+        """gate_up [2I, H] and down [H, I] of a layer without experts."""
+        return torch.cat([self.matrix(gate), self.matrix(up)]), self.matrix(down)
+
+    def experts(self, mlps: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
+        """The same of E experts, [E, 2I, H] and [E, H, I]. Each is read directly into its place
+        among all, so that a layer is never in memory twice.
         """
-        if names.router is None:
-            (only,) = names.mlps
-            gate_up = torch.cat([self.matrix(only.gate), self.matrix(only.up)])
-            return gate_up, self.matrix(only.down)
-        count = len(names.mlps)
-        hidden, inner = self.tensors[f"{names.mlps[0].down}.weight"].held
+        hidden, inner = self.tensors[f"{mlps[0][2]}.weight"].held
         empty = partial(torch.empty, dtype=self.dtype, device=self.device)
-        gate_ups, downs = empty(count, 2 * inner, hidden), empty(count, hidden, inner)
-        for mlp, gate_up, down in zip(names.mlps, gate_ups, downs, strict=True):
-            gate_up[:inner] = self.matrix(mlp.gate)
-            gate_up[inner:] = self.matrix(mlp.up)
-            down.copy_(self.matrix(mlp.down))
+        gate_ups, downs = empty(len(mlps), 2 * inner, hidden), empty(len(mlps), hidden, inner)
+        for (gate, up, down), gate_up, into in zip(mlps, gate_ups, downs, strict=True):
+            gate_up[:inner] = self.matrix(gate)
+            gate_up[inner:] = self.matrix(up)
+            into.copy_(self.matrix(down))
         return gate_ups, downs
 
     def matrix(self, module: str) -> Tensor:
@@ -255,7 +258,7 @@ class _Loader:
 
 def _check_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -> None:
     """Some releases of tied models also store the head, which must equal the embedding."""
-    names = module_names(config)
+    names = config.family.layout
     head = f"{names.head}.weight"
     if not config.tie_embeddings or head not in files.locations:
         return
