@@ -1,7 +1,7 @@
 """One expected transfer: its parts, their arrived pages, and the conditions that they must meet.
 
-A part has the KV heads that one writing rank and this rank both hold. Bookkeeping and comparisons
-only: reception.py acts on them.
+A part has the KV heads and layers that one writing rank and this rank both hold. Bookkeeping and
+comparisons only: reception.py acts on them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from effuse.kvtransfer.connector import Arrived, Cause, HandoffRefused
 from effuse.kvtransfer.digest import Digester, PageDigests
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.messages import (
-    Heads,
     Manifest,
     PageRef,
     Part,
@@ -27,12 +26,11 @@ from effuse.kvtransfer.transport import Reply
 
 @dataclass(slots=True)
 class Arriving:
-    """One part of a transfer, with the heads and layers of one writer, and its arrived pages."""
+    """One part of a transfer, which one writer sends, and its arrived pages."""
 
-    heads: range  # in the model's numbers
-    groups: range  # of layers, in the model's numbers
+    part: Part
     reply: Reply  # of the accepted writer
-    pages: tuple[PageRef, ...]  # of these heads' writer, see `Heads`
+    pages: tuple[PageRef, ...]  # of its turns
     num_bytes: int  # of its heads and layers in these pages
     covered: npt.NDArray[np.bool_]  # [pages, groups] that arrived
     digests: PageDigests  # found in memory
@@ -73,43 +71,47 @@ class Expected:
         if part in self.parts:
             self.parts[part].reply = reply
             return True
-        heads, groups = part[0], self.layout.groups_in(part[1])
-        span = heads.span
-        self._check_part(heads, groups)
-        turns = next(iter(self.parts), part)[0].turns
-        if heads.turn >= heads.turns or heads.turns != turns:
-            text = f"turn {heads.turn} of {heads.turns} is sent, expected one of {turns}"
+        self._check_part(part)
+        turns = next(iter(self.parts), part).turns
+        if part.turn >= part.turns or part.turns != turns:
+            text = f"turn {part.turn} of {part.turns} is sent, expected one of {turns}"
             raise HandoffRefused(Cause.COVERAGE, text)
-        own_shard = self.reservation.shards[self.layout.rank]
-        pages = self.reservation.pages_of(own_shard, heads.turn, heads.turns)
-        count, seed = len(pages), self.reservation.digest_seed
-        covered = np.zeros((count, len(groups)), dtype=np.bool_)
-        digests = PageDigests(digester, self.layout, span, count, seed, groups)
-        num_bytes = count * self.layout.bytes_of(span, groups)
-        self.parts[part] = Arriving(span, groups, reply, pages, num_bytes, covered, digests)
+        own = self.reservation.shards[self.layout.rank].part
+        pages = self.reservation.pages_of(own, part)
+        covered = np.zeros((len(pages), len(part.groups)), dtype=np.bool_)
+        seed = self.reservation.digest_seed
+        digests = PageDigests(digester, self.layout, part, len(pages), seed)
+        num_bytes = len(pages) * self.layout.bytes_of(part.heads, part.groups)
+        self.parts[part] = Arriving(part, reply, pages, num_bytes, covered, digests)
         return False
 
-    def _check_part(self, heads: Heads, groups: range) -> None:
+    def _check_part(self, part: Part) -> None:
         """All of it is here, and none of it is another part's."""
-        pairs = (("heads", heads.span, self.layout.heads), ("groups", groups, self.layout.groups))
-        for name, sent, own in pairs:
+        for name, sent, own in (
+            ("heads", part.heads, self.layout.heads),
+            ("groups", part.groups, self.layout.groups),
+        ):
             if not sent or sent.start < own.start or sent.stop > own.stop:
                 text = (
                     f"{name} {sent.start}..{sent.stop} are sent, {own.start}..{own.stop} are here"
                 )
                 raise HandoffRefused(Cause.COVERAGE, text)
-        for (other, _), arriving in self.parts.items():
-            is_same = other.turn == heads.turn and _overlap(groups, arriving.groups)
-            if is_same and _overlap(heads.span, other.span):
-                text = f"heads {heads.first}..{heads.end} overlap {other.first}..{other.end}"
+        for other in self.parts:
+            is_same = other.turn == part.turn and _overlap(part.groups, other.groups)
+            if is_same and _overlap(part.heads, other.heads):
+                text = (
+                    f"heads {part.first_head}..{part.end_head} overlap "
+                    f"{other.first_head}..{other.end_head}"
+                )
                 raise HandoffRefused(Cause.COVERAGE, text)
 
     def arrived(self, now: float) -> Arrived | None:
         """The event for the engine, once all heads, layers and turns of this rank are verified."""
-        order = sorted(self.parts, key=lambda one: (one[0].turn, one[0].first))
+        order = sorted(self.parts, key=lambda one: (one.turn, one.first_head))
         parts = [self.parts[one] for one in order]
-        expected = len(self.layout.heads) * len(self.layout.groups) * order[0][0].turns
-        if sum(len(one.heads) * len(one.groups) for one in parts if one.is_verified) < expected:
+        expected = len(self.layout.heads) * len(self.layout.groups) * order[0].turns
+        verified = [one.part for one in parts if one.is_verified]
+        if sum(len(one.heads) * len(one.groups) for one in verified) < expected:
             return None
         manifest = parts[0].manifest
         assert manifest is not None, "it was verified"

@@ -26,7 +26,7 @@ from xxhash import xxh3_64_digest
 from effuse.kernels.pages_digests import digest_key, piece_bytes_of
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import Finish, Manifest, encode
+from effuse.kvtransfer.messages import Finish, Manifest, Part, encode
 
 PieceDigests = npt.NDArray[np.int64]
 
@@ -60,27 +60,22 @@ def pieces_in_head(layout: KVLayout) -> int:
 
 
 class PageDigests:
-    """Digests of some KV heads of a transfer's pages, computed as groups of layers leave or arrive.
-
-    heads and groups: in the model's numbers; groups are those of the layout unless given.
-    """
+    """Digests of a part of a transfer's pages, computed as groups of layers leave or arrive."""
 
     def __init__(
         self,
         digester: Digester,
         layout: KVLayout,
-        heads: range,
+        part: Part,
         num_pages: int,
         seed: int,
-        groups: range | None = None,
     ) -> None:
-        groups = layout.groups if groups is None else groups
         self._digester = digester
-        self._heads = heads
-        self._first_group = groups.start
+        self._heads = part.heads
+        self._first_group = part.first_group
         self._seed = seed
-        self._width = len(heads) * pieces_in_head(layout)  # pieces of one group of a page
-        shape = num_pages, len(groups) * self._width
+        self._width = len(part.heads) * pieces_in_head(layout)  # pieces of one group of a page
+        shape = num_pages, len(part.groups) * self._width
         self._found: PieceDigests = np.zeros(shape, dtype=np.int64)
         self._jobs: list[tuple[int, range, DigestJob]] = []
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from effuse.kvtransfer.messages import Field, LayerGroups
+from effuse.kvtransfer.messages import Field, Part
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DIGEST = "xxh3_128 of xxh3_64 of pieces of KV heads, under one seal"
+HANDOFF = "2"  # of the messages of a handoff; workers with others exchange no pages
 LAYOUT_KINDS = ("unified", "distinct")
 PIECE_BYTES = 16  # of K in the distinct layout
 MOST_GROUPS = {"nixl": 8, "zmq": 16}
@@ -119,9 +120,11 @@ class KVLayout:
         """The model's groups of layers that this rank's pool holds."""
         return range(self.num_groups) if self.held is None else self.held
 
-    def groups_in(self, named: LayerGroups | None) -> range:
-        """The groups that a message names: all if it names none."""
-        return range(self.num_groups) if named is None else named.span
+    @cached_property
+    def part(self) -> Part:
+        """The same with `heads`, and with the turns of this rank's pages, for messages."""
+        held = self.heads.start, self.heads.stop, self.groups.start, self.groups.stop
+        return Part(*held, self.context_rank, self.context_degree)
 
     @property
     def layers(self) -> range:
@@ -258,6 +261,7 @@ def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
         "commit_rule": facts.commit_rule,
         "layer_groups": layout.num_groups,
         "digest": DIGEST,
+        "handoff": HANDOFF,
         "deterministic": str(facts.deterministic).lower(),
     }
     if facts.unit_tokens:  # older workers have no such field, and the fewest

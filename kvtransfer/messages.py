@@ -70,46 +70,36 @@ class ReceiverAddress(Struct, frozen=True, kw_only=True):
     boot_id: Annotated[str, Meta(max_length=128)] = ""  # of its kernel: equal on one machine
 
 
-class Heads(Struct, frozen=True, array_like=True):
-    """KV heads [first, end) of a model: what one pair of ranks moves, of every page. If sending
-    ranks cut the context, of every `turns`-th page of a prompt, from page `turn` on.
+class Part(Struct, frozen=True, array_like=True):
+    """What a rank's pool holds, or a rank sends to another one: KV heads [first_head, end_head) of
+    groups [first_group, end_group) of layers, in the model's numbers, of every page. If ranks cut
+    the context, of every `turns`-th page of a prompt, from page `turn` on.
     """
 
-    first: Annotated[int, Meta(ge=0, lt=MAX_HEADS)]
-    end: Annotated[int, Meta(gt=0, le=MAX_HEADS)]
+    first_head: Annotated[int, Meta(ge=0, lt=MAX_HEADS)]
+    end_head: Annotated[int, Meta(gt=0, le=MAX_HEADS)]
+    first_group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    end_group: Annotated[int, Meta(gt=0, le=MAX_GROUPS)]
     turn: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
     turns: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
 
     @property
-    def span(self) -> range:
-        """The same as a range, which is empty if they are none."""
-        return range(self.first, self.end)
-
-
-class LayerGroups(Struct, frozen=True, array_like=True):
-    """Groups [first, end) of a page's layers, in the model's numbers. A rank of a pipeline holds
-    only some; messages that name none are of all."""
-
-    first: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
-    end: Annotated[int, Meta(gt=0, le=MAX_GROUPS)]
+    def heads(self) -> range:
+        """Its KV heads, which may be none."""
+        return range(self.first_head, self.end_head)
 
     @property
-    def span(self) -> range:
-        """The same as a range, which is empty if they are none."""
-        return range(self.first, self.end)
+    def groups(self) -> range:
+        """Its groups of layers, which may be none."""
+        return range(self.first_group, self.end_group)
 
 
 class Shard(Struct, frozen=True, kw_only=True):
-    """One receiving rank: how to reach its pool, and what its pool holds: of every
-    `context_degree`-th page of a prompt, from page `context_rank` on, some heads of some layers.
-    """
+    """One receiving rank: how to reach its pool, and what its pool holds."""
 
     address: ReceiverAddress
-    heads: Heads
+    part: Part
     page_bytes: PageBytes
-    context_rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
-    context_degree: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
-    layers: LayerGroups | None = None  # older receivers do not name them, and hold all
 
 
 class Reservation(Struct, frozen=True, kw_only=True):
@@ -135,27 +125,27 @@ class Reservation(Struct, frozen=True, kw_only=True):
     @property
     def context_degree(self) -> int:
         """Pages of a prompt for which one of its pages has room."""
-        return self.shards[0].context_degree if self.shards else 1
+        return self.shards[0].part.turns if self.shards else 1
 
     @property
     def num_source_pages(self) -> int:
         """Pages that the writer sends."""
         return self.num_written or len(self.pages) * self.context_degree
 
-    def moved(self, shard: Shard, turn: int = 0, turns: int = 1) -> range:
-        """Which of the writer's pages one rank gets; from sending ranks that cut the context, those
-        of one of them, which has every `turns`-th page of a prompt, from page `turn` on.
+    def moved(self, held: Part, sent: Part) -> range:
+        """Which of the writer's pages a rank that holds one part gets from a rank that sends
+        another one.
         """
-        degree, first = shard.context_degree, shard.context_rank
-        step, held = lcm(degree, turns), self.num_held * degree
-        starts = (at for at in range(first, step, degree) if (held + at) % turns == turn)
+        degree, num_held = held.turns, self.num_held * held.turns
+        step = lcm(degree, sent.turns)
+        turns = range(held.turn, step, degree)
+        starts = (at for at in turns if (num_held + at) % sent.turns == sent.turn)
         found = next(starts, self.num_source_pages)
         return range(found, max(found, self.num_source_pages), step)
 
-    def pages_of(self, shard: Shard, turn: int = 0, turns: int = 1) -> tuple[PageRef, ...]:
+    def pages_of(self, held: Part, sent: Part) -> tuple[PageRef, ...]:
         """The pages in which `moved` pages lie on their rank, in their order."""
-        moved = self.moved(shard, turn, turns)
-        return tuple(self.pages[at // shard.context_degree] for at in moved)
+        return tuple(self.pages[at // held.turns] for at in self.moved(held, sent))
 
     @property
     def transfer_id(self) -> str:
@@ -182,22 +172,19 @@ class BoundaryState(Struct, frozen=True, kw_only=True):
     hidden: Annotated[bytes, Meta(max_length=MAX_HIDDEN_BYTES)] | None = None
 
 
-class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A writing rank's account of a finished push of these heads. It has no page numbers: each
+class Manifest(Struct, frozen=True, kw_only=True):
+    """A writing rank's account of a finished push of this part. It has no page numbers: each
     Pages named its own, and all reserved pages must have arrived.
-
-    Defaults are omitted, because the seal is of its bytes as an older receiver encodes them.
     """
 
     attempt: AttemptId
-    source_incarnation: Name
-    destination_incarnation: Name
-    heads: Heads
+    source: Name  # incarnations, like the next one
+    destination: Name
+    part: Part
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
-    digest: Digest  # of these heads of all pages in order, in the sender's memory
+    digest: Digest  # of this part of all pages in order, in the sender's memory
     num_bytes: U63
     boundary: BoundaryState
-    layers: LayerGroups | None = None
 
     @property
     def transfer_id(self) -> str:
@@ -206,30 +193,28 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """A sending rank's introduction: itself, the intended life, its heads, and its model."""
+    """A sending rank's introduction: itself, the intended life, its part, and its model."""
 
     attempt: AttemptId
     source: Name
     destination: Name
-    heads: Heads
+    part: Part
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     reply_to: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""  # NIXL agent metadata
-    layers: LayerGroups | None = None
 
 
 class Pages(Struct, frozen=True, tag=True):
     """Groups [group, end_group) of layers of pages [first, first + n) of the reservation, of the
-    heads and layers that the sender introduced itself with."""
+    part that the sender introduced itself with."""
 
     attempt: AttemptId
     source: Name
     destination: Name
-    heads: Heads
+    part: Part
     first: U32
     pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
     group: U32
     end_group: U32
-    layers: LayerGroups | None = None
 
 
 class Finish(Struct, frozen=True, tag=True):
@@ -270,29 +255,15 @@ ToReceiver = Begin | Pages | Finish
 ToSender = Placed | Accepted | Rejected
 
 
-def attempt_of(message: ToReceiver) -> AttemptId:
-    """The attempt of a sender's message."""
-    return message.manifest.attempt if isinstance(message, Finish) else message.attempt
+def account_of(message: ToReceiver) -> Begin | Pages | Manifest:
+    """What has the attempt, the two ends and the part of a sender's message."""
+    return message.manifest if isinstance(message, Finish) else message
 
 
 def writer_of(message: ToReceiver) -> str:
     """Names the rank that a sender's message comes from, by its own account."""
-    source, (heads, layers) = _source_of(message), part_of(message)
-    return f"{source} {heads.first} {heads.turn} {0 if layers is None else layers.first}"
-
-
-def _source_of(message: ToReceiver) -> str:
-    return message.manifest.source_incarnation if isinstance(message, Finish) else message.source
-
-
-Part = tuple[Heads, LayerGroups | None]
-"""Heads and layers of a transfer that one rank sends to another; None: all layers."""
-
-
-def part_of(message: ToReceiver) -> Part:
-    """The part that a sender's message is about."""
-    one = message.manifest if isinstance(message, Finish) else message
-    return one.heads, one.layers
+    one = account_of(message)
+    return f"{one.source} {one.part.first_head} {one.part.turn} {one.part.first_group}"
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -338,9 +309,9 @@ def check_reservation(reservation: Reservation) -> Reservation:
             f"{checked.num_source_pages} pages do not fill {len(checked.pages)} pages of {degree}"
         )
     for shard in checked.shards:
-        if shard.context_degree != degree or shard.context_rank >= degree:
+        if shard.part.turns != degree or shard.part.turn >= degree:
             raise MalformedMessage(
-                f"a rank holds part {shard.context_rank} of {shard.context_degree} of the context, "
+                f"a rank holds part {shard.part.turn} of {shard.part.turns} of the context, "
                 f"the first one is of {degree}"
             )
         end = shard.address.pool_address + checked.num_pool_pages * shard.page_bytes

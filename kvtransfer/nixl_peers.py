@@ -196,7 +196,7 @@ class NixlPeers:
                 )
             pool = name, address.pool_address, address.device_id, address.memory_kind
             lists = PoolLists(self._agent, pool, shard.page_bytes, num_pages)
-            cut = cuts(self._layout, shard.heads.span, self._layout.groups_in(shard.layers))
+            cut = cuts(self._layout, shard.part.heads, shard.part.groups)
             peer = NixlPeer(address, num_pages, lists, cut)
             if self._maps:
                 _map(peer, num_pages * shard.page_bytes)

@@ -15,12 +15,11 @@ from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
     Begin,
     BoundaryState,
-    Heads,
-    LayerGroups,
     MalformedMessage,
     Manifest,
     PageRef,
     Pages,
+    Part,
     ReceiverAddress,
     Reservation,
     Shard,
@@ -61,22 +60,13 @@ class Batch:
         return range(self.num_sent, final)
 
 
-@dataclass(frozen=True, slots=True)
-class PushPart:
-    """The KV heads and groups of layers that this rank sends to one receiving rank: those that both
-    hold, in the model's numbers."""
-
-    shard: Shard
-    heads: range
-    groups: range
-
-
 @dataclass(slots=True)
 class Push:
     """One part of an outgoing transfer."""
 
     reservation: Reservation
-    part: PushPart
+    shard: Shard  # of the receiving rank
+    part: Part
     peer: Peer
     own: Identity
     digests: PageDigests
@@ -97,8 +87,7 @@ class Push:
     pages: tuple[PageRef, ...] = field(init=False)  # the reserved pages that it fills
 
     def __post_init__(self) -> None:
-        heads = self.heads
-        self.pages = self.reservation.pages_of(self.part.shard, heads.turn, heads.turns)
+        self.pages = self.reservation.pages_of(self.shard.part, self.part)
 
     @property
     def transfer_id(self) -> str:
@@ -109,23 +98,6 @@ class Push:
     def deadline(self) -> float:
         """When the lease ends."""
         return max(self.known_at, self.promised_at) + self.reservation.lease_s
-
-    @property
-    def heads(self) -> Heads:
-        """Its heads, as messages name them."""
-        layout = self.own.layout
-        return Heads(
-            *(self.part.heads.start, self.part.heads.stop),
-            *(layout.context_rank, layout.context_degree),
-        )
-
-    @property
-    def layers(self) -> LayerGroups | None:
-        """Its groups of layers, as messages name them; older receivers know only all of them."""
-        groups = self.part.groups
-        if len(groups) == self.own.layout.num_groups:
-            return None
-        return LayerGroups(groups.start, groups.stop)
 
     @property
     def group_bytes(self) -> int:
@@ -163,14 +135,13 @@ class Push:
         """Its introduction to the receiver."""
         to = self.reservation
         names = to.attempt, self.own.incarnation, to.incarnation
-        return Begin(*names, self.heads, self.own.fingerprint, layers=self.layers)
+        return Begin(*names, self.part, self.own.fingerprint)
 
     def header(self, chunk: Chunk) -> Pages:
         """The message that goes with a chunk."""
         to, groups = self.reservation, chunk.groups
         names = to.attempt, self.own.incarnation, to.incarnation
-        of_groups = groups.start, groups.stop, self.layers
-        return Pages(*names, self.heads, chunk.first, chunk.targets, *of_groups)
+        return Pages(*names, self.part, chunk.first, chunk.targets, groups.start, groups.stop)
 
     def cover(
         self, source_pages: tuple[int, ...], first: int, num_final: Pending[int] | None
@@ -185,7 +156,7 @@ class Push:
                 Cause.COVERAGE,
                 f"pages {first}..{end} are not within the {count} reserved ones",
             )
-        moved = self.reservation.moved(self.part.shard, rank, degree)
+        moved = self.reservation.moved(self.shard.part, self.part)
         own = dict(zip(range(first + rank, end, degree), source_pages, strict=False))
         if not (places := [at for at in own if at in moved]):
             return
@@ -241,14 +212,13 @@ class Push:
         if self.manifest is None:
             self.manifest = Manifest(
                 attempt=self.reservation.attempt,
-                source_incarnation=self.own.incarnation,
-                destination_incarnation=self.reservation.incarnation,
-                heads=self.heads,
+                source=self.own.incarnation,
+                destination=self.reservation.incarnation,
+                part=self.part,
                 fingerprint=self.own.fingerprint,
                 digest=self.digests.digest(),
                 num_bytes=self.num_bytes,
                 boundary=boundary,
-                layers=self.layers,
             )
         return self.manifest
 
@@ -272,15 +242,15 @@ def check_push(reservation: Reservation, own: Identity, transport: str) -> Reser
     for shard in reservation.shards:
         _check_shard(shard, own.layout)
     degree = reservation.context_degree
-    for part in range(degree):
-        of_part = f" of part {part} of {degree} of the context" if degree > 1 else ""
-        shards = [one for one in reservation.shards if one.context_rank == part]
+    for turn in range(degree):
+        of_part = f" of part {turn} of {degree} of the context" if degree > 1 else ""
+        parts = [one.part for one in reservation.shards if one.part.turn == turn]
         for group in range(own.layout.num_groups):
-            held = [one for one in shards if group in own.layout.groups_in(one.layers)]
-            missing = set(range(own.layout.num_kv_heads)).difference(*(x.heads.span for x in held))
+            held = [one for one in parts if group in one.groups]
+            missing = set(range(own.layout.num_kv_heads)).difference(*(one.heads for one in held))
             if missing:
                 text = f"no rank receives the KV heads {sorted(missing)}{of_part}"
-                if held != shards:
+                if held != parts:
                     text += f" in group {group} of layers"
                 raise HandoffRefused(Cause.COVERAGE, text)
     return reservation
@@ -288,33 +258,21 @@ def check_push(reservation: Reservation, own: Identity, transport: str) -> Reser
 
 def shard_of(layout: KVLayout, address: ReceiverAddress) -> Shard:
     """The address of a pool of this layout, with its share of a page."""
-    return Shard(
-        address=address,
-        heads=Heads(layout.heads.start, layout.heads.stop),
-        layers=LayerGroups(layout.groups.start, layout.groups.stop),
-        page_bytes=layout.page_bytes,
-        context_rank=layout.context_rank,
-        context_degree=layout.context_degree,
-    )
+    return Shard(address=address, part=layout.part, page_bytes=layout.page_bytes)
 
 
 def _check_shard(shard: Shard, layout: KVLayout) -> None:
-    heads = shard.heads.span
+    heads, groups = shard.part.heads, shard.part.groups
     if not heads or heads.stop > layout.num_kv_heads:
         raise HandoffRefused(
             Cause.MALFORMED,
             f"a rank receives heads {heads.start}..{heads.stop} of {layout.num_kv_heads} KV heads",
         )
-    groups = layout.groups_in(shard.layers)
     if not groups or groups.stop > layout.num_groups:
         raise HandoffRefused(
             Cause.MALFORMED,
             f"a rank receives groups {groups.start}..{groups.stop} of {layout.num_groups} groups "
             "of layers",
-        )
-    if shard.layers is None and len(layout.groups) < layout.num_groups:
-        raise HandoffRefused(
-            Cause.PEER, "the receiver is of a version that takes all layers from one rank"
         )
     expected = layout.bytes_of(heads, groups)
     if shard.page_bytes != expected:
@@ -324,22 +282,22 @@ def _check_shard(shard: Shard, layout: KVLayout) -> None:
         )
 
 
-def parts_of(reservation: Reservation, layout: KVLayout) -> list[PushPart]:
-    """The parts that the rank of this layout sends; perhaps none.
+def parts_of(reservation: Reservation, layout: KVLayout) -> list[tuple[Shard, Part]]:
+    """The parts that the rank of this layout sends, each with its receiving rank; perhaps none.
 
     Sending ranks that hold the same heads share the receiving ranks among them. So exactly one
     rank sends a head of a layer to a receiving rank.
     """
-    parts, seen = [], Counter[tuple[Heads, range]]()
+    parts, seen, own = [], Counter[tuple[range, range]](), layout.part
     for shard in reservation.shards:
-        theirs = layout.groups_in(shard.layers)
-        copy = seen[shard.heads, theirs]
-        seen[shard.heads, theirs] += 1
-        heads, groups = _common(shard.heads.span, layout.heads), _common(theirs, layout.groups)
-        if heads and groups and copy % layout.copies == layout.copy:
-            parts.append(PushPart(shard, heads, groups))
+        theirs = shard.part
+        copy = seen[theirs.heads, theirs.groups]
+        seen[theirs.heads, theirs.groups] += 1
+        part = Part(
+            *(max(own.first_head, theirs.first_head), min(own.end_head, theirs.end_head)),
+            *(max(own.first_group, theirs.first_group), min(own.end_group, theirs.end_group)),
+            *(own.turn, own.turns),
+        )
+        if part.heads and part.groups and copy % layout.copies == layout.copy:
+            parts.append((shard, part))
     return parts
-
-
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))

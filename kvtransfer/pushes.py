@@ -165,13 +165,11 @@ class Pushes:
         layout, seed = self._own.layout, checked.digest_seed
         self._transfers[reservation.transfer_id] = pushes = []
         try:
-            for part in parts_of(checked, layout):
-                peer = self._transport.reach(checked, part.shard)
-                turn = layout.context_rank, layout.context_degree
-                count = len(checked.moved(part.shard, *turn))
-                of_part = part.heads, count, seed, part.groups
-                digests = PageDigests(self._digester, layout, *of_part)
-                pushes.append(Push(checked, part, peer, self._own, digests, at))
+            for shard, part in parts_of(checked, layout):
+                peer = self._transport.reach(checked, shard)
+                count = len(checked.moved(shard.part, part))
+                digests = PageDigests(self._digester, layout, part, count, seed)
+                pushes.append(Push(checked, shard, part, peer, self._own, digests, at))
         except HandoffRefused:
             del self._transfers[reservation.transfer_id]
             for push in pushes:

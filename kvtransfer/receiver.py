@@ -78,7 +78,7 @@ class HandoffReceiver:
     @property
     def context_degree(self) -> int:
         """Pages of a writer for which a page has room; 1 without a connector."""
-        return self._connector.describe()[0].context_degree if self._connector else 1
+        return self._connector.describe()[0].part.turns if self._connector else 1
 
     def is_open(self, transfer_id: str) -> bool:
         """Whether this transfer still holds pages here, in quarantine or not."""

@@ -27,7 +27,6 @@ from effuse.kvtransfer.digest import Digester, seal_of
 from effuse.kvtransfer.layout import Identity, mismatch
 from effuse.kvtransfer.messages import (
     Accepted,
-    AttemptId,
     Begin,
     Field,
     Finish,
@@ -37,8 +36,7 @@ from effuse.kvtransfer.messages import (
     ReceiverAddress,
     Rejected,
     Reservation,
-    attempt_of,
-    part_of,
+    account_of,
 )
 from effuse.kvtransfer.transport import FromWriter, Reply, Transport
 
@@ -121,7 +119,7 @@ class Receptions:
     def take(self, heard: FromWriter) -> None:
         """Follows a writer's message, or refuses its transfer and reports to both sides."""
         message = heard.message
-        transfer_id = attempt_of(message).transfer_id
+        transfer_id = account_of(message).attempt.transfer_id
         try:
             self._obey(heard)
         except HandoffRefused as refusal:
@@ -149,32 +147,30 @@ class Receptions:
         return moved
 
     def _obey(self, heard: FromWriter) -> None:
+        expected = self._identified(account_of(heard.message))
         match heard.message:
             case Begin() as begin:
-                expected = self._identified(begin.attempt, begin.source, begin.destination)
                 self._check_fingerprint(begin.fingerprint)
                 self._transport.learn(heard.reply, begin)
-                part = part_of(begin)
-                is_known = expected.let_in(part, heard.reply, self._digester)
+                is_known = expected.let_in(begin.part, heard.reply, self._digester)
                 # The first message does not count, unless it is so late that the next one may be
                 # too late.
                 lease_s = expected.reservation.lease_s
                 is_late = self._now() - expected.since > lease_s / PROMISES
-                if (is_known or is_late) and expected.parts[part].manifest is None:
+                if (is_known or is_late) and expected.parts[begin.part].manifest is None:
                     self._emit(Promised(begin.attempt.transfer_id))
             case Pages() as pages:
-                self._take_pages(pages, heard.payload)
+                self._take_pages(expected, pages, heard.payload)
             case Finish() as finish:
-                self._take_manifest(finish)
+                self._take_manifest(expected, finish)
 
-    def _take_pages(self, pages: Pages, payload: Sequence[memoryview]) -> None:
-        expected = self._identified(pages.attempt, pages.source, pages.destination)
-        part = expected.parts.get(part_of(pages))
+    def _take_pages(self, expected: Expected, pages: Pages, payload: Sequence[memoryview]) -> None:
+        part = expected.parts.get(pages.part)
         if part is None:
             raise HandoffRefused(Cause.FINGERPRINT, "pages arrived before their fingerprint")
         check_span(part.pages, pages.first, pages.pages)
         groups = range(pages.group, pages.end_group)
-        of_part = part.groups
+        of_part = pages.part.groups
         if not groups or groups.start < of_part.start or groups.stop > of_part.stop:
             raise HandoffRefused(
                 Cause.COVERAGE,
@@ -190,8 +186,8 @@ class Receptions:
             )
         ids = [page.page_id for page in pages.pages]
         if self._transport.is_two_sided:
-            self._check_size(len(ids), groups, part.heads, payload)
-            self._transport.place(ids, groups, payload, part.heads)
+            self._check_size(len(ids), groups, pages.part.heads, payload)
+            self._transport.place(ids, groups, payload, pages.part.heads)
         elif payload:
             raise HandoffRefused(Cause.MALFORMED, "written pages also arrived as bytes")
         covered[:] = True
@@ -213,14 +209,11 @@ class Receptions:
                 Cause.SIZE, f"expected {count} pieces of {size} bytes, got {sizes}"
             )
 
-    def _take_manifest(self, finish: Finish) -> None:
+    def _take_manifest(self, expected: Expected, finish: Finish) -> None:
         manifest = finish.manifest
-        expected = self._identified(
-            manifest.attempt, manifest.source_incarnation, manifest.destination_incarnation
-        )
         if finish.seal != seal_of(manifest, finish.elapsed_us):
             raise HandoffRefused(Cause.SEAL, "the end of the push does not match its seal")
-        part = expected.parts.get(part_of(finish))
+        part = expected.parts.get(manifest.part)
         if part is None:
             raise HandoffRefused(Cause.COVERAGE, "no page of these heads ever arrived")
         if part.manifest is not None:
@@ -263,23 +256,23 @@ class Receptions:
                     self._transport.answer(part.reply, rejected)
         self._transport.answer(reply, rejected)
 
-    def _identified(self, attempt: AttemptId, source: str, destination: str) -> Expected:
-        if destination != self._own.incarnation:
+    def _identified(self, one: Begin | Pages | Manifest) -> Expected:
+        if one.destination != self._own.incarnation:
             raise HandoffRefused(
                 Cause.INCARNATION,
-                f"it is for incarnation {destination}, this is {self._own.incarnation}",
+                f"it is for incarnation {one.destination}, this is {self._own.incarnation}",
             )
-        expected = self._expected.get(attempt.transfer_id)
+        transfer_id = one.attempt.transfer_id
+        expected = self._expected.get(transfer_id)
         if expected is None:
             raise HandoffRefused(
-                Cause.UNKNOWN_TRANSFER, f"no transfer {attempt.transfer_id} is expected here"
+                Cause.UNKNOWN_TRANSFER, f"no transfer {transfer_id} is expected here"
             )
-        if attempt != expected.reservation.attempt:
-            ours = expected.reservation.attempt
-            raise HandoffRefused(Cause.ATTEMPT, f"expected the attempt {ours}, got {attempt}")
-        if expected.writer is not None and source != expected.writer:
+        if one.attempt != (ours := expected.reservation.attempt):
+            raise HandoffRefused(Cause.ATTEMPT, f"expected the attempt {ours}, got {one.attempt}")
+        if expected.writer is not None and one.source != expected.writer:
             raise HandoffRefused(
-                Cause.INCARNATION, f"expected the writer {expected.writer}, got {source}"
+                Cause.INCARNATION, f"expected the writer {expected.writer}, got {one.source}"
             )
         return expected
 

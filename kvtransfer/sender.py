@@ -189,7 +189,7 @@ class HandoffSender:
     def _push(self, handoff: _Outgoing) -> None:
         reservation = handoff.reservation
         assert reservation is not None, "the pages have no destination yet"
-        degree = self._connector.describe()[0].context_degree  # prompt's pages in one of ours
+        degree = self._connector.describe()[0].part.turns  # prompt's pages in one of ours
         for pages, num_final in handoff.ready:
             first = handoff.num_passed * degree
             first -= reservation.num_held * reservation.context_degree

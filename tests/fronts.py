@@ -233,7 +233,11 @@ def reservation(name: str) -> pb.PrefillRequest:
             attempt=attempt(name),
             incarnation="decode-life",
             connector="zmq",
-            shards=[pb.ReceivingShard(endpoint="tcp://127.0.0.1:1", end_head=1, page_bytes=32)],
+            shards=[
+                pb.ReceivingShard(
+                    endpoint="tcp://127.0.0.1:1", end_head=1, end_group=1, page_bytes=32
+                )
+            ],
             num_pool_pages=8,
             pages=[pb.PageRef(page_id=3, generation=1), pb.PageRef(page_id=4, generation=9)],
             fingerprint=[pb.FingerprintField(name="weights", value="w")],

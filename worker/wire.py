@@ -13,10 +13,9 @@ from effuse.config.decoding import Bounds, DecodeSettings, Sampling, SettingErro
 from effuse.kvtransfer.messages import (
     AttemptId,
     Field,
-    Heads,
-    LayerGroups,
     MalformedMessage,
     PageRef,
+    Part,
     ReceiverAddress,
     Reservation,
     Shard,
@@ -104,11 +103,11 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
         address=ReceiverAddress(
             connector=connector, **{name: getattr(message, name) for name in _OF_ADDRESS}
         ),
-        heads=Heads(message.first_head, message.end_head),
+        part=Part(
+            *(message.first_head, message.end_head, message.first_group, message.end_group),
+            *(message.context_rank, message.context_degree or 1),
+        ),
         page_bytes=message.page_bytes,
-        context_rank=message.context_rank,
-        context_degree=message.context_degree or 1,
-        layers=LayerGroups(message.first_group, end) if (end := message.end_group) else None,
     )
 
 
@@ -124,16 +123,9 @@ def reservation_to_proto(held: Reservation) -> pb.Reservation:
 
 
 def _shard_to_proto(shard: Shard) -> pb.ReceivingShard:
-    heads, layers = shard.heads, shard.layers
-    return filled(
-        pb.ReceivingShard,
-        shard.address,
-        shard,
-        first_head=heads.first,
-        end_head=heads.end,
-        first_group=layers.first if layers else 0,
-        end_group=layers.end if layers else 0,
-    )
+    part = shard.part
+    turns = {"context_rank": part.turn, "context_degree": part.turns}
+    return filled(pb.ReceivingShard, shard.address, shard, part, **turns)
 
 
 def attempt_to_proto(attempt: AttemptId) -> pb.AttemptId:

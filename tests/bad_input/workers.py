@@ -185,7 +185,12 @@ def _reservation(name: str, **changes: Any) -> pb.PrefillRequest:
 
 def _shard(**changes: Any) -> dict[str, Any]:
     """The pool of a decode worker with one rank."""
-    fields: dict[str, Any] = {"endpoint": "tcp://127.0.0.1:1", "end_head": 1, "page_bytes": 32}
+    fields: dict[str, Any] = {
+        "endpoint": "tcp://127.0.0.1:1",
+        "end_head": 1,
+        "end_group": 1,
+        "page_bytes": 32,
+    }
     return {"shards": [pb.ReceivingShard(**(fields | changes))]}
 
 

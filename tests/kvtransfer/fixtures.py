@@ -21,7 +21,6 @@ from effuse.kvtransfer.messages import (
     AttemptId,
     BoundaryState,
     Field,
-    Heads,
     PageRef,
     ReceiverAddress,
     Reservation,
@@ -32,7 +31,7 @@ from effuse.kvtransfer.thread import ThreadConnector
 
 SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
 LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page, 8 groups of layers
-HEADS = Heads(0, 2)  # of either, all
+WHOLE = SMALL.part
 # Four heads of 4 KiB in each of two groups of layers: 32 KiB a page.
 SHARED = KVLayout("unified", 4, 4, 16, 16, "float32", most_groups=2)
 SEED = 7

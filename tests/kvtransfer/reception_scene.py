@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 from kvtransfer.fixtures import (
-    HEADS,
     SMALL,
+    WHOLE,
     boundary,
     digest_of,
     filled,
@@ -99,7 +99,7 @@ class Scene:
             "attempt": self.reserved.attempt,
             "source": "prefill-1",
             "destination": "decode-1",
-            "heads": HEADS,
+            "part": WHOLE,
             "fingerprint": FINGERPRINT,
         }
         self.say(Begin(**(words | changes)))
@@ -110,7 +110,7 @@ class Scene:
             "attempt": self.reserved.attempt,
             "source": "prefill-1",
             "destination": "decode-1",
-            "heads": HEADS,
+            "part": WHOLE,
             "first": first,
             "pages": self.reserved.pages[first : first + count],
             "group": groups.start,
@@ -130,9 +130,9 @@ class Scene:
     def manifest(self, **changes: Any) -> Manifest:
         honest = Manifest(
             attempt=self.reserved.attempt,
-            source_incarnation="prefill-1",
-            destination_incarnation="decode-1",
-            heads=HEADS,
+            source="prefill-1",
+            destination="decode-1",
+            part=WHOLE,
             fingerprint=FINGERPRINT,
             digest=digest_of(self.source, range(3)),
             num_bytes=3 * self.source.page_bytes,

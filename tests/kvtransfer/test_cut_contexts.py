@@ -26,9 +26,9 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.digest import HostDigester
 from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.messages import (
-    Heads,
     MalformedMessage,
     PageRef,
+    Part,
     Reservation,
     Shard,
     check_reservation,
@@ -39,6 +39,12 @@ SOURCES = (6, 1, 2, 5, 0, 3, 7)
 TARGETS = (3, 4, 0, 7, 1, 2, 6)
 # Ranks of the sender and of the receiver, and how many of these cut the context.
 DEGREES = [(1, 2, 2), (2, 4, 2), (4, 4, 4), (8, 4, 2), (1, 8, 2), (2, 16, 2)]
+
+
+def num_bytes_of(reserved: Reservation) -> int:
+    """Bytes of all reserved pages, from a sender of one rank."""
+    pages = [reserved.pages_of(one.part, LAYOUT.part) for one in reserved.shards]
+    return sum(len(n) * one.page_bytes for n, one in zip(pages, reserved.shards, strict=True))
 
 
 def hand_over(
@@ -53,7 +59,7 @@ def hand_over(
     settle()
     arrived = next_event(receiver.all, reserved.transfer_id)
     pushed = next_event(sender.all, reserved.transfer_id)
-    num_bytes = sum(len(reserved.pages_of(one)) * one.page_bytes for one in reserved.shards)
+    num_bytes = num_bytes_of(reserved)
     assert isinstance(arrived, Arrived) and arrived.num_bytes == num_bytes
     assert isinstance(pushed, Pushed)
     assert (pushed.pages, pushed.num_bytes) == (num_pages, num_bytes)
@@ -109,7 +115,7 @@ def hand_over_cut(
         arrived = next_event(receiver.all, reserved.transfer_id)
         pushed = next_event(sender.all, reserved.transfer_id)
         assert isinstance(arrived, Arrived) and isinstance(pushed, Pushed), (arrived, pushed)
-        num_bytes = sum(len(reserved.pages_of(one)) * one.page_bytes for one in reserved.shards)
+        num_bytes = num_bytes_of(reserved)
         assert (arrived.num_bytes, pushed.num_bytes, pushed.pages) == (num_bytes, num_bytes, count)
         receiver.check_holds(targets, range(held * theirs, num_pages))
         receiver.fill(0.0)
@@ -142,29 +148,31 @@ def test_each_page_is_moved_by_one_rank() -> None:
         reserved = msgspec.structs.replace(reserved, num_held=held)
         moved = [
             at for turn in range(ours) for one in reserved.shards
-            for at in reserved.moved(one, turn, ours)
-            if (held * theirs + at) % ours == turn and at % theirs == one.context_rank
+            for at in reserved.moved(one.part, Part(0, 4, 0, 2, turn, ours))
+            if (held * theirs + at) % ours == turn and at % theirs == one.part.turn
         ]  # fmt: skip
         assert sorted(moved) == list(range(count))
 
 
 @pytest.mark.parametrize(
-    ("heads", "told"),
+    ("heads", "turn", "told"),
     [
-        (Heads(0, 4, 2, 2), "turn 2 of 2 is sent"),
-        (Heads(0, 4, 1, 3), "turn 1 of 3 is sent, expected one of 2"),
-        (Heads(2, 4, 0, 2), "heads 2..4 overlap 0..4"),
+        ((0, 4), (2, 2), "turn 2 of 2 is sent"),
+        ((0, 4), (1, 3), "turn 1 of 3 is sent, expected one of 2"),
+        ((2, 4), (0, 2), "heads 2..4 overlap 0..4"),
     ],
 )
-def test_turns_that_do_not_fit_are_refused(heads: Heads, told: str) -> None:
+def test_turns_that_do_not_fit_are_refused(
+    heads: tuple[int, int], turn: tuple[int, int], told: str
+) -> None:
     group = Group("loopback", "decode-1", 1, hub=Hub())
     memory = group.memories[0]
     expected = Expected(group.reserve((1, 2)), None, memory.layout, 0.0)
-    first = Heads(0, 4, 0, 2)
-    assert not expected.let_in((first, None), Mock(), HostDigester(memory))
-    assert expected.parts[first, None].pages == expected.reservation.pages[:1]
+    first = Part(0, 4, 0, 2, 0, 2)
+    assert not expected.let_in(first, Mock(), HostDigester(memory))
+    assert expected.parts[first].pages == expected.reservation.pages[:1]
     with pytest.raises(HandoffRefused, match=told):
-        expected.let_in((heads, None), Mock(), HostDigester(memory))
+        expected.let_in(Part(*heads, 0, 2, *turn), Mock(), HostDigester(memory))
 
 
 def reserved_by(num_ranks: int, context: int, num_pages: int, num_written: int) -> Reservation:
@@ -180,20 +188,21 @@ def test_pages_that_do_not_fill_a_reservation_are_refused(num_written: int) -> N
 
 def changed(reserved: Reservation, **changes: int) -> Reservation:
     first, *others = reserved.shards
-    other = msgspec.structs.replace(others[0], **changes)
+    part = msgspec.structs.replace(others[0].part, **changes)
+    other = msgspec.structs.replace(others[0], part=part)
     return msgspec.structs.replace(reserved, shards=(first, other, *others[1:]))
 
 
 def test_ranks_that_disagree_on_the_cut_are_refused() -> None:
     reserved = reserved_by(2, 2, 1, 2)
     with pytest.raises(MalformedMessage, match="holds part 1 of 4 of the context, the first"):
-        check_reservation(changed(reserved, context_degree=4))
+        check_reservation(changed(reserved, turns=4))
     with pytest.raises(MalformedMessage, match="holds part 2 of 2"):
-        check_reservation(changed(reserved, context_rank=2))
+        check_reservation(changed(reserved, turn=2))
 
 
 def test_a_part_of_the_context_that_no_rank_holds_is_refused() -> None:
-    reserved = changed(reserved_by(2, 2, 1, 2), context_rank=0)
+    reserved = changed(reserved_by(2, 2, 1, 2), turn=0)
     identity = Identity("prefill-1", print_of(LAYOUT), LAYOUT)
     with pytest.raises(HandoffRefused, match=r"KV heads \[0, 1, 2, 3\] of part 1 of 2") as refused:
         check_push(reserved, identity, "loopback")
@@ -219,4 +228,4 @@ def test_each_rank_names_the_pages_that_it_gets() -> None:
     reserved = reserved_by(2, 2, 2, 3)
     pages = tuple(PageRef(page, reserved.pages[0].generation) for page in TARGETS[:2])
     found: list[Shard] = list(reserved.shards)
-    assert [reserved.pages_of(one) for one in found] == [pages, pages[:1]]
+    assert [reserved.pages_of(one.part, LAYOUT.part) for one in found] == [pages, pages[:1]]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from kvtransfer.fixtures import (
-    HEADS,
+    WHOLE,
     boundary,
 )
 
@@ -17,11 +17,10 @@ from effuse.kvtransfer.messages import (
     MAX_RANKS,
     AttemptId,
     Field,
-    Heads,
-    LayerGroups,
     MalformedMessage,
     Manifest,
     PageRef,
+    Part,
     ReceiverAddress,
     Reservation,
     Shard,
@@ -34,9 +33,9 @@ from effuse.kvtransfer.messages import (
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
 
 
-def shard(page_bytes: int = 4096, heads: Heads = HEADS, **address: Any) -> Shard:
+def shard(page_bytes: int = 4096, part: Part = WHOLE, **address: Any) -> Shard:
     """A rank at an address."""
-    return Shard(address=ReceiverAddress(**address), heads=heads, page_bytes=page_bytes)
+    return Shard(address=ReceiverAddress(**address), part=part, page_bytes=page_bytes)
 
 
 RESERVATION = Reservation(
@@ -51,9 +50,9 @@ RESERVATION = Reservation(
 )
 MANIFEST = Manifest(
     attempt=ATTEMPT,
-    source_incarnation="prefill-1",
-    destination_incarnation="decode-1",
-    heads=HEADS,
+    source="prefill-1",
+    destination="decode-1",
+    part=WHOLE,
     fingerprint=(Field("weights", "w1"),),
     digest=b"d" * 16,
     num_bytes=8192,
@@ -71,9 +70,9 @@ def test_messages_survive_the_wire() -> None:
 def test_the_seal_covers_every_field() -> None:
     changes: list[dict[str, object]] = [
         {"attempt": AttemptId("request-1", 2, "transfer-1")},
-        {"source_incarnation": "prefill-2"},
-        {"destination_incarnation": "decode-2"},
-        {"heads": Heads(0, 1)},
+        {"source": "prefill-2"},
+        {"destination": "decode-2"},
+        {"part": Part(0, 1, 0, 2)},
         {"fingerprint": (Field("weights", "w2"),)},
         {"digest": b"e" * 16},
         {"num_bytes": 8193},
@@ -82,7 +81,6 @@ def test_the_seal_covers_every_field() -> None:
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=b"g" * 8)},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=None)},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, prompt_digest=bytes(16))},
-        {"layers": LayerGroups(0, 1)},
     ]
     assert {name for change in changes for name in change} == set(MANIFEST.__struct_fields__)
     seals = {seal_of(msgspec.structs.replace(MANIFEST, **change), 5) for change in changes}
@@ -131,7 +129,7 @@ def test_a_field_of_nobodys_that_never_ends_is_malformed() -> None:
         ({"lease_s": 0.0}, "lease_s"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"shards": (shard(0, connector="nixl"),)}, "page_bytes"),
-        ({"shards": (shard(connector="nixl", heads=Heads(-1, 2)),)}, "heads"),
+        ({"shards": (shard(connector="nixl", part=Part(-1, 2, 0, 2)),)}, "part"),
         ({"shards": (shard(connector="nixl"),) * (MAX_RANKS + 1)}, "shards"),
         ({"shards": (shard(connector="nixl", pool_address=(1 << 63) - 8),)}, "beyond 63 bits"),
         ({"shards": (shard(connector="nixl", memory_kind="TAPE"),)}, "memory_kind"),

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from kvtransfer.fixtures import HEADS, SEED, SMALL, boundary, filled, print_of
+from kvtransfer.fixtures import SEED, SMALL, WHOLE, boundary, filled, print_of
 from kvtransfer.groups import FULL, LAYOUT, heads_of
 from kvtransfer.reception_scene import Scene
 
@@ -35,7 +35,7 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.digest import HostDigester, pages_digest
 from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, Heads, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import AttemptId, PageRef, Part, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_peers import cuts
 from effuse.kvtransfer.push import check_push, parts_of, shard_of
 from effuse.worker.group_parts import GroupConnector, RankEvents
@@ -75,11 +75,11 @@ def test_exactly_one_rank_sends_each_head_to_each_receiving_rank(
     reserved = reserved_by(receiving)
     sent = Counter[tuple[str, int]]()
     for layout in ranks_of(sending):
-        for part in parts_of(reserved, layout):
-            assert set(part.heads) <= set(layout.heads) & set(part.shard.heads.span)
-            sent.update((part.shard.address.endpoint, head) for head in part.heads)
+        for shard, part in parts_of(reserved, layout):
+            assert set(part.heads) <= set(layout.heads) & set(shard.part.heads)
+            sent.update((shard.address.endpoint, head) for head in part.heads)
     expected = {
-        (shard.address.endpoint, head) for shard in reserved.shards for head in shard.heads.span
+        (shard.address.endpoint, head) for shard in reserved.shards for head in shard.part.heads
     }
     assert sent == Counter(expected)
 
@@ -95,8 +95,8 @@ def test_a_part_is_the_same_bytes_and_digests_in_every_pool(sending: int, receiv
     for layout in ranks_of(sending):
         source = PageMemory(layout, len(FULL.tensor))
         source.tensor.copy_(heads_of(FULL.tensor, layout))
-        for part in parts_of(reserved_by(receiving), layout):
-            target = PageMemory(ranks_of(receiving)[_rank_of(part.shard.address)], 8)
+        for shard, part in parts_of(reserved_by(receiving), layout):
+            target = PageMemory(ranks_of(receiving)[_rank_of(shard.address)], 8)
             views = source.views([5, 2], GROUPS, part.heads)
             target.write([0, 7], GROUPS, views, part.heads)
             found, expected = (
@@ -153,9 +153,9 @@ def test_the_fingerprint_does_not_depend_on_the_degree(degree: int) -> None:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"heads": Heads(0, 5)}, Cause.MALFORMED),
-        ({"heads": Heads(2, 2)}, Cause.MALFORMED),
-        ({"heads": Heads(1, 2)}, Cause.SIZE),
+        ({"part": Part(0, 5, 0, 2)}, Cause.MALFORMED),
+        ({"part": Part(2, 2, 0, 2)}, Cause.MALFORMED),
+        ({"part": Part(1, 2, 0, 2)}, Cause.SIZE),
         ({"page_bytes": 1}, Cause.SIZE),
         ({"address": ReceiverAddress(connector="nixl")}, Cause.PEER),
     ],
@@ -171,18 +171,18 @@ def test_a_rank_that_cannot_be_sent_to_is_refused(change: dict[str, object], cau
         check_push(msgspec.structs.replace(reserved_by(2), shards=tuple(others)), origin, "zmq")
 
 
-ONE, OTHER = Heads(0, 1), Heads(1, 2)
+ONE, OTHER = Part(0, 1, 0, 2), Part(1, 2, 0, 2)
 
 
-def send_part(scene: Scene, heads: Heads, prompt_len: int = 20, **changes: object) -> None:
+def send_part(scene: Scene, part: Part, prompt_len: int = 20, **changes: object) -> None:
     """One writing rank's begin, pages and finish; `scene` itself is of all heads."""
-    scene.begin(heads=heads)
-    payload = scene.source.views(range(3), range(SMALL.num_groups), heads.span)
-    scene.send(heads=heads, payload=payload)
-    found = HostDigester(scene.source).begin(range(3), range(2), SEED, heads.span).poll()
+    scene.begin(part=part)
+    payload = scene.source.views(range(3), range(SMALL.num_groups), part.heads)
+    scene.send(part=part, payload=payload)
+    found = HostDigester(scene.source).begin(range(3), range(2), SEED, part.heads).poll()
     assert found is not None
     claims = {
-        "heads": heads,
+        "part": part,
         "digest": pages_digest(found),
         "num_bytes": 3 * SMALL.page_bytes // 2,
         "boundary": boundary(prompt_len, tail_token_ids=(7, 8)),
@@ -196,32 +196,32 @@ def test_a_transfer_has_arrived_once_all_of_its_parts_are_verified() -> None:
     assert scene.events == [] and len(scene.receptions) == 1
     send_part(scene, ONE)
     (arrived,) = scene.events
-    assert isinstance(arrived, Arrived) and arrived.manifest.heads == ONE
+    assert isinstance(arrived, Arrived) and arrived.manifest.part == ONE
     assert arrived.num_bytes == 3 * SMALL.page_bytes
     for index, page in enumerate(scene.reserved.pages):
         assert scene.memory.bytes_at(page.page_id) == scene.source.bytes_at(index)
 
 
-@pytest.mark.parametrize("heads", [HEADS, Heads(0, 2), Heads(1, 3), Heads(2, 3), Heads(1, 1)])
-def test_heads_that_are_sent_already_or_are_not_here_are_refused(heads: Heads) -> None:
+@pytest.mark.parametrize("heads", [(0, 2), (1, 3), (2, 3), (1, 1)])
+def test_heads_that_are_sent_already_or_are_not_here_are_refused(heads: tuple[int, int]) -> None:
     scene = Scene()
-    scene.begin(heads=ONE)
-    scene.begin(heads=heads)
+    scene.begin(part=ONE)
+    scene.begin(part=Part(*heads, 0, 2))
     cause = next(one.cause for one in scene.events if isinstance(one, ArrivalRefused))
     assert cause is Cause.COVERAGE and len(scene.receptions) == 0
 
 
 def test_pages_of_heads_that_did_not_begin_are_refused() -> None:
     scene = Scene()
-    scene.begin(heads=ONE)
-    scene.send(heads=OTHER, payload=())
+    scene.begin(part=ONE)
+    scene.send(part=OTHER, payload=())
     assert scene.refusal()[0] is Cause.FINGERPRINT
 
 
 def test_a_manifest_of_heads_that_did_not_begin_is_refused() -> None:
     scene = Scene()
-    scene.begin(heads=ONE)
-    scene.finish(heads=OTHER)
+    scene.begin(part=ONE)
+    scene.finish(part=OTHER)
     assert scene.refusal()[0] is Cause.COVERAGE
 
 
@@ -323,6 +323,6 @@ def test_ranks_have_pushed_what_all_of_them_have() -> None:
 
 def test_a_pool_of_one_rank_is_what_it_was() -> None:
     memory = filled(SMALL, 4)
-    whole = memory.views([1, 2], range(1), HEADS.span)
+    whole = memory.views([1, 2], range(1), WHOLE.heads)
     assert [view.nbytes for view in whole] == [SMALL.group_bytes] * 2
-    assert memory.layout.runs(range(2), HEADS.span) == (1, SMALL.page_bytes)
+    assert memory.layout.runs(range(2), WHOLE.heads) == (1, SMALL.page_bytes)

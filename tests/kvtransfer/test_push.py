@@ -26,9 +26,9 @@ BOUNDARY = boundary()
 @pytest.fixture
 def push() -> Push:
     checked = check_push(RESERVED, ORIGIN, "zmq")
-    (part,) = parts_of(checked, SMALL)
-    digests = PageDigests(HostDigester(SOURCE), SMALL, part.heads, len(checked.pages), SEED)
-    return Push(checked, part, "a peer", ORIGIN, digests, known_at=3.0)
+    ((shard, part),) = parts_of(checked, SMALL)
+    digests = PageDigests(HostDigester(SOURCE), SMALL, part, len(checked.pages), SEED)
+    return Push(checked, shard, part, "a peer", ORIGIN, digests, known_at=3.0)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from kvtransfer.fixtures import (
     FIELD_NAMES,
-    HEADS,
     LEASE_S,
     SMALL,
+    WHOLE,
     boundary,
     changed,
 )
@@ -201,7 +201,7 @@ def test_more_in_one_piece_than_there_is_room_for_is_refused(two_sided: Scene) -
 def test_bytes_where_none_are_needed_are_refused(one_sided: Scene) -> None:
     one_sided.begin()
     honest = Pages(
-        one_sided.reserved.attempt, "prefill-1", "decode-1", HEADS, 0, PAGES, 0, ALL.stop
+        one_sided.reserved.attempt, "prefill-1", "decode-1", WHOLE, 0, PAGES, 0, ALL.stop
     )
     one_sided.say(honest, [one_sided.source.bytes_at(0, 3)])
     assert one_sided.refusal()[0] is Cause.MALFORMED
@@ -235,7 +235,7 @@ def test_missing_pages_are_refused(scene: Scene) -> None:
 def test_pages_beyond_the_reservation_are_refused(scene: Scene, first: int) -> None:
     scene.begin()
     honest = Pages(
-        scene.reserved.attempt, "prefill-1", "decode-1", HEADS, first, PAGES, 0, ALL.stop
+        scene.reserved.attempt, "prefill-1", "decode-1", WHOLE, first, PAGES, 0, ALL.stop
     )
     scene.say(honest)
     assert scene.refusal()[0] is Cause.COVERAGE
@@ -244,7 +244,7 @@ def test_pages_beyond_the_reservation_are_refused(scene: Scene, first: int) -> N
 @pytest.mark.parametrize("groups", [(0, 0), (1, 1), (2, 1), (0, 3), (0, 1 << 31)])
 def test_layers_that_there_are_not_are_refused(scene: Scene, groups: tuple[int, int]) -> None:
     scene.begin()
-    scene.say(Pages(scene.reserved.attempt, "prefill-1", "decode-1", HEADS, 0, PAGES, *groups))
+    scene.say(Pages(scene.reserved.attempt, "prefill-1", "decode-1", WHOLE, 0, PAGES, *groups))
     assert scene.refusal()[0] is Cause.COVERAGE
 
 
@@ -269,8 +269,8 @@ def test_another_attempt_is_refused(scene: Scene, attempt: AttemptId, what: str)
         ("begin", {"source": "prefill-0"}),
         ("send", {"destination": "decode-0"}),
         ("send", {"source": "prefill-0"}),
-        ("finish", {"destination_incarnation": "decode-0"}),
-        ("finish", {"source_incarnation": "prefill-0"}),
+        ("finish", {"destination": "decode-0"}),
+        ("finish", {"source": "prefill-0"}),
     ],
 )
 def test_another_incarnation_is_refused_on_either_side(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kvtransfer.fixtures import HEADS, SMALL, boundary, reservation
+from kvtransfer.fixtures import SMALL, WHOLE, boundary, reservation
 
 from effuse.kvtransfer.connector import (
     Arrived,
@@ -170,9 +170,9 @@ def test_a_connector_that_is_stuck_is_overtaken_by_the_clock(desk: Desk) -> None
 def test_events_of_others_are_left_alone(desk: Desk) -> None:
     manifest = Manifest(
         attempt=AttemptId("request-2", 1, "transfer-2"),
-        source_incarnation="prefill-1",
-        destination_incarnation="decode-1",
-        heads=HEADS,
+        source="prefill-1",
+        destination="decode-1",
+        part=WHOLE,
         fingerprint=(),
         digest=bytes(16),
         num_bytes=0,
@@ -187,7 +187,8 @@ def test_held_pages_of_ranks_that_cut_the_context_are_not_sent() -> None:
     desk = Desk()
     (shard,) = RESERVED.shards
     shards = tuple(
-        msgspec.structs.replace(shard, context_rank=rank, context_degree=2) for rank in range(2)
+        msgspec.structs.replace(shard, part=msgspec.structs.replace(shard.part, turn=turn, turns=2))
+        for turn in range(2)
     )
     reserved = msgspec.structs.replace(RESERVED, shards=shards, num_held=1, num_written=5)
     desk.sender.pages_ready("transfer-1", (4, 5, 6))

@@ -28,11 +28,10 @@ from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
-    LayerGroups,
     PageRef,
+    Part,
     ReceiverAddress,
     Reservation,
-    encode,
 )
 from effuse.kvtransfer.nixl_peers import cuts
 from effuse.kvtransfer.push import Batch, Push, check_push, parts_of, shard_of
@@ -43,6 +42,8 @@ FORMS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (8, 1), (16, 2))
 """Ranks, and stages among them; with 8 ranks in a stage, two have the same heads."""
 PAIRS = list(product(FORMS, FORMS))
 FEWER = [*product(FORMS[1:5], FORMS[1:5]), ((16, 2), (3, 3)), ((1, 1), (4, 2)), ((4, 2), (1, 1))]
+FIRST = Part(0, 2, 0, 1)
+"""The first of a scene's two groups of layers."""
 SOURCES, TARGETS = (6, 1, 2, 5), (3, 4, 0, 7)
 
 
@@ -73,9 +74,9 @@ def test_exactly_one_rank_sends_each_head_of_each_group_to_each_rank_that_holds_
     reserved, sent = reserved_by(receiving), Counter[tuple[str, int, int]]()
     for layout in ranks_of(sending):
         check_push(reserved, Identity("prefill-1", print_of(LAYOUT), layout), "zmq")
-        for part in parts_of(reserved, layout):
+        for shard, part in parts_of(reserved, layout):
             assert set(part.groups) <= set(layout.groups)
-            to = part.shard.address.endpoint
+            to = shard.address.endpoint
             sent.update((to, head, group) for head in part.heads for group in part.groups)
     expected = {
         (str(one.rank), head, group)
@@ -106,8 +107,8 @@ def test_a_part_is_the_same_bytes_and_digests_in_every_pool(
         source.byte_parts(layout.groups, layout.heads).copy_(
             full.byte_parts(layout.groups, layout.heads)
         )
-        for part in parts_of(reserved_by(receiving), layout):
-            target = PageMemory(ranks_of(receiving)[int(part.shard.address.endpoint)], 8)
+        for shard, part in parts_of(reserved_by(receiving), layout):
+            target = PageMemory(ranks_of(receiving)[int(shard.address.endpoint)], 8)
             views = source.views([5, 2], part.groups, part.heads)
             target.write([0, 7], part.groups, views, part.heads)
             found, expected = (
@@ -176,27 +177,15 @@ def test_the_groups_of_a_late_stage_leave_by_its_own_count() -> None:
     layout = ranks_of((2, 2))[0]
     assert layout.groups == range(2, 3)
     own, reserved = Identity("prefill-1", print_of(LAYOUT), layout), reserved_by((1, 1))
-    (part,) = parts_of(reserved, layout)
+    ((shard, part),) = parts_of(reserved, layout)
     digester, stored = HostDigester(PageMemory(layout, 8)), iter([0, 1])
-    digests = PageDigests(digester, layout, part.heads, 1, SEED, part.groups)
-    push = Push(check_push(reserved, own, "zmq"), part, "a peer", own, digests, known_at=0.0)
+    digests = PageDigests(digester, layout, part, 1, SEED)
+    push = Push(check_push(reserved, own, "zmq"), shard, part, "a peer", own, digests, known_at=0.0)
     push.cover((5,), 0, lambda: next(stored))
     assert not push.queue_final(1 << 20) and push.queue_final(1 << 20)
     (chunk,) = push.queue
     header = push.header(chunk)
-    assert (header.group, header.end_group, header.layers) == (2, 3, LayerGroups(2, 3))
-
-
-def test_a_sender_with_stages_refuses_receivers_that_know_none() -> None:
-    ours = Identity("prefill-1", print_of(LAYOUT), ranks_of((2, 2))[0])
-    old = reserved_by((1, 1))
-    shards = tuple(msgspec.structs.replace(one, layers=None) for one in old.shards)
-    old = msgspec.structs.replace(old, shards=shards)
-    with pytest.raises(HandoffRefused, match="takes all layers from one rank") as caught:
-        check_push(old, ours, "zmq")
-    assert caught.value.cause is Cause.PEER
-    whole = Identity("prefill-1", print_of(LAYOUT), LAYOUT)
-    assert check_push(old, whole, "zmq") == old, "an older receiver of one that has no stages"
+    assert (header.group, header.end_group, header.part.groups) == (2, 3, range(2, 3))
 
 
 def test_groups_that_no_rank_receives_are_refused() -> None:
@@ -204,34 +193,26 @@ def test_groups_that_no_rank_receives_are_refused() -> None:
     reserved = reserved_by((2, 2))
     with pytest.raises(HandoffRefused, match="in group 0 of layers"):
         check_push(msgspec.structs.replace(reserved, shards=reserved.shards[:1]), ours, "zmq")
-    beyond = msgspec.structs.replace(reserved.shards[0], layers=LayerGroups(1, 4))
+    first = reserved.shards[0]
+    part = msgspec.structs.replace(first.part, first_group=1, end_group=4)
+    beyond = msgspec.structs.replace(first, part=part)
     with pytest.raises(HandoffRefused, match=r"groups 1\.\.4 of 3"):
         check_push(msgspec.structs.replace(reserved, shards=(beyond,)), ours, "zmq")
 
 
-def test_a_sender_without_stages_writes_what_it_always_wrote() -> None:
-    """An older receiver encodes a manifest anew to check its seal."""
-    scene = Scene()
-    assert b"\xa6layers" not in encode(scene.manifest())
-    named = msgspec.structs.replace(scene.manifest(), layers=LayerGroups(0, 1))
-    assert b"\xa6layers" in encode(named)
-
-
-@pytest.mark.parametrize("layers", [LayerGroups(0, 1), LayerGroups(1, 3), LayerGroups(1, 1), None])
-def test_layers_that_are_sent_already_or_are_not_here_are_refused(
-    layers: LayerGroups | None,
-) -> None:
+@pytest.mark.parametrize("layers", [(0, 1), (1, 3), (1, 1), (0, 2)])
+def test_layers_that_are_sent_already_or_are_not_here_are_refused(layers: tuple[int, int]) -> None:
     scene = Scene()  # of two groups
-    scene.begin(layers=LayerGroups(0, 1))
-    scene.begin(layers=layers)
+    scene.begin(part=FIRST)
+    scene.begin(part=Part(0, 2, *layers))
     refused = [one for one in scene.events if isinstance(one, ArrivalRefused)]
-    is_same = layers == LayerGroups(0, 1)
+    is_same = layers == (0, 1)
     assert [one.cause for one in refused] == ([] if is_same else [Cause.COVERAGE])
 
 
 def test_pages_of_other_layers_than_a_part_has_are_refused() -> None:
     scene = Scene()
-    scene.begin(layers=LayerGroups(0, 1))
-    scene.send(layers=LayerGroups(0, 1), group=1, end_group=2, payload=())
+    scene.begin(part=FIRST)
+    scene.send(part=FIRST, group=1, end_group=2, payload=())
     (refused,) = [one for one in scene.events if isinstance(one, ArrivalRefused)]
     assert refused.cause is Cause.COVERAGE and "not within the groups 0..1" in str(refused)

@@ -11,8 +11,8 @@ import pytest
 from eventually import is_readable
 from kvtransfer.fixtures import (
     DEADLINE_S,
-    HEADS,
     SMALL,
+    WHOLE,
     boundary,
     filled,
     print_of,
@@ -167,7 +167,7 @@ def test_a_reservation_is_known_before_what_a_writer_says_of_it() -> None:
             reserved = reservation(self.memory, self.address(), pages, incarnation="life-1")
             made.send(Expect(reserved, "prefill-1"))
             told.set()
-            begin = Begin(reserved.attempt, "prefill-1", "life-1", HEADS, print_of(SMALL))
+            begin = Begin(reserved.attempt, "prefill-1", "life-1", WHOLE, print_of(SMALL))
             return [FromWriter(begin, (), "a reply")]
 
     told = threading.Event()

@@ -14,9 +14,9 @@ import zmq
 from fault_proxy import FaultProxy, Harm
 from kvtransfer.fixtures import (
     DEADLINE_S,
-    HEADS,
     LARGE,
     SMALL,
+    WHOLE,
     address_of,
     boundary,
     digests_of,
@@ -272,7 +272,7 @@ def test_a_receiver_that_never_stops_answering_does_not_hold_up_the_others(
     address = ReceiverAddress(connector="zmq", endpoint=endpoint)
     held = reservation(filled(SMALL, 1), address, [PageRef(0, 1)])
     peer = transport.reach(held, held.shards[0])
-    transport.say(peer, Begin(held.attempt, "prefill-1", "decode-1", HEADS, held.fingerprint))
+    transport.say(peer, Begin(held.attempt, "prefill-1", "decode-1", WHOLE, held.fingerprint))
     name, count = receiver.recv_multipart()[0], 20 * zmq_sockets.MESSAGES_A_TURN
     for _ in range(count):
         receiver.send_multipart([name, encode(Placed(held.transfer_id, 0, 0))])

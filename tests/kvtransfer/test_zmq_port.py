@@ -14,8 +14,8 @@ import pytest
 import zmq
 from kvtransfer.fixtures import (
     DEADLINE_S,
-    HEADS,
     SMALL,
+    WHOLE,
     boundary,
     filled,
     next_event,
@@ -102,9 +102,9 @@ def port() -> Iterator[Port]:
 
 
 ATTEMPT = AttemptId("request-7", 1, "transfer-7")
-BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-1", HEADS, print_of(SMALL)))
-FALSE_BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-0", HEADS, print_of(SMALL)))
-PAGES = encode(Pages(ATTEMPT, "prefill-1", "decode-1", HEADS, 0, (PageRef(0, 1),), 0, 2))
+BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-1", WHOLE, print_of(SMALL)))
+FALSE_BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-0", WHOLE, print_of(SMALL)))
+PAGES = encode(Pages(ATTEMPT, "prefill-1", "decode-1", WHOLE, 0, (PageRef(0, 1),), 0, 2))
 
 # ZMTP 3.0 by hand, since a socket of ZMQ sends no message before it is complete.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

@@ -23,7 +23,7 @@ from effuse.kvtransfer.messages import (
     MalformedMessage,
     Pages,
     ToReceiver,
-    attempt_of,
+    account_of,
     decode_to_receiver,
 )
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer
@@ -150,7 +150,7 @@ class Tamperer:
             case Trick.CHUNK_TWICE:
                 return Both([self._send(peer, header, chunk) for _ in range(2)])
             case Trick.CHUNK_OF_ANOTHER:
-                earlier = attempt_of(self._earlier[Finish])
+                earlier = account_of(self._earlier[Finish]).attempt
                 header = msgspec.structs.replace(header, attempt=earlier)
             case Trick.CHUNK_CUT:
                 pages, targets = chunk.source_pages[:-1], chunk.targets[:-1]

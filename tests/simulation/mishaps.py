@@ -103,8 +103,7 @@ def _mistaken(message: ToReceiver, what: str) -> ToReceiver:
     """The message with one wrong field; the attempt if it has no such field."""
     if isinstance(message, Finish):
         manifest = message.manifest
-        names = {"source": "source_incarnation", "destination": "destination_incarnation"}
-        told = replace(manifest, **_wrong(manifest, names.get(what, what)))
+        told = replace(manifest, **_wrong(manifest, what))
         return finish_of(told, message.elapsed_us)
     return replace(message, **_wrong(message, what))
 

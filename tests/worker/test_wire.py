@@ -24,6 +24,7 @@ def test_a_reservation_survives_both_ways() -> None:
     first.pool_address = 1 << 47
     first.memory_kind = "DRAM"
     sent.shards.add(endpoint="tcp://127.0.0.1:2", first_head=1, end_head=2, page_bytes=64)
+    sent.shards[1].first_group, sent.shards[1].end_group = 1, 3
     for shard in sent.shards:
         shard.context_degree = 1
     assert wire.reservation_to_proto(wire.reservation(sent)) == sent
@@ -40,6 +41,7 @@ def test_a_reservation_survives_both_ways() -> None:
         lambda r: setattr(r.shards[0], "pool_address", 1 << 63),
         lambda r: setattr(r.shards[0], "agent_metadata", b"x" * (1 << 21)),
         lambda r: setattr(r.shards[0], "end_head", 0),
+        lambda r: setattr(r.shards[0], "end_group", 0),
         lambda r: r.pages.add(page_id=99, generation=0),
         lambda r: r.fingerprint.add(name="x" * 200, value=""),
     ],
