@@ -23,9 +23,10 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.models.part import Forward, Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
@@ -68,19 +69,14 @@ class _TimedEngine(DecodeEngine):
             page_size=PAGE_SIZE,
             block_size=config.block_size,
         )
-        identity = ReceiverIdentity(
-            incarnation="benchmark",
-            fingerprint=parts.fingerprint,
-            page_bytes=parts.memory.page_bytes,
-            lease_s=MOST_S,
-        )
+        identity = Identity("benchmark", parts.fingerprint, parts.memory.layout)
         self.recorder = _Recorder(parts.runner)
         super().__init__(
             Executor(self.recorder, parts.memory.copy_page),
             pool,
             parts.make_cache(pool),
             Intake(config, limits),
-            HandoffReceiver(pool, None, identity),
+            HandoffReceiver(pool, None, identity, MOST_S),
             Boundary(
                 hidden_size=config.hidden_size if config.shift_logits else None,
                 dtype=model.dtype,

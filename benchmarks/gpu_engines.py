@@ -16,11 +16,11 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Command, ConnectorEvent
-from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.layout import Fingerprint, Identity, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
@@ -167,19 +167,14 @@ def decode_engine(
     config, model = parts.model.config, parts.model
     _forget(stepper)
     pool = PagePool(limits.num_pages)
-    identity = ReceiverIdentity(
-        incarnation=_NAME,
-        fingerprint=parts.fingerprint,
-        page_bytes=parts.memory.page_bytes,
-        lease_s=_MOST_S,
-    )
+    identity = Identity(_NAME, parts.fingerprint, parts.memory.layout)
     hidden_size = config.hidden_size if config.shift_logits else None
     return DecodeEngine(
         Executor(forward, parts.memory.copy_page, slots=DeviceSlots(stepper)),
         pool,
         parts.make_cache(pool),
         Intake(config, limits),
-        HandoffReceiver(pool, None, identity),
+        HandoffReceiver(pool, None, identity, _MOST_S),
         Boundary(hidden_size=hidden_size, dtype=model.dtype, device=model.device),
         now=time.monotonic,
         max_request_s=_MOST_S,

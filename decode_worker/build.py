@@ -17,9 +17,10 @@ from effuse.decode_worker.replicas import JointForward, ReplicatedEngine
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.pages import QueuedLayers, place_on_cuda
 from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
 from effuse.models.transformer import Transformer
@@ -132,18 +133,13 @@ def make_core(
 ) -> DecodeEngine:
     """An engine over the pages of `pool`."""
     model = parts.model
-    identity = ReceiverIdentity(
-        incarnation=incarnation,
-        fingerprint=parts.fingerprint,
-        page_bytes=parts.memory.layout.span_bytes,
-        lease_s=config.handoff_lease_s,
-    )
+    own = Identity(incarnation, parts.fingerprint, parts.memory.layout)
     return DecodeEngine(
         executor,
         pool,
         cache,
         Intake(model.config, limits),
-        HandoffReceiver(pool, connector, identity),
+        HandoffReceiver(pool, connector, own, config.handoff_lease_s),
         Boundary(
             hidden_size=model.config.hidden_size if model.config.shift_logits else None,
             dtype=model.dtype,

@@ -24,24 +24,12 @@ from effuse.kvtransfer.handoff import (
     ReceiverEvent,
     ReceiverState,
 )
-from effuse.kvtransfer.layout import Fingerprint
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation, Shard
 from effuse.kvtransfer.pool import PagePool
 
 ReceiverMachine = Machine[ReceiverState, ReceiverEvent, ReceiverDo]
 ReceiveReport = Arrived | ArrivalRefused
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverIdentity:
-    """Identity of an engine for its writers."""
-
-    incarnation: str
-    fingerprint: Fingerprint
-    page_bytes: int  # over all ranks
-    # Time for a push, from the reservation or from its writer's last report that pages are still to
-    # come.
-    lease_s: float
 
 
 @dataclass(slots=True)
@@ -58,11 +46,14 @@ class HandoffReceiver:
     """
 
     def __init__(
-        self, pool: PagePool, connector: Connector | None, identity: ReceiverIdentity
+        self, pool: PagePool, connector: Connector | None, own: Identity, lease_s: float
     ) -> None:
+        """lease_s: time for a push, from the reservation or from its writer's last report that
+        pages are still to come."""
         self._pool = pool
         self._connector = connector
-        self._identity = identity
+        self._own = own
+        self._lease_s = lease_s
         self._digest_seed = secrets.randbits(63)
         self._time = 0.0  # the caller's last time
         self._handoffs: dict[str, _Incoming] = {}  # oldest first
@@ -73,12 +64,13 @@ class HandoffReceiver:
 
     @property
     def page_bytes(self) -> int:
-        return self._identity.page_bytes
+        """Bytes of a page over all ranks."""
+        return self._own.layout.span_bytes
 
     @property
     def context_degree(self) -> int:
-        """Pages of a writer for which a page has room; 1 without a connector."""
-        return self._connector.describe()[0].part.turns if self._connector else 1
+        """Pages of a writer for which a page has room."""
+        return self._own.layout.context_degree
 
     def is_open(self, transfer_id: str) -> bool:
         """Whether this transfer still holds pages here, in quarantine or not."""
@@ -104,7 +96,7 @@ class HandoffReceiver:
         self._time = now
         shards = self._connector.describe()
         reservation = self._reservation(attempt, pages, shards, num_held, num_written)
-        machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._identity.lease_s)
+        machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._lease_s)
         self._handoffs[attempt.transfer_id] = _Incoming(reservation, writer, machine)
         self._handle(attempt.transfer_id, ReceiverEvent.OFFERED)
         return reservation
@@ -141,7 +133,7 @@ class HandoffReceiver:
             elif isinstance(event, ArrivalRefused):
                 reports.append(self._handle(event.transfer_id, ReceiverEvent.REFUSED, event))
             elif isinstance(event, Promised):
-                self._handoffs[event.transfer_id].machine.renew(now, self._identity.lease_s)
+                self._handoffs[event.transfer_id].machine.renew(now, self._lease_s)
             elif isinstance(event, Fenced):
                 self._handle(event.transfer_id, ReceiverEvent.FENCED)
         reports += self._expired()
@@ -161,13 +153,13 @@ class HandoffReceiver:
     ) -> Reservation:
         return Reservation(
             attempt=attempt,
-            incarnation=self._identity.incarnation,
+            incarnation=self._own.incarnation,
             shards=shards,
             num_pool_pages=self._pool.num_pages,
             pages=pages,
-            fingerprint=self._identity.fingerprint,
+            fingerprint=self._own.fingerprint,
             digest_seed=self._digest_seed,
-            lease_s=self._identity.lease_s,
+            lease_s=self._lease_s,
             num_held=num_held,
             num_written=num_written,
         )
@@ -179,7 +171,7 @@ class HandoffReceiver:
             if handoff.machine.is_overdue(self._time)
             and handoff.machine.allows(ReceiverEvent.EXPIRED)
         ]
-        text = f"the prompt's pages did not arrive within {self._identity.lease_s:g} s"
+        text = f"the prompt's pages did not arrive within {self._lease_s:g} s"
         failed = (ArrivalRefused(name, Cause.LEASE, text) for name in late)
         return [self._handle(one.transfer_id, ReceiverEvent.EXPIRED, one) for one in failed]
 

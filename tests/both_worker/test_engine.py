@@ -31,10 +31,11 @@ from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Command, PushPages
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
@@ -78,7 +79,7 @@ class Both:
             page_size=PAGE_SIZE,
             block_size=config.block_size,
         )
-        identity = ReceiverIdentity(name, fingerprint, layout.page_bytes, 10.0)
+        identity = Identity(name, fingerprint, layout)
         self.forwards = ""  # one letter for each
         self.cache = cache = cache_of(model, self.pool, PAGE_SIZE)
         self.decode = DecodeEngine(
@@ -86,7 +87,7 @@ class Both:
             self.pool,
             cache,
             Intake(config, limits),
-            HandoffReceiver(self.pool, receiving, identity),
+            HandoffReceiver(self.pool, receiving, identity, 10.0),
             Boundary(None, model.dtype, model.device),
             now=clock,
             max_request_s=1000.0,

@@ -20,11 +20,11 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
-from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.layout import Fingerprint, Identity, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.units import UnitCache
@@ -145,18 +145,13 @@ class Rig:
     def connect(self, connector: Connector | None) -> None:
         """Makes the engine, anew, with this connector."""
         config = self.model.config
-        identity = ReceiverIdentity(
-            incarnation=INCARNATION,
-            fingerprint=self.fingerprint,
-            page_bytes=self.layout.page_bytes,
-            lease_s=self._lease_s,
-        )
+        identity = Identity(INCARNATION, self.fingerprint, self.layout)
         self.engine = DecodeEngine(
             self.make_executor(),
             self.pool,
             self.cache,
             Intake(config, self.limits),
-            HandoffReceiver(self.pool, connector, identity),
+            HandoffReceiver(self.pool, connector, identity, self._lease_s),
             Boundary(
                 config.hidden_size if config.shift_logits else None,
                 self.model.dtype,

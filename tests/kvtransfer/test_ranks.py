@@ -34,9 +34,10 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import DigestJob
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.thread import Exchange, ThreadConnector
 from effuse.kvtransfer.transport import Heard
 
@@ -121,9 +122,8 @@ def test_pages_of_a_lost_part_are_nobodys_until_its_writers_are_done(
     """All parts but one are verified; the prompt has not arrived."""
     pool, clock = PagePool(NUM_PAGES), [0.0]
     with workers(kind, sending, receiving) as (sender, receiver):
-        page_bytes = sum(shard.page_bytes for shard in receiver.all.describe())
-        identity = ReceiverIdentity("decode-1", print_of(LAYOUT), page_bytes, LEASE_S)
-        handoffs = HandoffReceiver(pool, receiver.all, identity)
+        identity = Identity("decode-1", print_of(LAYOUT), LAYOUT)
+        handoffs = HandoffReceiver(pool, receiver.all, identity, LEASE_S)
         pages = pool.allocate(4)
         assert pages is not None
         attempt = AttemptId("request-1", 1, "lost")

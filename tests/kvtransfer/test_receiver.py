@@ -11,10 +11,11 @@ from kvtransfer.fixtures import SMALL, boundary, filled, print_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Cause, FinishPush, PushPages
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.sender import HandoffSender
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
@@ -37,8 +38,8 @@ class Desk:
         )
         self.writer.start()
         self.connector.start()
-        identity = ReceiverIdentity("decode-1", print_of(SMALL), SMALL.page_bytes, lease_s=5.0)
-        self.receiver = HandoffReceiver(self.pool, self.connector, identity)
+        identity = Identity("decode-1", print_of(SMALL), SMALL)
+        self.receiver = HandoffReceiver(self.pool, self.connector, identity, lease_s=5.0)
 
     def now(self) -> float:
         return self.time

@@ -16,11 +16,11 @@ from kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived
 from effuse.kvtransfer.host_pages import HostPages
-from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.layout import Fingerprint, Identity, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiers import Tiers
@@ -101,8 +101,8 @@ class Rig:
         self.source = self._connector(self.memory, PREFILL)
         self.target_memory, self.target_pool = PageMemory(self.layout, 64), PagePool(64)
         self.target = self._connector(self.target_memory, DECODE)
-        identity = ReceiverIdentity(DECODE, self.fingerprint, self.layout.page_bytes, LEASE_S)
-        self.receiver = HandoffReceiver(self.target_pool, self.target, identity)
+        identity = Identity(DECODE, self.fingerprint, self.layout)
+        self.receiver = HandoffReceiver(self.target_pool, self.target, identity, LEASE_S)
         runner = ModelRunner(
             self.model,
             self.memory.layer_views(),

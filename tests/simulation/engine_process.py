@@ -24,7 +24,7 @@ from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.thread import Exchange
 from effuse.kvtransfer.transport import Heard, Pace
@@ -334,10 +334,8 @@ class EngineProcess:
             page_size=PAGE,
             block_size=BLOCK,
         )
-        identity = ReceiverIdentity(
-            self.incarnation, fingerprint_of(sizes.model), LAYOUT.page_bytes, LEASE_S
-        )
-        self._handoffs = HandoffReceiver(self.pool, self.connector, identity)
+        identity = Identity(self.incarnation, fingerprint_of(sizes.model), LAYOUT)
+        self._handoffs = HandoffReceiver(self.pool, self.connector, identity, LEASE_S)
         return DecodeEngine(
             Executor(AnswerModel(self.memory, self._mishaps.fails), self.memory.copy_page),
             self.pool,
