@@ -53,8 +53,9 @@ from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.step_slots import RecordColumn, SlotLayout
-from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, num_groups_of
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import KVPart
 from effuse.models.config import ModelConfig
 from effuse.models.group import ALL, RankPlace
 from effuse.models.runner import ModelRunner
@@ -107,16 +108,15 @@ class Bench:
         self.name = name
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = self._model(config, device, dtype, place)
+        heads, cut = self.model.shard.kv_heads, place.context and place.context.cut
+        groups = num_groups_of(config.num_layers, MOST_GROUPS["nixl"])
+        turn = (cut.rank, cut.degree) if cut else (0, 1)
         layout = KVLayout(
             "unified",
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            PAGE_SIZE,
+            *(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE),
             str(dtype).removeprefix("torch."),
             rank=place.rank,
-            degree=place.size,
-            context_degree=1 if place.context is None else place.context.cut.degree,
+            held=KVPart(heads.start, heads.stop, 0, groups, *turn),
         )
         self.page_size = layout.span
         num_pages = most_batch * (layout.pages_for(most_context + ANSWER) + 1)

@@ -15,9 +15,9 @@ from effuse.kvtransfer.connector import Arrived, Cause, HandoffRefused
 from effuse.kvtransfer.digest import Digester, PageDigests
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.messages import (
+    KVPart,
     Manifest,
     PageRef,
-    Part,
     ReceiverAddress,
     Reservation,
 )
@@ -28,7 +28,7 @@ from effuse.kvtransfer.transport import Reply
 class Arriving:
     """One part of a transfer, which one writer sends, and its arrived pages."""
 
-    part: Part
+    part: KVPart
     reply: Reply  # of the accepted writer
     pages: tuple[PageRef, ...]  # of its turns
     num_bytes: int  # of its heads and layers in these pages
@@ -47,7 +47,7 @@ class Expected:
     writer: str | None  # incarnation of the only allowed writer, if that is known
     layout: KVLayout
     since: float
-    parts: dict[Part, Arriving] = field(default_factory=dict)
+    parts: dict[KVPart, Arriving] = field(default_factory=dict)
 
     @property
     def address(self) -> ReceiverAddress:
@@ -64,7 +64,7 @@ class Expected:
         are_done = [part.digests.poll() for part in self.parts.values()]
         return all(are_done)
 
-    def let_in(self, part: Part, reply: Reply, digester: Digester) -> bool:
+    def let_in(self, part: KVPart, reply: Reply, digester: Digester) -> bool:
         """Accepts a part's writer; returns whether the part had begun before. Raises
         HandoffRefused for heads or layers that are not all here, or that another part has.
         """
@@ -85,7 +85,7 @@ class Expected:
         self.parts[part] = Arriving(part, reply, pages, num_bytes, covered, digests)
         return False
 
-    def _check_part(self, part: Part) -> None:
+    def _check_part(self, part: KVPart) -> None:
         """All of it is here, and none of it is another part's."""
         for name, sent, own in (
             ("heads", part.heads, self.layout.heads),

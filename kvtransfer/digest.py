@@ -26,7 +26,7 @@ from xxhash import xxh3_64_digest
 from effuse.kernels.pages_digests import digest_key, piece_bytes_of
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import Finish, Manifest, Part, encode
+from effuse.kvtransfer.messages import Finish, KVPart, Manifest, encode
 
 PieceDigests = npt.NDArray[np.int64]
 
@@ -66,7 +66,7 @@ class PageDigests:
         self,
         digester: Digester,
         layout: KVLayout,
-        part: Part,
+        part: KVPart,
         num_pages: int,
         seed: int,
     ) -> None:

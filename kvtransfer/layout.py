@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from effuse.kvtransfer.messages import Field, Part
+from effuse.kvtransfer.messages import Field, KVPart
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DIGEST = "xxh3_128 of xxh3_64 of pieces of KV heads, under one seal"
@@ -43,10 +43,9 @@ class KVLayout:
     dtype: str
     most_groups: int = MOST_GROUPS["nixl"]
     rank: int = 0  # of the worker's ranks, each of which has a pool of its own
-    degree: int = 1  # ranks that compute a model together
-    context_degree: int = 1  # of them, ranks that hold the same heads for different tokens
-    num_stages: int = 1  # of a pipeline, with as many ranks each
-    held: range | None = None  # groups of layers of this rank's stage; None: all
+    held: KVPart | None = None  # by this rank's pool; None: all
+    copies: int = 1  # ranks that hold the same, if there are more ranks than heads
+    copy: int = 0  # which of them this rank is
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -58,20 +57,6 @@ class KVLayout:
         sizes = (self.num_layers, self.num_kv_heads, self.page_size, self.head_dim)
         if min(sizes) < 1:
             raise ValueError(f"layout sizes must be positive, got {sizes}")
-        if not 0 <= self.rank < self.degree:
-            raise ValueError(f"rank {self.rank} is none of {self.degree} ranks")
-        if self.degree % self.context_degree:
-            raise ValueError(
-                f"{self.context_degree} parts of the context do not divide {self.degree} ranks"
-            )
-        if self.degree % (self.context_degree * self.num_stages):
-            raise ValueError(f"{self.num_stages} stages do not divide {self.degree} ranks")
-        sharers = self._sharers
-        if self.num_kv_heads % sharers and sharers % self.num_kv_heads:
-            raise ValueError(
-                f"{sharers} ranks cannot share {self.num_kv_heads} KV heads: neither number "
-                "divides the other"
-            )
         piece = PIECE_BYTES // DTYPE_BYTES[self.dtype]
         if self.kind == "distinct" and self.head_dim % piece:
             raise ValueError(
@@ -79,20 +64,20 @@ class KVLayout:
                 f"{self.dtype}, got {self.head_dim}"
             )
 
-    @property
-    def _sharers(self) -> int:
-        """Ranks of a stage, or groups that cut the context, among which KV heads are spread."""
-        return self.degree // self.context_degree // self.num_stages
-
-    @property
-    def _sharer(self) -> int:
-        """Which of them this rank is, or is in."""
-        return self.rank // self.context_degree % self._sharers
+    @cached_property
+    def part(self) -> KVPart:
+        """What this rank's pool holds."""
+        return self.held or KVPart(0, self.num_kv_heads, 0, self.num_groups)
 
     @property
     def context_rank(self) -> int:
         """Which of `context_degree` turns of every sequence's tokens this rank holds."""
-        return self.rank % self.context_degree
+        return self.part.turn
+
+    @property
+    def context_degree(self) -> int:
+        """Ranks that hold the same heads for different tokens."""
+        return self.part.turns
 
     @property
     def span(self) -> int:
@@ -104,27 +89,10 @@ class KVLayout:
         """Bytes of such a page over all ranks; heads that several ranks hold count once."""
         return self.bytes_of(range(self.num_kv_heads)) * self.context_degree
 
-    @property
-    def copies(self) -> int:
-        """Ranks that hold the same heads of the same tokens: more than one if there are more ranks
-        than heads."""
-        return max(1, self._sharers // self.num_kv_heads)
-
-    @property
-    def copy(self) -> int:
-        """Which of `copies` this rank is."""
-        return self._sharer % self.copies
-
     @cached_property
     def groups(self) -> range:
         """The model's groups of layers that this rank's pool holds."""
-        return range(self.num_groups) if self.held is None else self.held
-
-    @cached_property
-    def part(self) -> Part:
-        """The same with `heads`, and with the turns of this rank's pages, for messages."""
-        held = self.heads.start, self.heads.stop, self.groups.start, self.groups.stop
-        return Part(*held, self.context_rank, self.context_degree)
+        return self.part.groups
 
     @property
     def layers(self) -> range:
@@ -143,9 +111,7 @@ class KVLayout:
     @cached_property
     def heads(self) -> range:
         """The model's KV heads that this rank's pool holds."""
-        count = max(1, self.num_kv_heads // self._sharers)
-        first = self._sharer // self.copies * count
-        return range(first, first + count)
+        return self.part.heads
 
     def place_of(self, heads: range) -> range:
         """Where these heads of the model are in this rank's pool. Raises ValueError for heads

@@ -70,7 +70,7 @@ class ReceiverAddress(Struct, frozen=True, kw_only=True):
     boot_id: Annotated[str, Meta(max_length=128)] = ""  # of its kernel: equal on one machine
 
 
-class Part(Struct, frozen=True, array_like=True):
+class KVPart(Struct, frozen=True, array_like=True):
     """What a rank's pool holds, or a rank sends to another one: KV heads [first_head, end_head) of
     groups [first_group, end_group) of layers, in the model's numbers, of every page. If ranks cut
     the context, of every `turns`-th page of a prompt, from page `turn` on.
@@ -98,7 +98,7 @@ class Shard(Struct, frozen=True, kw_only=True):
     """One receiving rank: how to reach its pool, and what its pool holds."""
 
     address: ReceiverAddress
-    part: Part
+    part: KVPart
     page_bytes: PageBytes
 
 
@@ -132,7 +132,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
         """Pages that the writer sends."""
         return self.num_written or len(self.pages) * self.context_degree
 
-    def moved(self, held: Part, sent: Part) -> range:
+    def moved(self, held: KVPart, sent: KVPart) -> range:
         """Which of the writer's pages a rank that holds one part gets from a rank that sends
         another one.
         """
@@ -143,7 +143,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
         found = next(starts, self.num_source_pages)
         return range(found, max(found, self.num_source_pages), step)
 
-    def pages_of(self, held: Part, sent: Part) -> tuple[PageRef, ...]:
+    def pages_of(self, held: KVPart, sent: KVPart) -> tuple[PageRef, ...]:
         """The pages in which `moved` pages lie on their rank, in their order."""
         return tuple(self.pages[at // held.turns] for at in self.moved(held, sent))
 
@@ -180,7 +180,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     attempt: AttemptId
     source: Name  # incarnations, like the next one
     destination: Name
-    part: Part
+    part: KVPart
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     digest: Digest  # of this part of all pages in order, in the sender's memory
     num_bytes: U63
@@ -198,7 +198,7 @@ class Begin(Struct, frozen=True, tag=True):
     attempt: AttemptId
     source: Name
     destination: Name
-    part: Part
+    part: KVPart
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     reply_to: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""  # NIXL agent metadata
 
@@ -210,7 +210,7 @@ class Pages(Struct, frozen=True, tag=True):
     attempt: AttemptId
     source: Name
     destination: Name
-    part: Part
+    part: KVPart
     first: U32
     pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
     group: U32
@@ -255,8 +255,12 @@ ToReceiver = Begin | Pages | Finish
 ToSender = Placed | Accepted | Rejected
 
 
-def account_of(message: ToReceiver) -> Begin | Pages | Manifest:
-    """What has the attempt, the two ends and the part of a sender's message."""
+Account = Begin | Pages | Manifest
+"""What has the attempt, the two ends and the part of a sender's message."""
+
+
+def account_of(message: ToReceiver) -> Account:
+    """That of a message."""
     return message.manifest if isinstance(message, Finish) else message
 
 

@@ -15,11 +15,11 @@ from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
     Begin,
     BoundaryState,
+    KVPart,
     MalformedMessage,
     Manifest,
     PageRef,
     Pages,
-    Part,
     ReceiverAddress,
     Reservation,
     Shard,
@@ -66,7 +66,7 @@ class Push:
 
     reservation: Reservation
     shard: Shard  # of the receiving rank
-    part: Part
+    part: KVPart
     peer: Peer
     own: Identity
     digests: PageDigests
@@ -282,7 +282,7 @@ def _check_shard(shard: Shard, layout: KVLayout) -> None:
         )
 
 
-def parts_of(reservation: Reservation, layout: KVLayout) -> list[tuple[Shard, Part]]:
+def parts_of(reservation: Reservation, layout: KVLayout) -> list[tuple[Shard, KVPart]]:
     """The parts that the rank of this layout sends, each with its receiving rank; perhaps none.
 
     Sending ranks that hold the same heads share the receiving ranks among them. So exactly one
@@ -293,7 +293,7 @@ def parts_of(reservation: Reservation, layout: KVLayout) -> list[tuple[Shard, Pa
         theirs = shard.part
         copy = seen[theirs.heads, theirs.groups]
         seen[theirs.heads, theirs.groups] += 1
-        part = Part(
+        part = KVPart(
             *(max(own.first_head, theirs.first_head), min(own.end_head, theirs.end_head)),
             *(max(own.first_group, theirs.first_group), min(own.end_group, theirs.end_group)),
             *(own.turn, own.turns),

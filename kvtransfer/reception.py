@@ -27,6 +27,7 @@ from effuse.kvtransfer.digest import Digester, seal_of
 from effuse.kvtransfer.layout import Identity, mismatch
 from effuse.kvtransfer.messages import (
     Accepted,
+    Account,
     Begin,
     Field,
     Finish,
@@ -256,7 +257,7 @@ class Receptions:
                     self._transport.answer(part.reply, rejected)
         self._transport.answer(reply, rejected)
 
-    def _identified(self, one: Begin | Pages | Manifest) -> Expected:
+    def _identified(self, one: Account) -> Expected:
         if one.destination != self._own.incarnation:
             raise HandoffRefused(
                 Cause.INCARNATION,

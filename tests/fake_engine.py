@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from slowness import patient
 
 from effuse.config.decoding import DecodeSettings, DecodingDefaults
-from effuse.kvtransfer.messages import Field, PageRef, Part, ReceiverAddress, Reservation, Shard
+from effuse.kvtransfer.messages import Field, KVPart, PageRef, ReceiverAddress, Reservation, Shard
 from effuse.placement.records import Load, ModelInfo
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_process import Engine, main
@@ -148,7 +148,7 @@ class FakeCore:
 
     def _shard(self) -> Shard:
         address = ReceiverAddress(connector=self._connector, endpoint="tcp://127.0.0.1:1")
-        return Shard(address=address, part=Part(0, 1, 0, 1), page_bytes=32)
+        return Shard(address=address, part=KVPart(0, 1, 0, 1), page_bytes=32)
 
     def _reservation(self, message: StartDecode | StartRehearsal) -> Reservation:
         return Reservation(

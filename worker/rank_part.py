@@ -15,9 +15,9 @@ from effuse.config.decoding import Sampling
 from effuse.kernels.attention import Attend, block_attention
 from effuse.kernels.pages import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.host_pages import HostPages
-from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout
+from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, num_groups_of
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import MAX_POOL_PAGES
+from effuse.kvtransfer.messages import MAX_POOL_PAGES, KVPart
 from effuse.models.config import ModelConfig
 from effuse.models.group import RankPlace
 from effuse.models.part import Forward, Part
@@ -263,25 +263,30 @@ def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
 
 
 def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
-    rank, degree, stage = model.shard.rank, model.shard.size, model.stage
+    shard, stage, degree = model.shard, model.stage, config.context_degree
+    rank, apart = shard.rank, degree  # the latter: ranks of the shard with the same heads
     if model.prompts is not None:
-        cut = model.prompts.cut
-        rank, degree = rank * cut.degree + cut.rank, degree * cut.degree
+        rank, apart = rank * degree + model.prompts.cut.rank, 1
     if stage is not None:
-        rank, degree = rank + (stage.count - 1 - stage.number) * degree, degree * stage.count
+        rank += (stage.count - 1 - stage.number) * shard.size
+    most, num_kv_heads = MOST_GROUPS[config.connector], model.config.num_kv_heads
+    groups = range(num_groups_of(model.config.num_layers, most)) if stage is None else stage.groups
+    copies = max(1, shard.size // apart // num_kv_heads)
     return KVLayout(
         kind=config.kv_layout,
         num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=model.config.head_dim,
         page_size=config.page_size,
         dtype=str(model.dtype).removeprefix("torch."),
-        most_groups=MOST_GROUPS[config.connector],
+        most_groups=most,
         rank=rank,
-        degree=degree,
-        context_degree=config.context_degree,
-        num_stages=config.pipeline_parallel_size,
-        held=None if stage is None else stage.groups,
+        held=KVPart(
+            *(shard.kv_heads.start, shard.kv_heads.stop, groups.start, groups.stop),
+            *(rank % degree, degree),
+        ),
+        copies=copies,
+        copy=shard.rank // apart % copies,
     )
 
 

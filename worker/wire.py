@@ -13,9 +13,9 @@ from effuse.config.decoding import Bounds, DecodeSettings, Sampling, SettingErro
 from effuse.kvtransfer.messages import (
     AttemptId,
     Field,
+    KVPart,
     MalformedMessage,
     PageRef,
-    Part,
     ReceiverAddress,
     Reservation,
     Shard,
@@ -103,7 +103,7 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
         address=ReceiverAddress(
             connector=connector, **{name: getattr(message, name) for name in _OF_ADDRESS}
         ),
-        part=Part(
+        part=KVPart(
             *(message.first_head, message.end_head, message.first_group, message.end_group),
             *(message.context_rank, message.context_degree or 1),
         ),

@@ -53,13 +53,13 @@ def honest_messages(reserved: Reservation) -> list[msgspec.Struct]:
     """The messages of a reservation's writer, without digests because a stranger has no bytes."""
     names = (reserved.attempt, WRITER, READER)
     fingerprint = print_of(SMALL)
-    heads = reserved.shards[0].heads
-    pages = Pages(*names, heads, 0, reserved.pages, 0, SMALL.num_groups)
+    part = reserved.shards[0].part
+    pages = Pages(*names, part, 0, reserved.pages, 0, SMALL.num_groups)
     manifest = Manifest(
         attempt=reserved.attempt,
-        source_incarnation=WRITER,
-        destination_incarnation=READER,
-        heads=heads,
+        source=WRITER,
+        destination=READER,
+        part=part,
         fingerprint=fingerprint,
         digest=b"d" * 16,
         num_bytes=len(reserved.pages) * reserved.shards[0].page_bytes,
@@ -67,7 +67,7 @@ def honest_messages(reserved: Reservation) -> list[msgspec.Struct]:
     )
     name = reserved.transfer_id
     answers = (Placed(name, 0, 0), Accepted(name), Rejected(name, "DIGEST", "no"))
-    return [Begin(*names, heads, fingerprint), pages, finish_of(manifest, 5), *answers]
+    return [Begin(*names, part, fingerprint), pages, finish_of(manifest, 5), *answers]
 
 
 def drawn_message(draw: Draw, reserved: Reservation) -> bytes:

@@ -24,7 +24,7 @@ from effuse.kvtransfer.connector import (
 )
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation, Shard
+from effuse.kvtransfer.messages import AttemptId, KVPart, PageRef, Reservation, Shard
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.worker.group_parts import RankEvents
 
@@ -179,18 +179,18 @@ def heads_of(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
 
 
 def layouts_of(layout: KVLayout, degree: int, context: int = 1, stages: int = 1) -> list[KVLayout]:
-    """The layouts of a worker's ranks. The first ones hold the last layers; larger stages come
-    first."""
+    """The layouts of a worker's ranks. Neighbours cut the context. The first ones hold the last
+    layers; larger stages come first. If there are more of the others than heads, some are equal.
+    """
     each, more = divmod(layout.num_groups, stages)
     ends = [at * each + min(at, more) for at in range(stages + 1)]
-    return [
-        replace(
-            layout,
-            rank=rank,
-            degree=degree,
-            context_degree=context,
-            num_stages=stages,
-            held=range(*ends[stages - 1 - rank * stages // degree :][:2]) if stages > 1 else None,
-        )
-        for rank in range(degree)
-    ]
+    sharers = degree // context // stages
+    count, copies = max(1, layout.num_kv_heads // sharers), max(1, sharers // layout.num_kv_heads)
+    layouts = []
+    for rank in range(degree):
+        sharer, stage = rank // context % sharers, stages - 1 - rank * stages // degree
+        head = sharer // copies * count
+        groups = ends[stage], ends[stage + 1]
+        held = KVPart(head, head + count, *groups, rank % context, context)
+        layouts.append(replace(layout, rank=rank, held=held, copies=copies, copy=sharer % copies))
+    return layouts

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from kvtransfer.groups import layouts_of
 
 from effuse.kvtransfer.layout import (
     MOST_GROUPS,
@@ -20,7 +21,7 @@ from effuse.kvtransfer.messages import Field
 FIELD_NAMES = (
     *("weights", "architecture", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_size"),
     *("layout", "block_size", "mask_token_id", "prompt_attention", "commit_rule", "layer_groups"),
-    *("digest", "deterministic", "kv_unit_tokens"),
+    *("digest", "handoff", "deterministic", "kv_unit_tokens"),
 )
 LAYOUT = KVLayout("unified", 7, 2, 32, 16, "float32")
 FACTS = ModelFacts(
@@ -43,7 +44,7 @@ def test_a_page_of_the_pools_tables_counts_each_head_of_all_ranks_once(
     degree: int, context: int
 ) -> None:
     for rank in range(degree):
-        own = dataclasses.replace(LAYOUT, degree=degree, rank=rank, context_degree=context)
+        own = layouts_of(LAYOUT, degree, context)[rank]
         assert own.span_bytes == LAYOUT.page_bytes * context
         assert own.span == LAYOUT.page_size * context
 

@@ -17,10 +17,10 @@ from effuse.kvtransfer.messages import (
     MAX_RANKS,
     AttemptId,
     Field,
+    KVPart,
     MalformedMessage,
     Manifest,
     PageRef,
-    Part,
     ReceiverAddress,
     Reservation,
     Shard,
@@ -33,7 +33,7 @@ from effuse.kvtransfer.messages import (
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
 
 
-def shard(page_bytes: int = 4096, part: Part = WHOLE, **address: Any) -> Shard:
+def shard(page_bytes: int = 4096, part: KVPart = WHOLE, **address: Any) -> Shard:
     """A rank at an address."""
     return Shard(address=ReceiverAddress(**address), part=part, page_bytes=page_bytes)
 
@@ -72,7 +72,7 @@ def test_the_seal_covers_every_field() -> None:
         {"attempt": AttemptId("request-1", 2, "transfer-1")},
         {"source": "prefill-2"},
         {"destination": "decode-2"},
-        {"part": Part(0, 1, 0, 2)},
+        {"part": KVPart(0, 1, 0, 2)},
         {"fingerprint": (Field("weights", "w2"),)},
         {"digest": b"e" * 16},
         {"num_bytes": 8193},
@@ -129,7 +129,7 @@ def test_a_field_of_nobodys_that_never_ends_is_malformed() -> None:
         ({"lease_s": 0.0}, "lease_s"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"shards": (shard(0, connector="nixl"),)}, "page_bytes"),
-        ({"shards": (shard(connector="nixl", part=Part(-1, 2, 0, 2)),)}, "part"),
+        ({"shards": (shard(connector="nixl", part=KVPart(-1, 2, 0, 2)),)}, "part"),
         ({"shards": (shard(connector="nixl"),) * (MAX_RANKS + 1)}, "shards"),
         ({"shards": (shard(connector="nixl", pool_address=(1 << 63) - 8),)}, "beyond 63 bits"),
         ({"shards": (shard(connector="nixl", memory_kind="TAPE"),)}, "memory_kind"),

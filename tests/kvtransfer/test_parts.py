@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import replace
 from unittest.mock import Mock
 
 import msgspec
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kvtransfer.fixtures import SEED, SMALL, WHOLE, boundary, filled, print_of
-from kvtransfer.groups import FULL, LAYOUT, heads_of
+from kvtransfer.groups import FULL, LAYOUT, heads_of, layouts_of
 from kvtransfer.reception_scene import Scene
 
 from effuse.kvtransfer.connector import (
@@ -35,7 +34,7 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.digest import HostDigester, pages_digest
 from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, PageRef, Part, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import AttemptId, KVPart, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_peers import cuts
 from effuse.kvtransfer.push import check_push, parts_of, shard_of
 from effuse.worker.group_parts import GroupConnector, RankEvents
@@ -45,7 +44,7 @@ GROUPS = range(LAYOUT.num_groups)
 
 
 def ranks_of(degree: int, layout: KVLayout = LAYOUT) -> list[KVLayout]:
-    return [replace(layout, rank=rank, degree=degree) for rank in range(degree)]
+    return layouts_of(layout, degree)
 
 
 def reserved_by(degree: int) -> Reservation:
@@ -134,12 +133,8 @@ def test_prepared_parts_name_the_same_bytes_in_both_pools(sending: int, receivin
         assert both[0].count == both[1].count
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 ranks cannot share 4 KV heads"):
-        replace(LAYOUT, degree=3)
-    with pytest.raises(ValueError, match="rank 2 is none of 2 ranks"):
-        replace(LAYOUT, rank=2, degree=2)
-    one = replace(LAYOUT, rank=3, degree=8)
+def test_a_rank_has_no_place_for_heads_of_others() -> None:
+    one = ranks_of(8)[3]
     assert (one.heads, one.copies, one.page_bytes) == (range(1, 2), 2, LAYOUT.page_bytes // 4)
     with pytest.raises(ValueError, match="not all among"):
         one.place_of(range(1, 3))
@@ -153,9 +148,9 @@ def test_the_fingerprint_does_not_depend_on_the_degree(degree: int) -> None:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"part": Part(0, 5, 0, 2)}, Cause.MALFORMED),
-        ({"part": Part(2, 2, 0, 2)}, Cause.MALFORMED),
-        ({"part": Part(1, 2, 0, 2)}, Cause.SIZE),
+        ({"part": KVPart(0, 5, 0, 2)}, Cause.MALFORMED),
+        ({"part": KVPart(2, 2, 0, 2)}, Cause.MALFORMED),
+        ({"part": KVPart(1, 2, 0, 2)}, Cause.SIZE),
         ({"page_bytes": 1}, Cause.SIZE),
         ({"address": ReceiverAddress(connector="nixl")}, Cause.PEER),
     ],
@@ -171,10 +166,10 @@ def test_a_rank_that_cannot_be_sent_to_is_refused(change: dict[str, object], cau
         check_push(msgspec.structs.replace(reserved_by(2), shards=tuple(others)), origin, "zmq")
 
 
-ONE, OTHER = Part(0, 1, 0, 2), Part(1, 2, 0, 2)
+ONE, OTHER = KVPart(0, 1, 0, 2), KVPart(1, 2, 0, 2)
 
 
-def send_part(scene: Scene, part: Part, prompt_len: int = 20, **changes: object) -> None:
+def send_part(scene: Scene, part: KVPart, prompt_len: int = 20, **changes: object) -> None:
     """One writing rank's begin, pages and finish; `scene` itself is of all heads."""
     scene.begin(part=part)
     payload = scene.source.views(range(3), range(SMALL.num_groups), part.heads)
@@ -206,7 +201,7 @@ def test_a_transfer_has_arrived_once_all_of_its_parts_are_verified() -> None:
 def test_heads_that_are_sent_already_or_are_not_here_are_refused(heads: tuple[int, int]) -> None:
     scene = Scene()
     scene.begin(part=ONE)
-    scene.begin(part=Part(*heads, 0, 2))
+    scene.begin(part=KVPart(*heads, 0, 2))
     cause = next(one.cause for one in scene.events if isinstance(one, ArrivalRefused))
     assert cause is Cause.COVERAGE and len(scene.receptions) == 0
 

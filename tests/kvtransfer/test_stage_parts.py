@@ -28,8 +28,8 @@ from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
+    KVPart,
     PageRef,
-    Part,
     ReceiverAddress,
     Reservation,
 )
@@ -42,7 +42,7 @@ FORMS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (8, 1), (16, 2))
 """Ranks, and stages among them; with 8 ranks in a stage, two have the same heads."""
 PAIRS = list(product(FORMS, FORMS))
 FEWER = [*product(FORMS[1:5], FORMS[1:5]), ((16, 2), (3, 3)), ((1, 1), (4, 2)), ((4, 2), (1, 1))]
-FIRST = Part(0, 2, 0, 1)
+FIRST = KVPart(0, 2, 0, 1)
 """The first of a scene's two groups of layers."""
 SOURCES, TARGETS = (6, 1, 2, 5), (3, 4, 0, 7)
 
@@ -204,7 +204,7 @@ def test_groups_that_no_rank_receives_are_refused() -> None:
 def test_layers_that_are_sent_already_or_are_not_here_are_refused(layers: tuple[int, int]) -> None:
     scene = Scene()  # of two groups
     scene.begin(part=FIRST)
-    scene.begin(part=Part(0, 2, *layers))
+    scene.begin(part=KVPart(0, 2, *layers))
     refused = [one for one in scene.events if isinstance(one, ArrivalRefused)]
     is_same = layers == (0, 1)
     assert [one.cause for one in refused] == ([] if is_same else [Cause.COVERAGE])

@@ -6,10 +6,10 @@ Used in Triton's interpreter and on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
+from kvtransfer.groups import layouts_of
 from torch import Tensor
 
 from effuse.kernels import pages_copy_triton
@@ -33,10 +33,10 @@ def check(
 ) -> None:
     """Every pair of ranks that share heads; no other byte of either pool changes."""
     for first in range(sending):
-        ours = PageMemory(replace(layout, rank=first, degree=sending), NUM_PAGES, device)
+        ours = PageMemory(layouts_of(layout, sending)[first], NUM_PAGES, device)
         ours.tensor.copy_(torch.rand(ours.tensor.shape))
         for second in range(receiving):
-            theirs = PageMemory(replace(layout, rank=second, degree=receiving), NUM_PAGES, device)
+            theirs = PageMemory(layouts_of(layout, receiving)[second], NUM_PAGES, device)
             check_pair(ours, theirs, groups)
 
 

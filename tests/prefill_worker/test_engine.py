@@ -266,7 +266,9 @@ def test_a_receiver_that_cuts_the_context_may_hold_all_of_a_prompt(rig: Rig) -> 
     """Its third page is half full: on one of its two ranks. With a fourth it had another prompt."""
     attempt = rig.start("a", PROMPT)
     prompt, reserved = rig.engine.table.prompts[attempt.transfer_id], rig.reserve(attempt, 0)
-    shards = tuple(msgspec.structs.replace(one, context_degree=2) for one in reserved.shards)
+    (shard,) = reserved.shards
+    part = msgspec.structs.replace(shard.part, turns=2)
+    shards = (msgspec.structs.replace(shard, part=part),)
     told = [
         unfit(
             prompt, msgspec.structs.replace(reserved, shards=shards, num_held=held), is_first=True

@@ -19,7 +19,7 @@ from effuse.kvtransfer.messages import (
     PageRef,
     Pages,
     ToReceiver,
-    attempt_of,
+    account_of,
 )
 
 from .clock import Clock, Violation
@@ -72,7 +72,7 @@ class Mishaps:
         if not self._happens(self.confused):
             return message
         what = self.clock.draw.choice(("attempt", "source", "destination", "generation"))
-        transfer_id = attempt_of(message).transfer_id
+        transfer_id = account_of(message).attempt.transfer_id
         self.mark(transfer_id, f"{what} in {type(message).__name__}")
         return _mistaken(message, what)
 

@@ -26,7 +26,7 @@ from effuse.kvtransfer.handoff import (
     SenderEvent,
     SenderState,
 )
-from effuse.kvtransfer.messages import AttemptId, Reservation
+from effuse.kvtransfer.messages import Account, Reservation
 from effuse.kvtransfer.push import Push
 from effuse.kvtransfer.reception import Receptions
 from effuse.placement import leases as fleet
@@ -57,17 +57,17 @@ def pages_and_generations_not_compared() -> Patch:
 
 
 def attempt_not_compared() -> Patch:
-    def identified(self: Receptions, attempt: AttemptId, source: str, destination: str) -> Expected:
-        expected = self._expected.get(attempt.transfer_id)
-        ours = attempt if expected is None else expected.reservation.attempt
-        return _identified(self, ours, source, destination)
+    def identified(self: Receptions, one: Account) -> Expected:
+        expected = self._expected.get(one.attempt.transfer_id)
+        ours = one.attempt if expected is None else expected.reservation.attempt
+        return _identified(self, replace(one, attempt=ours))
 
     return patch.object(Receptions, "_identified", identified)
 
 
 def incarnation_not_compared() -> Patch:
-    def identified(self: Receptions, attempt: AttemptId, source: str, destination: str) -> Expected:
-        return _identified(self, attempt, source, self._own.incarnation)
+    def identified(self: Receptions, one: Account) -> Expected:
+        return _identified(self, replace(one, destination=self._own.incarnation))
 
     return patch.object(Receptions, "_identified", identified)
 

@@ -14,6 +14,7 @@ from decoding.engines import layout_of, load_tiny
 
 from effuse.kvtransfer.layout import KVLayout, mismatch
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import KVPart
 from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
 from effuse.worker import rank_part
@@ -113,7 +114,7 @@ def test_pages_that_no_reservation_can_name_are_refused_at_the_start(
 
 def test_pages_that_ranks_write_for_a_cut_context_are_limited_too() -> None:
     """A reservation counts the writer's pages, of which a page of the pool has several."""
-    layout = KVLayout("unified", 1, 1, 4, 1, "float32", degree=2, context_degree=2)
+    layout = KVLayout("unified", 1, 1, 4, 1, "float32", held=KVPart(0, 1, 0, 1, 0, 2))
     _check_reservable(layout, 1 << 16)
     with pytest.raises(ValueError, match="--page-size: expected at least 2"):
         _check_reservable(layout, (1 << 16) + 1)
