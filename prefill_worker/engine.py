@@ -18,7 +18,7 @@ from effuse.kvtransfer.sender import Ended, HandoffSender
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.placement.records import FEW_PAGES, Load
-from effuse.prefill_worker.executor import PromptExecutor
+from effuse.prefill_worker.executor import PromptExecutor, prompt_pushed, push_failed
 from effuse.prefill_worker.prompts import (
     Prompt,
     PromptRefused,
@@ -28,7 +28,6 @@ from effuse.prefill_worker.prompts import (
     make_rehearsal,
     unfit,
 )
-from effuse.prefill_worker.reports import prompt_pushed, push_failed
 from effuse.worker import messages
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import ForwardFailed, Outbox

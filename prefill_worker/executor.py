@@ -1,4 +1,5 @@
-"""Launches forwards over chunks of prompts, and lets their pages leave meanwhile.
+"""Launches forwards over chunks of prompts, lets their pages leave meanwhile, and reports what
+became of them.
 
 In a pipeline the next chunks begin in the first stage before earlier ones have ended in the last.
 
@@ -7,6 +8,7 @@ layers leave as soon as the forward itself marks them as stored. On the CPU a fo
 its call returns.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effuse.kvtransfer.connector import Pending
+from effuse.kvtransfer.connector import Cause, Pending, Pushed, PushFailed
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import BoundaryState
+from effuse.kvtransfer.messages import AttemptId, BoundaryState
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.part import Part, PartResult, Pipeline, PromptForward
 from effuse.prefill_worker.prompts import Prompt, PromptChunk
 from effuse.worker.engine_process import ForwardGuard
+from effuse.worker.messages import Failed, FailureCode, PromptPushed
+
+LOG = logging.getLogger(__name__)
 
 IsOver = Callable[[], bool]
 Mark = Callable[[], IsOver]  # marks all work queued so far; the result tests whether that has ended
@@ -207,3 +212,49 @@ def _to_host(row: Tensor) -> Tensor:
 def _bytes_of(hidden: Tensor) -> bytes:
     """Raw bytes of a vector [hidden_size]."""
     return hidden.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+CODES: dict[Cause, FailureCode] = {
+    Cause.FINGERPRINT: "FAILED_PRECONDITION",
+    Cause.INCARNATION: "FAILED_PRECONDITION",
+    Cause.UNKNOWN_TRANSFER: "ABORTED",
+    Cause.ATTEMPT: "ABORTED",
+    Cause.MALFORMED: "INTERNAL",
+    Cause.LEASE: "UNAVAILABLE",
+    Cause.UNRESERVED: "UNAVAILABLE",
+    Cause.PEER: "UNAVAILABLE",
+}
+FOR_EVERYONE = (Cause.FINGERPRINT, Cause.MALFORMED)  # another attempt with this pair would fail too
+
+
+def prompt_pushed(attempt: AttemptId, report: Pushed) -> PromptPushed:
+    """The handoff has ended."""
+    return PromptPushed(
+        attempt=attempt,
+        pages=report.pages,
+        bytes=report.num_bytes,
+        push_s=report.seconds,
+        transport=report.route.name,
+        is_fallback=report.route.is_fallback,
+        moved_s=report.moved_s,
+    )
+
+
+def push_failed(attempt: AttemptId, report: PushFailed) -> Failed:
+    """The handoff failed. The peer's address and the library's text only go to the log."""
+    message = report.message
+    if report.cause is Cause.PEER:
+        LOG.warning(
+            "request %s, attempt %d: its pages could not be pushed: %s",
+            *(attempt.request_id, attempt.attempt, message),
+        )
+        message = (
+            "the pages could not be pushed, because the decode worker's pool cannot be reached"
+        )
+    return Failed(
+        attempt=attempt,
+        code=CODES.get(report.cause, "DATA_LOSS"),
+        message=message,
+        retryable=report.cause not in FOR_EVERYONE,
+        field="reservation" if report.cause is Cause.UNRESERVED else None,
+    )

@@ -6,8 +6,8 @@ import pytest
 
 from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.kvtransfer.messages import AttemptId
+from effuse.prefill_worker.executor import push_failed
 from effuse.prefill_worker.prompts import schedule
-from effuse.prefill_worker.reports import push_failed
 from effuse.worker.messages import Failed
 
 ONE = AttemptId("r", 1, "t")
