@@ -23,10 +23,10 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kvtransfer.ends import HandoffReceiver
 from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.models.part import Forward, Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model

@@ -16,12 +16,11 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Command, ConnectorEvent
+from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.layout import Fingerprint, Identity, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver
-from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward
 from effuse.models.prompt_graphs import PromptGraphs

@@ -25,10 +25,10 @@ from effuse.decode_worker.room import Room
 from effuse.decode_worker.roster import Roster
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived
+from effuse.kvtransfer.ends import HandoffReceiver
 from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState, room_in
-from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.units import UnitCache
 from effuse.placement.records import Load
 from effuse.worker import messages

@@ -20,9 +20,9 @@ from effuse.decode_worker.scheduler import DecodeLimits, check_fits
 from effuse.decode_worker.sequence import Block, RequestError, Sequence
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Cause
 from effuse.kvtransfer.digest import prompt_digest
+from effuse.kvtransfer.ends import HandoffReceiver
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.models.config import ModelConfig
 from effuse.placement.records import FEW_PAGES
 from effuse.worker.engine_process import Outbox

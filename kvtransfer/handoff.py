@@ -1,7 +1,7 @@
 """The two ends of a handoff as tables, from events to instructions; and the set of aborted
 transfers.
 
-No I/O and no clock. receiver.py and sender.py carry out the instructions.
+No I/O and no clock. ends.py carries out the instructions.
 """
 
 from collections import OrderedDict, deque

@@ -6,8 +6,8 @@ Only connects parts to each other.
 import time
 
 from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.ends import HandoffSender
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.units import UnitCache
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import Pushed, PushFailed
+from effuse.kvtransfer.ends import Ended, HandoffSender
 from effuse.kvtransfer.layout import Fingerprint, mismatch
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState, room_in
-from effuse.kvtransfer.sender import Ended, HandoffSender
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.placement.records import FEW_PAGES, Load

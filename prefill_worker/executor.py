@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from effuse.kvtransfer.connector import Cause, Pending, Pushed, PushFailed
+from effuse.kvtransfer.ends import HandoffSender
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, BoundaryState
-from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.part import Part, PartResult, Pipeline, PromptForward
 from effuse.prefill_worker.prompts import Prompt, PromptChunk
 from effuse.worker.engine_process import ForwardGuard

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.replicas import ReplicatedEngine
+from effuse.kvtransfer.ends import HandoffReceiver
 from effuse.kvtransfer.handoff import ReceiverState
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import FreeRuns, PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.units import HeldUnits, Unit, UnitCache
 from effuse.placement.waste import waste_of

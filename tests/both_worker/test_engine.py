@@ -31,12 +31,11 @@ from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Command, PushPages
+from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffReceiver
-from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer

@@ -34,10 +34,10 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import DigestJob
+from effuse.kvtransfer.ends import HandoffReceiver
 from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.kvtransfer.thread import Exchange, ThreadConnector
 from effuse.kvtransfer.transport import Heard
 

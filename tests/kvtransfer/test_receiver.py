@@ -11,12 +11,11 @@ from kvtransfer.fixtures import SMALL, boundary, filled, print_of
 from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Cause, FinishPush, PushPages
+from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffReceiver
-from effuse.kvtransfer.sender import HandoffSender
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
 BOUNDARY = boundary()

@@ -18,6 +18,7 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     PushPages,
 )
+from effuse.kvtransfer.ends import OVERTIME_S, Ended, HandoffSender
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
@@ -27,7 +28,6 @@ from effuse.kvtransfer.messages import (
     Shard,
 )
 from effuse.kvtransfer.push import shard_of
-from effuse.kvtransfer.sender import OVERTIME_S, Ended, HandoffSender
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
 BOUNDARY = boundary()

@@ -25,10 +25,10 @@ from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer.connector import FinishPush
+from effuse.kvtransfer.ends import Ended, HandoffSender
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.sender import Ended, HandoffSender
 from effuse.kvtransfer.thread import ThreadConnector
 
 NUM_PAGES = 768  # 48 MiB: more than sockets hold

@@ -15,13 +15,12 @@ from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived
+from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import Fingerprint, Identity, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver
-from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiers import Tiers
 from effuse.models.part import Part, PartResult

@@ -15,8 +15,8 @@ from kvtransfer.fixtures import FIELD_NAMES
 from paged_model import PagedModel
 from prefill_worker.rig import LEASE_S, MOST_S, RESERVATION_S, Rig, attempt_of
 
+from effuse.kvtransfer.ends import OVERTIME_S
 from effuse.kvtransfer.messages import Field
-from effuse.kvtransfer.sender import OVERTIME_S
 from effuse.prefill_worker.prompts import unfit
 from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo
 

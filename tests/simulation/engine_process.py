@@ -19,13 +19,12 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Command, ConnectorEvent
+from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
 from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
-from effuse.kvtransfer.receiver import HandoffReceiver
-from effuse.kvtransfer.sender import HandoffSender
 from effuse.kvtransfer.thread import Exchange
 from effuse.kvtransfer.transport import Heard, Pace
 from effuse.kvtransfer.units import UnitCache

@@ -1,7 +1,7 @@
 """Two handoffs over one page, and all that can happen next: their tables, the page's and a lease's.
 
-The tables are the real ones. They are looked up and carried out here like in receiver.py,
-sender.py, reception.py and pushes.py, over a transport whose writers write by themselves or over a
+The tables are the real ones. They are looked up and carried out here like in ends.py,
+reception.py and pushes.py, over a transport whose writers write by themselves or over a
 two-sided one. There is no time: everything that a lease allows may happen at any moment. The first
 handoff's writer may die; the second one begins once the page is free, under another writer.
 """
