@@ -20,20 +20,38 @@ _SEED = 0  # digests are compared with those of earlier processes
 class HostPages:
     """`num_slots` slots of a page each. Pinned if the pool is on a GPU. Other processes can map
     shared ones by their `descriptor`.
+
+    Ranks that share them have a part each, with the slots of their own heads, so that a copy from
+    or to a GPU is one piece. Of ranks with the same heads only the first one writes.
     """
 
-    def __init__(self, memory: PageMemory, num_slots: int, *, is_shared: bool = False) -> None:
-        """Raises OSError if the machine does not have that much memory, or cannot pin it."""
-        self.descriptor = os.memfd_create("effuse-units") if is_shared else -1
+    def __init__(
+        self,
+        memory: PageMemory,
+        num_slots: int,
+        *,
+        is_shared: bool = False,
+        descriptor: int | None = None,
+    ) -> None:
+        """`descriptor`: of shared memory that is empty or already has this size. Raises OSError if
+        the machine does not have that much memory, or cannot pin it."""
+        self.layout = layout = memory.layout
+        self.is_shared = is_shared
+        self.descriptor = -1
         if is_shared:
+            new = descriptor is None
+            self.descriptor = os.memfd_create("effuse-units") if new else os.dup(descriptor or 0)
             weakref.finalize(self, os.close, self.descriptor)
+        self._num_parts = layout.num_kv_heads // len(layout.heads) if is_shared else 1
         self.num_slots = num_slots
-        self.page_bytes = memory.page_bytes
+        self.page_bytes = memory.page_bytes * self._num_parts
         self._memory = memory
-        slots = huge_pages(num_slots * memory.page_bytes, self.descriptor)
-        flat = torch.frombuffer(slots, dtype=torch.uint8)
+        slots = torch.frombuffer(
+            huge_pages(num_slots * self.page_bytes, self.descriptor), dtype=torch.uint8
+        )
+        self._bytes = bytes_of(slots)
+        flat = slots.view(self._num_parts, -1)[layout.heads.start // len(layout.heads)]
         self._slots = flat.view(num_slots, memory.page_bytes)
-        self._bytes = bytes_of(flat)
         self._rows = memory.byte_rows()
         self._stream: torch.cuda.Stream | None = None
         if memory.device.type == "cuda":
@@ -48,7 +66,8 @@ class HostPages:
         """Starts to copy pages to slots. The job has a row of digests for each page; once it is
         done, nothing reads the pages.
         """
-        self._copy(self._rows, page_ids, self._slots, slots)
+        if not (self.is_shared and self.layout.copy):
+            self._copy(self._rows, page_ids, self._slots, slots)
         return self._digests(page_ids)
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> DigestJob:
@@ -57,9 +76,17 @@ class HostPages:
         return self._digests(page_ids)
 
     def views(self, slots: Sequence[int]) -> list[memoryview]:
-        """Writable bytes of these slots, without a copy."""
-        size = self.page_bytes
-        return [self._bytes[slot * size : (slot + 1) * size] for slot in slots]
+        """Writable bytes of these slots, without a copy: whole pages of all heads in the order of
+        one rank's, whatever the number of ranks."""
+        page_bytes = self._memory.page_bytes
+        num_runs = len(self.layout.groups) if self._num_parts > 1 else 1
+        size, part = page_bytes // num_runs, self.num_slots * page_bytes
+        return [
+            self._bytes[at : at + size]
+            for slot in slots
+            for run in range(slot * page_bytes, (slot + 1) * page_bytes, size)
+            for at in range(run, run + part * self._num_parts, part)
+        ]
 
     def _copy(
         self, rows: Tensor, sources: Sequence[int], into: Tensor, targets: Sequence[int]
@@ -73,8 +100,7 @@ class HostPages:
                 into[target : target + count].copy_(part, non_blocking=True)
 
     def _digests(self, page_ids: Sequence[int]) -> DigestJob:
-        groups = self._memory.layout.groups
-        return self._digester.begin(page_ids, groups, _SEED)
+        return self._digester.begin(page_ids, self.layout.groups, _SEED)
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:

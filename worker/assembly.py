@@ -125,7 +125,8 @@ def assemble(
         model = load_shard(config, device, place, pulse)
         if ranks is not None:
             ranks.wait_for("loaded", config.startup_timeout_s)
-        part = make_part(config, role, pulse, model, ranks)
+        host_fd = None if ranks is None else ranks.host_fd
+        part = make_part(config, role, pulse, model, ranks, host_fd)
         layout = part.memory.layout
         agreed = fingerprint(layout, _facts_of(config, directory, model))
         if ranks is not None and connects:
@@ -174,12 +175,7 @@ def _tiers(
     stores: list[UnitStore] = []
     directory = config.kv_offloading_dir
     if directory is not None or config.kv_pool is not None:
-        # Other kernels compute other bits.
-        device = part.model.device
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        kernels = config.attention, config.batch_invariant, gpu
-        facts = agreed, part.memory.layout, part.model.config.block_size, kernels
-        name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        name = _content_of(config, part, agreed)
         if directory is not None:
             try:
                 stores.append(UnitFiles(directory / name, int(config.kv_offloading_dir_size * GIB)))
@@ -200,6 +196,20 @@ def _tiers(
     )
     tiers.await_stores(_OPEN_S)  # first requests would compute what these have
     return tiers
+
+
+def _content_of(config: WorkerConfig, part: RankPart, agreed: Fingerprint) -> str:
+    """Name of all on which the bytes of a leader's units depend, beside their keys. The number of
+    ranks only changes their rounding, which matters if equal bits are promised."""
+    # Other kernels compute other bits.
+    device = part.model.device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    kernels = config.attention, config.batch_invariant, gpu
+    is_cut = config.batch_invariant and config.num_ranks > 1
+    cut = (config.num_ranks, config.expert_parallel) if is_cut else ()
+    layout = replace(part.memory.layout, degree=1)
+    facts = agreed, layout, part.model.config.block_size, kernels, *cut
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 def _unit_tokens(config: WorkerConfig, page_size: int, model: Transformer) -> int:

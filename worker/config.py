@@ -141,6 +141,12 @@ class WorkerConfig(EngineSettings):
                 text = f"no {flag_of(other)}" if not accepted else f"{flag_of(other)} {accepted}"
                 raise ValueError(f"{name}: expected {text} with it, got {found}")
 
+    def _check_without(self, name: str, *others: str) -> None:
+        """Refuses settings that are not built with this one."""
+        for other in others:
+            if getattr(self, other):
+                raise ValueError(f"{name}: expected no {flag_of(other)} with it")
+
     @property
     def num_replicas(self) -> int:
         """Ranks that compute requests of their own."""
@@ -228,9 +234,7 @@ class PrefillConfig(WorkerConfig):
                     f"{name}: expected {flag_of(other)} {accepted} with it, because the other "
                     f"attends to no keys of other devices, got {found}"
                 )
-        for other in ("batch_invariant", "kv_offloading_dir", "kv_pool"):
-            if getattr(self, other):
-                raise ValueError(f"{name}: expected no {flag_of(other)} with it")
+        self._check_without(name, "batch_invariant", "kv_offloading_dir", "kv_pool")
 
     @property
     def context_degree(self) -> int:
@@ -302,6 +306,7 @@ class DecodeConfig(WorkerConfig):
             )
         if degree == 1:
             return
+        self._check_without(f"{name} {degree}", "kv_offloading_dir", "kv_pool")
         if self.attention == "flex":
             raise ValueError(
                 f"{name} {degree}: expected --attention triton with it, because flex returns no "

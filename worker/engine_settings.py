@@ -146,10 +146,10 @@ class EngineSettings(ModelSettings):
                     f"{flag_of(name)}: expected --kv-offloading-size with it, because KV goes "
                     "there through host memory"
                 )
-            if self.tensor_parallel_size > 1:
+            if self.nnodes > 1:
                 raise ValueError(
-                    f"{flag_of(name)}: expected --tensor-parallel-size 1 with it, "
-                    f"got {self.tensor_parallel_size}"
+                    f"{flag_of(name)}: expected --nnodes 1 with it, because ranks share that "
+                    f"memory, got {self.nnodes}"
                 )
         if self.kv_offloading_dir is not None and not self.kv_offloading_dir_size:
             raise ValueError("--kv-offloading-dir-size: expected more than 0 GiB, got 0")

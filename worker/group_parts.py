@@ -183,12 +183,12 @@ class GroupMemory(PageMemory):
 
 class GroupHost:
     """The leader's host memory; slots of the same numbers on the other ranks have the rest of each
-    page.
+    page. If it is shared, each rank copies its heads, and stores get whole pages from the leader.
     """
 
     def __init__(self, own: HostPages, ranks: Ranks) -> None:
         self.num_slots = own.num_slots
-        self.page_bytes = own.page_bytes * ranks.size
+        self.page_bytes = own.page_bytes * (1 if own.is_shared else ranks.size)
         self._own = own
         self._ranks = ranks
         self._number = 0  # of the next copy
@@ -202,14 +202,14 @@ class GroupHost:
         return self._move(page_ids, slots, loads=True)
 
     def views(self, slots: Sequence[int]) -> list[memoryview]:
-        """Only files need them, which workers of several ranks do not have."""
-        raise NotImplementedError
+        """As of `HostPages`; it is shared if there are stores."""
+        return self._own.views(slots)
 
     def _move(self, page_ids: Sequence[int], slots: Sequence[int], *, loads: bool) -> DigestJob:
         number, self._number = self._number, self._number + 1
         self._ranks.send(MovePages(number, tuple(page_ids), tuple(slots), loads))
         own = self._own.load(slots, page_ids) if loads else self._own.save(page_ids, slots)
-        return _GroupCopy(own, self._ranks, number)
+        return _GroupCopy(own, self._ranks, number, self._own.layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +217,21 @@ class _GroupCopy:
     own: DigestJob
     ranks: Ranks
     number: int
+    layout: KVLayout
 
     def poll(self) -> PieceDigests | None:
-        """[pages, pieces of all ranks]."""
+        """[pages, pieces] in the order of one rank's pages, whatever the number of ranks. Pieces of
+        which ranks have different bytes are wrong."""
         own = self.own.poll()
         others = None if own is None else self.ranks.moved(self.number)
         if own is None or others is None:
             return None
-        rows = [np.frombuffer(one, np.int64).reshape(len(own), -1) for one in others]
-        return np.hstack([own, *rows])
+        rows = np.stack([own, *(np.frombuffer(one, np.int64).reshape(own.shape) for one in others)])
+        ranks, groups = (self.layout.copies, self.layout.context_degree), len(self.layout.groups)
+        found = rows.reshape(-1, *ranks, len(own), groups, own.shape[1] // groups)
+        first = found[:, 0]
+        agreed = np.where((found == first[:, None]).all(1), first, ~first)
+        return agreed.transpose(2, 1, 3, 0, 4).reshape(len(own), -1)
 
 
 class GroupConnector:

@@ -71,6 +71,7 @@ class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     leader_pid: int  # of the process that starts it
     alive_fd: int | None  # the engine's listening socket, which the rank keeps open as well
+    host_fd: int | None = None  # memory for kept KV that the ranks of this host may share
     config: msgspec.Raw
 
 

@@ -250,7 +250,7 @@ def bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
 
 def spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
     """Starts a rank's process. Raises OSError."""
-    kept = () if orders.alive_fd is None else (orders.alive_fd,)
+    kept = tuple(fd for fd in (orders.alive_fd, orders.host_fd) if fd is not None)
     process = subprocess.Popen(
         (sys.executable, "-P", "-m", "effuse.worker", f"effuse.{orders.role}_worker.rank"),
         stdin=subprocess.PIPE,

@@ -92,11 +92,12 @@ def make_part(
     pulse: Pulse,
     model: Transformer,
     ranks: Ranks | None = None,
+    host_fd: int | None = None,
 ) -> RankPart:
     """Pages and a runner for a model, and a first forward; all ranks call it together.
 
     Only a leader has `ranks`. Raises ValueError for a config that leaves no room for pages. A
-    replica's pages are its own.
+    replica's pages are its own. `host_fd` is of the memory for kept KV that ranks may share.
     """
     max_model_len = _max_model_len(config, model)
     if model.prompts is not None:
@@ -125,17 +126,21 @@ def make_part(
         runner=runner,
         queued=queued,
         max_model_len=max_model_len,
-        host=_host_pages(config, model.config, memory),
+        host=_host_pages(config, model.config, memory, host_fd),
     )
 
 
-def _host_pages(config: WorkerConfig, model: ModelConfig, memory: PageMemory) -> HostPages | None:
-    """This rank's share of the host memory for kept KV. Raises ValueError if it holds no unit, or
-    if the machine refuses it."""
-    size = config.kv_offloading_size
+def _host_pages(
+    config: WorkerConfig, model: ModelConfig, memory: PageMemory, descriptor: int | None
+) -> HostPages | None:
+    """This rank's share of the host memory for kept KV, which ranks with stores have in common.
+    Raises ValueError if it holds no unit, or if the machine refuses it."""
+    size, has_ranks = config.kv_offloading_size, config.num_ranks > 1
     if not size:
         return None
-    num_slots = int(size * GIB) // (memory.page_bytes * config.num_ranks)
+    is_shared = config.kv_pool is not None or (has_ranks and config.kv_offloading_dir is not None)
+    all_bytes = memory.layout.span_bytes if is_shared else memory.page_bytes * config.num_ranks
+    num_slots = int(size * GIB) // all_bytes
     span = memory.layout.span
     is_causal = model.prompt_attention == "causal_blocks"
     least = math.lcm(span, model.block_size) // span if is_causal else 1  # pages of a unit
@@ -145,7 +150,7 @@ def _host_pages(config: WorkerConfig, model: ModelConfig, memory: PageMemory) ->
             f"on each device, got {size:g} GiB"
         )
     try:
-        return HostPages(memory, num_slots, is_shared=config.kv_pool is not None)
+        return HostPages(memory, num_slots, is_shared=is_shared, descriptor=descriptor)
     except OSError as error:
         raise ValueError(f"--kv-offloading-size {size:g}: {error}") from error
 

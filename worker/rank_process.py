@@ -375,7 +375,7 @@ def _start(
     pulse = RankPulse(lambda _: None)
     model = load_shard(config, device, place, pulse)
     leader.answer(Reached("loaded"))
-    part = make_part(config, orders.role, pulse, model)
+    part = make_part(config, orders.role, pulse, model, host_fd=orders.host_fd)
 
     def open_connector(fingerprint: Fingerprint) -> Connector:
         if orders.leader is not None and orders.rank % config.ranks_per_node == 0:

@@ -98,6 +98,7 @@ class Ranks:
         self.home = make_home()
         self.group: Group = ALONE  # once it is joined
         self.event_signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.host_fd = os.memfd_create("effuse-units")  # empty until the ranks map it, if ever
         self._on_broken = on_broken
         self._digests = Digests()
         self._context = zmq.Context()
@@ -137,8 +138,7 @@ class Ranks:
         start, and GroupBroken if one has ended or takes longer."""
 
         def is_there() -> bool:
-            known = self._others.values()
-            return self._refusal is not None or all(stage in one.stages for one in known)
+            return bool(self._refusal) or all(stage in one.stages for one in self._others.values())
 
         self._await(is_there, timeout_s, f"a rank was not {stage} after {timeout_s:g} s")
         if self._refusal is not None:
@@ -217,8 +217,7 @@ class Ranks:
         GroupBroken."""
 
         def are_there() -> bool:
-            done = [one for one in self._computed.values() if one.number == number]
-            return len(done) == len(self._others)
+            return sum(one.number == number for one in self._computed.values()) == self.size - 1
 
         self._await(are_there, _CONFIRM_S, f"a replica has computed nothing for {_CONFIRM_S:g} s")
         return [self._computed[rank].results for rank in self._others]
@@ -229,8 +228,7 @@ class Ranks:
         self.check()
         if len(self._moved.get(number, ())) < len(self._others):
             return None
-        found = self._moved.pop(number)
-        return [found[rank] for rank in self._others]
+        return [digests for _, digests in sorted(self._moved.pop(number).items())]
 
     def events(self, rank: int) -> Sequence[ConnectorEvent]:
         """Events of a rank's connector since the last call. It clears the signal of all ranks, so a
@@ -256,7 +254,8 @@ class Ranks:
         self.group.close()
         os.eventfd_write(self._stop, 1)
         self._watcher.join()
-        os.close(self._stop)
+        for descriptor in (self._stop, self.host_fd):
+            os.close(descriptor)
         if self._nodes is not None:
             self._nodes.close()
         for socket in (self._answers, *(one.commands for one in self._others.values())):
@@ -275,6 +274,7 @@ class Ranks:
             incarnation=incarnation,
             leader_pid=os.getpid(),
             alive_fd=kept_open[0] if kept_open else None,
+            host_fd=self.host_fd,
             config=msgspec.Raw(to_json(config)),
         )
         return _Rank(bound(self._context, zmq.PAIR, commands_path(self.home, rank)), spawn(orders))

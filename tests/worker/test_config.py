@@ -53,13 +53,12 @@ NAN = float("nan")
             {"kv_offloading_size": 1.0, "enable_prefix_caching": False},
             "--kv-offloading-size: expected --enable-prefix-caching with it",
         ),
-        (
-            {
-                "kv_offloading_size": 1.0,
-                "kv_offloading_dir": Path("/tmp"),
-                "tensor_parallel_size": 2,
-            },
-            "--kv-offloading-dir: expected --tensor-parallel-size 1 with it, got 2",
+        *(
+            (
+                {"kv_offloading_size": 1.0, "nnodes": 2, "tensor_parallel_size": 2, **store},
+                "--kv-.*: expected --nnodes 1 with it, because ranks share .* memory, got 2",
+            )
+            for store in ({"kv_offloading_dir": Path("/tmp")}, {"kv_pool": "lmcache://[::1]:1/a"})
         ),
         ({"kv_pool": "mooncake://localhost:1"}, "--kv-pool: expected --kv-offloading-size with it"),
         *(
@@ -79,14 +78,6 @@ NAN = float("nan")
         (
             {"kv_offloading_size": 1.0, "kv_pool": "mooncake://10.0.0.1:1/a"},
             "--kv-pool: .*plain text.*--allow-plaintext pages",
-        ),
-        (
-            {
-                "kv_offloading_size": 1.0,
-                "kv_pool": "mooncake://localhost:1/a",
-                "tensor_parallel_size": 2,
-            },
-            "--kv-pool: expected --tensor-parallel-size 1 with it, got 2",
         ),
         ({"drain_s": -1.0}, "--drain-s: expected seconds above 0, got -1"),
         ({"hang_timeout_s": float("inf")}, "--hang-timeout-s: expected seconds above 0, got inf"),
@@ -143,6 +134,13 @@ def test_roles_check_their_own() -> None:
         (
             {"tensor_parallel_size": 2, "cp_kv_cache_interleave_size": 1},
             "--cp-kv-cache-interleave-size: expected --page-size 16, because .*, got 1",
+        ),
+        *(
+            (
+                {"tensor_parallel_size": 2, "kv_offloading_size": 1.0, **store},
+                "--decode-context-parallel-size 2: expected no --kv-(pool|off.*-dir) with it",
+            )
+            for store in ({"kv_offloading_dir": Path("/tmp")}, {"kv_pool": "lmcache://[::1]:1/a"})
         ),
     ],
 )
