@@ -69,8 +69,8 @@ def _flags(name: str, files: TlsFiles) -> tuple[str, ...]:
 async def _alternate(plain: str, sealed: str, files: TlsFiles) -> tuple[list[float], list[float]]:
     times: tuple[list[float], list[float]] = ([], [])
     async with (
-        Credentials().aio_channel(plain, ()) as one,
-        Credentials(tls=files).aio_channel(sealed, ()) as other,
+        Credentials().aio_opener(plain, ())() as one,
+        Credentials(tls=files).aio_opener(sealed, ())() as other,
     ):
         asks = [_ask(channel, into) for channel, into in zip((one, other), times, strict=True)]
         for pair in range(WARM_UP + PAIRS):

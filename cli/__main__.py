@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 from effuse.cli.streams import settle
 from effuse.config.extras import lacking
-from effuse.config.flags import did_you_mean
+from effuse.config.flags import CommandError, did_you_mean
 
 COMMANDS = {
     "up": ("up", "start a fleet on this machine"),
@@ -38,7 +38,7 @@ class Command(Protocol):
     """The functions of a sub-command's module."""
 
     def main(self, argv: Sequence[str]) -> int:
-        """Run it; returns the exit status."""
+        """Run it; returns the exit status. Raises CommandError and OSError."""
 
     def make_parser(self) -> argparse.ArgumentParser:
         """Its flags."""
@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{name}: {line}", file=sys.stderr)
         return 1
+    except CommandError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe, like `head`

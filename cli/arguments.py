@@ -8,7 +8,8 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -16,13 +17,14 @@ from typing import Any, Final, TypeVar
 import grpc
 import grpc.aio
 
+from effuse.client.answer import StreamBroken
 from effuse.client.client import Client
 from effuse.client.credentials import GRPC_SCHEME, Credentials, read_target, read_token
 from effuse.client.params import NAMES, NUMBERS, Params
 from effuse.client.retries import DEFAULT_TARGET
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.decoding import BIAS, Bounds
-from effuse.config.flags import add_switch, flag_of, make_parser
+from effuse.config.flags import CommandError, add_switch, flag_of, make_parser
 from effuse.placement.records import check_name
 from effuse.protos.errors import EffuseError, from_rpc_error
 from effuse.protos.tls import TlsFiles
@@ -235,6 +237,17 @@ def params_from(parser: argparse.ArgumentParser, found: argparse.Namespace) -> P
         return Params(**{**given, "logit_bias": dict(found.logit_bias)})
     except ValueError as error:
         parser.error(str(error))
+
+
+@contextmanager
+def calling(target: str) -> Iterator[None]:
+    """Turns the failure of a call to the router at `target` into a CommandError."""
+    try:
+        yield
+    except (EffuseError, grpc.aio.AioRpcError) as error:
+        raise CommandError(explain(error, target)) from error
+    except StreamBroken as error:
+        raise CommandError(str(error)) from error
 
 
 def client_of(target: str, credentials: Credentials, timeout_s: float) -> Client:

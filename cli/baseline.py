@@ -17,10 +17,11 @@ import torch
 
 from effuse.cli.dataset import fits
 from effuse.cli.figures import Sample
-from effuse.cli.load import BenchError, Tally
+from effuse.cli.load import Tally
 from effuse.client.answer import Answer
 from effuse.client.params import Params
 from effuse.config.decoding import Algorithm, DecodeSettings
+from effuse.config.flags import CommandError
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
 from effuse.models.preflight import check_checkpoint
@@ -156,7 +157,7 @@ def _answer(
             default_algorithm=algorithm,
         )
     except (ValueError, RuntimeError) as error:  # such as one too large for the device
-        raise BenchError(str(error)) from error
+        raise CommandError(str(error)) from error
     with llm:
         taken = rivals.begin(tally)
         llm.generate(

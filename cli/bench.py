@@ -27,10 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from effuse.cli import figures
 from effuse.cli.arguments import client_of, explain
-from effuse.cli.dataset import DatasetError, fits, grader, too_long
+from effuse.cli.dataset import fits, grader, too_long
 from effuse.cli.figures import Run
 from effuse.cli.load import (
-    BenchError,
     BenchJob,
     Tally,
     Traffic,
@@ -42,6 +41,7 @@ from effuse.cli.load import (
 from effuse.cli.sandbox import works
 from effuse.client.client import Client
 from effuse.client.params import Params
+from effuse.config.flags import BadInput, CommandError
 from effuse.protos.errors import EffuseError, InvalidRequest
 from effuse.v1 import model_pb2
 
@@ -142,16 +142,10 @@ Way = Callable[[Tally], None]
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 1 if a request or a row failed or a file could not be written, and
     130 if the user interrupted it."""
-    try:
-        job = parse(argv)
-        rivals = load_rivals(job) if job.baseline else None
-        if job.scorer == "humaneval" and not works():
-            raise BenchError(
-                "--scorer humaneval: a sandboxed Python program cannot run on this machine"
-            )
-    except (DatasetError, BenchError) as error:
-        print(f"effuse bench: {error}", file=sys.stderr)
-        return 2
+    job = parse(argv)
+    rivals = load_rivals(job) if job.baseline else None
+    if job.scorer == "humaneval" and not works():
+        raise BadInput("--scorer humaneval: a sandboxed Python program cannot run on this machine")
     bench = Bench(job, rivals)
     try:
         bench.run()
@@ -226,7 +220,7 @@ class Bench:
         try:
             with progress:
                 way(tally)
-        except (BenchError, EffuseError) as error:
+        except (CommandError, EffuseError) as error:
             print(f"effuse bench: {name}: {error}", file=sys.stderr)
             self.status = 1
         finally:
@@ -277,7 +271,7 @@ def send(job: BenchJob, rate: float | None, tally: Tally) -> None:
 
 
 def load_rivals(job: BenchJob) -> "Rivals":
-    """The checked checkpoint of the baselines. Raises BenchError."""
+    """The checked checkpoint of the baselines. Raises BadInput."""
     # These import torch, so only if needed.
     from effuse.cli import baseline, d2f_repo
     from effuse.models.config_keys import CheckpointError
@@ -289,7 +283,7 @@ def load_rivals(job: BenchJob) -> "Rivals":
         if job.d2f_repo is not None:
             d2f_repo.check(job.d2f_repo, rivals)
     except (CheckpointError, TokenizerError) as error:
-        raise BenchError(str(error)) from error
+        raise BadInput(str(error)) from error
     return rivals
 
 

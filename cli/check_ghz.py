@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from effuse.cli.arguments import command, file, number, seconds, whole
+from effuse.config.flags import BadInput
 
 _NS = 1e-9
 PERCENTILES = (50, 90, 95, 99)  # of those that ghz reports by default
@@ -49,18 +50,10 @@ class GhzReport(msgspec.Struct, frozen=True, rename="camel"):
         return ", ".join([f"{self.count} calls, {self.rps:.1f} a second", *latencies])
 
 
-class ReportError(Exception):
-    """The file is not a report of ghz."""
-
-
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0 if the report is good, 1 if it is not, 2 if it is not a report."""
+    """Run the command: 0 if the report is good, 1 if it is not. Raises BadInput if it is none."""
     limits = make_parser().parse_args(argv)
-    try:
-        report = read(limits.report)
-    except ReportError as error:
-        print(f"effuse check-ghz: {error}", file=sys.stderr)
-        return 2
+    report = read(limits.report)
     print(report.line())
     wrong = faults(report, limits)
     for fault in wrong:
@@ -84,13 +77,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read(path: Path) -> GhzReport:
-    """The report in a file. Raises ReportError."""
+    """The report in a file. Raises BadInput."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=GhzReport)
     except OSError as error:
-        raise ReportError(f"{path}: {error.strerror}") from error
+        raise BadInput(f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path}: expected a ghz report in JSON: {error}") from error
+        raise BadInput(f"{path}: expected a ghz report in JSON: {error}") from error
 
 
 def faults(report: GhzReport, limits: argparse.Namespace) -> list[str]:

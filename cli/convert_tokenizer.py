@@ -8,7 +8,6 @@ runs code from a checkpoint: a release with its own tokenizer class must name a 
 import argparse
 import json
 import logging
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from effuse.cli.arguments import command, directory
+from effuse.config.flags import CommandError
 
 _SAMPLE = "Tom has 3 boxes.\n\tHe adds 12, doesn't he? \u00e9\u4e2d\U0001f600"
 
@@ -24,17 +24,9 @@ _SAME: Final = {"DreamTokenizer": "Qwen2Tokenizer"}
 """Classes in checkpoints' code, with transformers' classes that read the same files."""
 
 
-class ConversionError(Exception):
-    """The checkpoint's tokenizer cannot be written as tokenizer.json."""
-
-
 def main(argv: Sequence[str]) -> int:
     found = make_parser().parse_args(argv)
-    try:
-        print(f"wrote {convert(found.checkpoint, found.tokenizer_class)}")
-    except ConversionError as error:
-        print(f"effuse convert-tokenizer: {error}", file=sys.stderr)
-        return 1
+    print(f"wrote {convert(found.checkpoint, found.tokenizer_class)}")
     return 0
 
 
@@ -51,16 +43,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def convert(checkpoint: Path, class_name: str | None) -> Path:
-    """Write the file; returns its path. Raises ConversionError; never replaces an existing file."""
+    """Write the file; returns its path. Raises CommandError; never replaces an existing file."""
     path = checkpoint / "tokenizer.json"
     if path.exists():
-        raise ConversionError(f"{path} exists already")
+        raise CommandError(f"{path} exists already")
     stated = _stated_class(checkpoint)
     backend = _read(_find_reader(class_name or _SAME.get(stated, "AutoTokenizer")), checkpoint)
     try:
         _write(backend, path)
     except Exception as error:
-        raise ConversionError(f"{path} cannot be written: {error}") from error
+        raise CommandError(f"{path} cannot be written: {error}") from error
     return path
 
 
@@ -77,14 +69,14 @@ def _find_reader(name: str) -> Any:
     try:
         import transformers  # a worker's dependency, and slow to import
     except ImportError as error:
-        raise ConversionError(
+        raise CommandError(
             f"transformers is needed; it is installed with the extra `worker`: {error}"
         ) from error
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about unknown models
     reader = getattr(transformers, name, None)
     tokenizers = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
     if not (isinstance(reader, type) and issubclass(reader, tokenizers)):
-        raise ConversionError(f"expected a tokenizer class of transformers, got {name!r}")
+        raise CommandError(f"expected a tokenizer class of transformers, got {name!r}")
     return reader
 
 
@@ -100,12 +92,12 @@ def _read(reader: Any, checkpoint: Path) -> Any:
         if "trust_remote_code" in why:
             stated = _stated_class(checkpoint)
             why = f"its class {stated!r} is code from the checkpoint, which effuse never runs"
-        raise ConversionError(
+        raise CommandError(
             f"{reader.__name__} cannot read {checkpoint}: {why}; --tokenizer-class names a class "
             "of transformers that reads such files, such as Qwen2Tokenizer"
         ) from error
     if not getattr(read, "is_fast", False):
-        raise ConversionError(f"transformers cannot write {type(read).__name__} as tokenizer.json")
+        raise CommandError(f"transformers cannot write {type(read).__name__} as tokenizer.json")
     return read.backend_tokenizer
 
 

@@ -21,9 +21,10 @@ from typing import Any, Final
 
 from effuse.cli.baseline import Rivals
 from effuse.cli.figures import Sample
-from effuse.cli.load import BenchError, Tally
+from effuse.cli.load import Tally
 from effuse.cli.process import KILLED_S, kill_group, last_lines
 from effuse.cli.sandbox import hidden_environment
+from effuse.config.flags import BadInput, CommandError
 
 _CHILD: Final = Path(__file__).with_name("d2f_child.py")
 _MODULES: Final = {"dream": "eval_dream", "llada": "eval_llada"}  # by the family's architecture
@@ -32,22 +33,20 @@ _PIECE = 1 << 16
 
 
 def check(repo: Path, rivals: Rivals) -> None:
-    """Raises BenchError if the checkout has no loop for this checkpoint."""
+    """Raises BadInput if the checkout has no loop for this checkpoint."""
     module = _MODULES.get(rivals.config.architecture)
     if module is None:
         known = " or ".join(_MODULES)
-        raise BenchError(
-            f"--d2f-repo: expected a model of {known}, got {rivals.config.architecture}"
-        )
+        raise BadInput(f"--d2f-repo: expected a model of {known}, got {rivals.config.architecture}")
     if rivals.adapter is None:
-        raise BenchError("--d2f-repo: expected --adapter, which the authors' loop loads")
+        raise BadInput("--d2f-repo: expected --adapter, which the authors' loop loads")
     if not (repo / "D2F-eval" / f"{module}.py").is_file():
-        raise BenchError(f"--d2f-repo: expected D2F-eval/{module}.py in {repo}")
+        raise BadInput(f"--d2f-repo: expected D2F-eval/{module}.py in {repo}")
 
 
 def authors_loop(repo: Path, rivals: Rivals, timeout_s: float, tally: Tally) -> None:
     """Answers all prompts with the checkout's loop. `timeout_s` is for loading and for each answer.
-    Raises BenchError; complete answers are in the tally."""
+    Raises CommandError; complete answers are in the tally."""
     with _child(repo, rivals, timeout_s) as lines:
         next(lines)  # the model is loaded
         for _ in rivals.begin(tally):
@@ -122,20 +121,20 @@ def _child(repo: Path, rivals: Rivals, timeout_s: float) -> Iterator[Iterator[di
 def _lines(
     reader: FileIO, child: "subprocess.Popen[bytes]", log: Path, timeout_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Each line of the child, with this time limit. Raises BenchError if none arrives."""
+    """Each line of the child, with this time limit. Raises CommandError if none arrives."""
     buffer = b""
     while True:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in buffer:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([reader], [], [], left)[0]:
-                raise BenchError(f"the D2F checkout wrote nothing for {timeout_s:g} s")
+                raise CommandError(f"the D2F checkout wrote nothing for {timeout_s:g} s")
             piece = reader.read(_PIECE)
             if not piece:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(KILLED_S)
                 last = (last_lines(log, 1) or ["it printed nothing"])[0]
-                raise BenchError(f"the D2F checkout ended with status {child.returncode}: {last}")
+                raise CommandError(f"the D2F checkout ended with status {child.returncode}: {last}")
             buffer += piece
         line, _, buffer = buffer.partition(b"\n")
         yield json.loads(line)

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from effuse.cli.arguments import is_unicode
 from effuse.cli.sandbox import passes
+from effuse.config.flags import BadInput
 
 _SHOWN = 8  # names that a line about many prompts lists
 
@@ -34,10 +35,6 @@ _FENCE: Final = re.compile(
 _BODY_END: Final = re.compile(r"\n(?:class |def |#|@|if |print\(|print |```)")
 
 
-class DatasetError(Exception):
-    """The dataset does not have the expected form."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """One prompt. A field is empty if its line lacks it."""
@@ -50,14 +47,14 @@ class Item:
 
 
 def read_items(path: Path) -> list[Item]:
-    """Every line of the file that is not blank. Raises DatasetError that names the line."""
+    """Every line of the file that is not blank. Raises BadInput that names the line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{path}: expected UTF-8 text: {error}") from error
+        raise BadInput(f"{path}: expected UTF-8 text: {error}") from error
     items = [_item(line, at, path) for at, line in enumerate(lines, start=1) if line.strip()]
     if not items:
-        raise DatasetError(f"{path}: expected one JSON object per line, found none")
+        raise BadInput(f"{path}: expected one JSON object per line, found none")
     return items
 
 
@@ -86,10 +83,10 @@ def _item(line: str, at: int, path: Path) -> Item:
     try:
         entry = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DatasetError(f"{path}:{at}: expected a JSON object, got {line[:40]!r}") from error
+        raise BadInput(f"{path}:{at}: expected a JSON object, got {line[:40]!r}") from error
     fields = entry if isinstance(entry, dict) else {}
     if not _text(fields, "prompt"):
-        raise DatasetError(f'{path}:{at}: expected {{"prompt": "..."}}, got {line[:40]!r}')
+        raise BadInput(f'{path}:{at}: expected {{"prompt": "..."}}, got {line[:40]!r}')
     return Item(
         name=_text(fields, "task_id") or f"line {at}",
         prompt=_text(fields, "prompt"),
@@ -150,11 +147,11 @@ def is_defined(name: str, code: str) -> bool:
 
 
 def check_item(scorer: Scorer | None, item: Item) -> None:
-    """Raises DatasetError if a line lacks a field that a scorer needs."""
+    """Raises BadInput if a line lacks a field that a scorer needs."""
     if scorer == "gsm8k" and last_number(item.answer) is None:
-        raise DatasetError(f'--scorer gsm8k: {item.name}: expected an "answer" with a number')
+        raise BadInput(f'--scorer gsm8k: {item.name}: expected an "answer" with a number')
     if scorer == "humaneval" and not (item.test and item.entry_point.isidentifier()):
-        raise DatasetError(f'--scorer humaneval: {item.name}: expected "test" and "entry_point"')
+        raise BadInput(f'--scorer humaneval: {item.name}: expected "test" and "entry_point"')
 
 
 def grader(scorer: Scorer) -> Grader:

@@ -6,26 +6,22 @@ every answer is right.
 """
 
 import argparse
-import asyncio
 import secrets
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import grpc
 from rich.console import Console
 
-from effuse.cli.arguments import add_router, command, credentials_of, explain, whole
+from effuse.cli.arguments import add_router, calling, client_of, command, credentials_of, whole
 from effuse.cli.commands import FleetConfig
-from effuse.cli.fleet import Fleet, FleetError
-from effuse.cli.generate import ask
+from effuse.cli.fleet import Fleet
+from effuse.cli.generate import follow
 from effuse.cli.process import end_as_by_ctrl_c
 from effuse.cli.watch import watch
-from effuse.client.answer import Answer, Stats, StreamBroken
+from effuse.client.answer import Answer, Stats
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import Problem, check, problem
-from effuse.protos.channels import generation_stub
 from effuse.worker.gpus import gpus_here
 
 _TIMEOUT_S = 60.0
@@ -54,16 +50,8 @@ def main(argv: Sequence[str]) -> int:
     demo = parse(argv)
     console = Console(highlight=False)
     end_as_by_ctrl_c()
-    try:
-        with _fleet(console, demo) as address:
-            right = asyncio.run(solve(console, address, demo))
-    except (FleetError, StreamBroken, OSError) as error:
-        print(f"effuse demo: {error}", file=sys.stderr)
-        return 1
-    except grpc.aio.AioRpcError as error:
-        asked = demo.target or "the fleet of the demo"
-        print(f"effuse demo: {explain(error, asked)}", file=sys.stderr)
-        return 1
+    with calling(demo.target or "the fleet of the demo"), _fleet(console, demo) as address:
+        right = solve(console, address, demo)
     console.print(f"\n{right} of {demo.problems} answers are right.", style="bold")
     if right < demo.problems:
         console.print(explain_errors(demo.problems - right, demo.seed), markup=False)
@@ -118,19 +106,18 @@ def fleet_of(demo: Demo) -> FleetConfig:
     )
 
 
-async def solve(console: Console, address: str, demo: Demo) -> int:
+def solve(console: Console, address: str, demo: Demo) -> int:
     """Send the problems one after another; returns the number of right answers."""
     right = 0
-    async with demo.credentials.aio_channel(address, ()) as channel:
-        stub = generation_stub(channel)
+    with client_of(address, demo.credentials, _TIMEOUT_S) as client:
         for index in range(demo.problems):
             drawn = problem(demo.seed, index, "held_out")
             console.print(f"\nProblem {index + 1} (seed {demo.seed})", style="bold blue")
             console.print(drawn.prompt, markup=False)
             request = make_request(drawn.prompt, _WATCHED, drafts=True)
             with watch(console) as show:
-                answer = await ask(stub, request, timeout_s=_TIMEOUT_S, on_event=show)
-            own = await ask(stub, make_request(drawn.prompt, _OWN), timeout_s=_TIMEOUT_S)
+                answer = follow(client.stream_of(request), show)
+            own = client.generate(drawn.prompt, _OWN)
             right += _judge(console, drawn, answer, own)
     return right
 

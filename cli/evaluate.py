@@ -7,7 +7,6 @@ everything before the line with the final answer; its forwards are those until a
 
 import argparse
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from rich.progress import Progress
 from effuse.cli.arguments import command, directory, whole
 from effuse.client.answer import Answer
 from effuse.client.params import Params
+from effuse.config.flags import BadInput
 from effuse.problems.problem import ANSWER_PREFIX, Problem, check, problem
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.worker.engine_settings import Dtype
@@ -61,8 +61,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = Tokenizer.load(job.model)
         llm = LLM(job.model, dtype=job.dtype, max_num_seqs=job.batch)
     except (ValueError, TokenizerError) as error:
-        print(f"effuse eval: {error}", file=sys.stderr)
-        return 2
+        raise BadInput(str(error)) from error
     problems = [problem(job.seed, index, "held_out") for index in range(job.count)]
     prompts = [each.prompt for each in problems]
     rows = []

@@ -30,6 +30,7 @@ from effuse.cli.gpus import VARIABLE
 from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
+from effuse.config.flags import CommandError
 from effuse.placement.access import Silence
 
 LOG: Final = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ _REDIS_S = 20.0  # time limit for Redis to answer
 _QUIET = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
-class FleetError(Exception):
+class FleetError(CommandError):
     """The fleet could not start, or one of its processes ended unexpectedly.
 
     `why` is the reason; the text also has the end of the failed process's log.

@@ -2,28 +2,25 @@
 
 Text goes to standard output as soon as it is final; other answers to a prompt follow the first. If
 there are several answers, each has a heading; `--json` prints one object per line, for programs.
-Figures and errors go to standard error. The demo and `bench` also use `ask`.
+Figures and errors go to standard error.
 """
 
 import argparse
-import asyncio
 import json
 import select
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import (
     add_knobs,
     add_router,
+    calling,
+    client_of,
     command,
     credentials_of,
-    explain,
     file,
     params_from,
     seconds,
@@ -32,17 +29,15 @@ from effuse.cli.arguments import (
 )
 from effuse.cli.streams import read_standard_input, read_text
 from effuse.cli.watch import watch
-from effuse.client.answer import Answer, Event, Gathering, StreamBroken
+from effuse.client.answer import Answer, Event
 from effuse.client.chat import Chat, to_json
+from effuse.client.client import Client
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, Prompt, make_request
+from effuse.client.streams import Stream
 from effuse.config.decoding import SettingError
-from effuse.protos.channels import fields_of, generation_stub
-from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
-from effuse.v1 import generation_pb2
-
-if TYPE_CHECKING:
-    from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+from effuse.config.flags import CommandError
+from effuse.protos.channels import fields_of
 
 _LOOK_S = 0.2  # seconds between checks for Ctrl-C while a chat waits
 _TOLD = (
@@ -69,17 +64,8 @@ class GenerateJob(argparse.Namespace):
 
 def main(argv: Sequence[str]) -> int:
     job = parse(argv)
-    try:
-        asyncio.run(run(job))
-    except (grpc.aio.AioRpcError, StreamBroken) as error:
-        _report(error, job.target)
-        return 1
+    run(job)
     return 0
-
-
-def _report(error: grpc.aio.AioRpcError | StreamBroken, target: str) -> None:
-    told = explain(error, target) if isinstance(error, grpc.aio.AioRpcError) else str(error)
-    print(f"effuse generate: {told}", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -167,23 +153,23 @@ def _prompts(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list
         parser.error(str(error))
 
 
-async def run(job: GenerateJob) -> None:
-    options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
-    async with job.credentials.aio_channel(job.target, options) as channel:
-        stub = generation_stub(channel)
+def run(job: GenerateJob) -> None:
+    """Prints every answer. Raises CommandError."""
+    with client_of(job.target, job.credentials, job.timeout) as client:
         if job.begun is None:
             for at, prompt in enumerate(job.prompts):
-                await _show_answer(stub, job, prompt, at)
+                _show_answer(client, job, prompt, at)
             return
         chat = job.begun
         for at, said in enumerate(_turns(job.prompts)):
             asked = chat.user(said)
             try:
-                answer = await _show_answer(stub, job, asked, at)
-            except (grpc.aio.AioRpcError, StreamBroken) as error:
+                answer = _show_answer(client, job, asked, at)
+            except CommandError as error:
                 if not sys.stdin.isatty():
                     raise
-                _report(error, job.target)  # the user may try again; earlier turns stay
+                # The user may try again; earlier turns stay.
+                print(f"effuse generate: {error}", file=sys.stderr)
             else:
                 chat = asked.assistant(answer.text)
 
@@ -202,23 +188,16 @@ def _turns(first: Iterable[Prompt]) -> Iterator[str]:
 
 
 def _read_line() -> bytes:
-    """Blocks the loop, in which nothing else has to run. Empty at the end."""
-    # asyncio's handler would cancel the task at its next await, which a read is not.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-            # A thread of gRPC may receive the signal, and a read would not notice it.
-            while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-                pass
-        return sys.stdin.buffer.readline()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    """Empty at the end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+        # A thread of gRPC may receive Ctrl-C, and a read would not notice it.
+        while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+            pass
+    return sys.stdin.buffer.readline()
 
 
-async def _show_answer(
-    stub: "GenerationServiceAsyncStub", job: GenerateJob, prompt: Prompt, at: int
-) -> Answer:
+def _show_answer(client: Client, job: GenerateJob, prompt: Prompt, at: int) -> Answer:
     """Prints the answers to the prompt with index `at` of the job, or to a turn of its chat."""
     wants_ids = job.params.logprobs is not None
     request = make_request(
@@ -230,11 +209,11 @@ async def _show_answer(
         prompt_progress=job.watch,
     )
     names = answer_names(1 if job.chat else len(job.prompts), job.params.n or 1, at)
+    with calling(job.target):
+        stream = client.stream_of(request)
+        answer = stream.answer if job.json else _print_answers(stream, job, names)
     if job.json:
-        answer = await ask(stub, request, timeout_s=job.timeout)
         print("\n".join(json_lines(answer, at)), flush=True)
-    else:
-        answer = await _print_answers(stub, job, request, names)
     for name, one in zip(names, answer.answers, strict=False):
         for line in logprob_lines(one):
             print(line, file=sys.stderr)
@@ -244,20 +223,14 @@ async def _show_answer(
     return answer
 
 
-async def _print_answers(
-    stub: "GenerationServiceAsyncStub",
-    job: GenerateJob,
-    request: generation_pb2.GenerateRequest,
-    names: Sequence[str],
-) -> Answer:
+def _print_answers(stream: Stream, job: GenerateJob, names: Sequence[str]) -> Answer:
     """Prints the first answer while it grows, then the others, each under its name."""
     _print_heading(names[0])
     if job.watch:
         with watch(Console(), indent=0) as show:
-            answer = await ask(stub, request, timeout_s=job.timeout, on_event=_of_first(show))
+            answer = follow(stream, show)
     else:
-        show_text = _of_first(_print_text)
-        answer = await ask(stub, request, timeout_s=job.timeout, on_event=show_text)
+        answer = follow(stream, _print_text)
         print()
     for name, other in zip(names[1:], answer.others, strict=False):
         _print_heading(name)
@@ -288,33 +261,13 @@ def json_lines(answer: Answer, at: int) -> list[str]:
     return lines
 
 
-def _ignore(_: Event) -> None:
-    return
-
-
-async def ask(
-    stub: "GenerationServiceAsyncStub",
-    request: generation_pb2.GenerateRequest,
-    *,
-    timeout_s: float,
-    on_event: Callable[[Event], None] = _ignore,
-) -> Answer:
-    """Send `request` and collect its answer; `on_event` gets every event as it arrives.
-
-    Raises grpc.aio.AioRpcError with the server's status, and StreamBroken.
-    """
-    gathering = Gathering()
-    async for event in stub.GenerateStream(
-        generation_pb2.GenerateStreamRequest(request=request), timeout=timeout_s
-    ):
-        on_event(event)
-        gathering.take(event)
-    return gathering.answer()
-
-
-def _of_first(show: Callable[[Event], None]) -> Callable[[Event], None]:
-    """Only shows the first answer while it grows, because mixed answers are unreadable."""
-    return lambda event: None if event.answer_index else show(event)
+def follow(stream: Stream, show: Callable[[Event], None]) -> Answer:
+    """The answer; `show` gets every event of the first one as it arrives, because mixed answers are
+    unreadable. Raises EffuseError and StreamBroken."""
+    for event in stream.events():
+        if not event.answer_index:
+            show(event)
+    return stream.answer
 
 
 def _print_text(event: Event) -> None:

@@ -11,15 +11,12 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, get_args
-
-import grpc
+from typing import Final, get_args
 
 from effuse.cli.arguments import (
     add_knobs,
@@ -37,19 +34,15 @@ from effuse.cli.arguments import (
 )
 from effuse.cli.dataset import Item, Scorer, check_item, read_items
 from effuse.cli.figures import Run, Sample, ServiceGoals
-from effuse.cli.generate import ask
-from effuse.client.answer import Event, StreamBroken
+from effuse.client.answer import StreamBroken
+from effuse.client.client import AsyncClient
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.config.extras import lacking
 from effuse.config.flags import add_switch
 from effuse.config.objectives import OBJECTIVES
-from effuse.protos.channels import generation_stub
-from effuse.protos.rpc import FLEET_LIMITS, channel_options
+from effuse.protos.errors import EffuseError
 from effuse.router.tokenizer import bundled_directory
-
-if TYPE_CHECKING:
-    from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 _NOTHING = Credentials()
 
@@ -114,56 +107,47 @@ async def send_in_turn(traffic: Traffic, concurrency: int, tally: Tally) -> None
     """Sends every prompt, `concurrency` at a time: each client waits for its answer."""
     waiting = iter(range(len(traffic.prompts)))
 
-    async def client(stub: "GenerationServiceAsyncStub") -> None:
+    async def ask_in_turn(client: AsyncClient) -> None:
         for at in waiting:
-            tally.add(await _send(stub, traffic, at, time.monotonic()))
+            tally.add(await _send(client, traffic, at, time.monotonic()))
 
-    async with _group(traffic) as (stub, group):
+    async with _client_of(traffic) as client, asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(traffic.prompts))):
-            group.create_task(client(stub))
+            group.create_task(ask_in_turn(client))
 
 
 async def send_as_they_arrive(traffic: Traffic, rate: float, seed: int, tally: Tally) -> None:
     """Sends every prompt when it is due, however many are running."""
 
-    async def one(stub: "GenerationServiceAsyncStub", at: int, due: float) -> None:
-        tally.add(await _send(stub, traffic, at, due))
+    async def one(at: int, due: float) -> None:
+        tally.add(await _send(client, traffic, at, due))
 
-    async with _group(traffic) as (stub, group):
+    async with _client_of(traffic) as client, asyncio.TaskGroup() as group:
         began = time.monotonic()
         times = arrival_times(rate, len(traffic.prompts), seed)
         for at, due in enumerate(times):
             await asyncio.sleep(max(0.0, began + due - time.monotonic()))
-            group.create_task(one(stub, at, began + due))
+            group.create_task(one(at, began + due))
 
 
-@asynccontextmanager
-async def _group(
-    traffic: Traffic,
-) -> AsyncIterator[tuple["GenerationServiceAsyncStub", asyncio.TaskGroup]]:
-    options = channel_options(None, FLEET_LIMITS.max_message_bytes)
-    async with (
-        traffic.credentials.aio_channel(traffic.target, options) as channel,
-        asyncio.TaskGroup() as group,
-    ):
-        yield generation_stub(channel), group
+def _client_of(traffic: Traffic) -> AsyncClient:
+    shown, limit_s = traffic.credentials, traffic.timeout_s
+    return AsyncClient(
+        traffic.target, timeout_s=limit_s, max_attempts=1, tls=shown.tls, token=shown.token
+    )
 
 
-async def _send(
-    stub: "GenerationServiceAsyncStub", traffic: Traffic, at: int, due: float
-) -> Sample | str:
+async def _send(client: AsyncClient, traffic: Traffic, at: int, due: float) -> Sample | str:
     """Sends the prompt with this index, due at this time; records times or failure."""
     commits: list[float] = []
-
-    def note(event: Event) -> None:
-        # those of other answers at the same time, without order
-        if event.HasField("commit") and not event.answer_index:
-            commits.append(time.monotonic())
-
-    request = make_request(traffic.prompts[at], traffic.params)
+    stream = client.stream_of(make_request(traffic.prompts[at], traffic.params))
     try:
-        answer = await ask(stub, request, timeout_s=traffic.timeout_s, on_event=note)
-    except grpc.aio.AioRpcError as error:
+        async for event in stream.events():
+            # those of other answers at the same time, without order
+            if event.HasField("commit") and not event.answer_index:
+                commits.append(time.monotonic())
+        answer = await stream.answer
+    except EffuseError as error:
         return explain(error, traffic.target)
     except StreamBroken as error:
         return str(error)
@@ -181,10 +165,6 @@ async def _send(
 
 def gaps(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(after - before for before, after in pairwise(times))
-
-
-class BenchError(Exception):
-    """The benchmark cannot begin, or one of its rows cannot be measured."""
 
 
 _BASELINE: Final = {"model", "max_tokens", "window", "confidence_threshold", *OBJECTIVES}
@@ -254,7 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> BenchJob:
-    """The job from the flags; exits with status 2 on bad ones. Raises DatasetError."""
+    """The job from the flags; exits with status 2 on bad ones. Raises BadInput."""
     parser = make_parser()
     job: BenchJob = parser.parse_args(argv, BenchJob())
     params = params_from(parser, job)

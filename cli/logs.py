@@ -20,6 +20,7 @@ from typing import Final, TextIO
 from effuse.cli.arguments import command, directory, whole
 from effuse.cli.commands import FleetConfig, new_name
 from effuse.cli.process import LogFollower, last_lines, with_name
+from effuse.config.flags import CommandError
 
 KEPT: Final = 10
 """Ended fleets whose logs stay."""
@@ -29,20 +30,17 @@ _POLL_S = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns 1 if there is no such log."""
+    """Run the command. Raises CommandError if there is no such log."""
     found = make_parser().parse_args(argv)
     where = found.log_dir or latest(logs_home(), found.fleet)
     if where is None:
         fleet = f" {found.fleet!r}" if found.fleet else ""
-        print(f"effuse logs: {logs_home()} has no logs of a fleet{fleet}", file=sys.stderr)
-        return 1
+        raise CommandError(f"{logs_home()} has no logs of a fleet{fleet}")
     names = sorted(log.stem for log in where.glob("*.log"))
     if not (names or found.follow):
-        print(f"effuse logs: {where} has no logs", file=sys.stderr)
-        return 1
+        raise CommandError(f"{where} has no logs")
     if found.process is not None and found.process not in names:
-        print(f"effuse logs: {where} has logs of {', '.join(names)}", file=sys.stderr)
-        return 1
+        raise CommandError(f"{where} has logs of {', '.join(names)}")
     show(where, found.process or "*", found.lines, sys.stdout, follow=found.follow)
     return 0
 

@@ -6,7 +6,6 @@ replace parts of the load and the objectives.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,19 +15,19 @@ from msgspec.structs import replace
 
 from effuse.cli.arguments import (
     add_router,
+    calling,
     client_of,
     command,
     credentials_of,
-    explain,
     file,
     number,
     seconds,
     text,
     whole,
 )
+from effuse.config.flags import CommandError
 from effuse.placement.records import U32
 from effuse.protos.channels import fields_of
-from effuse.protos.errors import EffuseError
 from effuse.router.planner import (
     HEADROOM,
     Objectives,
@@ -60,27 +59,16 @@ class Sheet(Struct, frozen=True):
     lines: tuple[str, ...] = ()
 
 
-class PlanRefused(ValueError):
-    """No plan follows from these inputs."""
-
-
 def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     asked = parser.parse_args(argv)
     shown = credentials_of(parser, asked)
-    try:
-        if asked.times is not None:
-            sheets = read_sheets(asked.times)
-        else:
-            with client_of(asked.target, shown, asked.timeout) as client:
-                sheets = [_sheet_of(one) for one in client.plans()]
-        sheets = [planned(one, asked) for one in _chosen(sheets, asked.model)]
-    except EffuseError as error:
-        print(f"effuse plan: {explain(error, asked.target)}", file=sys.stderr)
-        return 1
-    except (OSError, PlanRefused) as error:
-        print(f"effuse plan: {error}", file=sys.stderr)
-        return 1
+    if asked.times is not None:
+        sheets = read_sheets(asked.times)
+    else:
+        with calling(asked.target), client_of(asked.target, shown, asked.timeout) as client:
+            sheets = [_sheet_of(one) for one in client.plans()]
+    sheets = [planned(one, asked) for one in _chosen(sheets, asked.model)]
     if asked.json:
         print(json.dumps(msgspec.to_builtins(sheets), indent=1))
     else:
@@ -117,28 +105,28 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_sheets(path: Path) -> list[Sheet]:
-    """The sheets in a file: one JSON object, or a list of them. Raises OSError and `PlanRefused`
+    """The sheets in a file: one JSON object, or a list of them. Raises OSError and CommandError
     that names the file and the bad field."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Sheet | list[Sheet])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PlanRefused(f"{path}: {error}") from error
+        raise CommandError(f"{path}: {error}") from error
     return [replace(one, lines=()) for one in (found if isinstance(found, list) else [found])]
 
 
 def planned(sheet: Sheet, asked: argparse.Namespace) -> Sheet:
-    """The sheet with these flags, and the plans that follow from it; raises `PlanRefused`."""
+    """The sheet with these flags, and the plans that follow from it; raises CommandError."""
     given = {name: getattr(asked, name) for name in (*_LOAD, *_OBJECTIVES, "workers")}
     given = {name: value for name, value in given.items() if value is not None}
     if sheet.lines and not given:
         return sheet
     if not sheet.times.are_known:
-        raise PlanRefused("times: expected at least one entry in prompts and one in answers")
+        raise CommandError("times: expected at least one entry in prompts and one in answers")
     known = {} if sheet.workload is None else msgspec.structs.asdict(sheet.workload)
     load = known | {name: given[name] for name in _LOAD if name in given}
     if lacking := [name for name in _LOAD if name not in load]:
         flags = ", ".join(f"--{name}".replace("answer", "output") for name in lacking)
-        raise PlanRefused(f"{flags}: expected, because the times come without a load")
+        raise CommandError(f"{flags}: expected, because the times come without a load")
     bounds = {name: given[name] for name in _OBJECTIVES if name in given}
     sheet = replace(
         sheet,
@@ -156,7 +144,7 @@ def _with_plans(sheet: Sheet) -> Sheet:
     try:
         desired = planner.within_cost(rate).least(rate)
     except ValueError as error:
-        raise PlanRefused(f"--rate {sheet.workload.rate:g}: {error}") from error
+        raise CommandError(f"--rate {sheet.workload.rate:g}: {error}") from error
     roles = planner.within_reach(sheet.workers).best(sheet.workers) if sheet.workers else None
     lines = [
         *reasons(planner, roles or desired),
@@ -168,9 +156,9 @@ def _with_plans(sheet: Sheet) -> Sheet:
 def _chosen(sheets: Sequence[Sheet], model: str | None) -> list[Sheet]:
     found = [one for one in sheets if model in (None, one.model)]
     if not found and model is not None:
-        raise PlanRefused(f"--model: expected a model that had requests, got {model!r}")
+        raise CommandError(f"--model: expected a model that had requests, got {model!r}")
     if not found:
-        raise PlanRefused("there is no plan yet, because no model has had requests")
+        raise CommandError("there is no plan yet, because no model has had requests")
     return found
 
 

@@ -7,46 +7,37 @@ process that proves that it belongs to the fleet, as for all calls among the fle
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
-
-import grpc.aio
 
 from effuse.cli.addresses import secret_of
 from effuse.cli.arguments import (
     add_router,
+    calling,
     client_of,
     command,
     credentials_of,
-    explain,
     file,
     number,
 )
 from effuse.protos.channels import FleetAccess, worker_stub
-from effuse.protos.errors import EffuseError, NotFound
+from effuse.protos.errors import NotFound
 from effuse.v1 import worker_pb2
 from effuse.worker.attempts import AUTO, ROLES
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0 once the worker has the role, 1 if it refuses or does not answer."""
+    """Run the command: 0 once the worker has the role. Raises CommandError if it refuses."""
     parser = make_parser()
     asked = parser.parse_args(argv)
     shown = credentials_of(parser, asked)
     secret = asked.fleet_secret or secret_of(asked.target)
-    place = asked.target
-    try:
-        access = FleetAccess.read(asked.fleet_cert, asked.fleet_key, asked.fleet_ca, secret)
-        with client_of(asked.target, shown, asked.timeout) as client:
-            found = {one.worker_id: one for one in client.workers()}
+    access = FleetAccess.read(asked.fleet_cert, asked.fleet_key, asked.fleet_ca, secret)
+    with calling(asked.target), client_of(asked.target, shown, asked.timeout) as client:
+        found = {one.worker_id: one for one in client.workers()}
         if asked.worker not in found:
             raise NotFound(f"no worker is named {asked.worker!a}: {', '.join(found) or 'none'}")
-        place = found[asked.worker].address
+    with calling(place := found[asked.worker].address):
         told = asyncio.run(_change(access, place, asked))
-    except (EffuseError, grpc.aio.AioRpcError, OSError) as error:
-        text = str(error) if isinstance(error, OSError) else explain(error, place)
-        print(f"effuse role: {text}", file=sys.stderr)
-        return 1
     rest = f", and finishes {told.leaving} requests of its former role" if told.leaving else ""
     by = ", and routers may change that" if asked.role == AUTO else ""
     print(f"{asked.worker} is now {told.role}{by}{rest}")

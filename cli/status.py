@@ -8,7 +8,6 @@ unreachable.
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from effuse.cli.addresses import addresses
-from effuse.cli.arguments import add_router, client_of, command, credentials_of, explain
+from effuse.cli.arguments import (
+    add_router,
+    calling,
+    client_of,
+    command,
+    credentials_of,
+    explain,
+)
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
 from effuse.client.credentials import Credentials
@@ -36,16 +42,12 @@ _HEADINGS = ("worker", "role", "state", "model", "running", "waiting", "pages fr
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0 if a decode worker is ready, 1 if none is or no router answers."""
+    """Run the command: 0 if a decode worker is ready, 1 if none is."""
     parser = make_parser()
     asked = parser.parse_args(argv)
     shown = credentials_of(parser, asked)
-    try:
-        with client_of(asked.target, shown, asked.timeout) as client:
-            workers, models, plans = client.workers(), client.models(), client.plans()
-    except EffuseError as error:
-        print(f"effuse status: {explain(error, asked.target)}", file=sys.stderr)
-        return 1
+    with calling(asked.target), client_of(asked.target, shown, asked.timeout) as client:
+        workers, models, plans = client.workers(), client.models(), client.plans()
     kept = [f"{one.model}: {line}" for one in plans for line in one.kept]
     places = [*kept, *addresses(asked.target)]
     print(as_json(workers) if asked.json else as_text(workers, models, places), end="")

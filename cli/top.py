@@ -26,6 +26,7 @@ from rich.text import Text
 from effuse.cli.arguments import add_router, command, credentials_of, number
 from effuse.cli.process import end_as_by_ctrl_c
 from effuse.cli.status import Look, cells, fitted_table, looks, worker_lines, worker_table
+from effuse.config.flags import CommandError
 from effuse.v1 import monitor_pb2
 
 FILE_WIDTH: Final = 160  # columns of a file or a pipe
@@ -65,7 +66,7 @@ class TokenPace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns 1 if it drew once and no router answered."""
+    """Run the command. Raises CommandError if it drew once and no router answered."""
     parser = make_parser()
     asked = parser.parse_args(argv)
     shown = credentials_of(parser, asked)
@@ -73,8 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if asked.once or not console.is_terminal:
         look = next(looks(asked.target, asked.interval, shown))
         if look.error:
-            print(f"effuse top: {look.error}", file=sys.stderr)
-            return 1
+            raise CommandError(look.error)
         if not console.is_terminal:
             console.width = max(console.width, FILE_WIDTH)
         console.print(draw(look, console.width))

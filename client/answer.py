@@ -185,6 +185,11 @@ def copy_end(
             setattr(target, field.name, value)
 
 
+def text_of(event: Event) -> str:
+    """The text that an event adds to the first answer."""
+    return "" if event.answer_index else event.commit.text
+
+
 class Gathering:
     """One or several answers whose events are arriving; times count from its construction."""
 
@@ -195,8 +200,8 @@ class Gathering:
         self._first_block_s: dict[int, float] = {}
         self._request_id = ""
 
-    def take(self, event: Event) -> str:
-        """Takes an event, and returns the text that it adds to the first answer."""
+    def take(self, event: Event) -> None:
+        """Takes the next event of any of them."""
         self._request_id = event.request_id or self._request_id
         self._whole.take(event)
         index, commit = event.answer_index, event.commit
@@ -204,7 +209,6 @@ class Gathering:
             self._first_block_s.setdefault(index, self._now() - self._began)
             tokens = commit.token_offset + commit.num_tokens
             self._commits.setdefault(index, []).append((tokens, commit.forward_passes))
-        return "" if index else commit.text
 
     def answer(self) -> Answer:
         """The complete first answer, with the others in it. Raises StreamBroken."""

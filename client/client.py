@@ -92,6 +92,12 @@ class Client:
     ) -> Stream:
         """The answer as a stream: iterate for its text, block by block."""
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
+        return self.stream_of(request, timeout_s=timeout_s)
+
+    def stream_of(
+        self, request: generation_pb2.GenerateRequest, *, timeout_s: float | None = None
+    ) -> Stream:
+        """The same for a message, which may also ask for drafts and for the prompt's progress."""
         retries = self._options.retries(timeout_s)
         begin, waiter = self._generation.GenerateStream, Waiter(self._channel)
         return Stream(begin, request, retries, waiter, self._target)
@@ -248,6 +254,12 @@ class AsyncClient:
     ) -> AsyncStream:
         """The answer as a stream: iterate for its text. Begins at the first awaited piece."""
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
+        return self.stream_of(request, timeout_s=timeout_s)
+
+    def stream_of(
+        self, request: generation_pb2.GenerateRequest, *, timeout_s: float | None = None
+    ) -> AsyncStream:
+        """The same for a message, as of Client."""
         limit_s = self._options.deadline_s(timeout_s)
 
         def begin() -> tuple[grpc.aio.Channel, AsyncMethod, Retries]:

@@ -18,7 +18,6 @@ import grpc
 import grpc.aio
 
 from effuse.config.checks import is_loopback
-from effuse.protos.channels import MetadataChannel
 from effuse.protos.rpc import near_options
 from effuse.protos.tls import ChannelTls, TlsFiles
 
@@ -61,10 +60,6 @@ class Credentials:
         if tls is None:
             return grpc.insecure_channel(target, arguments)
         return grpc.secure_channel(target, tls.found, arguments)
-
-    def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
-        """A channel for the running event loop, which adds `metadata`. Raises like `channel`."""
-        return MetadataChannel(self.aio_opener(target, arguments)(), self.metadata())
 
     def aio_opener(self, target: str, arguments: Arguments) -> Callable[[], grpc.aio.Channel]:
         """A function that makes a channel like `channel`, for the event loop in which it is called.

@@ -5,14 +5,14 @@ If a stream breaks off, another attempt goes on with it: `Resumption` knows what
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Self, TypeAlias
 
 import grpc
 import grpc.aio
 
-from effuse.client.answer import Answer, Event, Gathering
+from effuse.client.answer import Answer, Event, Gathering, text_of
 from effuse.client.retries import Retries, Waiter, raising, wait
 from effuse.protos.errors import Cancelled, EffuseError, Unavailable
 from effuse.v1 import generation_pb2 as pb
@@ -135,17 +135,18 @@ class Stream:
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text, none of them empty. Raises EffuseError and StreamBroken."""
-        for event in self._events():
-            if piece := self._gathering.take(event):
-                yield piece
-        self._answer = self._gathering.answer()
+        return filter(None, map(text_of, self.events()))
 
-    def _events(self) -> Iterator[Event]:
-        """The events of a stream that another attempt goes on with if it breaks off."""
-        while True:
+    def events(self) -> Iterator[Event]:
+        """Every event, of all answers: text, ends, and what else the request asked for. Raises like
+        iterating."""
+        while self._answer is None:
             try:
                 with raising(self._target):
-                    yield from filter(None, map(self._resumption.take, self._call))
+                    for event in filter(None, map(self._resumption.take, self._call)):
+                        self._gathering.take(event)
+                        yield event
+                self._answer = self._gathering.answer()
                 return
             except EffuseError as error:
                 is_over = self._waiter.is_cancelled
@@ -179,14 +180,20 @@ class AsyncStream:
         """begin: called at the first awaited piece, in its event loop."""
         self._answers: list[Answer] = []
         # It has no reference to this object, so that it ends with it when a loop is left.
-        self._pieces = _pieces(begin, request, target, self._answers)
+        self._events = _events(begin, request, target, self._answers)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> str:
         """A piece of text, not empty. Raises EffuseError and StreamBroken."""
-        return await anext(self._pieces)
+        while not (piece := text_of(await anext(self._events))):
+            pass
+        return piece
+
+    def events(self) -> AsyncIterator[Event]:
+        """Every event, as of `Stream`."""
+        return self._events
 
     @property
     async def answer(self) -> Answer:
@@ -199,13 +206,13 @@ class AsyncStream:
 
     async def aclose(self) -> None:
         """Ends the request; the fleet immediately frees its resources."""
-        await self._pieces.aclose()
+        await self._events.aclose()
 
 
-async def _pieces(
+async def _events(
     begin: Begin, request: pb.GenerateRequest, target: str, answers: list[Answer]
-) -> AsyncGenerator[str, None]:
-    """The text, piece by piece; appends the whole answer to `answers` at the end."""
+) -> AsyncGenerator[Event, None]:
+    """The events of all attempts; appends the whole answer to `answers` at the end."""
     resumption, gathering = Resumption(), Gathering()
     channel, method, retries = begin()
     while True:
@@ -214,9 +221,9 @@ async def _pieces(
         try:
             with raising(target):
                 async for event in call:
-                    rest = resumption.take(event)
-                    if rest is not None and (piece := gathering.take(rest)):
-                        yield piece
+                    if (rest := resumption.take(event)) is not None:
+                        gathering.take(rest)
+                        yield rest
             answers.append(gathering.answer())
             return
         except EffuseError as error:

@@ -40,6 +40,19 @@ FLAG = "--config"
 _NOT_IN_FILES = ("config", "help")
 
 
+class CommandError(Exception):
+    """A command cannot go on. Its text follows the command's name on standard error, and `status`
+    is the exit status."""
+
+    status = 1
+
+
+class BadInput(CommandError):
+    """The same for flags, files and machines with which a command cannot begin."""
+
+    status = 2
+
+
 class ConfigFileError(ValueError):
     """The file cannot be read or has an unknown flag; the message names file and key."""
 

@@ -6,7 +6,6 @@ docs/blocks.svg and docs/goodput.svg.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,10 +16,8 @@ from xml.sax.saxutils import escape
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
 from effuse.cli.watch import Canvas, Style
-from effuse.client.credentials import Credentials
+from effuse.client.client import Client
 from effuse.client.params import Params, make_request
-from effuse.protos.channels import generation_stub
-from effuse.v1 import generation_pb2 as pb
 
 DOCS: Final = Path(__file__).parent
 RUN: Final = DOCS.parent / "benchmarks" / "gpu_fleet_h100.json"
@@ -65,17 +62,14 @@ def main() -> int:
 def record() -> list[Spans]:
     """The states of one real answer, from only masks to its end."""
     with Fleet(FleetConfig(worker_flags=("--device", "cpu"))) as fleet:
-        return asyncio.run(_record(fleet))
+        return _record(fleet)
 
 
-async def _record(fleet: Fleet) -> list[Spans]:
+def _record(fleet: Fleet) -> list[Spans]:
     canvas, frames = Canvas(), list[Spans]()
     request = make_request(QUESTION, PARAMS, drafts=True)
-    async with Credentials().aio_channel(fleet.address, ()) as channel:
-        call = generation_stub(channel).GenerateStream(
-            pb.GenerateStreamRequest(request=request), timeout=60
-        )
-        async for event in call:
+    with Client(fleet.address) as client:
+        for event in client.stream_of(request).events():
             canvas.apply(event)
             if (spans := canvas.spans()) and (not frames or frames[-1] != spans):
                 frames.append(spans)

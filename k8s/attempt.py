@@ -8,7 +8,6 @@ built first. If the cluster has no GPU, its API server only checks an overlay wi
 """
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import os
@@ -23,13 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from effuse.cli.generate import ask
 from effuse.client.answer import Answer
+from effuse.client.client import Client
 from effuse.client.credentials import Credentials
-from effuse.client.params import Params, make_request
+from effuse.client.params import Params
 from effuse.problems.problem import Problem, check, problem
-from effuse.protos.channels import generation_stub
-from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
 from effuse.protos.tls import TlsFiles
 
 ROOT = Path(__file__).parent.parent
@@ -194,7 +191,7 @@ def attempt(cluster: Cluster, fleet: Overlay | Release, connector: str) -> None:
         wait_until_available(cluster)
         with port_forward(cluster, "service/effuse-router") as port:
             credentials = credentials_in(Path(files))
-            answer, expected = asyncio.run(solve(f"localhost:{port}", credentials))
+            answer, expected = solve(f"localhost:{port}", credentials)
         fleet.upgrade()
         fleet.remove()
     stats = answer.stats
@@ -295,13 +292,11 @@ def port_forward(cluster: Cluster, service: str) -> Iterator[str]:
             forward.terminate()
 
 
-async def solve(address: str, credentials: Credentials) -> tuple[Answer, bool]:
+def solve(address: str, credentials: Credentials) -> tuple[Answer, bool]:
     """Send one fresh problem; returns its answer, and whether it is right."""
     drawn = long_problem(secrets.randbits(32))
-    request = make_request(drawn.prompt, Params(max_tokens=160))
-    options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
-    async with credentials.aio_channel(address, options) as channel:
-        answer = await ask(generation_stub(channel), request, timeout_s=60.0)
+    with Client(address, timeout_s=60.0, tls=credentials.tls, token=credentials.token) as client:
+        answer = client.stream(drawn.prompt, Params(max_tokens=160)).answer
     print(f"{drawn.prompt}\n{answer.text}")
     return answer, check(drawn, answer.text).final
 

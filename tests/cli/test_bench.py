@@ -15,9 +15,11 @@ from unittest.mock import Mock
 import pytest
 
 from effuse.cli import bench
-from effuse.cli.dataset import DatasetError, read_items, too_long
+from effuse.cli.__main__ import main
+from effuse.cli.dataset import read_items, too_long
 from effuse.cli.figures import Run, Sample, ServiceGoals
-from effuse.cli.load import BenchError, Tally, parse
+from effuse.cli.load import Tally, parse
+from effuse.config.flags import BadInput, CommandError
 from effuse.protos.errors import Unavailable
 
 
@@ -44,7 +46,7 @@ def test_a_dataset_is_read(tmp_path: Path) -> None:
 def test_a_bad_dataset_names_its_line(content: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     path.write_text(content)
-    with pytest.raises(DatasetError) as refused:
+    with pytest.raises(BadInput) as refused:
         read_items(path)
     assert told in str(refused.value)
 
@@ -52,7 +54,7 @@ def test_a_bad_dataset_names_its_line(content: str, told: str, tmp_path: Path) -
 def test_a_dataset_of_other_bytes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(DatasetError, match="expected UTF-8 text"):
+    with pytest.raises(BadInput, match="expected UTF-8 text"):
         read_items(path)
 
 
@@ -89,7 +91,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_one_line(
     path = tmp_path / "set.jsonl"
     path.write_text('{"prompt": "a"}')
     flags = ["--dataset", str(path), "--baseline", "--model-dir", str(tmp_path)]
-    assert bench.main(flags) == 2
+    assert main(["bench", *flags]) == 2
     assert f"effuse bench: {tmp_path} has no tokenizer.json" in capsys.readouterr().err
 
 
@@ -210,7 +212,7 @@ def test_each_row_is_printed_once_it_is_measured_and_ctrl_c_keeps_what_there_is(
 
     def fails(tally: Tally) -> None:
         printed.append(capfd.readouterr().out)
-        raise BenchError("no such module")
+        raise CommandError("no such module")
 
     def broken_off(tally: Tally) -> None:
         tally.add(Sample(4, 2, 0.1, 0.2, prompt=1, text="7"))
@@ -251,7 +253,7 @@ def test_broken_off_before_anything_was_measured(
 def test_a_dataset_without_what_a_scorer_needs_is_refused(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.main(["--dataset", str(dataset), "--scorer", "gsm8k"]) == 2
+    assert main(["bench", "--dataset", str(dataset), "--scorer", "gsm8k"]) == 2
     assert '--scorer gsm8k: line 1: expected an "answer" with a number' in capsys.readouterr().err
 
 
@@ -307,5 +309,5 @@ def test_answers_to_humaneval_are_run_once_a_row_is_measured(
     assert bench.main([*flags, "--run-model-code"]) == 0
     assert " 50.0 %\n" in capsys.readouterr().out
     monkeypatch.setattr(bench, "works", lambda: False)
-    assert bench.main([*flags, "--run-model-code"]) == 2
+    assert main(["bench", *flags, "--run-model-code"]) == 2
     assert "a sandboxed Python program cannot run" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.check_ghz import main
+from effuse.cli.__main__ import main
 
 GOOD = Path(__file__).parent / "ghz_good.json"  # 6 calls of a fleet on a CPU
 LATE = Path(__file__).parent / "ghz_late.json"  # 6 calls with a deadline that none could meet
@@ -18,7 +18,10 @@ def test_a_good_report(capsys: pytest.CaptureFixture[str]) -> None:
     latency = {one["percentage"]: one["latency"] for one in told["latencyDistribution"]}
     limits = [f"--p{at}={latency[at] * 1.01e-9}" for at in (50, 90, 95, 99)]
     limits += [f"--average={told['average'] * 1.01e-9}", f"--slowest={told['slowest'] * 1.01e-9}"]
-    assert main([str(GOOD), "--count", "6", f"--least-rps={told['rps'] * 0.99}", *limits]) == 0
+    assert (
+        main(["check-ghz", str(GOOD), "--count", "6", f"--least-rps={told['rps'] * 0.99}", *limits])
+        == 0
+    )
     out = capsys.readouterr()
     assert not out.err
     assert out.out.startswith("6 calls, ") and f"p99 {latency[99] / 1e6:.0f} ms" in out.out
@@ -36,16 +39,16 @@ def test_a_good_report(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_each_limit_is_held(limit: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(GOOD), limit]) == 1
+    assert main(["check-ghz", str(GOOD), limit]) == 1
     assert fault in capsys.readouterr().err
 
 
 def test_failed_calls_are_told_with_their_texts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(LATE), "--p99", "10"]) == 1
+    assert main(["check-ghz", str(LATE), "--p99", "10"]) == 1
     told = capsys.readouterr().err
     assert "6 calls failed, 0 may: 6 with DeadlineExceeded; 5 x rpc error: code = Deadline" in told
     assert "p99 is not in the report" in told
-    assert main([str(LATE), "--errors", "6"]) == 1
+    assert main(["check-ghz", str(LATE), "--errors", "6"]) == 1
     assert capsys.readouterr().err == "effuse check-ghz: no call succeeded\n"
 
 
@@ -54,8 +57,8 @@ def test_some_calls_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     told["statusCodeDistribution"] = {"OK": 4, "Unavailable": 2}
     path = tmp_path / "told.json"
     path.write_text(json.dumps(told))
-    assert main([str(path), "--errors", "2"]) == 0
-    assert main([str(path), "--errors", "1"]) == 1
+    assert main(["check-ghz", str(path), "--errors", "2"]) == 0
+    assert main(["check-ghz", str(path), "--errors", "1"]) == 1
     assert "2 calls failed, 1 may: 2 with Unavailable" in capsys.readouterr().err
 
 
@@ -65,5 +68,5 @@ def test_what_is_no_report_is_refused(
 ) -> None:
     path = tmp_path / "told.json"
     path.write_bytes(content)
-    assert main([str(path)]) == 2
+    assert main(["check-ghz", str(path)]) == 2
     assert "expected a ghz report in JSON" in capsys.readouterr().err

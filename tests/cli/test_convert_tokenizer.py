@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers import pre_tokenizers
 
-from effuse.cli.convert_tokenizer import ConversionError, convert, main
+from effuse.cli.__main__ import main
+from effuse.cli.convert_tokenizer import convert
+from effuse.config.flags import CommandError
 from effuse.router.tokenizer import Tokenizer
 
 
@@ -59,7 +61,7 @@ def test_a_class_of_a_release_that_is_anothers_copy_need_not_be_named(
             }
         )
     )
-    assert main([str(checkpoint)]) == 0
+    assert main(["convert-tokenizer", str(checkpoint)]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -67,7 +69,7 @@ def test_an_existing_file_is_left_alone(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint / "tokenizer.json").write_text("{}")
-    assert main([str(checkpoint)]) == 1
+    assert main(["convert-tokenizer", str(checkpoint)]) == 1
     assert "exists already" in capsys.readouterr().err
     assert (checkpoint / "tokenizer.json").read_text() == "{}"
 
@@ -82,18 +84,18 @@ def test_code_of_a_checkpoint_is_never_run(checkpoint: Path) -> None:
         "its class 'X' is code from the checkpoint, which effuse never runs; --tokenizer-class "
         "names a"
     )
-    with pytest.raises(ConversionError, match=told):
+    with pytest.raises(CommandError, match=told):
         convert(checkpoint, None)
 
 
 def test_an_unknown_class_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConversionError, match="got 'NoSuchTokenizer'"):
+    with pytest.raises(CommandError, match="got 'NoSuchTokenizer'"):
         convert(checkpoint, "NoSuchTokenizer")
 
 
 @pytest.mark.parametrize("name", ["logging", "__doc__", "PretrainedConfig"])
 def test_what_is_no_tokenizer_class_is_refused(checkpoint: Path, name: str) -> None:
-    with pytest.raises(ConversionError, match="expected a tokenizer class of transformers"):
+    with pytest.raises(CommandError, match="expected a tokenizer class of transformers"):
         convert(checkpoint, name)
 
 
@@ -121,7 +123,7 @@ def test_broken_files_end_in_one_line(
 ) -> None:
     """Whatever the library makes of them: an error of ours, and no file, or a file that is read."""
     (checkpoint / name).write_bytes(content)
-    status = main([str(checkpoint)])
+    status = main(["convert-tokenizer", str(checkpoint)])
     told = capsys.readouterr().err
     if status == 0:
         Tokenizer.load(checkpoint).close()
@@ -140,5 +142,5 @@ def test_a_directory_that_takes_no_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("effuse.cli.convert_tokenizer.tempfile.TemporaryDirectory", full)
-    assert main([str(checkpoint)]) == 1
+    assert main(["convert-tokenizer", str(checkpoint)]) == 1
     assert "No space left on device" in capsys.readouterr().err

@@ -18,8 +18,9 @@ from effuse.cli.baseline import Rivals
 from effuse.cli.baseline import check as check_rivals
 from effuse.cli.d2f_repo import authors_loop, check, environment
 from effuse.cli.figures import Run, ServiceGoals
-from effuse.cli.load import BenchError, Tally
+from effuse.cli.load import Tally
 from effuse.client.params import Params
+from effuse.config.flags import CommandError
 
 CHECKOUT = """
 import json, os, sys, time
@@ -164,15 +165,15 @@ def test_a_checkout_that_fails_is_one_line(
 ) -> None:
     repo = write_checkout(tmp_path / "repo", "llada", behaviour)
     rivals = rivals_of(tmp_path, "llada", adapter)
-    with pytest.raises(BenchError, match=told):
+    with pytest.raises(CommandError, match=told):
         run(repo, rivals, timeout_s=5.0 if "sleep" in behaviour else 60.0)
 
 
 def test_what_is_no_checkout_is_refused_before_anything_runs(tmp_path: Path, adapter: Path) -> None:
-    with pytest.raises(BenchError, match=r"expected D2F-eval/eval_llada\.py in"):
+    with pytest.raises(CommandError, match=r"expected D2F-eval/eval_llada\.py in"):
         check(tmp_path, rivals_of(tmp_path / "a", "llada", adapter))
     repo = write_checkout(tmp_path / "repo", "llada")
-    with pytest.raises(BenchError, match="expected --adapter"):
+    with pytest.raises(CommandError, match="expected --adapter"):
         check(repo, rivals_of(tmp_path / "b", "llada", None))
-    with pytest.raises(BenchError, match="expected a model of dream or llada, got sdar"):
+    with pytest.raises(CommandError, match="expected a model of dream or llada, got sdar"):
         check(repo, rivals_of(tmp_path / "c", "sdar", adapter))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from effuse.cli.dataset import (
-    DatasetError,
     Item,
     check_item,
     grader,
@@ -17,6 +16,7 @@ from effuse.cli.dataset import (
     read_items,
     stub_of,
 )
+from effuse.config.flags import BadInput
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_line_without_what_a_score_needs_is_refused(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a", "answer": 36}\n{"task_id": "T/7", "prompt": "b"}\n')
     first, second = read_items(path)
     check_item("gsm8k", first)
-    with pytest.raises(DatasetError, match='T/7: expected an "answer" with a number'):
+    with pytest.raises(BadInput, match='T/7: expected an "answer" with a number'):
         check_item("gsm8k", second)
-    with pytest.raises(DatasetError, match='line 1: expected "test" and "entry_point"'):
+    with pytest.raises(BadInput, match='line 1: expected "test" and "entry_point"'):
         check_item("humaneval", first)

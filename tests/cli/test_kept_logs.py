@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from effuse.cli.__main__ import main
 from effuse.cli.commands import FleetConfig
-from effuse.cli.logs import KEPT, keep_logs, kept_logs, latest, logs_home, main, show
+from effuse.cli.logs import KEPT, keep_logs, kept_logs, latest, logs_home, show
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_the_oldest_go_but_for_those_in_use(home: Path) -> None:
 def test_the_last_fleet_is_found_or_one_by_name(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([]) == 1
+    assert main(["logs"]) == 1
     assert "has no logs of a fleet" in capsys.readouterr().err
     first = _fleet(home, "first", 1.0, router="old\n")
     second = _fleet(home, "second", 2.0, router="new\n", decode_0="a\nb\nc\n")
@@ -56,15 +57,15 @@ def test_the_last_fleet_is_found_or_one_by_name(
         first,
         None,
     )
-    assert main([]) == 0
+    assert main(["logs"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "decode-0   | a", "decode-0   | b", "decode-0   | c", "router     | new",
     ]  # fmt: skip
-    assert main(["decode-0", "--lines", "2"]) == 0
+    assert main(["logs", "decode-0", "--lines", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == ["decode-0   | b", "decode-0   | c"]
-    assert main(["--fleet", "first", "router"]) == 0
+    assert main(["logs", "--fleet", "first", "router"]) == 0
     assert capsys.readouterr().out == "router     | old\n"
-    assert main(["--log-dir", str(first)]) == 0
+    assert main(["logs", "--log-dir", str(first)]) == 0
     assert capsys.readouterr().out == "router     | old\n"
 
 
@@ -73,10 +74,10 @@ def test_a_fleet_that_never_began_to_write_hides_no_other(
 ) -> None:
     """For example if its Redis does not answer, or its port is taken after all."""
     empty = _fleet(home, "failed", 2.0)
-    assert main([]) == 1
+    assert main(["logs"]) == 1
     assert f"{empty} has no logs" in capsys.readouterr().err
     _fleet(home, "runs", 1.0, router="here\n")
-    assert main([]) == 0
+    assert main(["logs"]) == 0
     assert capsys.readouterr().out == "router     | here\n"
     with kept_logs(home, "starts", 3.0) as waiting:  # whose Redis may still answer
         assert latest(home, None) == waiting
@@ -87,7 +88,7 @@ def test_a_process_that_was_not_there(
     name: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _fleet(home, "only", 1.0, router="x\n", decode_0="y\n")
-    assert main([name]) == 1
+    assert main(["logs", name]) == 1
     assert "has logs of decode-0, router" in capsys.readouterr().err
 
 

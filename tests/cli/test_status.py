@@ -9,9 +9,10 @@ from datetime import timedelta
 import pytest
 from slowness import patient
 
+from effuse.cli.__main__ import main
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
-from effuse.cli.status import as_json, as_text, main
+from effuse.cli.status import as_json, as_text
 from effuse.v1 import model_pb2 as pb
 from effuse.v1.generation_pb2 import ALGORITHM_BLOCK_DIFFUSION, DecodingParams, SamplingParams
 
@@ -122,14 +123,14 @@ def test_a_running_fleet(capsys: pytest.CaptureFixture[str]) -> None:
     with Fleet(FleetConfig(worker_flags=flags)) as fleet:
         deadline = time.monotonic() + patient(60)
         while True:  # a link is measured a moment after the start
-            assert main(["--target", fleet.address, "--json"]) == 0
+            assert main(["status", "--target", fleet.address, "--json"]) == 0
             told = {one["worker_id"]: one for one in json.loads(capsys.readouterr().out)}
             if told["prefill-0"]["links"]:
                 break
             assert time.monotonic() < deadline
             time.sleep(0.1)
         fleet.home.tell_page("http://127.0.0.1:9/")
-        assert main(["--target", fleet.address]) == 0
+        assert main(["status", "--target", fleet.address]) == 0
         metrics = ", ".join(f"{name} {at}" for name, at in sorted(fleet.metrics().items()))
     assert told["decode-0"]["total_pages"] == 256
     assert told["prefill-0"]["links"][0]["transport"] == "cma"  # NIXL, which auto chooses here
@@ -140,7 +141,7 @@ def test_a_running_fleet(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--target", "127.0.0.1:1", "--timeout", "0.5"]) == 1
+    assert main(["status", "--target", "127.0.0.1:1", "--timeout", "0.5"]) == 1
     assert "effuse status: " in capsys.readouterr().err
 
 

@@ -46,19 +46,21 @@ def test_an_answer_is_printed_whole_in_a_plain_locale(
     env: dict[str, str], flags: list[str]
 ) -> None:
     code = (
-        "import sys; from effuse.cli import __main__ as command, generate\n"
+        "import sys; from effuse.cli import __main__ as command\n"
+        "from effuse.client.answer import Gathering\n"
+        "from effuse.client.streams import Stream\n"
         "from effuse.v1 import generation_pb2 as pb\n"
-        "async def ask(stub, request, *, timeout_s, on_event=generate._ignore):\n"
-        "    gathering = generate.Gathering()\n"
+        "def events(self):\n"
+        "    gathering = Gathering()\n"
         "    for event in (\n"
         "        pb.GenerateStreamResponse(draft=pb.BlockDraft(token_offset=0, text='a\u2591')),\n"
         "        pb.GenerateStreamResponse(commit=pb.BlockCommit(num_tokens=2, text='a\u4e2d!')),\n"
         "        pb.GenerateStreamResponse(finished=pb.Finished()),\n"
         "    ):\n"
-        "        on_event(event)\n"
         "        gathering.take(event)\n"
-        "    return gathering.answer()\n"
-        "generate.ask = ask\n"
+        "        yield event\n"
+        "    self._answer = gathering.answer()\n"
+        "Stream.events = events\n"
         "sys.exit(command.main(['generate', *sys.argv[1:], 'caf\u00e9']))"
     )
     done = subprocess.run(

@@ -20,14 +20,15 @@ from eventually import is_readable
 from rich.console import Console
 
 from effuse.cli import status
+from effuse.cli.__main__ import main
 from effuse.cli.status import Look, cells, looks
-from effuse.cli.top import TokenPace, blocks_line, draw, main
+from effuse.cli.top import TokenPace, blocks_line, draw
 from effuse.v1 import model_pb2, monitor_pb2
 
 
 def test_it_draws_once_where_nobody_sits(capsys: pytest.CaptureFixture[str]) -> None:
     with router() as target:
-        assert main(["--target", target]) == 0
+        assert main(["top", "--target", target]) == 0
     told = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in told.splitlines() if line.strip()}
     assert rows["prefill-0"][:3] == ["prefill-0", "to", "decode-0:"]
@@ -39,13 +40,13 @@ def test_it_draws_once_where_nobody_sits(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--target", "127.0.0.1:1"]) == 1
+    assert main(["top", "--target", "127.0.0.1:1"]) == 1
     assert "effuse top: UNAVAILABLE" in capsys.readouterr().err
 
 
 def test_an_interval_that_no_router_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--interval", "100"])
+        main(["top", "--interval", "100"])
     assert "expected a number in [0.05, 60], got 100" in capsys.readouterr().err
 
 

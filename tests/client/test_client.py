@@ -81,6 +81,23 @@ def test_of_several_answers_the_pieces_are_the_first_ones(router: FakeRouter, ta
     assert [one.text for one in effuse.Answer.of(unary, 1.0).answers] == ["", "abc", "z"]
 
 
+def test_a_message_streams_every_event(router: FakeRouter, target: str) -> None:
+    request = make_request("hello", effuse.Params(), drafts=True)
+    with effuse.Client(target) as client:
+        stream = client.stream_of(request)
+        assert [*stream.events()] == EVENTS
+        assert stream.answer.text == "abc"
+
+    async def ask() -> None:
+        async with effuse.AsyncClient(target) as client:
+            stream = client.stream_of(request)
+            assert [event async for event in stream.events()] == EVENTS
+            assert (await stream.answer).text == "abc"
+
+    asyncio.run(ask())
+    assert [one.output.drafts for one in router.asked] == [True, True]
+
+
 def test_the_asyncio_client_says_the_same(target: str) -> None:
     async def ask() -> None:
         async with effuse.AsyncClient(target) as client:

@@ -20,7 +20,7 @@ from e2e.test_equality import ask, solid_jobs
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import Job, draw_jobs
 
-from effuse.cli import plan, role, status
+from effuse.cli.__main__ import main
 from effuse.cli.fleet import Fleet
 from effuse.placement.store import Store
 from effuse.router import process, role_changes, steering
@@ -142,17 +142,17 @@ def test_the_command_changes_a_role_and_the_table_shows_it(
 ) -> None:
     with tiny_fleet("sdar", connector="zmq", prefill=0, decode=1, workers=1) as fleet:
         target = ("--target", fleet.address)
-        assert role.main(["worker-0", "prefill", *target]) == 0
+        assert main(["role", "worker-0", "prefill", *target]) == 0
         assert capsys.readouterr().out == "worker-0 is now prefill\n"
         wait_until(
             lambda: workers_of(fleet)["worker-0"].role == model_pb2.WORKER_ROLE_PREFILL,
             "the router does not see it",
         )
-        assert status.main([*target]) == 0
+        assert main(["status", *target]) == 0
         assert "1 prefill and 1 decode workers are ready" in capsys.readouterr().out
-        assert role.main(["decode-0", "both", *target]) == 1
+        assert main(["role", "decode-0", "both", *target]) == 1
         assert "always a decode worker" in capsys.readouterr().err
-        assert role.main(["worker-9", "both", *target]) == 1
+        assert main(["role", "worker-9", "both", *target]) == 1
         assert "no worker is named 'worker-9': decode-0, worker-0" in capsys.readouterr().err
 
 
@@ -247,10 +247,10 @@ def test_roles_follow_a_load_and_no_request_notices(
         (model,) = router.steering.models
         labels = {"model_name": model, "to": "prefill", "result": "ok"}
         assert router.metrics.value("effuse_role_changes_total", labels) == 2
-        assert plan.main(["--target", router.ports.address]) == 0
+        assert main(["plan", "--target", router.ports.address]) == 0
         assert "this router changes the roles" in capsys.readouterr().out
-        assert role.main(["worker-0", "both", "--target", router.ports.address]) == 0
-        assert role.main(["worker-0", "auto", "--target", router.ports.address]) == 0
+        assert main(["role", "worker-0", "both", "--target", router.ports.address]) == 0
+        assert main(["role", "worker-0", "auto", "--target", router.ports.address]) == 0
         told = "worker-0 is now both, and routers may change that"
         assert told in capsys.readouterr().out
         for name in fleet.names("worker"):

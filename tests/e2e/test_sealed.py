@@ -19,7 +19,7 @@ from e2e.processes import tree
 from e2e.tiny import tiny_checkpoint
 
 import effuse
-from effuse.cli import generate, status
+from effuse.cli.__main__ import main
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
 from effuse.protos.channels import FLEET_NAME
@@ -67,10 +67,10 @@ def test_commands_show_what_they_are_given(fleet: Fleet, authority: Authority) -
     token.write_text(TOKEN)
     known = ("--target", fleet.address, "--tls-ca", str(authority.cert))
     shown = (*known, "--token-file", str(token))
-    assert status.main(shown) == 0
-    assert generate.main(["--ids", "1,2,3", "--max-tokens", "8", *shown]) == 0
-    assert status.main(known) == 1
-    assert status.main(["--target", fleet.address, "--timeout", "3"]) == 1
+    assert main(["status", *shown]) == 0
+    assert main(["generate", "--ids", "1,2,3", "--max-tokens", "8", *shown]) == 0
+    assert main(["status", *known]) == 1
+    assert main(["status", "--target", fleet.address, "--timeout", "3"]) == 1
 
 
 def test_no_port_tells_a_stranger_anything(fleet: Fleet, authority: Authority) -> None:

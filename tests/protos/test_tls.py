@@ -168,7 +168,7 @@ def test_without_a_file_of_theirs_the_systems_authorities_are_trusted(
         try:
             for authority, expected in ((ours, grpc.StatusCode.OK), (theirs, UNAVAILABLE)):
                 _trust(authority, variable, monkeypatch)
-                channel = Credentials(tls=TlsFiles()).aio_channel(address, ())
+                channel = Credentials(tls=TlsFiles()).aio_opener(address, ())()
                 assert await status(channel) is expected
         finally:
             await server.stop(0)
