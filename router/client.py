@@ -39,6 +39,8 @@ CANNOT_SERVE: Final = "no live worker can accept a request"
 Failed = TypeVar("Failed", bound=EffuseError)
 T = TypeVar("T")
 Translate = Callable[[pb.GenerateStreamResponse], Message | None]
+Send = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
+"""Sends a client one event of its answer as that grows; raises `ClientGone`."""
 STATES: Final[Mapping[str, Any]] = numbers_of("REQUEST_STATE_", pb.RequestState.items())
 """States of requests for clients; the other states of a request count as running."""
 
@@ -286,13 +288,6 @@ class CallContext(Protocol):
 
     def set_trailing_metadata(self, metadata: Any) -> None:
         """Takes names and values that go beside the answer."""
-
-
-class Recipient(Protocol):
-    """Receives the events of an answer as it grows."""
-
-    def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
-        """Sends one event; raises `ClientGone`."""
 
 
 class Listener:

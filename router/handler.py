@@ -39,7 +39,7 @@ from effuse.router.client import (
     AnswerStream,
     CallContext,
     ClientGone,
-    Recipient,
+    Send,
     Translate,
     echo_of,
     events_of,
@@ -206,7 +206,7 @@ class Serving:
 
     async def answer_accepted(self, request: Request) -> pb.GenerateResponse:
         answer = WholeAnswer()
-        answer.take(await self.serve(request, answer))
+        answer.take(await self.serve(request, answer.send))
         return answer.response(request.id)
 
     async def stream(
@@ -226,7 +226,7 @@ class Serving:
             if translator_of is not None:
                 stream.translate = translator_of(accepted)
             try:
-                await stream.send(await self.serve(accepted, stream))
+                await stream.send(await self.serve(accepted, stream.send))
             except EffuseError:
                 await stream.settle()
                 raise
@@ -234,10 +234,10 @@ class Serving:
                 await stream.settle()
                 raise Cancelled("the client cancelled") from error
 
-    def serve(self, request: Request, client: Recipient) -> Awaitable[pb.GenerateStreamResponse]:
+    def serve(self, request: Request, send: Send) -> Awaitable[pb.GenerateStreamResponse]:
         """Sends the client all events of the answer, or answers, except the last one, which is
         returned; raises `EffuseError`. In every case the request ends here and is counted."""
-        return _Handler(self.router, request, client).serve()
+        return _Handler(self.router, request, send).serve()
 
 
 def _request_id(message: pb.GenerateRequest) -> str:
@@ -256,10 +256,10 @@ def digest_of_asked(message: pb.GenerateRequest, tenant: Tenant) -> str:
 class _Handler:
     """Serves one accepted request, once."""
 
-    def __init__(self, router: Router, request: Request, client: Recipient) -> None:
+    def __init__(self, router: Router, request: Request, send: Send) -> None:
         self._router = router
         self._request = request
-        self._shared = SharedRequest(router.requests.sharing, request, client)
+        self._shared = SharedRequest(router.requests.sharing, request, send)
 
     async def serve(self) -> pb.GenerateStreamResponse:
         """Counts the end, whichever it is, and the tokens of its share of the quota; maps a bad one

@@ -154,21 +154,6 @@ class _Border:
         self.router.metrics.http.labels(self.path, str(status)).inc()
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkStream:
-    """Sends the answers to one prompt of a call as they grow."""
-
-    call: HttpCall
-    rendering: Rendering
-    prompt: int
-
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Sends what is final of an event. Raises `ClientGone`."""
-        chunks = self.rendering.chunks(self.prompt, event)
-        if data := b"".join(map(_event, chunks)):
-            await self.call.write(data)
-
-
 class OpenAiApi:
     """The application. One per router."""
 
@@ -216,8 +201,11 @@ class OpenAiApi:
             return
 
         async def stream(prompt: int, request: Request) -> None:
-            chunks = ChunkStream(call, rendering, prompt)
-            await chunks.send(await self._serving.serve(request, chunks))
+            async def send(event: pb.GenerateStreamResponse) -> None:
+                if data := b"".join(map(_event, rendering.chunks(prompt, event))):
+                    await call.write(data)
+
+            await send(await self._serving.serve(request, send))
 
         await together([stream(at, request) for at, request in enumerate(accepted)])
         last = rendering.last_chunk()

@@ -32,7 +32,7 @@ from effuse.placement.records import (
 from effuse.placement.store import Claim, Store, StoreFull, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
-from effuse.router.client import STATES, Listener, Recipient, describe
+from effuse.router.client import STATES, Listener, Send, describe
 from effuse.router.policy import Placement
 from effuse.router.request import AnyRequest, Request
 from effuse.router.request_states import State
@@ -80,12 +80,12 @@ def read_kept(request_id: str, response: bytes | None) -> pb.GenerateResponse | 
 
 
 class SharedRequest(Listener):
-    """One per request that is served. It passes the answer on to `client`."""
+    """One per request that is served. It passes the answer on with `send`."""
 
-    def __init__(self, sharing: Sharing, request: Request, client: Recipient) -> None:
+    def __init__(self, sharing: Sharing, request: Request, send: Send) -> None:
         self._sharing = sharing
         self._request = request
-        self._client = client
+        self._send = send
         self._record: PlacementRecord | None = None  # of the claim, then of the last attempt
         # Redis has had the claim, or may have had it unheard: what another router has put there
         # since then stays.
@@ -176,7 +176,7 @@ class SharedRequest(Listener):
         """Sends an event to the client, and keeps final parts for other routers."""
         if self._said is not None:
             self._said.take(event)
-        return self._client.send(event)
+        return self._send(event)
 
     def end(self, last: pb.GenerateStreamResponse | None) -> None:
         """The request is over; `last` is the client's last event at a good end."""

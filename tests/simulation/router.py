@@ -212,7 +212,7 @@ class Routed:
             asked_digest="what is asked",
             is_repeated=asker.num_tries > 1,
         )
-        self.shared = SharedRequest(router.sharing, self.request, self)
+        self.shared = SharedRequest(router.sharing, self.request, self.send)
         self._router = router
         self._clock = router.clock
         self._attempt: Attempt | None = None
