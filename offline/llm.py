@@ -7,6 +7,7 @@ strings are the router's. So a request means the same in both.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 import time
@@ -17,10 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack
 
-import msgspec
 import torch
 
-from effuse.client.answer import Answer, Gathering, Stats
+from effuse.client.answer import Answer, Gathering
 from effuse.client.params import Params, Prompt, make_request, read_prompt
 from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker.build import build
@@ -29,12 +29,15 @@ from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
-from effuse.placement.records import ModelInfo
 from effuse.protos.channels import filled
 from effuse.protos.errors import InvalidRequest, NotFound
+from effuse.router.client import commit_of, echo_of, finished_of
+from effuse.router.request import AnswerState, EncodedPrompt, Request
+from effuse.router.request_states import State
 from effuse.router.tokenizer import AnswerText, Tokenizer, bundled_directory
-from effuse.router.validation import Asked, encode_prompt, fit, validate
+from effuse.router.validation import encode_prompt, fit, validate
 from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import worker_pb2
 from effuse.worker.attempts import to_error
 from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_settings import Attention, Device, Dtype, KVLayoutKind
@@ -212,7 +215,7 @@ class LLM:
 
     def _check(self, prompt: Prompt, params: Params) -> list[_Running]:
         """Its answers, each of which is a request of the engine."""
-        request = make_request(prompt, params)
+        request = make_request(prompt, params, token_ids=True)
         if request.HasField("model") and request.model != self.model.name:
             raise NotFound(
                 f"expected the model {self.model.name!r} of this LLM, got {request.model!r}"
@@ -227,23 +230,29 @@ class LLM:
         ).seeded(secrets.randbits(64))
         ids = tuple(_result_of(encode_prompt(asked, self._tokenizer)))
         self._num_asked += 1
-        name, stopping = f"offline-{self._num_asked}", request.stopping
-        starts = [_start_of(asked, ids, name, index) for index in range(asked.num_answers)]
+        stopping, count = request.stopping, asked.num_answers
+        texts = [
+            AnswerText(self._tokenizer, stopping.stop, stopping.min_tokens) for _ in range(count)
+        ]
+        whole = Request(
+            id=f"offline-{self._num_asked}",
+            asked=asked,
+            arrived=0.0,
+            limit_s=math.inf,
+            deadline=math.inf,
+            answer=AnswerState(text=texts[0]),
+            prompt=EncodedPrompt(ids, fit(len(ids), asked)),
+        )
+        parts = whole.split(texts, whole.id)
+        for one in parts:
+            one.answer.fingerprint = self._engine.ready.fingerprint
+        starts = [_start_of(one) for one in parts]
         try:
             self._core.check(starts[0])
         except RequestError as error:
             raise InvalidRequest.of(error.field, str(error)) from error
-        prompt_text = _result_of(self._tokenizer.text_of(ids)) if asked.sent.output.echo else ""
-        return [
-            _Running(
-                asked,
-                start,
-                AnswerText(self._tokenizer, stopping.stop, stopping.min_tokens),
-                prompt_text,
-                self.model,
-            )
-            for start in starts
-        ]
+        prompt = _result_of(self._tokenizer.text_of(ids)) if asked.sent.output.echo else ""
+        return [_Running(one, start, prompt) for one, start in zip(parts, starts, strict=True)]
 
     def _take(self, event: CoreEvent, running: dict[str, _Running]) -> _Running | None:
         """Takes an event of the engine; returns the request whose answer it completes."""
@@ -272,88 +281,59 @@ class LLM:
 
 
 class _Running:
-    """One request of a batch: makes events of what the engine reports, like a router."""
+    """One answer of a batch: makes events of what the engine reports, by a router's own rules."""
 
-    def __init__(
-        self, asked: Asked, start: StartDecode, text: AnswerText, prompt: str, model: ModelInfo
-    ) -> None:
+    def __init__(self, request: Request, start: StartDecode, prompt: str) -> None:
+        """prompt: its text, if the request asks for it."""
         self.start = start
         self.answer: Answer | None = None  # once it has ended
-        self._asked, self._text, self._prompt, self._model = asked, text, prompt, model
+        self._request, self._prompt = request, prompt
         self._gathering = Gathering()
-        self._end_token_id: int | None = None
 
     def begin(self) -> None:
         self._gathering = Gathering()
-        if self._asked.sent.output.echo and not self.start.sampling.answer_index:
-            self._take(echo=pb.PromptEcho(text=self._prompt))
+        self._request.arrived = time.monotonic()
+        self._request.answer.state = State.DECODING
+        if self._request.asked.sent.output.echo and not self._request.index:
+            self._gathering.take(echo_of(self._request, self._prompt))
 
     def take(self, event: Committed) -> bool:
         """Takes tokens; True if a stop string ends the answer."""
-        offset = self._text.num_tokens
-        shown = self._text.push(event.token_ids)
-        count = self._text.num_tokens - offset
-        commit = pb.BlockCommit(
-            token_offset=offset,
-            num_tokens=count,
-            text=shown,
-            token_ids=event.token_ids[:count],
-            forward_passes=event.forward_passes,
-            logprobs=(filled(pb.TokenLogprobs, one) for one in event.logprobs[:count]),
-        )
-        self._take(commit=commit)
-        self._end_token_id = event.end_token_id
-        if self._text.is_stopped:
-            self._end(event.forward_passes, pb.FINISH_REASON_STOP)
-        return self._text.is_stopped
+        logprobs = (filled(pb.TokenLogprobs, one) for one in event.logprobs)
+        commit = filled(worker_pb2.DecodeCommit, event, frontier=(), logprobs=logprobs)
+        self._gather(commit_of(self._request, self._request.add_commit(commit, time.monotonic())))
+        is_stopped = self._request.answer.text.is_stopped
+        if is_stopped:
+            self._end(pb.FINISH_REASON_STOP)
+        return is_stopped
 
     def finish(self, event: Finished) -> None:
-        if rest := self._text.flush():
-            offset, forwards = self._text.num_tokens, event.forward_passes
-            commit = pb.BlockCommit(token_offset=offset, text=rest, forward_passes=forwards)
-            self._take(commit=commit)
-        is_stopped = event.stopped or self._text.is_stopped
-        reason = pb.FINISH_REASON_STOP if is_stopped else pb.FINISH_REASON_LENGTH
-        self._end(event.forward_passes, reason)
+        finished = filled(worker_pb2.DecodeFinished, event)
+        self._gather(commit_of(self._request, self._request.add_finished(finished)))
+        is_stopped = event.stopped or self._request.answer.text.is_stopped
+        self._end(pb.FINISH_REASON_STOP if is_stopped else pb.FINISH_REASON_LENGTH)
 
-    def _end(self, forwards: int, reason: pb.FinishReason) -> None:
-        tokens, sampling = self._text.num_tokens, self.start.sampling
-        prompt_tokens = 0 if sampling.answer_index else len(self.start.prompt_token_ids)
-        finished = pb.Finished(
-            finish_reason=reason,
-            usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=tokens),
-            model=self._model.name,
-            seed=sampling.seed,
-            deterministic=self._model.deterministic,
-            stop_string=self._text.matched_stop,
-            end_token_id=None if self._text.matched_stop else self._end_token_id,
-        )
-        self._take(finished=finished)
-        answer = self._gathering.answer()
-        stats = Stats(
-            first_block_s=answer.first_block_s,
-            total_s=answer.total_s,
-            forward_passes=forwards,
-            tokens_per_forward=tokens / max(1, forwards),
-        )
-        self.answer = replace(answer, stats=stats)
+    def _end(self, reason: pb.FinishReason) -> None:
+        self._gather(finished_of(self._request, reason, time.monotonic()))
+        self.answer = self._gathering.answer()
 
-    def _take(self, **event: Any) -> None:
-        request_id = self.start.attempt.request_id
-        self._gathering.take(pb.GenerateStreamResponse(request_id=request_id, **event))
+    def _gather(self, event: pb.GenerateStreamResponse | None) -> None:
+        if event is not None:
+            self._gathering.take(event)
 
 
-def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> StartDecode:
+def _start_of(request: Request) -> StartDecode:
     """One of the answers to a prompt, which share its KV."""
+    asked, name, index = request.asked, request.id, request.index
     return StartDecode(
         attempt=AttemptId(request_id=name, attempt=index + 1, transfer_id=f"{name}/{index}"),
-        prompt_token_ids=ids,
+        prompt_token_ids=tuple(request.prompt.token_ids),
         stopping=Stopping(
-            max_tokens=fit(len(ids), asked),
+            max_tokens=request.prompt.max_tokens,
             stop_token_ids=frozenset(asked.stop_token_ids),
             min_tokens=asked.sent.stopping.min_tokens,
         ),
-        sampling=msgspec.structs.replace(asked.sampling, answer_index=index),
+        sampling=asked.sampling,
         settings=asked.settings,
         num_logprobs=asked.num_logprobs,
         writer=None,
