@@ -180,7 +180,7 @@ wheel: $(VENV)/.dev ## Build the wheel and the source distribution into dist/
 .PHONY: release-check
 release-check: $(VENV)/.dev ## Check that the last commit can be tagged: version, metadata, and the demo from its wheel
 	twine="$$(.ci/tool twine)"
-	$(BIN)/python .ci/release_check.py "$$twine/bin/twine"
+	$(BIN)/python tests/release_check.py "$$twine/bin/twine"
 
 .PHONY: protos
 protos: $(TOOLS)/protoc/.installed ## Regenerate the stubs from the .proto files
@@ -230,7 +230,7 @@ arrows: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 words: $(VENV)/.dev
-	$(BIN)/python .ci/plain_english.py
+	$(BIN)/python tests/plain_english.py
 
 protos-lint:
 	buf="$$(.ci/tool buf)"

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
+import plain_english
 import pytest
-
-ROOT = Path(__file__).parent.parent
-_SPEC = importlib.util.spec_from_file_location("plain_english", ROOT / ".ci/plain_english.py")
-assert _SPEC is not None and _SPEC.loader is not None
-plain_english = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(plain_english)
 
 
 @pytest.mark.parametrize(

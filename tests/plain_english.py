@@ -1,6 +1,6 @@
 """Holds the project's prose to plain English: at most `MOST` odd turns in 1,000 words of a kind.
 
-`python .ci/plain_english.py` checks each folder of the repository, except for `NOT_HELD`, and the
+`python tests/plain_english.py` checks each folder of the repository, except for `NOT_HELD`, and the
 files beside the folders. With places as arguments it checks these, and prints each turn that it
 finds. Text is Markdown outside of code, docstrings, comments, messages
 (strings that are raised, logged or printed, and help texts), and comments of protos.

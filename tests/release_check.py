@@ -1,4 +1,4 @@
-"""Checks that a release can be tagged: `python .ci/release_check.py TWINE`, with the path of twine.
+"""Checks that a release can be tagged: `python tests/release_check.py TWINE`, with twine's path.
 
 The version is the same everywhere and CHANGELOG.md has it. The source distribution and the wheel
 build from a clean copy of the last commit, their metadata is well formed, and `effuse demo` runs
