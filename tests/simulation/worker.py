@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from effuse.kvtransfer.messages import AttemptId, Reservation
-from effuse.placement.leases import Lease, LeaseEvent, LeaseState, LeaseTimes, advance
+from effuse.placement.leases import TTL_S, Lease, LeaseEvent, LeaseState, advance
 from effuse.placement.records import Role
 from effuse.worker.attempts import attempt_of
 from effuse.worker.messages import (
@@ -95,7 +95,7 @@ class Front:
         self._calls: list[Call] = []
         self._paused_until = 0.0
         self._asleep: list[Action] = []
-        self._lease = Lease(LeaseTimes())
+        self._lease = Lease()
         self._progress = Progress.begin(self._clock.now)
         self._start_engine()
         self._clock.after(0.0, lambda: self.when_awake(self._tick))
@@ -203,8 +203,7 @@ class Front:
             self._last_incarnation,
             is_ready=self.engine is not None,
         )
-        ttl_s = self._lease.times.ttl_s
-        told = self._fleet.registry.announce(record, self._process, ttl_s, takes=takes)
+        told = self._fleet.registry.announce(record, self._process, TTL_S, takes=takes)
         event = LeaseEvent.UNREACHABLE if told is None else LeaseEvent(told)
         self._lease = advance(self._lease, event, self._clock.now)
         if self._lease.is_over:

@@ -27,7 +27,8 @@ from loopbacks import LOOPBACKS
 from slowness import patient
 
 from effuse.decode_worker.server import make_role
-from effuse.placement.leases import Announcer, FleetView, LeaseTimes, Superseded
+from effuse.placement import leases
+from effuse.placement.leases import FleetView, Superseded
 from effuse.placement.records import Load
 from effuse.placement.store import Store
 from effuse.protos import rpc
@@ -321,9 +322,9 @@ def test_the_loss_of_an_engine_is_announced_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing is announced but what has changed, and the next engine is long in coming.
-    slow = LeaseTimes(ttl_s=7200.0, renew_s=3600.0, retry_s=1.0)
     monkeypatch.setattr(front, "Store", partial(Store, timeout_s=20.0))
-    monkeypatch.setattr(front, "Announcer", partial(Announcer, times=slow))
+    monkeypatch.setattr(leases, "TTL_S", 7200.0)
+    monkeypatch.setattr(leases, "RENEW_S", 3600.0)
 
     async def go() -> None:
         with redis_server.running() as server:
