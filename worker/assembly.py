@@ -207,7 +207,7 @@ def _content_of(config: WorkerConfig, part: RankPart, agreed: Fingerprint) -> st
     kernels = config.attention, config.batch_invariant, gpu
     is_cut = config.batch_invariant and config.num_ranks > 1
     cut = (config.num_ranks, config.expert_parallel) if is_cut else ()
-    layout = replace(part.memory.layout, degree=1)
+    layout = replace(part.memory.layout, held=None, copies=1)
     facts = agreed, layout, part.model.config.block_size, kernels, *cut
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from kvtransfer.groups import layouts_of
 
 from effuse.kvtransfer.digest import PieceDigests, pages_digest
 from effuse.kvtransfer.host_pages import HostPages
@@ -127,7 +128,7 @@ class Group:
 
 
 def layout_of(kind: str = "unified", rank: int = 0, degree: int = 1) -> KVLayout:
-    return KVLayout(kind, 4, 4, 16, 8, "float32", rank=rank, degree=degree)
+    return layouts_of(KVLayout(kind, 4, 4, 16, 8, "float32"), degree)[rank]
 
 
 def pages(seed: int) -> torch.Tensor:
@@ -182,7 +183,7 @@ def test_ranks_that_should_hold_the_same_and_do_not_make_a_wrong_digest() -> Non
 def test_memory_of_each_rank_is_digested_with_all_of_its_parts() -> None:
     """Ranks that cut the context hold the same heads of other tokens, in memory of their own."""
     found = np.arange(8 * 2 * 3, dtype=np.int64).reshape(8, 2, 3)
-    layout = KVLayout("unified", 3, 2, 16, 8, "float32", degree=8, context_degree=2)
+    layout = layouts_of(KVLayout("unified", 3, 2, 16, 8, "float32"), 8, context=2)[0]
     assert layout.copies == 2
     found[[2, 3, 6, 7]] = found[[0, 1, 4, 5]]  # the second copies
     others = [row.tobytes() for row in found[1:]]

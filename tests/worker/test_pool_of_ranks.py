@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import Architecture, write_tiny_checkpoint
 from kvtransfer.fake_pool import FakePool, SharedUnits
+from kvtransfer.groups import layouts_of
 
 import effuse
 from effuse.config.pool_address import PoolAddress
@@ -178,7 +179,7 @@ def test_engines_that_promise_equal_bits_share_only_with_their_own_degree() -> N
     """Sums over ranks round differently, and no answer may depend on which worker was first."""
 
     def content(degree: int, **changes: Any) -> str:
-        layout = KVLayout("unified", 4, 4, 16, 8, "float32", degree=degree)
+        layout = layouts_of(KVLayout("unified", 4, 4, 16, 8, "float32"), degree)[0]
         model = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(block_size=4))
         part: Any = SimpleNamespace(memory=SimpleNamespace(layout=layout), model=model)
         config = DecodeConfig(tensor_parallel_size=degree, **changes)
