@@ -95,6 +95,18 @@ def test_running_records_are_renewed_before_they_expire() -> None:
     asyncio.run(go())
 
 
+def test_what_has_ended_is_held_longer_than_what_runs_without_renewals() -> None:
+    async def go() -> None:
+        async with writing(RUNNING_S=30.0, FINISHED_S=600.0) as (writer, store, server):
+            with redis.Redis(host="127.0.0.1", port=server.port) as client:
+                for state, least_s, most_s in (("running", 10, 30), ("finished", 500, 600)):
+                    writer.put(redis_server.placement(state=state))
+                    assert await writer.flush(20)
+                    assert least_s < client.ttl(store.keys.request("r1")) <= most_s
+
+    asyncio.run(go())
+
+
 def test_records_that_keep_coming_hold_no_renewal_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example if Redis takes longer for an answer than the time until the next request ends."""
 
