@@ -28,10 +28,10 @@ from effuse.benchmarks.gpu_ranks_floor import Silent
 from effuse.benchmarks.gpu_record import kernel_classes, write_record
 from effuse.benchmarks.gpu_step import PAGE_SIZE
 from effuse.benchmarks.gpu_timing import synchronize
-from effuse.models.group import ALL, RankPlace, join_group
+from effuse.kernels.attention_batch import ContextCut
+from effuse.models.group import ALL, ALONE, ContextGroup, RankPlace, join_group
 from effuse.models.part import Part
 from effuse.models.runner import ModelRunner
-from effuse.worker.meeting import join_context
 
 MODULE = "effuse.benchmarks.gpu_long_prompts"
 LENGTHS = (131072, 262144)
@@ -145,7 +145,7 @@ def run_rank(asked: argparse.Namespace) -> None:
     if size > 1:
         meeting = asked.home / "meeting"
         group = join_group(rank, size, device, meeting, JOIN_S)
-        context = join_context(rank, size, size, PAGE_SIZE, group, device, meeting, cuts_rows=True)
+        context = ContextGroup(ContextCut(rank, size, PAGE_SIZE), group, ALONE)
         place = RankPlace(rank, size, meeting=group, context=context)
     results: list[dict[str, object]] = []
 

@@ -39,12 +39,13 @@ from effuse.benchmarks.gpu_timing import (
     synchronize,
     used_in,
 )
-from effuse.models.group import ALL, RankPlace, join_group
+from effuse.kernels.attention_batch import ContextCut
+from effuse.models.group import ALL, ALONE, ContextGroup, RankPlace, join_group
 from effuse.models.part import Part
 from effuse.models.runner import ModelRunner
 from effuse.models.tensors import shard_of
 from effuse.models.transformer import Transformer
-from effuse.worker.meeting import join_context
+from effuse.worker.meeting import join_context, meets
 
 MODULE = "effuse.benchmarks.gpu_ranks"
 PACE = 4
@@ -285,7 +286,10 @@ def run_rank(asked: argparse.Namespace) -> None:
         meeting = asked.home / "meeting"
         group = join_group(rank, size, device, meeting, JOIN_S)
         degree = min(asked.context_parallel, size)
-        context = join_context(rank, size, degree, PAGE_SIZE, group, device, meeting)
+        context = None
+        if degree > 1:
+            context = ContextGroup(ContextCut(rank % degree, degree, PAGE_SIZE), ALONE)
+            context = join_context(context, rank, size, group, meets(group, device, meeting))
         place = RankPlace(rank, size, asked.model in EXPERT_MODELS, group, context=context)
     if size > 1 and device.type == "cuda" and not asked.long:  # for the rivals
         store = dist.FileStore(str(asked.home / "rivals"), size)  # type: ignore[attr-defined]

@@ -17,7 +17,6 @@ import torch
 from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.config.pool_address import PoolAddress
-from effuse.kernels.attention_batch import ContextCut
 from effuse.kernels.pages import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
@@ -31,7 +30,7 @@ from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
 from effuse.kvtransfer.units import UnitCache, unit_tokens_of
 from effuse.models.defaults import read_defaults
-from effuse.models.group import ALONE, ContextGroup, RankPlace
+from effuse.models.group import RankPlace
 from effuse.models.part import PromptForward
 from effuse.models.transformer import Transformer
 from effuse.models.weights import weights_digest
@@ -39,7 +38,7 @@ from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import choose_connector, connect, why_no_nixl
 from effuse.worker.group_parts import GroupConnector, GroupHost, GroupRunner
-from effuse.worker.meeting import join, stage_of
+from effuse.worker.meeting import join, place_of
 from effuse.worker.messages import Ready
 from effuse.worker.rank_messages import Open
 from effuse.worker.rank_part import (
@@ -116,11 +115,12 @@ def assemble(
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
         if config.num_ranks > 1:
-            _check_cuts(config)
+            sizes = read_model(config)
+            place_of(config, sizes, 0).shard(sizes)  # whether it can be cut for so many ranks
             ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
             on_failure.callback(ranks.close)
             ranks.wait_for("present", config.startup_timeout_s)
-            place = join(config, read_model(config), 0, device, ranks.meeting)
+            place = join(config, sizes, 0, device, ranks.meeting)
             ranks.group = place.meeting
         model = load_shard(config, device, place, pulse)
         if ranks is not None:
@@ -217,22 +217,6 @@ def _unit_tokens(config: WorkerConfig, page_size: int, model: Transformer) -> in
         return unit_tokens_of(page_size, model.config.block_size, config.kv_unit_tokens)
     except ValueError as error:
         raise ValueError(f"--kv-unit-tokens: {error}") from error
-
-
-def _check_cuts(config: WorkerConfig) -> None:
-    """Raises ValueError if the model cannot be cut for so many ranks."""
-    model = read_model(config)
-    has_replicas, degree, context = config.num_replicas > 1, config.context_degree, None
-    if degree > 1:
-        weights = ALONE if config.cuts_rows else None
-        context = ContextGroup(ContextCut(0, degree, config.page_size), ALONE, weights)
-    place = RankPlace(
-        *(0, config.num_ranks, config.expert_parallel),
-        data_parallel=has_replicas,
-        context=context,
-        stage=stage_of(config, model, 0),
-    )
-    place.shard(model)
 
 
 def _connect_all(

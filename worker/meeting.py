@@ -2,6 +2,7 @@
 or pass rows on to each other.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,22 @@ from effuse.models.stages import stage_groups
 from effuse.worker.config import WorkerConfig
 
 _JOIN_S = 60.0  # for processes that all wait to meet
+Meet = Callable[[str, int, int], ProcessGroup]
+"""Meets ranks by the name of their group, as this number of so many."""
+
+
+def place_of(config: WorkerConfig, model: ModelConfig, rank: int) -> RankPlace:
+    """The place of a rank that has met no other. Raises ValueError for too many stages."""
+    degree, context = config.context_degree, None
+    if degree > 1:
+        cut = ContextCut(rank % degree, degree, config.page_size)
+        context = ContextGroup(cut, ALONE, ALONE if config.cuts_rows else None)
+    return RankPlace(
+        *(rank, config.num_ranks, config.expert_parallel),
+        data_parallel=config.num_replicas > 1,
+        context=context,
+        stage=stage_of(config, model, rank),
+    )
 
 
 def join(
@@ -33,21 +50,24 @@ def join(
     meeting: Path | SharedMeeting,
 ) -> RankPlace:
     """Meets the other ranks of the engine. Raises ValueError if they do not come."""
-    size = config.num_ranks
+    place, size = place_of(config, model, rank), config.num_ranks
     group = join_group(rank, size, device, meeting, _JOIN_S, in_order=config.batch_invariant)
-    context = join_context(
-        rank,
-        size,
-        config.context_degree,
-        config.page_size,
-        group,
-        device,
-        meeting,
-        cuts_rows=config.cuts_rows,
-    )
-    stage = join_stage(config, model, rank, group, device, meeting)
-    has_replicas = config.num_replicas > 1
-    return RankPlace(rank, size, config.expert_parallel, group, has_replicas, context, stage)
+    meet = meets(group, device, meeting)
+    context = place.context and join_context(place.context, rank, size, group, meet)
+    stage = place.stage and join_stage(place.stage, group, meet)
+    return replace(place, meeting=group, context=context, stage=stage)
+
+
+def meets(group: ProcessGroup, device: torch.device, meeting: Path | SharedMeeting) -> Meet:
+    """How ranks of this group meet in smaller ones, which it adopts."""
+
+    def meet(name: str, own: int, count: int) -> ProcessGroup:
+        at = meeting.with_name(f"{meeting.name}{name}")
+        part = join_group(own, count, device, at, _JOIN_S)
+        group.adopt(part)
+        return part
+
+    return meet
 
 
 def stage_of(config: WorkerConfig, model: ModelConfig, rank: int) -> PipelineStage | None:
@@ -63,26 +83,9 @@ def stage_of(config: WorkerConfig, model: ModelConfig, rank: int) -> PipelineSta
     return PipelineStage(number, count, groups, layers, rank % size, size)
 
 
-def join_stage(
-    config: WorkerConfig,
-    model: ModelConfig,
-    rank: int,
-    group: ProcessGroup,
-    device: torch.device,
-    meeting: Path | SharedMeeting,
-) -> PipelineStage | None:
+def join_stage(stage: PipelineStage, group: ProcessGroup, meet: Meet) -> PipelineStage:
     """Meets the other ranks of the stage, and those of this rank's number in the stages beside it.
     Raises ValueError if they do not come."""
-    stage = stage_of(config, model, rank)
-    if stage is None:
-        return None
-
-    def meet(name: str, own: int, size: int) -> ProcessGroup:
-        at = meeting.with_name(f"{meeting.name}{name}")
-        part = join_group(own, size, device, at, _JOIN_S)
-        group.adopt(part)
-        return part
-
     own = ALONE if stage.size == 1 else meet(f"s{stage.number}", stage.rank, stage.size)
     # From the first stage to the last one: each waits for the one before it.
     before = None if stage.is_first else meet(f"p{stage.number}-{stage.rank}", 1, 2)
@@ -91,30 +94,14 @@ def join_stage(
 
 
 def join_context(
-    rank: int,
-    size: int,
-    degree: int,
-    page_size: int,
-    group: ProcessGroup,
-    device: torch.device,
-    meeting: Path | SharedMeeting,
-    *,
-    cuts_rows: bool = False,
-) -> ContextGroup | None:
-    """Meets the other ranks of those that cut the context, if any do; they are neighbours. If they
-    compute different rows, those that cut the weights meet too. Raises ValueError if they do not
-    come."""
-    if degree == 1:
-        return None
-    cut, count = ContextCut(rank % degree, degree, page_size), size // degree
+    context: ContextGroup, rank: int, size: int, group: ProcessGroup, meet: Meet
+) -> ContextGroup:
+    """Meets the other ranks of those that cut the context, which are neighbours. If they compute
+    different rows, those that cut the weights meet too. Raises ValueError if they do not come."""
+    cut = context.cut
+    count = size // cut.degree
     if count == 1:
-        return ContextGroup(cut, group, ALONE if cuts_rows else None)
-    at = meeting.with_name(f"{meeting.name}{rank // degree}")
-    part = join_group(cut.rank, degree, device, at, _JOIN_S)
-    group.adopt(part)
-    if not cuts_rows:
-        return ContextGroup(cut, part)
-    at = meeting.with_name(f"{meeting.name}w{cut.rank}")
-    weights = join_group(rank // degree, count, device, at, _JOIN_S)
-    group.adopt(weights)
-    return ContextGroup(cut, part, weights)
+        return replace(context, group=group)
+    part = meet(f"{rank // cut.degree}", cut.rank, cut.degree)
+    weights = context.weights and meet(f"w{cut.rank}", rank // cut.degree, count)
+    return replace(context, group=part, weights=weights)

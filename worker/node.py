@@ -46,6 +46,7 @@ from effuse.worker.node_messages import (
     control_keys,
     settings_of,
 )
+from effuse.worker.supervisor import start
 from effuse.worker.watchdog import Limits, PeerSilence, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ class NodeAgent:
                 alive_fd=None,
                 config=raw,
             )
-            process = await _spawn(orders)
+            process = await start(f"effuse.{orders.role}_worker.rank", orders)
             self._ranks[rank] = _FarRank(process, asyncio.ensure_future(process.wait()))
 
     async def _follow(self, link: LeaderLink, incarnation: str) -> str:
@@ -281,17 +282,6 @@ class NodeAgent:
         if exits and (await asyncio.wait(exits, timeout=_KILL_S))[1]:
             raise OSError("the process of a rank does not die")
         self._ranks.clear()
-
-
-async def _spawn(orders: RankOrders) -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "effuse.worker", f"effuse.{orders.role}_worker.rank"),
-        stdin=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(orders))
-    process.stdin.close()
-    return process
 
 
 async def run(config: WorkerConfig, services: Iterable[str], access: FleetAccess) -> None:

@@ -35,6 +35,7 @@ from effuse.worker.messages import (
     Heartbeat,
     Orders,
     Phase,
+    RankOrders,
     Ready,
     Shutdown,
     StartupFailed,
@@ -116,7 +117,7 @@ class EngineClient:
                 front_pid=os.getpid(),
                 config=msgspec.Raw(to_json(config)),
             )
-            process = await _start(module, orders)
+            process = await start(module, orders)
         except OSError:
             socket.close()
             shutil.rmtree(home, ignore_errors=True)
@@ -213,7 +214,8 @@ class EngineSocket:
         self._context.term()
 
 
-async def _start(module: str, orders: Orders) -> asyncio.subprocess.Process:
+async def start(module: str, orders: Orders | RankOrders) -> asyncio.subprocess.Process:
+    """Starts `python -m module` with its orders. Raises OSError."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "effuse.worker", module), stdin=asyncio.subprocess.PIPE
     )
