@@ -14,7 +14,6 @@ import msgspec
 
 from effuse.config import checks
 from effuse.config.decoding import WINDOW, Algorithm
-from effuse.config.flags import flag_of
 from effuse.kvtransfer.messages import MAX_LEASE_S
 from effuse.placement.records import Role, check_name
 from effuse.worker.engine_settings import MOST_RANKS, EngineSettings
@@ -127,25 +126,10 @@ class WorkerConfig(EngineSettings):
 
     def _check_stages(self) -> None:
         """The combinations of a pipeline that are built."""
-        count, size = self.pipeline_parallel_size, self.tensor_parallel_size
-        if count == 1:
-            return
-        name = f"--pipeline-parallel-size {count}"
-        if count * size > MOST_RANKS:
-            raise ValueError(
-                f"{name}: expected at most {MOST_RANKS} devices, got {count} times "
-                f"--tensor-parallel-size {size}"
-            )
-        for other, accepted in _WITH_STAGES.items():
-            if (found := getattr(self, other, accepted)) != accepted:
-                text = f"no {flag_of(other)}" if not accepted else f"{flag_of(other)} {accepted}"
-                raise ValueError(f"{name}: expected {text} with it, got {found}")
-
-    def _check_without(self, name: str, *others: str) -> None:
-        """Refuses settings that are not built with this one."""
-        for other in others:
-            if getattr(self, other):
-                raise ValueError(f"{name}: expected no {flag_of(other)} with it")
+        if (count := self.pipeline_parallel_size) > 1:
+            name = f"--pipeline-parallel-size {count}"
+            self.expect_devices(name, count)
+            self.expect_beside(name, _WITH_STAGES)
 
     @property
     def num_replicas(self) -> int:
@@ -218,23 +202,16 @@ class PrefillConfig(WorkerConfig):
         self._check_rows()
 
     def _check_rows(self) -> None:
-        degree, size = self.prefill_context_parallel_size, self.tensor_parallel_size
+        degree = self.prefill_context_parallel_size
         checks.whole("prefill_context_parallel_size", degree, 1, MOST_RANKS)
         if degree == 1:
             return
         name = f"--prefill-context-parallel-size {degree}"
-        if degree * size > MOST_RANKS:
-            raise ValueError(
-                f"{name}: expected at most {MOST_RANKS} devices, got {degree} times "
-                f"--tensor-parallel-size {size}"
-            )
-        for other, accepted in (("attention", "triton"), ("kv_layout", "unified")):
-            if (found := getattr(self, other)) != accepted:
-                raise ValueError(
-                    f"{name}: expected {flag_of(other)} {accepted} with it, because the other "
-                    f"attends to no keys of other devices, got {found}"
-                )
-        self._check_without(name, "batch_invariant", "kv_offloading_dir", "kv_pool")
+        self.expect_devices(name, degree)
+        why = "the other attends to no keys of other devices"
+        self.expect_beside(name, {"attention": "triton", "kv_layout": "unified"}, why)
+        none = {"batch_invariant": False, "kv_offloading_dir": None, "kv_pool": None}
+        self.expect_beside(name, none)
 
     @property
     def context_degree(self) -> int:
@@ -275,16 +252,9 @@ class DecodeConfig(WorkerConfig):
         super().__post_init__()
         checks.seconds("handoff_lease_s", self.handoff_lease_s, MAX_LEASE_S)
         checks.whole("data_parallel_size", self.data_parallel_size, 1, MOST_RANKS)
-        if self.data_parallel_size > 1 and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "--data-parallel-size: expected --tensor-parallel-size 1 with it, "
-                f"got {self.tensor_parallel_size}"
-            )
-        if self.data_parallel_size > 1 and self.kv_offloading_size:
-            raise ValueError(
-                "--kv-offloading-size: expected --data-parallel-size 1 with it, "
-                f"got {self.data_parallel_size}"
-            )
+        if self.data_parallel_size > 1:
+            alone = {"tensor_parallel_size": 1, "kv_offloading_size": 0.0}
+            self.expect_beside("--data-parallel-size", alone)
         self._check_context()
         checks.whole("max_window", self.max_window, int(WINDOW.low), int(WINDOW.high))
         checks.whole("max_stop_ids", self.max_stop_ids, 1, _MOST_STOP_IDS)
@@ -306,17 +276,12 @@ class DecodeConfig(WorkerConfig):
             )
         if degree == 1:
             return
-        self._check_without(f"{name} {degree}", "kv_offloading_dir", "kv_pool")
-        if self.attention == "flex":
-            raise ValueError(
-                f"{name} {degree}: expected --attention triton with it, because flex returns no "
-                "log-sum-exp, by which devices merge their results"
-            )
-        if self.batch_invariant:
-            raise ValueError(
-                f"{name} {degree}: expected no --batch-invariant with it, because a result rounds "
-                "by how many of its keys are cached"
-            )
+        name = f"{name} {degree}"
+        why = "flex returns no log-sum-exp, by which devices merge their results"
+        self.expect_beside(name, {"attention": "triton"}, why)
+        why = "a result rounds by how many of its keys are cached"
+        self.expect_beside(name, {"batch_invariant": False}, why)
+        self.expect_beside(name, {"kv_offloading_dir": None, "kv_pool": None})
 
     @property
     def num_replicas(self) -> int:

@@ -1,6 +1,7 @@
 """Settings of a worker's engine: its model, devices, KV memory and batches."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
@@ -121,17 +122,30 @@ class EngineSettings(ModelSettings):
                 f"got {self.gpu_memory_utilization:g}"
             )
         self._check_offloading()
-        if self.attention == "flex" and self.kv_layout != "unified":
-            raise ValueError(
-                f"--attention flex: expected --kv-layout unified, got {self.kv_layout}"
-            )
-        if self.batch_invariant and self.attention != "triton":
-            raise ValueError(
-                f"--batch-invariant: expected --attention triton with it, got {self.attention}"
-            )
+        if self.attention == "flex":
+            self.expect_beside("--attention flex", {"kv_layout": "unified"})
+        if self.batch_invariant:
+            self.expect_beside("--batch-invariant", {"attention": "triton"})
         checks.model_name("served_model_name", self.served_model_name)
         checks.directory("model", self.model)
         checks.directory("adapter", self.adapter)
+
+    def expect_beside(self, name: str, accepted: Mapping[str, object], why: str = "") -> None:
+        """Raises ValueError for another value of a setting than the accepted one, which a flag
+        needs. `name` is that of the flag in the error, and `why` the reason."""
+        for other, value in accepted.items():
+            if (found := getattr(self, other, value)) != value:
+                wanted = f"{flag_of(other)} {value}" if value else f"no {flag_of(other)}"
+                because = f", because {why}" if why else ""
+                raise ValueError(f"{name}: expected {wanted} with it{because}, got {found}")
+
+    def expect_devices(self, name: str, count: int) -> None:
+        """Raises ValueError if so many times the tensor-parallel devices are too many."""
+        if count * self.tensor_parallel_size > MOST_RANKS:
+            raise ValueError(
+                f"{name}: expected at most {MOST_RANKS} devices, got {count} times "
+                f"--tensor-parallel-size {self.tensor_parallel_size}"
+            )
 
     def _check_offloading(self) -> None:
         for name in ("kv_offloading_size", "kv_offloading_dir_size"):

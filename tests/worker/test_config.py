@@ -84,7 +84,7 @@ NAN = float("nan")
         ({"hang_timeout_s": 0.4}, "--hang-timeout-s: expected 1 s or more, because .* got 0.4"),
         (
             {"attention": "flex", "kv_layout": "distinct"},
-            "--attention flex: expected --kv-layout unified, got distinct",
+            "--attention flex: expected --kv-layout unified with it, got distinct",
         ),
         (
             {"attention": "flex", "batch_invariant": True},
