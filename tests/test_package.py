@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import re
 import subprocess
@@ -12,13 +13,14 @@ import tomllib
 import zipfile
 from email import message_from_bytes
 from email.message import Message
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import effuse
-from effuse.config.extras import MODULES
+from effuse.config.extras import MODULES, explaining
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -125,6 +127,15 @@ def test_the_source_distribution_has_the_documents_and_no_tests(built: Path) -> 
     roots = {"README.md", "CHANGELOG.md", "DESIGN.md", "CONTRIBUTING.md", "LICENSE"}
     assert roots | pages | {"k8s/README.md", "benchmarks/RESULTS.md"} <= held
     assert not [name for name in held if name.startswith("tests")]
+
+
+def test_programs_collect_no_garbage_while_they_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("disable", "freeze", "enable"):
+        monkeypatch.setattr(gc, name, partial(calls.append, name))
+    with explaining("effuse-router", "server"):
+        assert calls == ["disable"]
+    assert calls == ["disable", "freeze", "enable"]
 
 
 def test_messages_about_extras_know_what_these_install() -> None:

@@ -32,7 +32,7 @@ from effuse.models.weights import weights_digest
 from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.connectors import connect
-from effuse.worker.engine_process import die_with, end_start, read_config
+from effuse.worker.engine_process import die_with, end_start, leave_imports, read_config
 from effuse.worker.meeting import join
 from effuse.worker.messages import RankOrders
 from effuse.worker.rank_messages import (
@@ -322,6 +322,7 @@ class RankPulse(Pulse):
 
 def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -> NoReturn:
     """Runs a rank to its end: status 0 after `Quit`, 2 if it could not start."""
+    leave_imports()
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrders)
     die_with(orders.leader_pid)
     for number in (signal.SIGINT, signal.SIGTERM):

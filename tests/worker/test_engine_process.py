@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from effuse.worker.engine_process import (
     Outbox,
     _run,
     die_with,
+    leave_imports,
 )
 from effuse.worker.messages import (
     Abort,
@@ -233,6 +235,26 @@ def test_what_an_engine_is_made_of_is_never_collected_again() -> None:
         front.close()
         own.close()
         context.term()
+
+
+def test_the_end_of_a_start_does_not_search_what_was_imported() -> None:
+    """A cycle stands for it: a collection would free it."""
+    found = weakref.finalize(_Cycle(), lambda: None)
+    try:
+        leave_imports()
+        gc.collect()
+        assert found.alive
+    finally:
+        gc.unfreeze()
+    gc.collect()
+    assert not found.alive
+
+
+class _Cycle:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
 
 
 def fail() -> None:
