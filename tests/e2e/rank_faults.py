@@ -34,6 +34,7 @@ from e2e.same_answers import requests
 from e2e.test_detection import lives
 from e2e.test_equality import solid_jobs
 from e2e.tiny import fleet_of, tiny_fleet
+from kvtransfer.lmcache_stand_in import StandIn
 from slowness import patient
 
 import effuse
@@ -47,6 +48,7 @@ from effuse.worker.gpus import gpus_here
 CLIENTS = 4
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 _LIMIT_S = patient(180.0)
+_SPOIL_S = 3.0
 _PAUSE_S = 0.2  # of a client, so that workers that start get a processor too
 
 
@@ -215,6 +217,43 @@ def serving(
 
 
 @contextlib.contextmanager
+def with_pool() -> Iterator[tuple[Fleet, list[Asked]]]:
+    """2P2D with two ranks in each worker, whose prompts go through a pool. Every few seconds it
+    loses units and spoils others, and few fit into the workers, so they are read often."""
+    pairs, is_over = (
+        solid_jobs("sdar", "block_diffusion", seed=3, least_blocks=7),
+        threading.Event(),
+    )
+    with (
+        contextlib.closing(StandIn()) as pool,
+        tiny_fleet(
+            "sdar",
+            connector="zmq",
+            prefill=2,
+            decode=2,
+            num_pages=96,
+            worker_flags=(
+                *("--tensor-parallel-size", "2", "--hang-timeout-s", "6"),
+                *("--kv-pool", pool.url, "--kv-offloading-size", "0.001"),
+            ),
+            router_flags=("--kv-mode", "pool"),
+        ) as fleet,
+    ):
+
+        def spoil() -> None:
+            while not is_over.wait(_SPOIL_S):
+                pool.spoil()
+
+        spoiling = threading.Thread(target=spoil)
+        spoiling.start()
+        try:
+            yield fleet, [(job.message(), expected.token_ids) for job, expected in pairs]
+        finally:
+            is_over.set()
+            spoiling.join()
+
+
+@contextlib.contextmanager
 def on_gpus(connector: str, *, eager: bool) -> Iterator[tuple[Fleet, list[Asked]]]:
     """Two co-located groups of two GPUs, and the answers of one GPU, in fp32."""
     params = effuse.Params(max_tokens=64)
@@ -273,6 +312,8 @@ def storm(found: argparse.Namespace) -> Ledger:
     ledger, roles = Ledger(), ROLES[1:] if found.gpus else ROLES
     if found.engines:
         serves = engines(found.connector, eager=found.eager)
+    elif found.pool:
+        serves = with_pool()
     elif found.gpus:
         serves = on_gpus(found.connector, eager=found.eager)
     else:
@@ -309,6 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replicas", action="store_true", help="decode workers of two replicas")
     parser.add_argument("--cut-prompts", action="store_true", help="by ranks of prefill workers")
     parser.add_argument("--stages", action="store_true", help="ranks are stages of a pipeline")
+    parser.add_argument("--pool", action="store_true", help="through a pool that loses units")
     parser.add_argument("--gpus", action="store_true", help="on four GPUs")
     parser.add_argument("--engines", action="store_true", help="engines of 2P2D on two GPUs")
     parser.add_argument("--eager", action="store_true", help="without graphs, on GPUs")

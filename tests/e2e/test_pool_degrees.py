@@ -5,7 +5,6 @@ second prefill. The pool is a stand-in for LMCache's server, or a real server.
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,41 +21,13 @@ from e2e.test_metrics import scrape
 from e2e.test_shared_pool import counted
 from e2e.tiny import TINY, tiny_fleet
 from kvtransfer.lmcache_server import LMCacheServer
+from kvtransfer.lmcache_stand_in import StandIn
 from kvtransfer.mooncake_master import Mooncake
-from kvtransfer.test_lmcache_pool import StandIn
 
 from effuse.cli.fleet import Fleet
-from effuse.kvtransfer.stores import HEAD
 from effuse.placement.records import Role
 
 WORKERS: tuple[tuple[str, Role], ...] = (("prefill-0", "prefill"), ("decode-0", "decode"))
-
-
-class InMemory(StandIn):
-    """Objects of this process, which a test may lose or spoil."""
-
-    def __init__(self, _: Path) -> None:
-        super().__init__()
-        self.url = f"lmcache://127.0.0.1:{self.server_address[1]}/tests"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, *_: object) -> None:
-        """A worker was killed."""
-
-    def spoil(self) -> None:
-        """Loses one unit in four, and flips a bit of another one."""
-        draw = random.Random(1)
-        for at, (key, data) in enumerate(sorted(self.objects.items())):
-            if at % 4 == 0:
-                del self.objects[key]
-            elif at % 4 == 1:
-                wrong = bytearray(data)
-                wrong[draw.randrange(HEAD.size, len(data))] ^= 1 << draw.randrange(8)
-                self.objects[key] = bytes(wrong)
 
 
 @contextlib.contextmanager
@@ -91,7 +62,7 @@ REAL = pytest.mark.mooncake
 @pytest.mark.parametrize(
     ("kind", "mode", "prefill", "decode"),
     [
-        (InMemory, "pool", 1, 2),
+        (StandIn, "pool", 1, 2),
         *(
             pytest.param(Mooncake, "pool", *degrees, marks=REAL)
             for degrees in ((1, 2), (2, 1), (2, 2), (2, 4))
@@ -102,7 +73,7 @@ REAL = pytest.mark.mooncake
 )
 def test_ranks_read_from_the_pool_what_others_wrote(
     tmp_path: Path,
-    kind: type[InMemory | Mooncake | LMCacheServer],
+    kind: type[StandIn | Mooncake | LMCacheServer],
     mode: str,
     prefill: int,
     decode: int,
@@ -145,12 +116,12 @@ def test_ranks_read_from_the_pool_what_others_wrote(
         rest = sum(len(job.prompt) % TINY.page_size for job in jobs)
         print(f"computed again: {again:g} tokens, {rest} of them below a unit")
         assert again <= rest + num_units * TINY.page_size / 4
-        if isinstance(pool, InMemory):
+        if isinstance(pool, StandIn):
             pool.spoil()
         with ranks_killed(fleet):
             compare(pairs, ask(fleet, jobs))
         compare(pairs, ask(fleet, jobs))
-        if isinstance(pool, InMemory):
+        if isinstance(pool, StandIn):
             corrupt = sum(
                 value
                 for key, value in scrape(fleet).items()

@@ -1,14 +1,13 @@
-"""Units in an LMCache server, with a stand-in that speaks its protocol (0.5.6)."""
+"""Units in an LMCache server, with a stand-in for it."""
 
 from __future__ import annotations
 
-import socketserver
-import struct
-import threading
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+from kvtransfer.lmcache_stand_in import StandIn
 from kvtransfer.pool_user import FACTS, KEYS, MEMORY
 
 from effuse.config.pool_address import PoolAddress
@@ -16,55 +15,18 @@ from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.lmcache_pool import LMCachePool
 from effuse.kvtransfer.stores import UnitFacts
 
-ASKED = struct.Struct("iiiiiiiii150s")
-
-
-class StandIn(socketserver.ThreadingTCPServer):
-    """As `lmcache.v1.server`: objects by key, with an answer to all commands but the first."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.is_cut = False
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-class Handler(socketserver.StreamRequestHandler):
-    server: StandIn
-
-    def handle(self) -> None:
-        while asked := self.rfile.read(ASKED.size):
-            command, size, *_, name = ASKED.unpack(asked)
-            key = name.decode().strip()
-            _, world, worker, digest, dtype = key.split("@")
-            assert (world, worker, dtype, len(bytes.fromhex(digest))) == ("1", "0", "uint8", 32)
-            found = self.server.objects.get(key)
-            if command == 1:
-                self.server.objects[key] = self.rfile.read(size)
-                continue
-            if self.server.is_cut:
-                return
-            size = len(found or b"") if command == 2 else 0
-            code = 200 if found is not None else 400
-            self.wfile.write(struct.pack("iiiiiiiii", code, size, 4, 6, size, 0, 0, 0, 0))
-            self.wfile.write(found or b"" if command == 2 else b"")
-
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
-    with StandIn() as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+    with contextlib.closing(StandIn()) as running:
         yield running
-        running.shutdown()
 
 
 class User:
     def __init__(self, server: StandIn, content: str = "model") -> None:
         self.host = HostPages(MEMORY, 16, is_shared=True)
         self.host._slots.copy_(torch.randint(0, 255, self.host._slots.shape, dtype=torch.uint8))
-        address = PoolAddress.parse(f"lmcache://127.0.0.1:{server.server_address[1]}/tests")
-        self.pool = LMCachePool(address, content)
+        self.pool = LMCachePool(PoolAddress.parse(server.url), content)
         self.pool.open().result(20)
 
     def keep(self, key: bytes, *slots: int, facts: UnitFacts = FACTS) -> int:
