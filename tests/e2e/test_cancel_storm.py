@@ -1,23 +1,34 @@
-"""Requests that are cancelled at random moments leave nothing behind."""
+"""Requests that are cancelled at random moments leave nothing behind.
+
+Nor do those whose prefill worker is frozen, front and engine, while pages are open to it over NIXL.
+It is on the decode worker's machine and may write by itself. So its pages stay out of use as long
+as it is stopped, and are back as soon as it goes on or has been killed.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
+from collections.abc import Iterator
 from operator import le
 from typing import TypeAlias
 
 import grpc
+import pytest
 import redis
 from e2e.client import Client, connect, load_of, wait_until
-from e2e.processes import connections_to, open_files, pids, resident_bytes
+from e2e.processes import connections_to, engine_of, open_files, pids, resident_bytes
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import Job, draw_jobs
 
 from effuse.cli.fleet import Fleet
 from effuse.cli.process import Process
+from effuse.client.client import Client as EffuseClient
 from effuse.placement.store import MOST_CONNECTIONS
 from effuse.v1.generation_pb2 import GenerateResponse
+from effuse.v1.model_pb2 import WorkerQuarantine
 
 Call: TypeAlias = "grpc._CallFuture[GenerateResponse]"
 
@@ -25,30 +36,65 @@ REQUESTS = 150
 WARM_UP = 50
 IN_FLIGHT = 24
 RSS_SLACK_BYTES = 24 << 20
+STILL_S = 12.0  # longer than a writer elsewhere is waited for
+SHORT_S = 2.0
 
 
-def test_requests_a_third_of_which_are_cancelled_leave_nothing() -> None:
-    with tiny_fleet("sdar", connector="nixl", prefill=1, decode=1) as fleet:
-        with connect(fleet.address) as client:
-            jobs = draw_jobs(
-                7, WARM_UP + REQUESTS, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids
-            )
-            _storm(
-                client, jobs[:WARM_UP], seed=1
-            )  # caches, arenas and connections are grown by then
-            wait_until(lambda: _idle(fleet), "the warm-up leaves something running")
-            before = _resources(fleet)
-            cancelled, finished = _storm(client, jobs[WARM_UP:], seed=2)
-        assert cancelled >= REQUESTS // 4, "the fault did not happen often enough"
-        assert cancelled + finished == REQUESTS
-        wait_until(lambda: _idle(fleet), "pages, requests or quarantine are left")
-        wait_until(lambda: not _running_keys(fleet), "Redis holds keys of running requests")
-        wait_until(
-            lambda: all(map(le, _files_and_tasks(fleet), before[0])),
-            "tasks or file descriptors are left",
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with tiny_fleet("sdar", connector="nixl") as running:
+        yield running
+
+
+def test_requests_a_third_of_which_are_cancelled_leave_nothing(fleet: Fleet) -> None:
+    with connect(fleet.address) as client:
+        jobs = draw_jobs(
+            7, WARM_UP + REQUESTS, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids
         )
-        grown = sum(resident_bytes(one.pid) for one in _members(fleet)) - before[1]
-        assert grown < RSS_SLACK_BYTES, f"resident memory grew by {grown >> 20} MiB"
+        _storm(client, jobs[:WARM_UP], seed=1)  # caches, arenas and connections are grown by then
+        wait_until(lambda: _idle(fleet), "the warm-up leaves something running")
+        before = _resources(fleet)
+        cancelled, finished = _storm(client, jobs[WARM_UP:], seed=2)
+    assert cancelled >= REQUESTS // 4, "the fault did not happen often enough"
+    assert cancelled + finished == REQUESTS
+    wait_until(lambda: _idle(fleet), "pages, requests or quarantine are left")
+    wait_until(lambda: not _running_keys(fleet), "Redis holds keys of running requests")
+    wait_until(
+        lambda: all(map(le, _files_and_tasks(fleet), before[0])),
+        "tasks or file descriptors are left",
+    )
+    grown = sum(resident_bytes(one.pid) for one in _members(fleet)) - before[1]
+    assert grown < RSS_SLACK_BYTES, f"resident memory grew by {grown >> 20} MiB"
+
+
+@pytest.mark.parametrize(("end", "still_s"), [(signal.SIGCONT, STILL_S), (signal.SIGKILL, SHORT_S)])
+def test_pages_wait_for_a_frozen_writer_until_it_goes_on_or_is_killed(
+    fleet: Fleet, end: signal.Signals, still_s: float
+) -> None:
+    with connect(fleet.address) as client:
+        jobs = draw_jobs(3, 20, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
+        job = max(jobs, key=lambda one: len(one.prompt))  # a short one takes no page
+        client.generate(job.message(f"before-{end.name}"))
+        wait_until(lambda: _free(fleet) == _total(fleet), "the first request left pages")
+        front = fleet.processes["prefill-0"].pid
+        frozen = [front, engine_of(front).pid]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        call = client.stub.Generate.future(job.message(f"given-up-{end.name}"), timeout=60)
+        wait_until(lambda: _free(fleet) < _total(fleet), "no page was reserved")
+        call.cancel()
+        wait_until(lambda: bool(_quarantines(fleet)), "no page is in quarantine")
+        time.sleep(still_s)
+        (held,) = _quarantines(fleet)
+        assert held.writer == fleet.address_of("prefill-0")
+        assert held.pages == _total(fleet) - _free(fleet) > 0
+        assert held.age.ToTimedelta().total_seconds() > still_s / 2
+        for pid in frozen:
+            os.kill(pid, end)
+        wait_until(lambda: _free(fleet) == _total(fleet), "pages are still in quarantine")
+        wait_until(lambda: not _quarantines(fleet), "it is still said that they are")
+        if end is signal.SIGCONT:
+            client.generate(job.message("after"))
 
 
 def _storm(client: Client, jobs: list[Job], seed: int) -> tuple[int, int]:
@@ -132,3 +178,18 @@ def _content(client: redis.Redis, key: bytes) -> bytes:
 def _bytes(answer: bytes | str) -> bytes:
     assert isinstance(answer, bytes)
     return answer
+
+
+def _free(fleet: Fleet) -> int:
+    return load_of(fleet.address_of("decode-0")).free_pages
+
+
+def _total(fleet: Fleet) -> int:
+    return load_of(fleet.address_of("decode-0")).total_pages
+
+
+def _quarantines(fleet: Fleet) -> list[WorkerQuarantine]:
+    """Those of the decode worker, as clients see them."""
+    with EffuseClient(fleet.address) as client:
+        workers = {one.worker_id: one for one in client.workers()}
+    return list(workers["decode-0"].quarantines)
