@@ -39,8 +39,8 @@ class HostPages:
         self.is_shared = is_shared
         self.descriptor = -1
         if is_shared:
-            new = descriptor is None
-            self.descriptor = os.memfd_create("effuse-units") if new else os.dup(descriptor or 0)
+            mine = os.memfd_create("effuse-units") if descriptor is None else os.dup(descriptor)
+            self.descriptor = mine
             weakref.finalize(self, os.close, self.descriptor)
         self._num_parts = layout.num_kv_heads // len(layout.heads) if is_shared else 1
         self.num_slots = num_slots
