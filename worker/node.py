@@ -15,12 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Final, cast
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from effuse.config.access import host_and_port
 from effuse.kvtransfer.interfaces import interface_towards
@@ -46,7 +44,7 @@ from effuse.worker.node_messages import (
     control_keys,
     settings_of,
 )
-from effuse.worker.supervisor import start
+from effuse.worker.supervisor import AsyncSocket, start
 from effuse.worker.watchdog import Limits, PeerSilence, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -69,67 +67,35 @@ class _FarRank:
     is_reported: bool = False  # its end
 
 
-class LeaderLink:
+class LeaderLink(AsyncSocket):
     """A connection to the leader of one incarnation; another incarnation needs another one."""
 
     def __init__(self, config: WorkerConfig) -> None:
         assert config.master_addr is not None, "a config with several nodes has one"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.IMMEDIATE, 1)  # an offer that cannot leave now is not kept
         endpoint = f"tcp://{host_and_port(config.master_addr, config.master_port)}"
-        self._socket.set(zmq.IPV6, int("[" in endpoint))
+        # An offer that cannot leave now is not kept.
+        options: dict[int, int] = {zmq.LINGER: 0, zmq.IMMEDIATE: 1, zmq.IPV6: int("[" in endpoint)}
+        super().__init__(zmq.DEALER, options)
         if (keys := control_keys(config)) is not None:
-            keys.ask(cast("zmq.Socket[bytes]", self._socket))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(endpoint)
-        self._receiving: asyncio.Future[bytes] | None = None
+            keys.ask(cast("zmq.Socket[bytes]", self.zmq))
+        self.zmq.connect(endpoint)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._receiving is not None:
-            self._receiving.cancel()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
-        self._context.term()
-
-    def send(self, message: FromNode) -> None:
+    def post(self, message: FromNode) -> None:
         """Sends a message if the leader is connected."""
-        with contextlib.suppress(zmq.Again):
-            sent = self._socket.send(ENCODER.encode(message), zmq.NOBLOCK)
-            cast("asyncio.Future[object]", sent).result()
+        self.send(ENCODER.encode(message))
 
-    async def receive(
+    async def next_message(
         self, timeout_s: float, others: Iterable[asyncio.Future[int]] = ()
     ) -> ToNode | None:
-        """The leader's next message; None if none comes before the time or one of `others` is over,
-        and for one that no leader sends."""
-        if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._socket.recv())
-        waited: list[asyncio.Future[Any]] = [self._receiving, *others]
-        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not self._receiving.done():
+        """The leader's next message; None as of `receive`, and for one that no leader sends."""
+        if (received := await self.receive(timeout_s, others)) is None:
             return None
-        received, self._receiving = self._receiving.result(), None
         try:
             message: ToNode = TO_NODE.decode(received)
             return message
         except msgspec.DecodeError as error:
             LOG.warning("a message that no leader sends came: %s", error)
             return None
-
-    async def has_ended(self) -> bool:
-        """Whether the connection has ended since it was made."""
-        return bool(await self._monitor.poll(0))
 
 
 class NodeAgent:
@@ -157,7 +123,7 @@ class NodeAgent:
         where = host_and_port(str(self._config.master_addr), self._config.master_port)
         LOG.info("node %d waits for its leader at %s", self._config.node_rank, where)
         while not self._stop.is_set():
-            with LeaderLink(self._config) as link:
+            with contextlib.closing(LeaderLink(self._config)) as link:
                 welcome = await self._join(link)
                 if welcome is None:
                     continue
@@ -177,9 +143,9 @@ class NodeAgent:
         asked_at = float("-inf")
         while not self._stop.is_set():
             if self._now() - asked_at >= _ASK_S:
-                link.send(offer)
+                link.post(offer)
                 asked_at = self._now()
-            match await link.receive(_LOOK_S):
+            match await link.next_message(_LOOK_S):
                 case Welcome() as welcome:
                     self._logged = ""
                     return welcome
@@ -226,7 +192,7 @@ class NodeAgent:
         beat_at, leaves_at, is_ready = float("-inf"), float("inf"), False
         while True:
             exits = [one.exited for one in self._ranks.values() if not one.is_reported]
-            message, now = await link.receive(_LOOK_S, exits), self._now()
+            message, now = await link.next_message(_LOOK_S, exits), self._now()
             match message:
                 case LeaderBeat(incarnation=found, is_ready=ready) if found == incarnation:
                     silence.heard_at = now
@@ -237,7 +203,7 @@ class NodeAgent:
                     return f"the leader is of incarnation {found}"
                 case _:
                     pass
-            if await link.has_ended():
+            if link.disconnected.done():
                 return "the connection to the leader has ended"
             if silence.is_over(now):
                 return f"the leader has been silent for {now - silence.heard_at:.1f} s"
@@ -247,7 +213,7 @@ class NodeAgent:
                 return "this process ends"
             self._report(link, incarnation, now)
             if now - beat_at >= BEAT_S:
-                link.send(NodeBeat(incarnation))
+                link.post(NodeBeat(incarnation))
                 beat_at = now
 
     def _report(self, link: LeaderLink, incarnation: str, now: float) -> None:
@@ -257,10 +223,10 @@ class NodeAgent:
                 if not rank.is_reported:
                     status = rank.exited.result()
                     LOG.info("rank %d has ended with status %d", number, status)
-                    link.send(RankGone(incarnation, number, status))
+                    link.post(RankGone(incarnation, number, status))
                 rank.is_reported = True
             elif rank.stopped.look(rank.process.pid, now) > self._limits.stopped_s:
-                link.send(RankStopped(incarnation, number))
+                link.post(RankStopped(incarnation, number))
 
     def _leave(self) -> float:
         """How long the leader may still finish its requests, in seconds."""

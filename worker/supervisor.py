@@ -15,10 +15,10 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import msgspec
 import zmq
@@ -97,9 +97,6 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[ToFront])
         self._exited = asyncio.ensure_future(process.wait())
-        # Ends once the engine has disconnected, and all of its messages are received.
-        self._disconnected = asyncio.ensure_future(socket.monitor.recv_multipart())
-        self._receiving: asyncio.Future[bytes] | None = None
 
     @classmethod
     async def spawn(cls, module: str, config: WorkerConfig) -> Self:
@@ -138,33 +135,20 @@ class EngineClient:
         Raises `EngineGone` once the process has ended and all of its messages were returned, and
         for an invalid message.
         """
-        if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._socket.zmq.recv())
-        waited: set[asyncio.Future[bytes] | asyncio.Future[int]] = {self._receiving, self._exited}
-        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._exited.done():
-            await self._wait_for_last_words(self._receiving)
-        if self._receiving.done():
-            received, self._receiving = self._receiving, None
-            try:
-                return self._decoder.decode(received.result())
-            except _UNREADABLE as error:
-                raise EngineGone(f"the engine sent an invalid message: {error}") from error
-        if self._exited.done():
-            raise _exit(self._exited.result())
-        return []
-
-    async def _wait_for_last_words(self, received: asyncio.Future[bytes]) -> None:
-        """Returns once a message of an ended engine was received, or none follows: its messages
-        come before its connection ends.
-        """
-        waited: set[asyncio.Future[bytes] | asyncio.Future[list[bytes]]] = {
-            received,
-            self._disconnected,
-        }
-        await asyncio.wait(waited, timeout=_LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
-        if not received.done():
-            await asyncio.wait({received}, timeout=_HANDED_ON_S)
+        received = await self._socket.receive(timeout_s, [self._exited])
+        if received is None and self._exited.done():
+            # An engine's messages come before its connection ends.
+            received = await self._socket.receive(_LAST_WORDS_S, [self._socket.disconnected])
+            if received is None:
+                received = await self._socket.receive(_HANDED_ON_S)
+            if received is None:
+                raise _exit(self._exited.result())
+        if received is None:
+            return []
+        try:
+            return self._decoder.decode(received)
+        except _UNREADABLE as error:
+            raise EngineGone(f"the engine sent an invalid message: {error}") from error
 
     async def stop(self, grace_s: float) -> None:
         """Asks the engine to end and returns when it has; kills it after `grace_s`."""
@@ -178,40 +162,65 @@ class EngineClient:
             with contextlib.suppress(ProcessLookupError):  # it has ended a moment ago
                 self._process.kill()
             await asyncio.wait({self._exited}, timeout=_KILL_TIMEOUT_S)
-        if self._receiving is not None:
-            self._receiving.cancel()
-        self._disconnected.cancel()
         self._socket.close()
         shutil.rmtree(self.home, ignore_errors=True)
         if not self._exited.done():
             raise EngineGone(f"engine process {self.pid} does not die", permanent=True)
 
 
-class EngineSocket:
-    """A bound PAIR socket with an unlimited queue: the engine must never wait for its front."""
+class AsyncSocket:
+    """A socket for one other process, in the event loop: sending never waits."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, kind: int, options: Mapping[int, int]) -> None:
         self._context = zmq.asyncio.Context()
-        self.zmq = self._context.socket(zmq.PAIR)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self.zmq.set(option, 0)
-        self.monitor = self.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.zmq.bind(endpoint)
+        self.zmq = self._context.socket(kind)
+        for option, value in options.items():
+            self.zmq.set(option, value)
+        self._monitor = self.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # Ends once the other process has disconnected, and all of its messages are received.
+        self.disconnected = asyncio.ensure_future(self._monitor.recv_multipart())
+        self._receiving: asyncio.Future[bytes] | None = None
 
     def send(self, frame: bytes) -> None:
+        """Sends a frame, if the socket is connected."""
         # A plain socket on the same handle would swallow the signal that a message can be received.
         sent = cast("asyncio.Future[object]", self.zmq.send(frame, zmq.NOBLOCK))
         with contextlib.suppress(zmq.Again):  # not connected: not yet, or no more
             sent.result()
 
+    async def receive(
+        self, timeout_s: float, others: Iterable[asyncio.Future[Any]] = ()
+    ) -> bytes | None:
+        """The next frame; None if none comes before the time or one of `others` is over."""
+        if self._receiving is None:
+            self._receiving = asyncio.ensure_future(self.zmq.recv())
+        waited: list[asyncio.Future[Any]] = [self._receiving, *others]
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not self._receiving.done():
+            return None
+        received, self._receiving = self._receiving, None
+        return received.result()
+
     def close(self) -> None:
+        """Closes it; may be called twice."""
         if not self.zmq.closed:
+            if self._receiving is not None:
+                self._receiving.cancel()
+            self.disconnected.cancel()
             # first, because its remaining messages would have no reader
             self.zmq.disable_monitor()
-            self.monitor.close(0)
-            self.zmq.close()
+            self._monitor.close(0)
+            self.zmq.close(0)
         self._context.term()
+
+
+class EngineSocket(AsyncSocket):
+    """A bound PAIR socket with an unlimited queue: the engine must never wait for its front."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(zmq.PAIR, dict.fromkeys((zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER), 0))
+        self.endpoint = endpoint
+        self.zmq.bind(endpoint)
 
 
 async def start(module: str, orders: Orders | RankOrders) -> asyncio.subprocess.Process:

@@ -172,9 +172,9 @@ def leader(own: DecodeConfig, incarnation: str = "i1") -> Iterator[Nodes]:
 async def asked(nodes: Nodes, link: LeaderLink, message: object, seconds: float) -> object:
     """The leader's answer to a host that sends this until it gets one."""
     for _ in range(int(seconds / 0.05)):
-        link.send(message)  # type: ignore[arg-type]
+        link.post(message)  # type: ignore[arg-type]
         nodes.turn()
-        if (found := await link.receive(0.05)) is not None:
+        if (found := await link.next_message(0.05)) is not None:
             return found
     return None
 
@@ -188,17 +188,19 @@ def test_only_owners_of_the_secret_are_answered(tmp_path: Path) -> None:
     async def ask() -> None:
         with leader(own) as nodes:
             for secret in (stranger, None):
-                with LeaderLink(replace(own, node_rank=1, fleet_secret=secret)) as link:
+                with contextlib.closing(
+                    LeaderLink(replace(own, node_rank=1, fleet_secret=secret))
+                ) as link:
                     assert await asked(nodes, link, offer, 1.0) is None
             assert nodes.roll.missing == [1]
-            with LeaderLink(replace(own, node_rank=1)) as link:
+            with contextlib.closing(LeaderLink(replace(own, node_rank=1))) as link:
                 found = await asked(nodes, link, offer, 10.0)
                 assert isinstance(found, Welcome) and list(found.commands) == [1]
                 assert nodes.roll.missing == []
                 nodes.roll.is_ready = True
                 for _ in range(200):
                     nodes.turn()
-                    if isinstance(beat := await link.receive(0.05), LeaderBeat):
+                    if isinstance(beat := await link.next_message(0.05), LeaderBeat):
                         break
                 assert beat == LeaderBeat("i1", is_ready=True)
                 stale = NodeBeat("an earlier one")

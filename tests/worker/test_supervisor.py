@@ -361,8 +361,8 @@ def test_who_says_what_is_no_message_is_given_up(said: bytes) -> None:
     async def go() -> None:
         async with spawned() as client:
             await ready(client)
-            client._receiving = asyncio.get_running_loop().create_future()
-            client._receiving.set_result(said)
+            client._socket._receiving = asyncio.get_running_loop().create_future()
+            client._socket._receiving.set_result(said)
             with pytest.raises(EngineGone, match="invalid message"):
                 await client.receive(20)
 
