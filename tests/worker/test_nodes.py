@@ -209,6 +209,21 @@ def test_only_owners_of_the_secret_are_answered(tmp_path: Path) -> None:
     asyncio.run(ask())
 
 
+def test_a_link_ends_with_its_leader(tmp_path: Path) -> None:
+    own = config(tmp_path)
+    offer = Joining(node=1, settings=settings_of(own))
+
+    async def ask() -> None:
+        with contextlib.closing(LeaderLink(replace(own, node_rank=1))) as link:
+            with leader(own) as nodes:
+                assert isinstance(await asked(nodes, link, offer, 10.0), Welcome)
+                assert not link.disconnected.done()
+            await asyncio.wait_for(link.disconnected, 10.0)
+            assert await link.next_message(0.05) is None
+
+    asyncio.run(ask())
+
+
 def test_the_public_key_alone_opens_nothing(tmp_path: Path) -> None:
     own = config(tmp_path)
     keys = control_keys(own)
