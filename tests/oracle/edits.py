@@ -28,7 +28,8 @@ def edited(
             if value > 0
             else value * settings.repetition_penalty
         )
-    for token in set(answer):
+    has_penalty = settings.presence_penalty or settings.frequency_penalty
+    for token in set(answer) if has_penalty else ():
         row[token] -= settings.presence_penalty
         row[token] -= settings.frequency_penalty * answer.count(token)
     for token, added in settings.logit_bias:

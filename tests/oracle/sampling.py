@@ -92,6 +92,8 @@ def _filtered(row: Tensor, settings: Settings, top_k_first: bool) -> Tensor:
     """-inf for tokens that top-p, then top-k drop, or top-k and then top-p of the rest. Top-p
     counts equal logits in the order of their ids; top-k keeps all that equal its last one.
     """
+    if settings.top_p >= 1 and not 0 < settings.top_k < len(row):
+        return row
     order: list[int] = row.sort(descending=True, stable=True).indices.tolist()
     filters = [_most_likely, _largest]
     for keep in reversed(filters) if top_k_first else filters:
