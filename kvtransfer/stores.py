@@ -92,10 +92,6 @@ class UnitStore(ABC):
     def __len__(self) -> int:
         return len(self._known)
 
-    def size_of(self, key: Key) -> int:
-        """Bytes of the unit with its head."""
-        return self._known[key][1]
-
     def before(self, key: Key) -> Key:
         """Key of the unit before this one; empty for the first of a text."""
         return self._known[key][0]
