@@ -10,7 +10,8 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Iterator, MutableMapping
+import threading
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NewType
 
@@ -31,6 +32,7 @@ LOG = logging.getLogger(__name__)
 _NETLINK = "libnl-route-3.so.200"
 DEVICES, FAMILIES = "UCX_NET_DEVICES", "UCX_TCP_AF_PRIO"
 _RDMA = Path("/sys/class/infiniband")
+_CONFINING = threading.Lock()  # the environment is the process's
 
 PageList = NewType("PageList", object)  # a prepared list of pages, or of groups of their layers
 Transfer = NewType("Transfer", object)  # a write that is posted or ready to be
@@ -163,10 +165,8 @@ def bind_netlink() -> None:
         ctypes.CDLL(_NETLINK, mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
 
-@contextlib.contextmanager
-def confined(host: str, environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Makes UCX listen only on the interface of `host`, for agents that are made meanwhile.
-    Processes that start later do not inherit it.
+def options_of(host: str, environment: MutableMapping[str, str] = os.environ) -> Mapping[str, str]:
+    """UCX's options for agents that listen only on the interface of `host`.
 
     UCX accepts names of devices but no addresses, and without an option listens on all of them.
 
@@ -175,9 +175,9 @@ def confined(host: str, environment: MutableMapping[str, str] = os.environ) -> I
     IP address. Raises ValueError if no interface has the address.
     """
     address = _resolve(host)
-    if address.is_unspecified or DEVICES in environment:
-        yield
-        return
+    with _CONFINING:  # otherwise another thread's options may be there
+        if address.is_unspecified or DEVICES in environment:
+            return {}
     names = [name for name, own in addresses() if own == address]
     if address.is_loopback:  # lo has all of 127.0.0.0/8, and reports one address of it
         names = names or [name for name, own in addresses() if own.is_loopback]
@@ -186,16 +186,25 @@ def confined(host: str, environment: MutableMapping[str, str] = os.environ) -> I
             f"--host: expected the address of an interface of this machine, got {address}"
         )
     rdma = [] if address.is_loopback else list(_rdma_ports())
-    found = {DEVICES: ",".join([*dict.fromkeys(names), *rdma])}
-    if FAMILIES not in environment:
-        found[FAMILIES] = "inet6" if address.version == 6 else "inet"
-    LOG.debug("UCX listens on %s", found[DEVICES])
-    environment.update(found)
-    try:
-        yield
-    finally:
-        for name in found:
-            environment.pop(name, None)
+    family = "inet6" if address.version == 6 else "inet"
+    return {DEVICES: ",".join([*dict.fromkeys(names), *rdma]), FAMILIES: family}
+
+
+@contextlib.contextmanager
+def confined(
+    options: Mapping[str, str], environment: MutableMapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Gives these options to agents that are made meanwhile, one thread after another. Processes
+    that start later do not inherit them."""
+    with _CONFINING:
+        found = {name: value for name, value in options.items() if name not in environment}
+        LOG.debug("UCX listens by %s", found)
+        environment.update(found)
+        try:
+            yield
+        finally:
+            for name in found:
+                environment.pop(name, None)
 
 
 def _resolve(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -35,7 +35,7 @@ from effuse.kvtransfer.messages import (
     encode,
     writer_of,
 )
-from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, confined
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, confined, options_of
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, PoolLists, attempt
 from effuse.kvtransfer.peer_copies import copies_of
 from effuse.kvtransfer.transport import (
@@ -154,6 +154,7 @@ class NixlTransport(Transport):
     def open(self) -> None:
         """Creates the agents and registers the whole pool with each, once. Raises ValueError for a
         host that is not this machine's."""
+        self._options = options_of(self._host)  # once, because a name server may not answer later
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
         self._ucx = ucx_log()
         if self._kind == "VRAM":
@@ -326,7 +327,7 @@ class NixlTransport(Transport):
 
     def _agent(self, suffix: str) -> NixlAgent:
         memory = self._memory
-        with confined(self._host):
+        with confined(self._options):
             agent = NixlAgent(f"{self._name}{suffix}")
         agent.register(memory.address, memory.num_bytes, self._device_id, self._kind)
         return agent
@@ -350,7 +351,7 @@ class NixlTransport(Transport):
 def why_unusable(host: str) -> str:
     """Why no agent starts that listens on the interface of `host`; empty if one does."""
     try:
-        with confined(host), ucx_log().asked():
+        with confined(options_of(host)), ucx_log().asked():
             NixlAgent(f"probe-{os.getpid()}").close()
     except NIXL_ERRORS as error:
         return f"{type(error).__name__}: {error}"

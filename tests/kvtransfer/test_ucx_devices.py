@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from kvtransfer.fixtures import SMALL
 
 from effuse.kvtransfer import interfaces, nixl_agent, nixl_transport
-from effuse.kvtransfer.nixl_agent import DEVICES, FAMILIES, confined
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.nixl_agent import DEVICES, FAMILIES, confined, options_of
 
 OWN = [
     ("lo", ipaddress.ip_address("127.0.0.1")),
@@ -35,7 +39,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_interface_that_has_the_address(host: str, devices: str, family: str) -> None:
     environment: dict[str, str] = {}
-    with confined(host, environment):
+    with confined(options_of(host, environment), environment):
         assert environment == {DEVICES: devices, FAMILIES: family}
     assert environment == {}, "a process that starts later may listen on another interface"
 
@@ -43,22 +47,54 @@ def test_the_interface_that_has_the_address(host: str, devices: str, family: str
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_wildcard_is_every_interface(host: str) -> None:
     environment: dict[str, str] = {}
-    with confined(host, environment):
+    with confined(options_of(host, environment), environment):
         assert environment == {}
 
 
 def test_what_the_environment_says_holds() -> None:
     environment = {DEVICES: "mlx5_1:1"}
-    with confined("127.0.0.1", environment):
+    with confined(options_of("127.0.0.1", environment), environment):
         assert environment == {DEVICES: "mlx5_1:1"}
     assert environment == {DEVICES: "mlx5_1:1"}
 
 
 def test_the_family_of_the_environment_stays() -> None:
     environment = {FAMILIES: "inet6"}
-    with confined("127.0.0.1", environment):
+    with confined(options_of("127.0.0.1", environment), environment):
         assert environment == {DEVICES: "lo", FAMILIES: "inet6"}
     assert environment == {FAMILIES: "inet6"}
+
+
+def test_a_later_agent_listens_on_the_devices_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fence makes an agent; its failure would end the connector, with all transfers."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no name server answers")
+
+    transport = nixl_transport.NixlTransport(PageMemory(SMALL, 2), "1ab", role="decode")
+    transport.open()
+    before = transport.address()
+    with monkeypatch.context() as later:
+        later.setattr(socket, "getaddrinfo", refuse)
+        later.setattr(nixl_agent, "addresses", lambda: iter([]))
+        transport.renew(before)
+    transport.shut_off(before)
+    assert transport.address().agent_name != before.agent_name
+
+
+def test_a_thread_that_makes_an_agent_at_the_same_time_is_confined_too() -> None:
+    environment: dict[str, str] = {}
+
+    def seen() -> dict[str, str]:
+        with confined(options_of("127.0.0.1", environment), environment):
+            return dict(environment)
+
+    with ThreadPoolExecutor(1) as pool:
+        with confined(options_of("127.0.0.1", environment), environment):
+            other = pool.submit(seen)
+            with pytest.raises(TimeoutError):
+                other.result(0.05)
+        assert other.result(5.0) == {DEVICES: "lo", FAMILIES: "inet"}
 
 
 def test_an_agent_leaves_no_variable_behind() -> None:
@@ -74,8 +110,8 @@ def test_an_agent_leaves_no_variable_behind() -> None:
     ],
 )
 def test_an_address_that_is_not_ours_is_refused(host: str, told: str) -> None:
-    with pytest.raises(ValueError, match=f"--host: .*{told}"), confined(host, {}):
-        pytest.fail("it was not refused")
+    with pytest.raises(ValueError, match=f"--host: .*{told}"):
+        options_of(host, {})
 
 
 def test_the_kernel_tells_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
