@@ -31,7 +31,8 @@ from effuse.kvtransfer.messages import Finish, KVPart, Manifest, encode
 PieceDigests = npt.NDArray[np.int64]
 
 MOST_KEYS = 4096  # kept keys; each receiver has one
-KEPT_BYTES = 4096  # pieces of which views are kept; a view takes 200 bytes
+KEPT_BYTES = 4096  # pieces of which views are kept
+MOST_VIEWS = 1 << 16  # kept ones, of 200 bytes each, which collections of garbage search
 
 
 class DigestJob(Protocol):
@@ -157,6 +158,8 @@ class HostDigester:
             row, size = memoryview(self._rows[page_id]), self._piece_bytes
             views = [row[at : at + size] for at in range(0, len(row), size)]
             if size >= KEPT_BYTES:
+                if len(self._views) * len(views) >= MOST_VIEWS:
+                    self._views.clear()
                 self._views[page_id] = views
         return views
 

@@ -58,6 +58,22 @@ def test_groups_that_are_taken_one_by_one_are_the_page() -> None:
     assert pages_digest(np.concatenate(parts, axis=1)) == pages_digest(whole)
 
 
+@pytest.mark.parametrize("least", [1, 1 << 20], ids=["kept", "made anew"])
+def test_views_of_pages_follow_their_bytes_and_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    monkeypatch.setattr(digest, "KEPT_BYTES", least)
+    monkeypatch.setattr(digest, "MOST_VIEWS", 2 * LARGE.num_groups * 2 * pieces_in_head(LARGE))
+    memory, groups = filled(LARGE, 8), range(LARGE.num_groups)
+    digester = HostDigester(memory)
+    for turn in range(3):
+        memory.tensor.add_(turn)
+        found = digester.begin(range(8), groups, SEED).poll()
+        assert found is not None
+        assert np.array_equal(found, take(memory, [*range(8)], groups))
+        assert len(digester._views) == (2 if least == 1 else 0)
+
+
 def test_the_digest_of_pages_is_that_of_their_pieces_in_order() -> None:
     whole = take(filled(SMALL, 2), [1, 0], range(SMALL.num_groups))
     assert pages_digest(whole) == xxhash.xxh3_128_digest(whole.astype("<i8").tobytes())
