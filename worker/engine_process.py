@@ -193,6 +193,7 @@ def _run(
             first = signs_of_life.enter_context(listen_while_alive(config.host))
             port = first.getsockname()[1]
             kept_open.append(first.fileno())
+            signs_of_life.callback(kept_open.clear)
             with pulse.during("loading"):
                 engine = build(config, incarnation, pulse)
             signs_of_life.enter_context(listen_while_alive(config.host, port))

@@ -16,6 +16,7 @@ from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load, ModelInfo
 from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_home import kept_open
 from effuse.worker.engine_process import (
     Engine,
     EngineLoop,
@@ -225,11 +226,13 @@ def test_what_an_engine_is_made_of_is_never_collected_again() -> None:
 
     def build(config: WorkerConfig, incarnation: str, pulse: Pulse) -> Engine:
         made.extend([] for _ in range(1000))
+        assert len(kept_open) == 1
         return Engine(Core(), Ready(model=MODEL, fingerprint=(), page_size=4, total_pages=8))
 
     try:
         assert _run(WorkerConfig(), "one", build, own) == 0
         assert gc.get_freeze_count() >= before + 1000
+        assert not kept_open, "a rank that starts later would be given a closed descriptor"
     finally:
         gc.unfreeze()
         front.close()
