@@ -66,7 +66,7 @@ class KVLayout:
 
     @cached_property
     def part(self) -> KVPart:
-        """What this rank's pool holds."""
+        """The share that this rank's pool holds."""
         return self.held or KVPart(0, self.num_kv_heads, 0, self.num_groups)
 
     @property

@@ -71,9 +71,9 @@ class ReceiverAddress(Struct, frozen=True, kw_only=True):
 
 
 class KVPart(Struct, frozen=True, array_like=True):
-    """What a rank's pool holds, or a rank sends to another one: KV heads [first_head, end_head) of
-    groups [first_group, end_group) of layers, in the model's numbers, of every page. If ranks cut
-    the context, of every `turns`-th page of a prompt, from page `turn` on.
+    """The share of a model that a rank holds, or sends to another one: KV heads [first_head,
+    end_head) of groups [first_group, end_group) of layers, in the model's numbers, of every page.
+    If ranks cut the context, of every `turns`-th page of a prompt, from page `turn` on.
     """
 
     first_head: Annotated[int, Meta(ge=0, lt=MAX_HEADS)]
@@ -105,7 +105,7 @@ class Shard(Struct, frozen=True, kw_only=True):
 class Reservation(Struct, frozen=True, kw_only=True):
     """Pages that a decode engine holds for one handoff, and how to write into them.
 
-    shards: one for each of its ranks, in their order; none where nothing is handed over. num_held:
+    shards: one for each of its ranks, in their order; none if nothing is handed over. num_held:
     pages of the prompt's beginning that it has already; `pages` come after them. If ranks cut the
     context, each of these pages has room for as many pages of the prompt, one on each rank, and
     num_written pages of the prompt are written; 0 means as many as there is room for.
@@ -154,7 +154,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
 
     @property
     def connector(self) -> str:
-        """What moves the pages; "local" where nothing is handed over."""
+        """The transport of the pages; "local" if nothing is handed over."""
         return self.shards[0].address.connector if self.shards else "local"
 
 
@@ -256,7 +256,7 @@ ToSender = Placed | Accepted | Rejected
 
 
 Account = Begin | Pages | Manifest
-"""What has the attempt, the two ends and the part of a sender's message."""
+"""The struct with the attempt, the two ends and the part of a sender's message."""
 
 
 def account_of(message: ToReceiver) -> Account:

@@ -185,7 +185,7 @@ class Released:
 
 
 def layer_at(config: ModelConfig, number: int) -> str:
-    """What comes before the names of a layer's modules in this family's releases."""
+    """The prefix of the names of a layer's modules in this family's releases."""
     return f"{config.family.layout.layers}.{number}."
 
 
