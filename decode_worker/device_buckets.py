@@ -1,18 +1,24 @@
-"""How many rows and candidates the coming step may need, predicted one step ahead. Pure numpy.
+"""How many rows and candidates the coming step may need, predicted one step ahead, and which slots
+read a beginning together. Pure numpy.
 
 The host launches a step before it has read the last one's records. With counts that are too small
 some slots wait a step, and with counts that are too large work is wasted; neither changes a token.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from effuse.kernels.step_slots import (
+    MOST_SHARED,
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
+    NUM_RUNS,
     BlockColumn,
     Column,
     RecordColumn,
@@ -23,6 +29,9 @@ from effuse.kernels.step_slots import (
 Integers = npt.NDArray[np.int32]
 
 _MEMORY = 0.9  # of the running mean of writes per step
+TILE_ROWS = 128  # (query, head in group) that attention computes at once
+# Keys of one KV head that tiles need not read, from which on shared beginnings pay for their merge.
+LEAST_SAVED = 1 << 17
 
 
 def bucket(count: int) -> int:
@@ -168,3 +177,96 @@ class Forecast:
         exists = np.arange(self._layout.ring) < records[:, Column.NUM_BLOCKS, None]
         left: Integers = ((tokens == -1).sum(2) * exists).astype(np.int32)
         return left
+
+
+class Beginning(NamedTuple):
+    """Slots whose sequences begin with the same pages."""
+
+    slots: tuple[int, ...]
+    num_pages: int
+    saved: int  # keys that tiles of one KV head need not read
+
+
+class _Pages(NamedTuple):
+    """The whole cached pages of a slot's sequence when it joined."""
+
+    ids: tuple[int, ...]
+    slot: int
+    rows: int  # (query, head in group) in a step
+
+
+class Beginnings:
+    """Which slots read a beginning together, so that their rows share attention's tiles."""
+
+    def __init__(self, layout: SlotLayout, page_size: int, groups: int, kv_heads: int) -> None:
+        """For `groups` query heads of each of `kv_heads`."""
+        self._layout = layout
+        self._page_size = page_size
+        self._groups = groups
+        self._kv_heads = kv_heads
+        self._known: dict[int, _Pages] = {}  # by slot
+        self._found: list[Beginning] = []
+        self._is_stale = False
+
+    @property
+    def pay_off(self) -> bool:
+        """Whether a step that shares those of the last `changed` is faster."""
+        return sum(one.saved for one in self._found) * self._kv_heads >= LEAST_SAVED
+
+    def join(self, slot: int, row: Integers) -> None:
+        """A request is in the slot now; `row` is as in `DeviceStepper.join`."""
+        layout = self._layout
+        num_pages = int(row[Column.START]) // self._page_size
+        ids = row[layout.pages_at : layout.pages_at + num_pages].tolist()
+        blocks = int(row[Column.WINDOW]) if row[Column.ALGORITHM] == 0 else 1
+        rows = max(1, blocks) * layout.block_size * self._groups
+        self._known[slot] = _Pages(tuple(ids), slot, rows)
+        self._is_stale = True
+
+    def leave(self, slot: int) -> None:
+        self._is_stale |= self._known.pop(slot, None) is not None
+
+    def changed(self) -> Integers | None:
+        """`SlotTable.sharing` for the slots that have requests now; None if it is as before."""
+        before, self._found = self._found, self._search() if self._is_stale else self._found
+        self._is_stale = False
+        if self._found == before:
+            return None
+        shared = [slot for one in self._found for slot in one.slots]
+        others = sorted(set(range(self._layout.num_slots)) - set(shared))
+        runs = [run for run, one in enumerate(self._found) for _ in one.slots]
+        none = [0] * (NUM_RUNS - len(self._found))
+        columns = (
+            [*shared, *others],
+            [*runs, *[MOST_SHARED] * len(others)],
+            [*(one.slots[0] for one in self._found), *none],
+            [*(one.num_pages for one in self._found), *none],
+        )
+        return np.array([value for column in columns for value in column], dtype=np.int32)
+
+    def _search(self) -> list[Beginning]:
+        found = self._best(sorted(self._known.values()))
+        return sorted(found, key=lambda one: one.saved)[-MOST_SHARED:]
+
+    def _best(self, members: Sequence[_Pages]) -> list[Beginning]:
+        """The beginnings of these sorted sequences that save the most: one of all of them, or those
+        of parts that go on alike."""
+        if len(members) < 2:
+            return []
+        ends = zip(members[0].ids, members[-1].ids, strict=False)  # all others lie between
+        depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+        parts = groupby(members, key=lambda one: one.ids[depth : depth + 1])
+        deeper = [one for _, part in parts for one in self._deeper(list(part), depth)]
+        whole = self._beginning(members, depth)
+        if sum(one.saved for one in deeper) >= whole.saved:
+            return deeper
+        return [whole]
+
+    def _deeper(self, members: Sequence[_Pages], depth: int) -> list[Beginning]:
+        return self._best(members) if len(members[0].ids) > depth else []
+
+    def _beginning(self, members: Sequence[_Pages], num_pages: int) -> Beginning:
+        apart = sum(-(-one.rows // TILE_ROWS) for one in members)
+        together = -(-sum(one.rows for one in members) // TILE_ROWS)
+        saved = (apart - together) * num_pages * self._page_size
+        return Beginning(tuple(one.slot for one in members), num_pages, saved)

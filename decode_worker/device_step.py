@@ -53,13 +53,16 @@ class DeviceStep:
         self._residual = torch.zeros(num_rows, width, dtype=model.dtype, device=device)
 
     @torch.inference_mode()
-    def run_rows(self, num_rows: int, max_context: int) -> None:
-        """Plan, and the forward up to its last attention, for a bucket of rows."""
+    def run_rows(self, num_rows: int, max_context: int, shares: bool) -> None:
+        """Plan, and the forward up to its last attention, for a bucket of rows. shares: whether
+        beginnings that slots have in common are read once."""
         config, size = self.model.config, self.page_size
         mask, shift = config.mask_token_id, config.shift_logits
-        step_plan_triton.launch(self.table, self._control, self.rows, num_rows, size, mask, shift)
+        step_plan_triton.launch(
+            self.table, self._control, self.rows, num_rows, size, mask, shift, shares
+        )
         attention = self.rows.attention(
-            self.layout, num_rows, page_size=size, max_context=max_context
+            self.layout, num_rows, page_size=size, max_context=max_context, shares=shares
         )
         self._forward(num_rows, attention)
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from effuse.decode_worker.device_buckets import (
+    TILE_ROWS,
+    Beginnings,
     Forecast,
     Integers,
     Need,
@@ -32,15 +34,17 @@ from effuse.worker.rank_messages import GrowSlot, JoinSlot, LaunchStep, LeaveSlo
 from effuse.worker.ranks import Ranks
 
 _ROWS_THAT_SPLIT = 512
+_ROWS_THAT_SHARE = 1024  # at most; for each bucket below there is another graph
 _COPIES = 8  # host copies of records that may be in use at a time
 _STAGED = 256  # the same for rows and pages: as many requests may join while one step runs
 
 
 class RowSizes(NamedTuple):
-    """The buckets of a step's rows and of their context."""
+    """The buckets of a step's rows and of their context, and whether beginnings are shared."""
 
     rows: int
     context: int
+    shares: bool = False
 
 
 class CandidateSizes(NamedTuple):
@@ -103,15 +107,17 @@ class DeviceStepper:
         self._ranks = ranks
         self._on_cuda = step.model.device.type == "cuda"
         self._forecast = Forecast(self.layout)
+        self._beginnings = _beginnings(step)
         replicas = step.model.replicas
         of_all = () if replicas is None else (replicas.size,)
         shape = (_COPIES, *of_all, *step.records.shape)
         self._copies = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
-        shape = (_STAGED, self.layout.width)
+        shape = (_STAGED, max(self.layout.width, self.layout.sharing_width))
         self._staged = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
         self._staged_done: deque[torch.cuda.Event] = deque()
         self._num_staged = 0
         self._num_launched = 0
+        self.num_sharing = 0  # steps that shared beginnings
         self._launched: deque[Launched] = deque()
         self._limit = 0
         self._graphs: dict[Sizes, torch.cuda.CUDAGraph] = {}  # by bucket
@@ -132,6 +138,8 @@ class DeviceStepper:
             self.step.boundary[slot].copy_(boundary, non_blocking=True)
             self._share_boundary(slot)
         self._forecast.join(slot, row)
+        if self._beginnings is not None:
+            self._beginnings.join(slot, row)
 
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
@@ -140,6 +148,8 @@ class DeviceStepper:
             self._ranks.send(LeaveSlot(slot))
         self.step.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
         self._forecast.leave(slot)
+        if self._beginnings is not None:
+            self._beginnings.leave(slot)
 
     @torch.inference_mode()
     def grow(self, slot: int, first: int, pages: Integers, storable: int) -> None:
@@ -159,7 +169,7 @@ class DeviceStepper:
     @torch.inference_mode()
     def enqueue(self, need: Need, ranks: Ranks | None) -> Launched:
         """Enqueues a step for this need, on the other ranks as well; never waits for the device."""
-        step = LaunchStep(*self._buckets(need), need.filters)
+        step = self._sized(need)
         if ranks is not None:
             ranks.send(step)
         try:
@@ -175,6 +185,7 @@ class DeviceStepper:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         self._num_launched += 1
+        self.num_sharing += step.shares
         return Launched(copy, done)
 
     @torch.inference_mode()
@@ -224,6 +235,9 @@ class DeviceStepper:
             for count in sorted({self._row_bucket(count) for count in rows}, reverse=True)
             for bound in {self._context_class(count, each) for each in classes}
         ]
+        if self._beginnings is not None:
+            shared = {self._row_bucket(count) for count in rows if count <= _ROWS_THAT_SHARE}
+            buckets += [RowSizes(count, self._whole_context(), True) for count in sorted(shared)]
         draws_shares = self.step.model.draws_shares(filters=False)
         buckets += [
             CandidateSizes(count, filters)
@@ -238,26 +252,33 @@ class DeviceStepper:
     def _row_bucket(self, count: int) -> int:
         return min(bucket(count), self.step.rows.token_ids.shape[0])
 
-    def _buckets(self, need: Need) -> tuple[int, int, int]:
+    def _sized(self, need: Need) -> LaunchStep:
         rows = self._row_bucket(max(need.rows, need.least_rows, 1))
         wanted = min(max(need.candidates, need.least_candidates, 1), rows)
-        return rows, min(bucket(wanted), rows), self._context_class(rows, need.context)
+        self._share()
+        pays_off = self._beginnings is not None and self._beginnings.pay_off
+        shares = pays_off and rows <= _ROWS_THAT_SHARE
+        context = self._whole_context() if shares else self._context_class(rows, need.context)
+        return LaunchStep(rows, min(bucket(wanted), rows), context, need.filters, shares)
 
     def _context_class(self, rows: int, context: int) -> int:
         """Only small launches split the cache, so larger ones have a single class."""
-        layout = self.layout
-        most = layout.max_pages * self.step.page_size
-        return context_class(min(context, most) if rows < _ROWS_THAT_SPLIT else most)
+        whole = self._whole_context()
+        return context_class(min(context, whole)) if rows < _ROWS_THAT_SPLIT else whole
+
+    def _whole_context(self) -> int:
+        return context_class(self.layout.max_pages * self.step.page_size)
 
     def _run(self, step: LaunchStep) -> Tensor:
         """Enqueues a step; its records."""
+        self._share()
         filters = not self.step.model.draws_shares(filters=step.filters)
         if not self._on_cuda:
             self._set_limit(step.candidates)
-            self.step.run_rows(step.rows, step.context)
+            self.step.run_rows(step.rows, step.context, step.shares)
             self.step.run_candidates(step.candidates, filters)
         else:
-            row_graph = self._graph(RowSizes(step.rows, step.context))
+            row_graph = self._graph(RowSizes(step.rows, step.context, step.shares))
             candidate_graph = self._graph(CandidateSizes(step.candidates, filters))
             self._set_limit(step.candidates)
             row_graph.replay()
@@ -291,6 +312,12 @@ class DeviceStepper:
         self.step.model.hold(graph)
         return graph
 
+    def _share(self) -> None:
+        """The device learns which beginnings slots have in common now."""
+        found = None if self._beginnings is None else self._beginnings.changed()
+        if found is not None:
+            self._put(self.step.table.sharing, found)
+
     def _put(self, target: Tensor, values: Integers) -> None:
         """Copies `values` to the device; waits only if all pinned copies are in use."""
         if not self._on_cuda:
@@ -305,6 +332,17 @@ class DeviceStepper:
         done.record()
         self._staged_done.append(done)
         self._num_staged += 1
+
+
+def _beginnings(step: DeviceStep) -> Beginnings | None:
+    """None if attention cannot share, or if a block fills more than half a tile. Replicas choose
+    slots without those of the others."""
+    model, shard = step.model, step.model.shard
+    groups = len(shard.queries) // len(shard.kv_heads)
+    is_wide = 2 * step.layout.block_size * groups > TILE_ROWS
+    if is_wide or not model.can_share or model.replicas is not None:
+        return None
+    return Beginnings(step.layout, step.page_size, groups, len(shard.kv_heads))
 
 
 def _integers(data: bytes) -> Integers:

@@ -33,6 +33,7 @@ class Counters(msgspec.Struct):
     steps: int = 0  # forwards
     step_requests: int = 0  # sum of the requests in each
     step_tokens: int = 0  # sum of the tokens in each
+    steps_sharing: int = 0  # in which requests read a beginning together
     preemptions: int = 0
     prompts_shared: int = 0  # whose KV came from another request
     prompt_tokens: int = 0  # of prompts that were computed here
@@ -236,6 +237,7 @@ class Executor:
         self.counters.step_requests += len(slots.residents)
         try:
             self._slots_guard.run(slots.stepper.launch, len(slots.residents))
+            self.counters.steps_sharing = slots.stepper.num_sharing
         except ForwardFailed as failure:
             for resident in list(slots.residents.values()):
                 slots.remove(resident.request)

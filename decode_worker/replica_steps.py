@@ -15,6 +15,8 @@ class ReplicaStepper:
     """One replica's slots, with the methods of a `DeviceStepper`. `launch` only asks for a step,
     which `ReplicaSteps.run` launches for all replicas."""
 
+    num_sharing = 0
+
     def __init__(self, device: DeviceStepper, ranks: Ranks, replica: int) -> None:
         """`device` is replica 0's, in this process; other replicas are `ranks`."""
         self.layout, self.step = device.layout, device.step

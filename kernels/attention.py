@@ -5,7 +5,9 @@ and CUDA runs the kernels behind `attention_triton`. On the CPU both KV layouts 
 `pages` stores K and V.
 
 If ranks hold different tokens of a sequence, each computes partial results over its own, with the
-log-sum-exp of their scores, and `merge_partials` joins them (Milakov and Gimelshein, 2018).
+log-sum-exp of their scores, and `merge_partials` joins them (Milakov and Gimelshein, 2018). So it
+does if sequences have a beginning in common, which all their rows read together (cascade attention;
+Ye and others, 2024).
 """
 
 from collections.abc import Iterator
@@ -61,6 +63,10 @@ def block_attention(
     the same, whatever other sequences or later blocks of its own sequence share the forward. With
     `batch_invariant` that holds on a GPU too, because keys are only split at fixed positions.
     """
+    if batch.shared is not None:
+        assert not batch_invariant, "keys are only split at fixed positions"
+        merged = _cascade(q, k, v, k_cache, v_cache, batch, batch.shared, scale)
+        return merged if out is None else out.copy_(merged)
     _check(q, k, v, k_cache, v_cache, batch)
     if out is None:
         out = torch.empty_like(q)
@@ -149,6 +155,25 @@ def partial_attention(
         weights = (scores - logs).exp() if key.shape[2] else scores
         out.copy_((weights @ value[0]).view(heads, rows, dim).transpose(0, 1))
         lse.copy_(logs.view(heads, rows).T * _LOG2_E)
+
+
+def _cascade(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    shared: AttentionBatch,
+    scale: float,
+) -> Tensor:
+    """The attention [T, Hq, D] over shared beginnings and over the rest, merged."""
+    rows, heads, dim = q.shape
+    found, own = (empty_partials(rows, heads, dim, q) for _ in range(2))
+    inputs = q, k, v, k_cache, v_cache
+    partial_attention(*inputs, shared, scale=scale, into=found, cached_only=True)
+    partial_attention(*inputs, batch, scale=scale, into=own)
+    return merge_partials(found, own)
 
 
 def merge_partials(dealt: Partials, own: Partials) -> Tensor:

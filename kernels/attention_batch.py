@@ -37,6 +37,9 @@ class AttentionBatch:
     Row i of sequence s has position ``context_lens[s] + i``. It sees every cached token of s, and
     row j of s if ``block(i) >= block(j)`` with ``block(p) = max(floor((p - block_origins[s]) /
     block_size), -1)``. All positions before the origin form one bidirectional block.
+
+    A beginning that runs of sequences have in common may be apart: each sequence of `shared` has
+    the rows of one run and the pages of its beginning, and then this batch has the pages after it.
     """
 
     cu_seqlens: Tensor  # [S+1] int32, rows of sequence s are cu[s]:cu[s+1]
@@ -48,6 +51,7 @@ class AttentionBatch:
     max_seqlen: int
     max_context: int
     gather: GatherPlan | None  # present only on the CPU
+    shared: "AttentionBatch | None" = None
 
 
 @dataclass(frozen=True, slots=True)

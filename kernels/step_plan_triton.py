@@ -16,6 +16,7 @@ from torch import Tensor
 
 from effuse.kernels.step_slots import (
     NUM_COLUMNS,
+    NUM_RUNS,
     BlockColumn,
     Column,
     Control,
@@ -44,6 +45,8 @@ COUNT = tl.constexpr(int(BlockColumn.COUNT))
 FIRST_SLOT = tl.constexpr(int(Control.FIRST_SLOT))
 NEXT_FIRST_SLOT = tl.constexpr(int(Control.NEXT_FIRST_SLOT))
 MASK_LIMIT = tl.constexpr(int(Control.MASK_LIMIT))
+RUNS = tl.constexpr(NUM_RUNS)
+RUNS_TILE = tl.constexpr(triton.next_power_of_2(2 * NUM_RUNS))
 PAGES_TILE = tl.constexpr(256)
 FILL_TILE = tl.constexpr(512)
 GATHER_TILE = 1024
@@ -57,6 +60,7 @@ def launch(
     page_size: int,
     mask_token_id: int,
     shift: bool,
+    shares: bool,
 ) -> None:
     """Fill ``rows`` for the coming step; ``control`` [4] int32 gives limits and the first slot.
 
@@ -64,11 +68,12 @@ def launch(
     the step stores, and if no more than ``num_rows`` rows and the control's number of candidates
     are used. Rows and candidates beyond those in use are harmless: token 0 at position 0, not
     stored. With ``shift``, position p is predicted by the row of p - 1, or by the slot's boundary
-    vector.
+    vector. With ``shares``, sequences have their pages after the beginning that their run shares.
     """
     layout, sampling = table.layout, rows.sampling
-    _plan_kernel[(layout.num_slots + 1,)](
-        table.rows, control, rows.cu_seqlens, rows.context_lens, rows.page_table,
+    _plan_kernel[(layout.num_slots + 1 + (NUM_RUNS if shares else 0),)](
+        table.rows, table.sharing, control, rows.shared_cu_seqlens, rows.shared_context_lens,
+        rows.shared_page_table, rows.cu_seqlens, rows.context_lens, rows.page_table,
         rows.block_origins, rows.first_candidate, rows.kept_rows, rows.token_ids, rows.positions,
         rows.slot_mapping, rows.hidden_rows, rows.boundary_slots, sampling.temperature,
         sampling.top_p, sampling.top_k, sampling.seed, sampling.answer_index, sampling.position,
@@ -79,27 +84,42 @@ def launch(
         TILE_SIZE=triton.next_power_of_2(layout.block_size), TOKENS_AT=layout.tokens_at,
         MASKED_AT=layout.masked_at, STORABLE_AT=layout.storable_at, PAGES_AT=layout.pages_at,
         WIDTH=layout.width, MAX_PAGES=layout.max_pages, PAGE_SIZE=page_size, SHIFT=int(shift),
+        SHARES=shares,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @triton.jit
 def _plan_kernel(
-    table, control, cu_seqlens, context_lens, page_table, block_origins, first_candidate, kept_rows,
+    table, sharing, control, shared_cu_seqlens, shared_context_lens, shared_page_table, cu_seqlens,
+    context_lens, page_table, block_origins, first_candidate, kept_rows,
     token_ids, positions, slot_mapping, hidden_rows, boundary_slots, temperatures, top_ps, top_ks,
     seeds, answer_indexes, sample_positions, denoise_counts, scores, num_rows, num_seqs,
     mask_token_id,
     NUM_SLOTS: tl.constexpr, TILE_SLOTS: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr,
     TILE_SIZE: tl.constexpr, TOKENS_AT: tl.constexpr, MASKED_AT: tl.constexpr,
     STORABLE_AT: tl.constexpr, PAGES_AT: tl.constexpr, WIDTH: tl.constexpr, MAX_PAGES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SHIFT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SHIFT: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
+    leaders = sharing + 2 * NUM_SLOTS
+    if SHARES and slot > NUM_SLOTS:
+        run = slot - NUM_SLOTS - 1
+        source = table + tl.load(leaders + run) * WIDTH + PAGES_AT
+        count = tl.load(leaders + RUNS + run)
+        for start in range(0, count, PAGES_TILE):
+            entry = start + tl.arange(0, PAGES_TILE)
+            page = tl.load(source + entry, mask=entry < count, other=0)
+            place = shared_page_table + run * MAX_PAGES + entry
+            tl.store(place, page, mask=entry < count)
+            tl.store(place + RUNS * MAX_PAGES, page, mask=entry < count)
+        return
 
     # The slots that take part: in turn from the first one, while there are rows and candidates.
     first_slot = tl.load(control + FIRST_SLOT)
     turn = tl.arange(0, TILE_SLOTS)
-    order = (first_slot + turn) % NUM_SLOTS
+    place = (first_slot + turn) % NUM_SLOTS
+    order = tl.load(sharing + place)
     is_slot = turn < NUM_SLOTS
     column = table + order * WIDTH
     settled_rows = tl.load(column + NUM_SETTLED, mask=is_slot, other=0) * SIZE
@@ -114,6 +134,9 @@ def _plan_kernel(
     fits = (rows_end <= num_rows) & (masks_end <= tl.load(control + MASK_LIMIT))
     taken = runs & fits
     used = tl.sum(tl.where(taken, own_rows, 0), 0)
+    # Runs in packed order; the one in which the step begins may come again at the end.
+    run = tl.load(sharing + NUM_SLOTS + place)
+    run = tl.where(first_slot + turn < NUM_SLOTS, run, run + RUNS)
 
     if slot == NUM_SLOTS:
         # The rest: sequences without rows, and unused rows and candidates.
@@ -126,6 +149,14 @@ def _plan_kernel(
         tl.store(context_lens + turn, tl.zeros_like(turn), mask=ended)
         tl.store(block_origins + turn, tl.zeros_like(turn), mask=ended)
         tl.store(cu_seqlens, 0)
+        if SHARES:
+            number = tl.arange(0, RUNS_TILE)
+            within = (run[None, :] <= number[:, None]) & taken[None, :]
+            ends = tl.sum(tl.where(within, own_rows[None, :], 0), 1)
+            tl.store(shared_cu_seqlens, 0)
+            tl.store(shared_cu_seqlens + 1 + number, ends, mask=number < 2 * RUNS)
+            shared = tl.load(leaders + RUNS + number % RUNS) * PAGE_SIZE
+            tl.store(shared_context_lens + number, shared, mask=number < 2 * RUNS)
         num_wanted = tl.sum(tl.where(taken, own_masks, 0), 0)
         lane = tl.arange(0, FILL_TILE)
         zero = tl.zeros_like(lane)
@@ -164,16 +195,20 @@ def _plan_kernel(
     num_blocks = tl.load(fields + NUM_BLOCKS)
     num_stored = tl.load(fields + NUM_SETTLED) * SIZE
     tl.store(cu_seqlens + 1 + sequence, first_row + num_blocks * SIZE)
-    tl.store(context_lens + sequence, context)
-    tl.store(block_origins + sequence, origin)
+    shared = 0
+    if SHARES:
+        shared = tl.load(leaders + RUNS + tl.sum(tl.where(own, run, 0), 0) % RUNS)
+    tl.store(context_lens + sequence, context - shared * PAGE_SIZE)
+    tl.store(block_origins + sequence, origin - shared * PAGE_SIZE)
     tl.store(first_candidate + slot, first_wanted)
     kept = tl.where(num_stored > 0, first_row + num_stored - 1, -1)
     tl.store(kept_rows + slot, kept.to(tl.int64))
     num_pages = (context + PAGE_SIZE - 1) // PAGE_SIZE
-    for start in range(0, num_pages, PAGES_TILE):
+    for start in range(shared, num_pages, PAGES_TILE):
         entry = start + tl.arange(0, PAGES_TILE)
         page = tl.load(fields + PAGES_AT + entry, mask=entry < num_pages, other=0)
-        tl.store(page_table + sequence * MAX_PAGES + entry, page, mask=entry < num_pages)
+        target = page_table + sequence * MAX_PAGES + entry - shared
+        tl.store(target, page, mask=entry < num_pages)
 
     # Its rows.
     block = tl.arange(0, RING)

@@ -11,7 +11,7 @@ last stored position. The latter is kept as the slot's boundary, from which the 
 flight is predicted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -81,13 +81,17 @@ class RecordColumn(IntEnum):
 class Control(IntEnum):
     """Entries of the step's control vector [4] int32."""
 
-    FIRST_SLOT = 0  # the slot that is packed first
+    FIRST_SLOT = 0  # in packed order, the place of the slot with which the step begins
     NEXT_FIRST_SLOT = 1
     MASK_LIMIT = 2  # candidates that fit this step
 
 
 NUM_COLUMNS = 32
 NUM_RECORD_COLUMNS = 16
+MOST_SHARED = 8  # beginnings that a step reads once for all of their sequences
+# Runs of slots in packed order: one for each beginning, then one of all other slots. A step may
+# begin within a run, so that it has each of them twice.
+NUM_RUNS = MOST_SHARED + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,12 @@ class SlotLayout:
         return -(-(self.pages_at + self.max_pages) // 16) * 16
 
     @property
+    def sharing_width(self) -> int:
+        """Of `SlotTable.sharing`: slots in packed order, the run of each; by run, a slot with its
+        beginning, and the pages of that."""
+        return 2 * self.num_slots + 2 * NUM_RUNS
+
+    @property
     def record_width(self) -> int:
         """Columns; then the tokens of each block, -1 for a mask, in order from the one at START."""
         return NUM_RECORD_COLUMNS + self.block_size * self.ring
@@ -149,6 +159,8 @@ class SlotTable:
         self.storable = self.rows[:, layout.storable_at]  # [S]
         end = layout.pages_at + layout.max_pages
         self.pages = self.rows[:, layout.pages_at : end]  # [S, max_pages]
+        self.sharing = torch.zeros(layout.sharing_width, dtype=torch.int32, device=device)
+        self.sharing[: layout.num_slots] = torch.arange(layout.num_slots)
 
 
 class StepRows:
@@ -165,6 +177,11 @@ class StepRows:
         self.context_lens = zeros(slots)  # [S] int32
         self.page_table = zeros(slots, layout.max_pages)  # [S, max_pages] int32
         self.block_origins = zeros(slots)  # [S] int32
+        # The same of runs, for their beginnings.
+        self.shared_cu_seqlens = zeros(2 * NUM_RUNS + 1)
+        self.shared_context_lens = zeros(2 * NUM_RUNS)
+        self.shared_page_table = zeros(2 * NUM_RUNS, layout.max_pages)
+        self._shared_origins = zeros(2 * NUM_RUNS)
         self.first_candidate = zeros(slots)  # [S] int32 by slot, -1 if it takes no part
         # [S] int64 by slot: its last stored row, -1 if it stores none
         self.kept_rows = zeros(slots, dtype=long)
@@ -187,15 +204,16 @@ class StepRows:
         )
 
     def attention(
-        self, layout: SlotLayout, num_rows: int, *, page_size: int, max_context: int
+        self, layout: SlotLayout, num_rows: int, *, page_size: int, max_context: int, shares: bool
     ) -> AttentionBatch:
         """The batch over these buffers for a bucket of `num_rows`; no slot has fewer rows than a
         block.
 
-        `max_context` bounds the cached tokens of every slot that takes part.
+        `max_context` bounds the cached tokens of every slot that takes part. With `shares` the
+        beginnings of runs are apart.
         """
         num_seqs = sequences_in(layout, num_rows)
-        return AttentionBatch(
+        whole = AttentionBatch(
             cu_seqlens=self.cu_seqlens[: num_seqs + 1],
             context_lens=self.context_lens[:num_seqs],
             page_table=self.page_table[:num_seqs],
@@ -206,6 +224,17 @@ class StepRows:
             max_context=max_context,
             gather=None,
         )
+        if not shares:
+            return whole
+        shared = replace(
+            whole,
+            cu_seqlens=self.shared_cu_seqlens,
+            context_lens=self.shared_context_lens,
+            page_table=self.shared_page_table,
+            block_origins=self._shared_origins,
+            max_seqlen=num_rows,
+        )
+        return replace(whole, shared=shared)
 
 
 def sequences_in(layout: SlotLayout, num_rows: int) -> int:

@@ -124,6 +124,8 @@ class Transformer:
         # Whether stored K and V do not depend on other rows, apart from a context's merges.
         self.stores_alike = batch_invariant or (is_exact and self.dtype == torch.float32)
         self.is_deterministic = self.stores_alike and context is None
+        # Whether rows of several sequences may read the pages of a common beginning together.
+        self.can_share = attend is block_attention and not batch_invariant and context is None
         self._scale = 1 / math.sqrt(config.head_dim)
         self.q_dim = len(self.shard.heads) * config.head_dim
         self._queries_dim = len(self.shard.queries) * config.head_dim

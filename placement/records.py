@@ -61,6 +61,7 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     steps: U63 = 0  # forwards so far
     step_requests: U63 = 0  # sum of the requests in each forward
     step_tokens: U63 = 0  # sum of the rows of each forward
+    steps_sharing: U63 = 0  # in which requests read a beginning together
     preemptions: U63 = 0
     prompts_shared: U63 = 0  # whose KV came from another attempt
     kv_bytes: U63 = 0  # KV bytes pushed or received

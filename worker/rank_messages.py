@@ -117,6 +117,7 @@ class LaunchStep(msgspec.Struct, frozen=True, tag=True):
     candidates: int
     context: int
     filters: bool  # whether a slot has a top-p or top-k
+    shares: bool  # whether beginnings that slots have in common are read once
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):

@@ -79,6 +79,11 @@ _COUNTED: Final = (
     ("engine_steps", "Forwards", "steps"),
     ("engine_step_requests", "Sum of the requests in each forward", "step_requests"),
     ("engine_step_tokens", "Sum of the rows of each forward", "step_tokens"),
+    (
+        "engine_steps_sharing",
+        "Forwards in which requests read a common beginning together",
+        "steps_sharing",
+    ),
 )
 """Counters of a load, with their texts and its fields."""
 

@@ -11,10 +11,24 @@ from operators.torch_steps import advance
 
 from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.denoise import open_step
-from effuse.decode_worker.device_buckets import Forecast, Integers, bucket, context_class
+from effuse.decode_worker.device_buckets import (
+    LEAST_SAVED,
+    Beginnings,
+    Forecast,
+    Integers,
+    bucket,
+    context_class,
+)
 from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.sequence import Sequence
-from effuse.kernels.step_slots import Column, SlotLayout, SlotTable, StepRows
+from effuse.kernels.step_slots import (
+    MOST_SHARED,
+    NUM_RUNS,
+    Column,
+    SlotLayout,
+    SlotTable,
+    StepRows,
+)
 from effuse.kernels.values import Candidates
 
 LAYOUT = SlotLayout(num_slots=2, block_size=8, max_window=3, max_stops=1, max_pages=32)
@@ -63,7 +77,7 @@ def test_the_forecast_is_what_comes(lag: int, window: int, pace: int) -> None:
     forecast.join(0, row)
     for step in range(40):
         forecast.launched()
-        plan_step(table, control, rows, 96, 8, MASK_ID, False)
+        plan_step(table, control, rows, 96, 8, MASK_ID, False, False)
         advance(table, control, rows.first_candidate, _of_each_block(table, pace), records)
         told.append(records.clone().numpy())
         if step >= lag:
@@ -115,3 +129,97 @@ def _of_each_block(table: SlotTable, pace: int) -> Candidates:
     passes = ((flight.cumsum(1) <= pace) & (flight == 1))[flight == 1]
     count = len(passes)
     return Candidates(torch.full((count,), 9), passes.float(), torch.zeros(count))
+
+
+PAGE = 4
+SLOTS = SlotLayout(num_slots=24, block_size=4, max_window=1, max_stops=1, max_pages=64)
+
+
+def beginnings(pages: dict[int, str], *, window: int = 1, kv_heads: int = 8) -> Beginnings:
+    """Of slots with these cached pages, a letter each; blocks of 4 rows and 4 heads in a group."""
+    found = Beginnings(SLOTS, PAGE, groups=4, kv_heads=kv_heads)
+    for slot, ids in pages.items():
+        row = np.zeros(SLOTS.width, dtype=np.int32)
+        row[Column.START] = len(ids) * PAGE + PAGE - 1  # the last page is not full
+        row[Column.WINDOW] = window
+        row[SLOTS.pages_at : SLOTS.pages_at + len(ids)] = list(map(ord, ids))
+        row[SLOTS.pages_at + len(ids)] = ord("Z")  # the page that is not full
+        found.join(slot, row)
+    return found
+
+
+def told(values: Integers) -> tuple[list[int], list[tuple[int, int]], dict[int, int]]:
+    """(slots in packed order; slot and pages of each shared beginning; run of each slot)."""
+    order, runs = values[: 2 * SLOTS.num_slots].reshape(2, -1).tolist()
+    leaders, pages = values[2 * SLOTS.num_slots :].reshape(2, NUM_RUNS).tolist()
+    assert sorted(order) == list(range(SLOTS.num_slots))
+    assert runs == sorted(runs) and pages[MOST_SHARED] == 0
+    shared = [(slot, count) for slot, count in zip(leaders, pages, strict=True) if count]
+    return order, shared, dict(zip(order, runs, strict=True))
+
+
+def runs_of(run_of: dict[int, int]) -> list[set[int]]:
+    """The slots of each shared beginning."""
+    kept = {run for run in run_of.values() if run < MOST_SHARED}
+    return [{slot for slot, own in run_of.items() if own == run} for run in sorted(kept)]
+
+
+def test_slots_with_the_same_pages_read_them_together() -> None:
+    found = beginnings({3: "abcx", 5: "abcyy", 9: "qr", 11: "abc", 14: "qrs", 20: "t"})
+    values = found.changed()
+    assert values is not None and found.changed() is None
+    order, shared, run_of = told(values)
+    assert runs_of(run_of) == [{9, 14}, {3, 5, 11}]
+    (pair, two), (three, pages) = shared
+    assert (pair in {9, 14}, two) == (three in {3, 5, 11}, pages - 1) == (True, 2)
+    assert {run_of[slot] for slot in order[5:]} == {MOST_SHARED}
+
+
+def test_longer_beginnings_of_some_beat_a_short_one_of_all() -> None:
+    four = {slot: "s" + letter * 9 for slot, letter in enumerate("aaabbbccc")}
+    values = beginnings(four).changed()
+    assert values is not None
+    assert [count for _, count in told(values)[1]] == [10, 10, 10]
+    alike = {slot: "s" * 9 + letter for slot, letter in enumerate("aaabbbccc")}
+    values = beginnings(alike).changed()
+    assert values is not None
+    assert [count for _, count in told(values)[1]] == [9]
+
+
+def test_the_most_worth_are_shared_if_there_are_too_many() -> None:
+    pairs = {slot: chr(100 + slot // 2) * (2 + slot // 2) for slot in range(20)}
+    values = beginnings(pairs).changed()
+    assert values is not None
+    assert [count for _, count in told(values)[1]] == list(range(4, 12))
+
+
+def test_a_slot_that_leaves_is_read_with_no_other() -> None:
+    found = beginnings({1: "ab", 2: "ab", 3: "c"})
+    assert found.changed() is not None
+    found.leave(2)
+    values = found.changed()
+    assert values is not None and told(values)[1] == []
+    found.leave(3)
+    assert found.changed() is None
+
+
+def test_full_tiles_save_nothing() -> None:
+    alike = dict.fromkeys(range(6), "a" * 40)
+    whole_tiles = beginnings(alike, window=1)
+    assert whole_tiles.changed() is not None
+    row = np.zeros(SLOTS.width, dtype=np.int32)
+    wide = Beginnings(SLOTS, PAGE, groups=32, kv_heads=8)  # 4 rows of 32 heads fill a tile
+    for slot, ids in alike.items():
+        row[Column.START] = len(ids) * PAGE
+        row[SLOTS.pages_at : SLOTS.pages_at + len(ids)] = 1
+        wide.join(slot, row)
+    assert wide.changed() is None and not wide.pay_off
+
+
+@pytest.mark.parametrize(("num_slots", "expected"), [(8, True), (7, False)])
+def test_sharing_pays_off_from_a_number_of_keys_on(num_slots: int, expected: bool) -> None:
+    """Eight sequences of 16 rows fill one tile instead of eight."""
+    alike = dict.fromkeys(range(num_slots), "a" * 60)
+    found = beginnings(alike, kv_heads=-(-LEAST_SAVED // (7 * 60 * PAGE)))
+    assert found.changed() is not None
+    assert found.pay_off is expected

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from checkpoints import write_tiny_checkpoint
+from checkpoints import Architecture, write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import INCARNATION, Rig, load_tiny, make_request, oracle_settings
 from decoding.source import SOURCE, Source
@@ -18,6 +18,7 @@ from kvtransfer.loopback import Hub, LoopbackConnector
 from oracle.decode import decode
 
 from effuse.config.decoding import Sampling, Stopping
+from effuse.decode_worker import device_buckets
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kvtransfer.pool import PageState
 from effuse.models.part import Part, PartResult
@@ -115,6 +116,20 @@ def answers(sdar: Path, request: pytest.FixtureRequest) -> Iterator[Answers]:
     made = Answers(sdar, request.param)
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("architecture", ["sdar", "dream", "llada"])
+def test_answers_that_read_their_prompt_together_are_those_of_single_requests(
+    architecture: Architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED", 1)
+    directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=5)
+    answers = Answers(directory, DeviceRig)
+    answers.ask(4)
+    answers.push()
+    answers.check()
+    assert answers.rig.engine.counters.steps_sharing > 5
+    answers.close()
 
 
 @pytest.mark.parametrize("kind", [Rig, DeviceRig], ids=["host", "device"])

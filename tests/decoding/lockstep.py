@@ -2,7 +2,8 @@
 
 At every step the device's rows are compared with the pure machine's input to the forward, and its
 records with the pure machine's state. Requests join and leave at any time, buckets are sometimes
-too small, and pages sometimes come late.
+too small, and pages sometimes come late. Slots are packed in any order, and runs of them share
+beginnings.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from effuse.decode_worker.device_slots import Record, apply_record, slot_row
 from effuse.decode_worker.sequence import HostCandidates as Proposed
 from effuse.decode_worker.sequence import Sequence
 from effuse.kernels.step_slots import (
+    MOST_SHARED,
+    NUM_RUNS,
     BlockColumn,
     Column,
     Control,
@@ -43,7 +46,7 @@ PAGE_SIZE = 4
 NUM_PAGES = 64
 NEVER = 1 << 20
 
-Plan = Callable[[SlotTable, Tensor, StepRows, int, bool], None]
+Plan = Callable[[SlotTable, Tensor, StepRows, int, bool, bool], None]
 Advance = Callable[[SlotTable, Tensor, Tensor, Candidates, Tensor], None]
 
 
@@ -51,7 +54,7 @@ Advance = Callable[[SlotTable, Tensor, Tensor, Candidates, Tensor], None]
 class Machine:
     """One implementation of the device's state machine."""
 
-    plan: Plan  # table, control, rows, num_rows, shift
+    plan: Plan  # table, control, rows, num_rows, shift, shares
     advance: Advance
 
 
@@ -79,6 +82,8 @@ class Seen:
     ended: int = 0
     settled_together: int = 0
     semi_writes: int = 0
+    shared: int = 0  # sequences without a beginning of some pages
+    split_runs: int = 0
 
 
 @dataclass
@@ -104,6 +109,10 @@ class Lockstep:
         self.control = torch.zeros(4, dtype=torch.int32)
         self.records = torch.full((self.num_slots, self.layout.record_width), -9).int()
         self.seats: list[Seat | None] = [None] * self.num_slots
+        self.order = list(range(self.num_slots))
+        self.run_of = [MOST_SHARED] * self.num_slots  # by slot
+        self.leaders, self.shared_pages = [0] * NUM_RUNS, [0] * NUM_RUNS  # by run
+        self.is_sharing = False
         self.cases = iter(self._cases())
 
     def run(self) -> Seen:
@@ -168,7 +177,8 @@ class Lockstep:
         num_rows = self.draw.choice((7, 10, 16, 32)) * self.block_size
         limit = self.draw.choice((num_rows, num_rows // 2, 6 * self.block_size))
         self.control[Control.MASK_LIMIT] = limit
-        self.machine.plan(self.table, self.control, self.rows, num_rows, self.shift)
+        shares = self._arrange()
+        self.machine.plan(self.table, self.control, self.rows, num_rows, self.shift, shares)
         taken = self._check_rows(num_rows, limit)
         self.seen.steps += 1
         positions = self.rows.sampling.position
@@ -186,6 +196,24 @@ class Lockstep:
             if seat is not None:
                 self._check_record(slot, seat, own.get(slot))
         self._grow()
+
+    def _arrange(self) -> bool:
+        """Another order, and two runs whose sequences have a beginning in common; whether the step
+        shares them."""
+        self.draw.shuffle(self.order)
+        runs = sorted(self.draw.choices((0, 1, MOST_SHARED), k=self.num_slots))
+        self.run_of = [runs[self.order.index(slot)] for slot in range(self.num_slots)]
+        for run in (0, 1):
+            seated = [
+                (s, seat) for s, seat in enumerate(self.seats) if self.run_of[s] == run and seat
+            ]
+            starts = [seat.sequence.in_flight_start for _, seat in seated]
+            self.leaders[run] = min((slot for slot, _ in seated), default=0)
+            self.shared_pages[run] = self.draw.randint(0, min(starts, default=0) // PAGE_SIZE)
+        columns = [*self.order, *runs, *self.leaders, *self.shared_pages]
+        self.table.sharing.copy_(torch.tensor(columns))
+        self.is_sharing = self.draw.random() < 0.5
+        return self.is_sharing
 
     def _propose(self, slot: int, positions: Tensor, counts: Tensor) -> Proposed:
         seat = self.seats[slot]
@@ -205,11 +233,8 @@ class Lockstep:
     def _check_rows(self, num_rows: int, limit: int) -> list[int]:
         """The rows are those of the pure machine's plans; the slots in them, in order."""
         part = self.rows.first_candidate.tolist()
-        order = [
-            (first + offset) % self.num_slots
-            for first in [int(self.control[Control.FIRST_SLOT])]
-            for offset in range(self.num_slots)
-        ]
+        begin = int(self.control[Control.FIRST_SLOT])
+        order = self.order[begin:] + self.order[:begin]
         taken = [slot for slot in order if part[slot] >= 0]
         self._check_fairness(order, taken, num_rows, limit)
         parts = [self._part(slot) for slot in taken]
@@ -220,6 +245,8 @@ class Lockstep:
         assert used <= num_rows
         if parts:
             self._check_packed(parts, taken, used)
+        if self.is_sharing:
+            self._check_runs(order, taken, cu)
         assert (self.rows.slot_mapping[used:num_rows] == -1).all()
         assert (self.rows.token_ids[used:num_rows] == 0).all()
         return taken
@@ -242,7 +269,25 @@ class Lockstep:
             assert (slot in taken) == (rows >= 0 and masks >= 0)
             left_out += [] if slot in taken else [slot]
         self.seen.left_out += len(left_out)
-        assert self.control[Control.NEXT_FIRST_SLOT] == [*left_out, order[0]][0]
+        following = self.order[int(self.control[Control.NEXT_FIRST_SLOT])]
+        assert following == [*left_out, order[0]][0]
+
+    def _check_runs(self, order: list[int], taken: list[int], cu: list[int]) -> None:
+        """Each run has the rows of its sequences, and the pages of its beginning."""
+        begin = order.index(self.order[0])
+        shown = self.rows.shared_cu_seqlens.diff().view(2, NUM_RUNS)
+        for turn, slots in enumerate((order[:begin], order[begin:]) if begin else (order, [])):
+            for run in range(NUM_RUNS):
+                own = [i for i, slot in enumerate(taken)
+                       if slot in slots and self.run_of[slot] == run]  # fmt: skip
+                assert shown[turn, run] == sum(cu[i + 1] - cu[i] for i in own)
+                pages = self.shared_pages[run]
+                assert self.rows.shared_context_lens[run + turn * NUM_RUNS] == pages * PAGE_SIZE
+                leader = self.table.pages[self.leaders[run], :pages]
+                table = self.rows.shared_page_table[run + turn * NUM_RUNS]
+                assert torch.equal(table[:pages], leader)
+        self.seen.shared += sum(self.shared_pages[self.run_of[slot]] > 0 for slot in taken)
+        self.seen.split_runs += int((shown > 0).all(0).any())
 
     def _part(self, slot: int) -> Part:
         seat = self.seats[slot]
@@ -270,6 +315,8 @@ class Lockstep:
             boundary[index] = taken[
                 np.searchsorted(rows.first_candidate[taken].numpy(), index, "right") - 1
             ]
+        shared = [self.shared_pages[self.run_of[slot]] * self.is_sharing for slot in taken]
+        apart = torch.tensor(shared) * PAGE_SIZE
         sampling = rows.sampling
         integers = (
             sampling.top_k,
@@ -287,8 +334,8 @@ class Lockstep:
             (rows.boundary_slots[:count], boundary),
             (sampling.temperature[:count], packed.sampling_floats[0]),
             (sampling.top_p[:count], packed.sampling_floats[1]),
-            (rows.context_lens[: len(parts)], [part.start for part in parts]),
-            (rows.block_origins[: len(parts)], [part.block_origin for part in parts]),
+            (rows.context_lens[: len(parts)] + apart, [part.start for part in parts]),
+            (rows.block_origins[: len(parts)] + apart, [part.block_origin for part in parts]),
             *((ours[:count], theirs) for ours, theirs in zip(
                 integers, packed.sampling_integers, strict=True)),
         ]  # fmt: skip
@@ -298,8 +345,8 @@ class Lockstep:
                 for first, part in zip(rows.cu_seqlens.tolist(), parts, strict=False)]  # fmt: skip
         assert rows.kept_rows[taken].tolist() == kept
         for index, part in enumerate(parts):
-            needed = -(-part.start // PAGE_SIZE)
-            assert rows.page_table[index, :needed].tolist() == list(part.pages[:needed])
+            own = list(part.pages[shared[index] : -(-part.start // PAGE_SIZE)])
+            assert rows.page_table[index, : len(own)].tolist() == own
 
     def _check_record(self, slot: int, seat: Seat, found: Proposed | None) -> None:
         record = Record(self.records[slot].numpy(), self.layout)

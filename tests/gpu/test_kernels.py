@@ -69,6 +69,13 @@ def test_merged_parts_of_a_context_equal_explicit_mask(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_beginnings_read_together_equal_explicit_mask(dtype: torch.dtype) -> None:
+    for case in (attention.SHARED, replace(attention.SHARED, q_heads=8, head_dim=128)):
+        attention.check_shared(OPS, dtype, case)
+        attention.check_shared(triton_kernels(CUDA), dtype, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_does_not_depend_on_what_is_cached(dtype: torch.dtype) -> None:
     attention.check_cut(triton_kernels(CUDA), dtype)
 

@@ -36,6 +36,11 @@ def test_merged_parts_of_narrow_types(dtype: torch.dtype) -> None:
     attention.check_cut_context(CASES["ragged"], OPS, dtype, 2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_beginnings_read_together_equal_explicit_mask(dtype: torch.dtype) -> None:
+    attention.check_shared(OPS, dtype)
+
+
 @pytest.mark.parametrize("name", ["ragged", "long_context", "heads_7_to_1", "token_major_pool"])
 def test_result_does_not_depend_on_batch_mates_or_page_order(name: str) -> None:
     attention.check_alone_and_shuffled(CASES[name], OPS, torch.float32)

@@ -15,8 +15,10 @@ from torch import Tensor
 from effuse.kernels.step_slots import SlotTable, StepRows
 
 
-def plan(table: SlotTable, control: Tensor, rows: StepRows, num_rows: int, shift: bool) -> None:
-    plan_step(table, control, rows, num_rows, PAGE_SIZE, MASK_ID, shift)
+def plan(
+    table: SlotTable, control: Tensor, rows: StepRows, num_rows: int, shift: bool, shares: bool
+) -> None:
+    plan_step(table, control, rows, num_rows, PAGE_SIZE, MASK_ID, shift, shares)
 
 
 TORCH = Machine(plan, advance)

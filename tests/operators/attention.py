@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention import Partials, empty_partials, view_partials
+from effuse.kernels.attention import Partials, block_attention, empty_partials, view_partials
 from effuse.kernels.attention_batch import (
     AttentionBatch,
     ContextCut,
@@ -126,6 +126,49 @@ def check_cut_context(case: Case, ops: Operators, dtype: torch.dtype, degree: in
     assert_close(ops.merge_partials(dealt, own), exact, plain)
 
 
+# Sequences whose beginnings of so many pages are those of the first of them; the last has none.
+SHARED = Case((Row(4, 70), Row(7, 50, origin=49), Row(3, 48), Row(5, 33, origin=33), Row(9, 20)))
+SHARED_RUNS = (((0, 1, 2), 3), ((3,), 1), ((4,), 0))
+
+
+def check_shared(ops: Operators, dtype: torch.dtype, case: Case = SHARED) -> None:
+    """Output of a case whose runs of sequences read their beginnings together."""
+    generator, size = torch.Generator().manual_seed(5), case.page_size
+    tables = page_tables(case, generator)
+    counts = [pages for members, pages in SHARED_RUNS for _ in members]
+    for members, pages in SHARED_RUNS:
+        for index in members:
+            tables[index][:pages] = tables[members[0]][:pages]
+    call = build(case, ops.device, dtype, tables)
+    exact, plain = reference(case, call, torch.float64), reference(case, call, dtype)
+    rest = [
+        replace(row, context=row.context - count * size, origin=row.origin - count * size)
+        for row, count in zip(case.sequences, counts, strict=True)
+    ]
+    own = [table[count:] for table, count in zip(tables, counts, strict=True)]
+    batch = batch_of(replace(case, sequences=tuple(rest)), own, ops.device)
+    rows = [sum(case.sequences[i].rows for i in members) for members, _ in SHARED_RUNS]
+    beginnings = [
+        Row(count, pages * size) for count, (_, pages) in zip(rows, SHARED_RUNS, strict=True)
+    ]
+    read = [tables[members[0]][:pages] for members, pages in SHARED_RUNS]
+    together = batch_of(replace(case, sequences=tuple(beginnings)), read, ops.device)
+    shared = cut_batch(together, ContextCut(0, 1, size)).cached
+    found = partial_of(replace(call, batch=shared), ops, cached_only=True)
+    merged = ops.merge_partials(
+        found, partial_of(replace(call, batch=batch), ops, cached_only=False)
+    )
+    assert_close(merged, exact, plain)
+    cascade = block_attention(
+        *(call.q, call.k, call.v, call.k_cache, call.v_cache),
+        replace(batch, shared=shared),
+        scale=call.scale,
+        out=call.out,
+    )
+    assert cascade is call.out
+    assert_close(cascade, exact, plain)
+
+
 def partial_of(call: Attention, ops: Operators, *, cached_only: bool) -> Partials:
     """The partial results of a call, in memory that held NaN."""
     rows, heads, dim = call.q.shape
@@ -208,7 +251,9 @@ def check_cut(
         assert torch.equal(rest.out, call.out[own]), (cached, programs)
 
 
-def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
+def build(
+    case: Case, device: torch.device, dtype: torch.dtype, tables: list[list[int]] | None = None
+) -> Attention:
     generator = torch.Generator().manual_seed(len(case.sequences) + case.head_dim)
     total = sum(row.rows for row in case.sequences)
     heads = case.q_heads + 2 * case.kv_heads
@@ -217,7 +262,7 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
     fused[:, : case.q_heads] *= case.magnitude
     widths = [case.q_heads, case.kv_heads, case.kv_heads]
     q, k, v = torch.split(fused.to(device, dtype), widths, dim=1)
-    tables = page_tables(case, generator)
+    tables = tables or page_tables(case, generator)
     k_cache, v_cache = poisoned_cache(case, tables, generator)
     return Attention(
         q=q,

@@ -29,6 +29,7 @@ def compiled(block_size: int, window: int) -> list[Kernel]:
     return [
         *kernels_of([step_plan_triton], lambda: step_plan_triton.launch_gather(*gather)),
         *kernels_of([step_plan_triton], lambda: step_plan_triton.launch_exchange(*exchange)),
-        *kernels_of([step_plan_triton], lambda: step_plan_triton.launch(*plan)),
+        *kernels_of([step_plan_triton], lambda: step_plan_triton.launch(*plan, False)),
+        *kernels_of([step_plan_triton], lambda: step_plan_triton.launch(*plan, True)),
         *kernels_of([step_advance_triton], lambda: step_advance_triton.launch(*advance)),
     ]

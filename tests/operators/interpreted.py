@@ -88,6 +88,7 @@ def attention_checks() -> Iterator[tuple[str, Check]]:
     yield "alone_and_shuffled", alone
     for dtype in (torch.float32, torch.float16):
         yield f"cut-{dtype}", partial(attention.check_cut, OPS, dtype, kv_heads=1)
+        yield f"shared-{dtype}", partial(attention.check_shared, OPS, dtype)
     yield "splits_are_even", check_splits
     yield "parts", check_parts
 

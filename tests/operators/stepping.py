@@ -20,8 +20,10 @@ from operators.interpreter import use_interpreter
 BLOCK_SIZES = (2, 4, 5, 8)
 
 
-def plan(table: SlotTable, control: Tensor, rows: StepRows, num_rows: int, shift: bool) -> None:
-    step_plan_triton.launch(table, control, rows, num_rows, PAGE_SIZE, MASK_ID, shift)
+def plan(
+    table: SlotTable, control: Tensor, rows: StepRows, num_rows: int, shift: bool, shares: bool
+) -> None:
+    step_plan_triton.launch(table, control, rows, num_rows, PAGE_SIZE, MASK_ID, shift, shares)
 
 
 def check(seed: int) -> None:

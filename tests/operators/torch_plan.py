@@ -72,11 +72,15 @@ def plan_step(
     page_size: int,
     mask_token_id: int,
     shift: bool,
+    shares: bool,
 ) -> None:
     """As `step_plan_triton.launch`."""
     views = Views(table)
+    first = int(control[Control.FIRST_SLOT])
     slots = _take_part(views, control, num_rows)
     _fill_sequences(views, rows, slots)
+    if shares:
+        _share_beginnings(views, rows, slots, first, page_size)
     _fill_rows(views, rows, slots, num_rows, page_size, mask_token_id, shift)
 
 
@@ -84,14 +88,15 @@ def _take_part(table: Views, control: Tensor, num_rows: int) -> Tensor:
     """Slots that take part [N] int64, in row order; stores the next step's first slot."""
     layout = table.layout
     first = int(control[Control.FIRST_SLOT])
-    order = (first + torch.arange(layout.num_slots)) % layout.num_slots
+    places = (first + torch.arange(layout.num_slots)) % layout.num_slots
+    order = table.table.sharing[places].long()
     settled = table.column(Column.NUM_SETTLED) * layout.block_size
     can_store = table.column(Column.START) + settled <= table.storable
     runs = ((table.column(Column.STATUS) == Status.RUNNING) & can_store)[order]
     num_tokens = (table.column(Column.NUM_BLOCKS)[order] * layout.block_size).where(runs, 0)
     num_masks = table.column(Column.NUM_MASKS)[order].where(runs, 0)
     fits = (num_tokens.cumsum(0) <= num_rows) & (num_masks.cumsum(0) <= control[Control.MASK_LIMIT])
-    left_out = order[runs & ~fits]
+    left_out = places[runs & ~fits]
     control[Control.NEXT_FIRST_SLOT] = left_out[0] if len(left_out) else first
     return order[runs & fits]
 
@@ -114,6 +119,28 @@ def _fill_sequences(table: Views, rows: StepRows, slots: Tensor) -> None:
     last_stored = rows.cu_seqlens[:count] + num_stored - 1
     rows.kept_rows.fill_(-1)
     rows.kept_rows[slots] = last_stored.where(num_stored > 0, -1).long()
+
+
+def _share_beginnings(
+    table: Views, rows: StepRows, slots: Tensor, first: int, page_size: int
+) -> None:
+    """Moves the pages of beginnings from sequences to runs, one slot after the other."""
+    num_slots = table.layout.num_slots
+    order, run_of = table.table.sharing[: 2 * num_slots].view(2, -1).tolist()
+    leaders, pages = table.table.sharing[2 * num_slots :].view(2, -1).tolist()
+    rows.shared_context_lens.copy_(torch.tensor(pages * 2) * page_size)
+    for run, (leader, count) in enumerate(zip(leaders * 2, pages * 2, strict=True)):
+        rows.shared_page_table[run, :count] = table.pages[leader, :count]
+    num_rows = [0] * len(pages * 2)
+    lengths = rows.cu_seqlens.diff()
+    for sequence, slot in enumerate(slots.tolist()):
+        place = order.index(slot)
+        run, count = run_of[place], pages[run_of[place]]
+        num_rows[run + len(pages) * (place < first)] += int(lengths[sequence])
+        rows.context_lens[sequence] -= count * page_size
+        rows.block_origins[sequence] -= count * page_size
+        rows.page_table[sequence] = rows.page_table[sequence].roll(-count)
+    rows.shared_cu_seqlens[1:] = torch.tensor(num_rows).cumsum(0)
 
 
 def _fill_rows(
