@@ -99,8 +99,8 @@ class Partials:
 def empty_partials(num_rows: int, num_heads: int, head_dim: int, like: Tensor) -> Partials:
     """Partials that are to be filled, with the dtype and device of ``like``."""
     width = num_rows * (head_dim + 4 // like.itemsize)
-    # Kernels need heads at multiples of 16 elements.
-    packed = like.new_empty(num_heads, -(-width // 16) * 16)
+    # Kernels need heads at multiples of 16 elements; without rows, torch needs one to view as fp32.
+    packed = like.new_empty(num_heads, max(1, -(-width // 16)) * 16)
     return view_partials(packed, num_rows, head_dim)
 
 

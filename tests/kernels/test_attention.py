@@ -32,8 +32,9 @@ def test_merged_parts_of_a_context_equal_explicit_mask(name: str, degree: int) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_merged_parts_of_narrow_types(dtype: torch.dtype) -> None:
-    attention.check_cut_context(CASES["ragged"], OPS, dtype, 2)
+@pytest.mark.parametrize("name", ["ragged", "only_empty_sequences"])
+def test_merged_parts_of_narrow_types(name: str, dtype: torch.dtype) -> None:
+    attention.check_cut_context(CASES[name], OPS, dtype, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
