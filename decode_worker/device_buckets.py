@@ -30,8 +30,10 @@ Integers = npt.NDArray[np.int32]
 
 _MEMORY = 0.9  # of the running mean of writes per step
 TILE_ROWS = 128  # (query, head in group) that attention computes at once
-# Keys of one KV head that tiles need not read, from which on shared beginnings pay for their merge.
-LEAST_SAVED = 1 << 17
+# A key of one KV head that a tile need not read saves 0.08 ns a layer on an H200. So many, and so
+# many more for each sequence, pay for the merge (`benchmarks/gpu_shared.py`).
+LEAST_SAVED = 40_000
+LEAST_SAVED_EACH = 512  # of each KV head
 
 
 def bucket(count: int) -> int:
@@ -211,7 +213,8 @@ class Beginnings:
     @property
     def pay_off(self) -> bool:
         """Whether a step that shares those of the last `changed` is faster."""
-        return sum(one.saved for one in self._found) * self._kv_heads >= LEAST_SAVED
+        saved = sum(one.saved for one in self._found) - LEAST_SAVED_EACH * len(self._known)
+        return saved * self._kv_heads >= LEAST_SAVED
 
     def join(self, slot: int, row: Integers) -> None:
         """A request is in the slot now; `row` is as in `DeviceStepper.join`."""

@@ -255,7 +255,6 @@ class DeviceStepper:
     def _sized(self, need: Need) -> LaunchStep:
         rows = self._row_bucket(max(need.rows, need.least_rows, 1))
         wanted = min(max(need.candidates, need.least_candidates, 1), rows)
-        self._share()
         pays_off = self._beginnings is not None and self._beginnings.pay_off
         shares = pays_off and rows <= _ROWS_THAT_SHARE
         context = self._whole_context() if shares else self._context_class(rows, need.context)

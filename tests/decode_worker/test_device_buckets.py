@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_buckets import (
     LEAST_SAVED,
+    LEAST_SAVED_EACH,
     Beginnings,
     Forecast,
     Integers,
@@ -135,15 +138,17 @@ PAGE = 4
 SLOTS = SlotLayout(num_slots=24, block_size=4, max_window=1, max_stops=1, max_pages=64)
 
 
-def beginnings(pages: dict[int, str], *, window: int = 1, kv_heads: int = 8) -> Beginnings:
+def beginnings(
+    pages: dict[int, str], *, kv_heads: int = 8, layout: SlotLayout = SLOTS
+) -> Beginnings:
     """Of slots with these cached pages, a letter each; blocks of 4 rows and 4 heads in a group."""
-    found = Beginnings(SLOTS, PAGE, groups=4, kv_heads=kv_heads)
+    found = Beginnings(layout, PAGE, groups=4, kv_heads=kv_heads)
     for slot, ids in pages.items():
-        row = np.zeros(SLOTS.width, dtype=np.int32)
+        row = np.zeros(layout.width, dtype=np.int32)
         row[Column.START] = len(ids) * PAGE + PAGE - 1  # the last page is not full
-        row[Column.WINDOW] = window
-        row[SLOTS.pages_at : SLOTS.pages_at + len(ids)] = list(map(ord, ids))
-        row[SLOTS.pages_at + len(ids)] = ord("Z")  # the page that is not full
+        row[Column.WINDOW] = 1
+        row[layout.pages_at : layout.pages_at + len(ids)] = list(map(ord, ids))
+        row[layout.pages_at + len(ids)] = ord("Z")  # the page that is not full
         found.join(slot, row)
     return found
 
@@ -205,8 +210,7 @@ def test_a_slot_that_leaves_is_read_with_no_other() -> None:
 
 def test_full_tiles_save_nothing() -> None:
     alike = dict.fromkeys(range(6), "a" * 40)
-    whole_tiles = beginnings(alike, window=1)
-    assert whole_tiles.changed() is not None
+    assert beginnings(alike).changed() is not None
     row = np.zeros(SLOTS.width, dtype=np.int32)
     wide = Beginnings(SLOTS, PAGE, groups=32, kv_heads=8)  # 4 rows of 32 heads fill a tile
     for slot, ids in alike.items():
@@ -216,10 +220,15 @@ def test_full_tiles_save_nothing() -> None:
     assert wide.changed() is None and not wide.pay_off
 
 
-@pytest.mark.parametrize(("num_slots", "expected"), [(8, True), (7, False)])
-def test_sharing_pays_off_from_a_number_of_keys_on(num_slots: int, expected: bool) -> None:
+@pytest.mark.parametrize(("others", "fewer_heads", "expected"), [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
+def test_sharing_pays_off_from_a_number_of_keys_on(
+    others: int, fewer_heads: int, expected: bool
+) -> None:
     """Eight sequences of 16 rows fill one tile instead of eight."""
-    alike = dict.fromkeys(range(num_slots), "a" * 60)
-    found = beginnings(alike, kv_heads=-(-LEAST_SAVED // (7 * 60 * PAGE)))
+    saved = 7 * 60 * PAGE * 4 - 8 * LEAST_SAVED_EACH
+    heads = -(-LEAST_SAVED // saved)
+    layout = replace(SLOTS, max_pages=512)
+    alike = dict.fromkeys(range(8), "a" * 240) | {9 + i: "b" for i in range(others)}
+    found = beginnings(alike, kv_heads=heads - fewer_heads, layout=layout)
     assert found.changed() is not None
-    assert found.pay_off is expected
+    assert found.pay_off == expected

@@ -19,6 +19,7 @@ from operators.torch_plan import Views
 from torch import Tensor
 
 from decoding.invariants import make_sequence
+from decoding.runs import Runs
 from decoding.scripts import Case, random_case
 from effuse.config.decoding import Sampling
 from effuse.decode_worker import denoise
@@ -27,8 +28,6 @@ from effuse.decode_worker.device_slots import Record, apply_record, slot_row
 from effuse.decode_worker.sequence import HostCandidates as Proposed
 from effuse.decode_worker.sequence import Sequence
 from effuse.kernels.step_slots import (
-    MOST_SHARED,
-    NUM_RUNS,
     BlockColumn,
     Column,
     Control,
@@ -82,7 +81,7 @@ class Seen:
     ended: int = 0
     settled_together: int = 0
     semi_writes: int = 0
-    shared: int = 0  # sequences without a beginning of some pages
+    shared: int = 0  # pages of beginnings that are read together
     split_runs: int = 0
 
 
@@ -107,12 +106,10 @@ class Lockstep:
         self.table = SlotTable(self.layout, device)
         self.rows = StepRows(self.layout, 256, device)
         self.control = torch.zeros(4, dtype=torch.int32)
+        self.control[Control.FIRST_SLOT] = self.draw.randrange(self.num_slots)
         self.records = torch.full((self.num_slots, self.layout.record_width), -9).int()
         self.seats: list[Seat | None] = [None] * self.num_slots
-        self.order = list(range(self.num_slots))
-        self.run_of = [MOST_SHARED] * self.num_slots  # by slot
-        self.leaders, self.shared_pages = [0] * NUM_RUNS, [0] * NUM_RUNS  # by run
-        self.is_sharing = False
+        self.runs = Runs(self.num_slots, PAGE_SIZE)
         self.cases = iter(self._cases())
 
     def run(self) -> Seen:
@@ -177,7 +174,8 @@ class Lockstep:
         num_rows = self.draw.choice((7, 10, 16, 32)) * self.block_size
         limit = self.draw.choice((num_rows, num_rows // 2, 6 * self.block_size))
         self.control[Control.MASK_LIMIT] = limit
-        shares = self._arrange()
+        starts = [seat.sequence.in_flight_start if seat else None for seat in self.seats]
+        shares = self.runs.draw(self.draw, starts, self.table)
         self.machine.plan(self.table, self.control, self.rows, num_rows, self.shift, shares)
         taken = self._check_rows(num_rows, limit)
         self.seen.steps += 1
@@ -196,24 +194,6 @@ class Lockstep:
             if seat is not None:
                 self._check_record(slot, seat, own.get(slot))
         self._grow()
-
-    def _arrange(self) -> bool:
-        """Another order, and two runs whose sequences have a beginning in common; whether the step
-        shares them."""
-        self.draw.shuffle(self.order)
-        runs = sorted(self.draw.choices((0, 1, MOST_SHARED), k=self.num_slots))
-        self.run_of = [runs[self.order.index(slot)] for slot in range(self.num_slots)]
-        for run in (0, 1):
-            seated = [
-                (s, seat) for s, seat in enumerate(self.seats) if self.run_of[s] == run and seat
-            ]
-            starts = [seat.sequence.in_flight_start for _, seat in seated]
-            self.leaders[run] = min((slot for slot, _ in seated), default=0)
-            self.shared_pages[run] = self.draw.randint(0, min(starts, default=0) // PAGE_SIZE)
-        columns = [*self.order, *runs, *self.leaders, *self.shared_pages]
-        self.table.sharing.copy_(torch.tensor(columns))
-        self.is_sharing = self.draw.random() < 0.5
-        return self.is_sharing
 
     def _propose(self, slot: int, positions: Tensor, counts: Tensor) -> Proposed:
         seat = self.seats[slot]
@@ -234,7 +214,7 @@ class Lockstep:
         """The rows are those of the pure machine's plans; the slots in them, in order."""
         part = self.rows.first_candidate.tolist()
         begin = int(self.control[Control.FIRST_SLOT])
-        order = self.order[begin:] + self.order[:begin]
+        order = self.runs.order[begin:] + self.runs.order[:begin]
         taken = [slot for slot in order if part[slot] >= 0]
         self._check_fairness(order, taken, num_rows, limit)
         parts = [self._part(slot) for slot in taken]
@@ -245,8 +225,10 @@ class Lockstep:
         assert used <= num_rows
         if parts:
             self._check_packed(parts, taken, used)
-        if self.is_sharing:
-            self._check_runs(order, taken, cu)
+        if self.runs.shares:
+            self.runs.check(self.rows, self.table, begin, taken)
+            self.seen.shared += sum(map(self.runs.pages_of, taken))
+            self.seen.split_runs += self.runs.is_split(self.rows)
         assert (self.rows.slot_mapping[used:num_rows] == -1).all()
         assert (self.rows.token_ids[used:num_rows] == 0).all()
         return taken
@@ -269,25 +251,8 @@ class Lockstep:
             assert (slot in taken) == (rows >= 0 and masks >= 0)
             left_out += [] if slot in taken else [slot]
         self.seen.left_out += len(left_out)
-        following = self.order[int(self.control[Control.NEXT_FIRST_SLOT])]
+        following = self.runs.order[int(self.control[Control.NEXT_FIRST_SLOT])]
         assert following == [*left_out, order[0]][0]
-
-    def _check_runs(self, order: list[int], taken: list[int], cu: list[int]) -> None:
-        """Each run has the rows of its sequences, and the pages of its beginning."""
-        begin = order.index(self.order[0])
-        shown = self.rows.shared_cu_seqlens.diff().view(2, NUM_RUNS)
-        for turn, slots in enumerate((order[:begin], order[begin:]) if begin else (order, [])):
-            for run in range(NUM_RUNS):
-                own = [i for i, slot in enumerate(taken)
-                       if slot in slots and self.run_of[slot] == run]  # fmt: skip
-                assert shown[turn, run] == sum(cu[i + 1] - cu[i] for i in own)
-                pages = self.shared_pages[run]
-                assert self.rows.shared_context_lens[run + turn * NUM_RUNS] == pages * PAGE_SIZE
-                leader = self.table.pages[self.leaders[run], :pages]
-                table = self.rows.shared_page_table[run + turn * NUM_RUNS]
-                assert torch.equal(table[:pages], leader)
-        self.seen.shared += sum(self.shared_pages[self.run_of[slot]] > 0 for slot in taken)
-        self.seen.split_runs += int((shown > 0).all(0).any())
 
     def _part(self, slot: int) -> Part:
         seat = self.seats[slot]
@@ -315,7 +280,7 @@ class Lockstep:
             boundary[index] = taken[
                 np.searchsorted(rows.first_candidate[taken].numpy(), index, "right") - 1
             ]
-        shared = [self.shared_pages[self.run_of[slot]] * self.is_sharing for slot in taken]
+        shared = [self.runs.pages_of(slot) for slot in taken]
         apart = torch.tensor(shared) * PAGE_SIZE
         sampling = rows.sampling
         integers = (
