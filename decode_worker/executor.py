@@ -15,8 +15,7 @@ import numpy as np
 
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepOutcome
-from effuse.decode_worker.request import DecodeRequest
-from effuse.decode_worker.request_parts import parts_of
+from effuse.decode_worker.request import DecodeRequest, parts_of
 from effuse.decode_worker.sequence import HostCandidates, IntArray
 from effuse.kernels.pages import Place, QueuedLayers
 from effuse.models.part import Forward, HostLogprobs, Part, PartResult, Pipeline

@@ -75,7 +75,8 @@ class PrefillEngine:
             )
         self._executor = executor
         self._config = config
-        self._page_size = config.page_size * config.context_degree  # of the pool, of all ranks
+        self._degree = config.context_degree
+        self._page_size = config.page_size * self._degree  # of the pool, of all ranks
         self._model = model
         self._pool = pool
         self._sender = sender
@@ -204,7 +205,7 @@ class PrefillEngine:
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
             return
-        prompt = make_prompt(message, model, config, self._now())
+        prompt = make_prompt(message, model, config.page_size, self._degree, self._now())
         try:
             check_prompt(prompt, config, model, self._pool.num_pages)
         except PromptRefused as error:
@@ -250,7 +251,7 @@ class PrefillEngine:
         Refuses if prompts may need the pages; the few for warming up a link are always available.
         """
         attempt = reservation.attempt
-        count = -(-reservation.num_source_pages // self._config.context_degree)
+        count = -(-reservation.num_source_pages // self._degree)
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return

@@ -110,20 +110,22 @@ class PromptChunk:
 
 
 def make_prompt(
-    message: StartPrefill, model: ModelConfig, config: PrefillConfig, now: float
+    message: StartPrefill, model: ModelConfig, page_size: int, degree: int, now: float
 ) -> Prompt:
-    """A block-causal prompt is paged in whole blocks, a bidirectional one completely."""
+    """A block-causal prompt is paged in whole blocks, a bidirectional one completely. A page of the
+    pool is `degree` pages of `page_size` tokens, each on one rank."""
     token_ids = message.prompt_token_ids
     can_split = model.prompt_attention == "causal_blocks"
     block = model.block_size
     num_paged = len(token_ids) // block * block if can_split else len(token_ids)
+    num_moved = -(-num_paged // page_size)
     return Prompt(
         attempt=message.attempt,
         token_ids=token_ids,
         block_origin=model.block_origin(len(token_ids)),
         num_paged=num_paged,
-        num_pages=-(-num_paged // (config.page_size * config.context_degree)),
-        num_moved=-(-num_paged // config.page_size),
+        num_pages=-(-num_moved // degree),
+        num_moved=num_moved,
         can_split=can_split,
         arrived_s=now,
         shows_progress=message.progress,

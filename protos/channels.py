@@ -112,14 +112,14 @@ class FleetOnly:
     """Accepts calls with the fleet's secret for the process announced as `address()`."""
 
     def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
-        self._secret = secret
+        self._token = cache(secret.token)  # of the one address
         self._address = address
 
     def admit(self, shown: dict[str, str | bytes]) -> None:
         token, address = shown.get(TOKEN_KEY), self._address()
         if not (isinstance(token, str) and address and token.isascii()):
             raise Unauthenticated(TOLD)
-        if not hmac.compare_digest(token, self._secret.token(address)):
+        if not hmac.compare_digest(token, self._token(address)):
             raise Unauthenticated(TOLD)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from effuse.config.decoding import Sampling
 from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.request_parts import denoise_part
+from effuse.decode_worker.request import denoise_part
 from effuse.decode_worker.sequence import RequestError
 from effuse.models.packing import PackedParts
 from effuse.models.part import Part

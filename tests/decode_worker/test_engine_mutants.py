@@ -14,10 +14,9 @@ from oracle.decode import decode_with
 from oracle.forward import load_raw
 
 from effuse.config.decoding import Stopping
-from effuse.decode_worker import request_parts
+from effuse.decode_worker import request as parts_of_requests
 from effuse.decode_worker.denoise import StepPlan
-from effuse.decode_worker.request import DecodeRequest
-from effuse.decode_worker.request_parts import denoise_part, prefill_part
+from effuse.decode_worker.request import DecodeRequest, denoise_part, prefill_part
 from effuse.models.part import Part
 
 Prefill = Callable[[DecodeRequest, int], Part]
@@ -98,7 +97,7 @@ def test_the_oracle_exposes_a_planted_bug(
     bug: Prefill | Denoise,
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=3)
-    monkeypatch.setattr(request_parts, name, bug)
+    monkeypatch.setattr(parts_of_requests, name, bug)
     assert not agrees(directory)
 
 
@@ -106,5 +105,5 @@ def test_nothing_is_exposed_where_nothing_is_planted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=3)
-    monkeypatch.setattr(request_parts, "denoise_part", nothing_wrong)
+    monkeypatch.setattr(parts_of_requests, "denoise_part", nothing_wrong)
     assert agrees(directory)

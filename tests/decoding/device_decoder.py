@@ -20,8 +20,7 @@ from effuse.decode_worker.device_slots import Record, slot_row
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.request import DecodeRequest
-from effuse.decode_worker.request_parts import prefill_part
+from effuse.decode_worker.request import DecodeRequest, prefill_part
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, Status
 from effuse.kvtransfer.memory import PageMemory
