@@ -26,7 +26,6 @@ import xxhash
 import zmq
 
 from effuse.kvtransfer.memory import huge_pages
-from effuse.kvtransfer.ucx_log import ucx_log
 
 DEADLINE_S = 30.0
 MODULE = "effuse.benchmarks.raw_transfer"
@@ -274,12 +273,11 @@ def _nixl_agent(name: str, buffer: npt.NDArray[np.uint8]) -> Any:
     """
     from nixl._api import nixl_agent, nixl_agent_config
 
-    from effuse.kvtransfer.nixl_agent import bind_netlink
+    from effuse.kvtransfer.nixl_agent import bind_netlink, confined, ucx_log
 
     bind_netlink()
-    with (
-        ucx_log().asked()
-    ):  # the first of them decides where UCX writes the log that our connectors need
+    # The first agent decides where UCX writes the log that our connectors need.
+    with confined(ucx_log().options):
         agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     agent.register_memory([(buffer.ctypes.data, len(buffer), 0, "")], "DRAM")
     return agent

@@ -1,13 +1,31 @@
-"""The two ends of a handoff as tables, from events to instructions; and the set of aborted
-transfers.
+"""The rules of a handoff: its two ends as tables, from events to instructions; the conditions that
+an expected transfer must meet; and the set of aborted transfers.
 
-No I/O and no clock. ends.py carries out the instructions.
+No I/O and no clock. ends.py carries out the instructions, and reception.py checks the conditions. A
+part of a transfer has the KV heads and layers that one writing rank and this rank both hold.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from effuse.kvtransfer.connector import Arrived, Cause, HandoffRefused
+from effuse.kvtransfer.digest import Digester, PageDigests
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.messages import (
+    KVPart,
+    Manifest,
+    PageRef,
+    ReceiverAddress,
+    Reservation,
+)
+from effuse.kvtransfer.transport import Reply
 
 STORY_LENGTH = 16
 
@@ -202,3 +220,149 @@ class Tombstones:
 
     def _oldest(self) -> float:
         return next(iter(self._since.values()))
+
+
+@dataclass(slots=True)
+class Arriving:
+    """One part of a transfer, which one writer sends, and its arrived pages."""
+
+    part: KVPart
+    reply: Reply  # of the accepted writer
+    pages: tuple[PageRef, ...]  # of its turns
+    num_bytes: int  # of its heads and layers in these pages
+    covered: npt.NDArray[np.bool_]  # [pages, groups] that arrived
+    digests: PageDigests  # found in memory
+    manifest: Manifest | None = None
+    began_at: float = 0.0  # when its last page was final, by our clock; set with the manifest
+    is_verified: bool = False
+
+
+@dataclass(slots=True)
+class Expected:
+    """One expected transfer, and its parts that have begun. All parts have equally many turns."""
+
+    reservation: Reservation
+    writer: str | None  # incarnation of the only allowed writer, if that is known
+    layout: KVLayout
+    since: float
+    parts: dict[KVPart, Arriving] = field(default_factory=dict)
+
+    @property
+    def address(self) -> ReceiverAddress:
+        """The address of this rank that its writers got."""
+        return self.reservation.shards[self.layout.rank].address
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes are arriving or are being digested."""
+        return any(len(part.digests) or part.covered.any() for part in self.parts.values())
+
+    def take_digests(self) -> bool:
+        """Takes finished digests; returns whether all are."""
+        are_done = [part.digests.poll() for part in self.parts.values()]
+        return all(are_done)
+
+    def let_in(self, part: KVPart, reply: Reply, digester: Digester) -> bool:
+        """Accepts a part's writer; returns whether the part had begun before. Raises
+        HandoffRefused for heads or layers that are not all here, or that another part has.
+        """
+        if part in self.parts:
+            self.parts[part].reply = reply
+            return True
+        self._check_part(part)
+        turns = next(iter(self.parts), part).turns
+        if part.turn >= part.turns or part.turns != turns:
+            text = f"turn {part.turn} of {part.turns} is sent, expected one of {turns}"
+            raise HandoffRefused(Cause.COVERAGE, text)
+        own = self.reservation.shards[self.layout.rank].part
+        pages = self.reservation.pages_of(own, part)
+        covered = np.zeros((len(pages), len(part.groups)), dtype=np.bool_)
+        seed = self.reservation.digest_seed
+        digests = PageDigests(digester, self.layout, part, len(pages), seed)
+        num_bytes = len(pages) * self.layout.bytes_of(part.heads, part.groups)
+        self.parts[part] = Arriving(part, reply, pages, num_bytes, covered, digests)
+        return False
+
+    def _check_part(self, part: KVPart) -> None:
+        """All of it is here, and none of it is another part's."""
+        for name, sent, own in (
+            ("heads", part.heads, self.layout.heads),
+            ("groups", part.groups, self.layout.groups),
+        ):
+            if not sent or sent.start < own.start or sent.stop > own.stop:
+                text = (
+                    f"{name} {sent.start}..{sent.stop} are sent, {own.start}..{own.stop} are here"
+                )
+                raise HandoffRefused(Cause.COVERAGE, text)
+        for other in self.parts:
+            is_same = other.turn == part.turn and _overlap(part.groups, other.groups)
+            if is_same and _overlap(part.heads, other.heads):
+                text = (
+                    f"heads {part.first_head}..{part.end_head} overlap "
+                    f"{other.first_head}..{other.end_head}"
+                )
+                raise HandoffRefused(Cause.COVERAGE, text)
+
+    def arrived(self, now: float) -> Arrived | None:
+        """The event for the engine, once all heads, layers and turns of this rank are verified."""
+        order = sorted(self.parts, key=lambda one: (one.turn, one.first_head))
+        parts = [self.parts[one] for one in order]
+        expected = len(self.layout.heads) * len(self.layout.groups) * order[0].turns
+        verified = [one.part for one in parts if one.is_verified]
+        if sum(len(one.heads) * len(one.groups) for one in verified) < expected:
+            return None
+        manifest = parts[0].manifest
+        assert manifest is not None, "it was verified"
+        seconds = now - max(part.began_at for part in parts)
+        num_bytes = sum(part.num_bytes for part in parts)
+        return Arrived(manifest.transfer_id, manifest, seconds, num_bytes)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def check_span(reserved_pages: Sequence[PageRef], first: int, pages: Sequence[PageRef]) -> None:
+    """The pages that a writer names are those reserved at [first, first + n), in this
+    allocation.
+    """
+    reserved = tuple(reserved_pages[first : first + len(pages)])
+    if first < 0 or len(reserved) != len(pages):
+        raise HandoffRefused(
+            Cause.COVERAGE,
+            f"pages {first}..{first + len(pages)} are not within the {len(reserved_pages)} "
+            "reserved ones",
+        )
+    if reserved == tuple(pages):
+        return
+    for index, (ours, theirs) in enumerate(zip(reserved, pages, strict=True), first):
+        if ours != theirs:
+            cause = Cause.GENERATION if ours.page_id == theirs.page_id else Cause.COVERAGE
+            raise HandoffRefused(cause, f"page {index}: expected {ours}, got {theirs}")
+
+
+def check_pages(part: Arriving) -> None:
+    """Every group of layers of every page arrived."""
+    missing = np.flatnonzero(~part.covered.all(axis=1))
+    if len(missing):
+        index = int(missing[0])
+        raise HandoffRefused(Cause.COVERAGE, f"page {index} ({part.pages[index]}) never arrived")
+
+
+def check_same_prompt(manifest: Manifest, others: Sequence[Manifest]) -> None:
+    """All parts of a transfer are of one prompt. The hidden row is not compared, because ranks may
+    round it differently.
+    """
+    own = msgspec.structs.replace(manifest.boundary, hidden=None)
+    for other in others:
+        if msgspec.structs.replace(other.boundary, hidden=None) != own:
+            raise HandoffRefused(Cause.MALFORMED, "the parts are of different prompts")
+
+
+def check_digest(claimed: bytes, found: bytes) -> None:
+    """The bytes in memory are those that were sent."""
+    if claimed != found:
+        raise HandoffRefused(
+            Cause.DIGEST,
+            f"the sender's digest of the pages is {claimed.hex()}, the memory's is {found.hex()}",
+        )

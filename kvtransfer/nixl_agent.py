@@ -1,17 +1,26 @@
-"""NIXL's Python interface with types, reduced to the part that is used here.
+"""NIXL's Python interface with types, reduced to the part that is used here; and the options and
+the log of UCX, over which its agents move bytes.
 
 Not used on purpose: its progress thread, which spins on a core even when idle (measured: 1.0 s of
 CPU time a second), and its (de)serialisation of descriptor lists, which is pickle.
+
+Only UCX's log shows which transports it uses, in tables of protocols. A measured rate does not show
+whether pages between GPUs take TCP: a fast network's TCP is as fast as a slow network's RDMA. The
+log goes to a file in memory, because UCX buffers its output. Lines outside of tables go to our own
+log.
 """
 
 import contextlib
 import ctypes
+import functools
 import ipaddress
 import logging
 import os
+import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NewType
 
@@ -24,6 +33,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from nixl._bindings import DRAM_SEG, nixlInvalidParamError, nixlRegDList
 
 from effuse.kernels.cuda_ipc import HANDLE_BYTES
+from effuse.kvtransfer.connector import UNKNOWN, Route
 from effuse.kvtransfer.interfaces import addresses
 from effuse.kvtransfer.messages import DIGEST_BYTES
 
@@ -33,6 +43,17 @@ _NETLINK = "libnl-route-3.so.200"
 DEVICES, FAMILIES = "UCX_NET_DEVICES", "UCX_TCP_AF_PRIO"
 _RDMA = Path("/sys/class/infiniband")
 _CONFINING = threading.Lock()  # the environment is the process's
+
+FILE, TABLES = "UCX_LOG_FILE", "UCX_PROTO_INFO"
+WRITES = "*put*"  # operations whose tables are used
+# With the defaults and these, GPUs' pages go from device to device.
+SLOW = {"tcp", "self", "cma", "knem", "xpmem", "posix", "sysv", "cuda_copy", "gdr_copy"}
+_DIRECT = {"zero-copy", "short"}
+_PREFIX = re.compile(r"^\[\d+\.\d+\] \[[^\]]*\] *")
+_LANE = re.compile(r"\b([a-z]\w*)/[\w:.-]+")
+_RANGE = re.compile(r"(\d+)([KMG]?)(?:\.\.(?:(\d+)([KMG]?)|(inf)))?$")
+_BAD = re.compile(r"UCX +(WARN|ERROR|FATAL)")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 PageList = NewType("PageList", object)  # a prepared list of pages, or of groups of their layers
 Transfer = NewType("Transfer", object)  # a write that is posted or ready to be
@@ -194,11 +215,11 @@ def options_of(host: str, environment: MutableMapping[str, str] = os.environ) ->
 def confined(
     options: Mapping[str, str], environment: MutableMapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Gives these options to agents that are made meanwhile, one thread after another. Processes
-    that start later do not inherit them."""
+    """Gives these options to agents that are made meanwhile, one thread after another, unless the
+    environment has others. Processes that start later do not inherit them."""
     with _CONFINING:
         found = {name: value for name, value in options.items() if name not in environment}
-        LOG.debug("UCX listens by %s", found)
+        LOG.debug("UCX's options: %s", found)
         environment.update(found)
         try:
             yield
@@ -221,3 +242,149 @@ def _rdma_ports() -> Iterator[str]:
     """Ports of RDMA devices, by UCX's names."""
     for port in sorted(_RDMA.glob("*/ports/*")):
         yield f"{port.parent.parent.name}:{port.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How messages of first to last bytes are sent; last is None without an end."""
+
+    first: int
+    last: int | None
+    how: str  # such as zero-copy
+    lanes: tuple[str, ...]  # transports, such as cuda_ipc
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The protocols of one operation over one kind of connection."""
+
+    scope: str  # self, intra-node or inter-node
+    title: str  # the operation, with the memory at both ends
+    rows: tuple[Row, ...]
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads the log line by line."""
+
+    tables: list[Table] = field(default_factory=list)
+    _cells: list[str] = field(default_factory=list)  # of the current table
+
+    def take(self, line: str) -> str | None:
+        """Takes a line; returns the text of a line outside of tables."""
+        text = _PREFIX.sub("", line).strip()
+        if text.startswith("|") and text.endswith("|"):
+            self._cells.append(text.strip("|").strip())
+            return None
+        if not (text.startswith("+-") and text.endswith("-+")):
+            return text or None
+        if len(self._cells) > 3:  # the line after the rows
+            self.tables.append(_table(self._cells))
+            self._cells.clear()
+        return None
+
+
+def route_of(
+    tables: Iterable[Table], *, on_gpu: bool, num_bytes: int, scope: str | None = None
+) -> Route:
+    """The transports of writes with this many bytes of pages, from tables of one scope or, without
+    it or without such tables, of all scopes except self; all names if they differ.
+    """
+    memory = " from cuda" if on_gpu else " from host"
+    meant = [
+        table
+        for table in tables
+        if table.scope != "self" and "ucp_put" in table.title and memory in table.title
+    ]
+    # UCX may see pods of one node as being on two.
+    rows = [
+        row
+        for table in [one for one in meant if one.scope == scope] or meant
+        for row in table.rows
+        if row.first <= num_bytes and (row.last is None or num_bytes <= row.last)
+    ]
+    names = dict.fromkeys("+".join(row.lanes) for row in rows if row.lanes)
+    if not names:
+        return UNKNOWN
+    slow = on_gpu and any(row.how not in _DIRECT or SLOW & {*row.lanes} for row in rows)
+    return Route(" or ".join(names)[:64], is_fallback=slow)
+
+
+class UcxLog:
+    """The log of this process's UCX; any thread may use it."""
+
+    def __init__(self) -> None:
+        """Reads nothing if the environment already sets a destination for the log."""
+        self._lock = threading.Lock()
+        self._reader = Reader()
+        self._rest = b""
+        self._at = 0
+        self._shows_tables = TABLES in os.environ
+        self._file = -1 if FILE in os.environ else _open()
+        # Agents with these options log their tables; the first one decides the log's destination.
+        known = {FILE: _name(self._file), TABLES: WRITES}
+        self.options: Mapping[str, str] = {} if self._file < 0 else known
+        self._libc = ctypes.CDLL(None)
+
+    def tables(self) -> Sequence[Table]:
+        """All tables so far, oldest first; other lines are logged."""
+        with self._lock:
+            for line in self._new_lines():
+                text = self._reader.take(line)
+                if text is not None:
+                    LOG.log(logging.WARNING if _BAD.search(text) else logging.INFO, "%s", text)
+                elif self._shows_tables:
+                    LOG.info("%s", _PREFIX.sub("", line).strip())
+            return tuple(self._reader.tables)
+
+    def _new_lines(self) -> list[str]:
+        if self._file < 0:
+            return []
+        self._libc.fflush(None)
+        end = os.fstat(self._file).st_size
+        if end <= self._at:
+            return []
+        data = self._rest + os.pread(self._file, end - self._at, self._at)
+        # Frees the memory; UCX continues to write after it.
+        self._at = end
+        os.ftruncate(self._file, 0)
+        *lines, self._rest = data.split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+
+@functools.cache
+def ucx_log() -> UcxLog:
+    """The log of this process; must be called before UCX is loaded."""
+    return UcxLog()
+
+
+def _open() -> int:
+    """A file in memory; -1 if it cannot be opened by name, at which UCX would abort."""
+    file = os.memfd_create("ucx log")
+    try:
+        os.close(os.open(_name(file), os.O_WRONLY))
+    except OSError as error:
+        LOG.warning("the transport of pages will not be known: %s", error)
+        os.close(file)
+        return -1
+    return file
+
+
+def _name(file: int) -> str:
+    return f"/proc/self/fd/{file}"
+
+
+def _table(cells: Sequence[str]) -> Table:
+    head, title, _, *rows = cells
+    scope = next((word for word in ("self", "intra-node", "inter-node") if f" {word} " in head), "")
+    return Table(scope, title, tuple(row for cell in rows if (row := _row(cell)) is not None))
+
+
+def _row(cell: str) -> Row | None:
+    parts = [part.strip() for part in cell.split("|")]
+    found = _RANGE.match(parts[0])
+    if len(parts) != 3 or found is None:
+        return None
+    first = int(found[1]) * _UNITS[found[2]]
+    last = None if found[5] else first if found[3] is None else int(found[3]) * _UNITS[found[4]]
+    return Row(first, last, parts[1], tuple(dict.fromkeys(_LANE.findall(parts[2]))))

@@ -11,6 +11,7 @@ import math
 import os
 import select
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,15 @@ from effuse.kvtransfer.messages import (
     encode,
     writer_of,
 )
-from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, confined, options_of
+from effuse.kvtransfer.nixl_agent import (
+    NIXL_ERRORS,
+    NixlAgent,
+    Transfer,
+    confined,
+    options_of,
+    route_of,
+    ucx_log,
+)
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, PoolLists, attempt
 from effuse.kvtransfer.peer_copies import copies_of
 from effuse.kvtransfer.transport import (
@@ -49,7 +58,6 @@ from effuse.kvtransfer.transport import (
     Reply,
     Transport,
 )
-from effuse.kvtransfer.ucx_log import route_of, ucx_log
 
 # On the host the sender digests a chunk and then copies it from its caches. Smaller ones cost more
 # (measured with 1 to 8 MiB), because each takes about 60 us with cold code.
@@ -161,8 +169,7 @@ class NixlTransport(Transport):
             # otherwise UCX ignores the GPU without a message
             torch.cuda.set_device(self._memory.device)
             torch.zeros(1, device=self._memory.device)
-        with self._ucx.asked():
-            self._sender = self._agent("w")
+        self._sender = self._agent("w", self._ucx.options)
         self._metadata = self._sender.connection()
         pool = "", self._memory.address, self._device_id, self._kind
         self._own = PoolLists(self._sender, pool, self._layout.page_bytes, self._memory.num_pages)
@@ -325,15 +332,15 @@ class NixlTransport(Transport):
             poll.register(requests, select.POLLIN)
             poll.poll(seconds * 1000)
 
-    def _agent(self, suffix: str) -> NixlAgent:
+    def _agent(self, suffix: str, options: Mapping[str, str]) -> NixlAgent:
         memory = self._memory
-        with confined(self._options):
+        with confined({**self._options, **options}):
             agent = NixlAgent(f"{self._name}{suffix}")
         agent.register(memory.address, memory.num_bytes, self._device_id, self._kind)
         return agent
 
     def _receive(self) -> Receiving:
-        agent = self._agent(f"r{self._num_agents}")
+        agent = self._agent(f"r{self._num_agents}", {})
         self._num_agents += 1
         handle = b"" if self._copies is None else cuda_ipc.handle_of(self._memory.address)
         address = ReceiverAddress(
@@ -351,7 +358,7 @@ class NixlTransport(Transport):
 def why_unusable(host: str) -> str:
     """Why no agent starts that listens on the interface of `host`; empty if one does."""
     try:
-        with confined(options_of(host)), ucx_log().asked():
+        with confined({**options_of(host), **ucx_log().options}):
             NixlAgent(f"probe-{os.getpid()}").close()
     except NIXL_ERRORS as error:
         return f"{type(error).__name__}: {error}"

@@ -6,14 +6,6 @@ the memory that holds them; missing or different ones are refused. Runs on the c
 
 from collections.abc import Callable, Sequence
 
-from effuse.kvtransfer.arrival import (
-    Arriving,
-    Expected,
-    check_digest,
-    check_pages,
-    check_same_prompt,
-    check_span,
-)
 from effuse.kvtransfer.connector import (
     PROMISES,
     ArrivalRefused,
@@ -24,6 +16,14 @@ from effuse.kvtransfer.connector import (
     Promised,
 )
 from effuse.kvtransfer.digest import Digester, seal_of
+from effuse.kvtransfer.handoff import (
+    Arriving,
+    Expected,
+    check_digest,
+    check_pages,
+    check_same_prompt,
+    check_span,
+)
 from effuse.kvtransfer.layout import Identity, mismatch
 from effuse.kvtransfer.messages import (
     Accepted,

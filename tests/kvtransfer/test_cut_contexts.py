@@ -13,7 +13,6 @@ from kvtransfer.fixtures import boundary, next_event, print_of
 from kvtransfer.groups import LAYOUT, NUM_PAGES, Group, layouts_of
 from kvtransfer.loopback import Hub
 
-from effuse.kvtransfer.arrival import Expected
 from effuse.kvtransfer.connector import (
     Arrived,
     Cause,
@@ -23,6 +22,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import HostDigester
+from effuse.kvtransfer.handoff import Expected
 from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import (
     KVPart,

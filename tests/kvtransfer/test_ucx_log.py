@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from effuse.kvtransfer.connector import UNKNOWN, Route
-from effuse.kvtransfer.ucx_log import Reader, Row, Table, UcxLog, route_of
+from effuse.kvtransfer.nixl_agent import Reader, Row, Table, UcxLog, confined, route_of
 
 STAMP = "[1795334238.027905] [vm:18370:0]   "
 
@@ -110,13 +110,13 @@ def test_what_moves_bytes_between_pods_of_one_node_is_known() -> None:
 SCRIPT = """
 import ctypes, logging, os, sys
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level="INFO")
-from effuse.kvtransfer.ucx_log import ucx_log
+from effuse.kvtransfer.nixl_agent import confined, ucx_log
 log = ucx_log()
 assert log is ucx_log()
 libc = ctypes.CDLL(None)
 libc.fopen.restype = ctypes.c_void_p
 before = dict(os.environ)
-with log.asked():
+with confined(log.options):
     assert os.environ["UCX_PROTO_INFO"] == before.get("UCX_PROTO_INFO", "*put*")
     file = libc.fopen(os.environ["UCX_LOG_FILE"].encode(), b"w")
 assert dict(os.environ) == before
@@ -157,7 +157,7 @@ def test_who_has_the_log_for_himself_keeps_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("UCX_LOG_FILE", "/dev/null")
     monkeypatch.delenv("UCX_PROTO_INFO", raising=False)
     log = UcxLog()
-    with log.asked():
+    with confined(log.options):
         assert os.environ["UCX_LOG_FILE"] == "/dev/null"
         assert "UCX_PROTO_INFO" not in os.environ
     assert log.tables() == ()

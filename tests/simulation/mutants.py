@@ -14,10 +14,10 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.intake import Boundary, step_events
 from effuse.decode_worker.request import BlockCost, DecodeRequest
 from effuse.kvtransfer import reception
-from effuse.kvtransfer.arrival import Expected
 from effuse.kvtransfer.handoff import (
     RECEIVER,
     SENDER,
+    Expected,
     Machine,
     ReceiverDo,
     ReceiverEvent,
