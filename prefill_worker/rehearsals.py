@@ -19,14 +19,13 @@ import grpc.aio
 
 from effuse.placement.records import FEW_PAGES, Link, WorkerRecord
 from effuse.prefill_worker.links import Links, LinkState, is_idle
-from effuse.protos.channels import decode_stub, filled
+from effuse.protos.channels import calling, decode_stub, filled
 from effuse.protos.errors import (
     Bug,
     EffuseError,
     InvalidRequest,
     Overloaded,
     PeerLost,
-    from_rpc_error,
 )
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
@@ -205,8 +204,6 @@ class Rehearsals:
                 if self._links.own != own.incarnation:
                     raise PeerLost("another engine runs at this address now")
                 return pushed
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, peer.worker_id) from error
         finally:
             call.cancel()
 
@@ -246,13 +243,8 @@ def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
 async def _next(
     call: grpc.aio.UnaryStreamCall[pb.RehearseRequest, pb.RehearseResponse], peer: str
 ) -> pb.RehearseResponse:
-    try:
+    with calling(peer):
         response = await call.read()
-    except asyncio.CancelledError:  # of the call, which only the peer can cancel
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise PeerLost(f"{peer} closed the call") from None
     if not isinstance(response, pb.RehearseResponse):
         raise PeerLost(f"{peer} ended its call before the pages were checked")
     return response

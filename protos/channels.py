@@ -17,7 +17,9 @@ values whose fields have the same names, and `fields_of` and `numbers_of` read m
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -30,7 +32,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from effuse.protos import rpc
-from effuse.protos.errors import InvalidRequest, PeerLost, Unauthenticated
+from effuse.protos.errors import InvalidRequest, PeerLost, Unauthenticated, from_rpc_error
 from effuse.protos.fleet_secret import LEAST_BYTES, FleetSecret
 from effuse.protos.gate import TOLD
 from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
@@ -41,6 +43,8 @@ from effuse.v1 import monitor_pb2_grpc as monitor
 from effuse.v1 import proof_pb2
 from effuse.v1 import proof_pb2_grpc as proof
 from effuse.v1 import worker_pb2_grpc as worker
+
+LOG: Final = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Filled = TypeVar("Filled", bound=Message)
@@ -223,6 +227,32 @@ class FleetChannel(MetadataChannel):
         if not hmac.compare_digest(answer.digest, self._secret.proof(self._address, nonce)):
             raise PeerLost(f"{self._address} does not belong to the fleet")
         self._is_proven = True
+
+
+class calling:  # used like a function; a generator is larger, and stays for long
+    """Turns what grpcio raises for a call to `peer` into an `EffuseError`. It raises CancelledError
+    if our task is cancelled and if the call is, and only the first may pass."""
+
+    __slots__ = ("_logs", "_peer")
+
+    def __init__(self, peer: str, *, logs: bool = False) -> None:
+        """logs: whether a status of the call is logged."""
+        self._peer = peer
+        self._logs = logs
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, grpc.aio.AioRpcError):
+            if self._logs:
+                told = (self._peer, error.code().name, error.details())
+                LOG.info("%s ended its call with %s: %s", *told)
+            raise from_rpc_error(error, self._peer) from error
+        if isinstance(error, TimeoutError | grpc.aio.UsageError):  # the latter: a closed channel
+            raise PeerLost(f"{self._peer} does not answer") from error
+        if isinstance(error, asyncio.CancelledError) and not rpc.is_task_cancelled():
+            raise PeerLost(f"{self._peer} closed the call") from None
 
 
 def filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:

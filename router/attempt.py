@@ -19,12 +19,11 @@ from msgspec.structs import asdict
 from effuse.placement.records import WorkerRecord
 from effuse.protos.channels import filled
 from effuse.protos.errors import EffuseError, PeerLost, Refused
-from effuse.router.calls import DecodeCall, read_message
+from effuse.router.calls import DecodeCall, PrefillCall, read_message
 from effuse.router.client import ClientGone, Listener, commit_of, draft_of, progress_of
 from effuse.router.failures import Failure, FailureKind, judge
 from effuse.router.fleet import AttemptShare
 from effuse.router.policy import Placement
-from effuse.router.prefill_call import PrefillCall
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State
 from effuse.router.router import Router

@@ -14,8 +14,8 @@ from router.fakes import FakeFleet, run, until
 
 from effuse.protos import errors
 from effuse.router.attempt import Attempt
+from effuse.router.calls import PrefillCall
 from effuse.router.failures import Failure, FailureKind
-from effuse.router.prefill_call import PrefillCall
 from effuse.v1 import worker_pb2
 
 TEXT = "the answer is three"
