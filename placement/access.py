@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -233,29 +233,3 @@ def _cause(error: BaseException) -> BaseException:
             break
         error = before
     return error
-
-
-@dataclass(slots=True)
-class Circuit:
-    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
-    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
-    """
-
-    now: Callable[[], float]  # monotonic seconds
-    first_s: float = 0.1
-    most_s: float = 2.0
-    failures: int = 0
-    open_until: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return self.now() < self.open_until
-
-    def succeeded(self) -> None:
-        self.failures = 0
-        self.open_until = 0.0
-
-    def failed(self) -> None:
-        pause = min(self.first_s * 2.0**self.failures, self.most_s)
-        self.failures = min(self.failures + 1, 32)
-        self.open_until = self.now() + pause

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha1
 from importlib import resources
 from typing import Any, Literal, Self, cast
@@ -17,7 +16,7 @@ from typing import Any, Literal, Self, cast
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
 from effuse.config.checks import RedisServers
-from effuse.placement.access import FAULTS, Circuit, RedisAccess, close, let_go, told
+from effuse.placement.access import FAULTS, RedisAccess, close, let_go, told
 from effuse.placement.records import (
     PlacementRecord,
     PrefixNews,
@@ -56,6 +55,32 @@ class Claim:
     earlier: bytes | None = None  # the placement of a router that is gone, undecoded
     elsewhere: bytes | None = None  # the placement of another live router, undecoded
     lease_s: float = 0.0  # for as long as the other router's lease holds
+
+
+@dataclass(slots=True)
+class Circuit:
+    """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
+    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
+    """
+
+    now: Callable[[], float]  # monotonic seconds
+    first_s: float = 0.1
+    most_s: float = 2.0
+    failures: int = 0
+    open_until: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self.now() < self.open_until
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.open_until = 0.0
+
+    def failed(self) -> None:
+        pause = min(self.first_s * 2.0**self.failures, self.most_s)
+        self.failures = min(self.failures + 1, 32)
+        self.open_until = self.now() + pause
 
 
 class Keys:
@@ -123,7 +148,7 @@ class Store:
         self._links: dict[bytes, bytes] = {}  # of workers, by digest, as far as they are alive
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
         self._scripts = {
-            one.name.removesuffix(".lua"): one.read_text()
+            one.name.removesuffix(".lua"): (_digest(text := one.read_bytes()), text)
             for one in resources.files(__package__).iterdir()
             if one.name.endswith(".lua")
         }
@@ -188,13 +213,8 @@ class Store:
             return news, None
         words, values = iter(rest[0].split()), iter(rest[1:])
         parts = [
-            (
-                next(values),
-                digest.strip(b"-"),
-                next(values) if int(has_links) else b"",
-                int(ms) / 1e3,
-            )
-            for ms, has_links, digest in zip(words, words, words, strict=True)
+            (next(values), digest.strip(b"-"), next(values) if int(has) else b"", int(ms) / 1e3)
+            for ms, has, digest in zip(words, words, words, strict=True)
         ]
         return news, parts
 
@@ -211,36 +231,23 @@ class Store:
         Raises `StoreFull` if Redis has no memory left for one; those before it are written.
         """
 
+        keys, prefixes = self.keys, (self.keys.request_prefix, self.keys.router_prefix)
+
         async def write() -> object:
-            place = self._scripts["place"]
+            digest, place = self._scripts["place"]
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for number, (record, lifetime_s) in enumerate(placements):
-                    keys, args = self._placing(record, lifetime_s, record.request_id in held)
                     # The first one loads the script, so that no further call is needed.
-                    script = ("EVALSHA", _name(place)) if number else ("EVAL", place)
-                    pipeline.execute_command(*script, len(keys), *keys, *args)  # only put into it
+                    script = ("EVALSHA", digest) if number else ("EVAL", place)
+                    name, router_id = record.request_id, record.router_id
+                    own = (keys.request(name), keys.running, keys.ended)
+                    facts = (name, record.attempt, router_id, record.state, encode(record))
+                    rest = (_ms(lifetime_s), self._most_ended, *prefixes, int(name in held))
+                    pipeline.execute_command(*script, len(own), *own, *facts, *rest)  # only queued
                 return await pipeline.execute()
 
         told = await self._ask_redis(write, self.placement_circuit)
         return [cast(Placing, one.decode()) for one in cast(list[bytes], told)]
-
-    def _placing(
-        self, record: PlacementRecord, lifetime_s: float, is_held: bool
-    ) -> tuple[list[str], list[str | bytes | int]]:
-        keys = self.keys
-        args: list[str | bytes | int] = [
-            record.request_id,
-            record.attempt,
-            record.router_id,
-            record.state,
-            encode(record),
-            _ms(lifetime_s),
-            self._most_ended,
-            keys.request_prefix,
-            keys.router_prefix,
-            int(is_held),
-        ]
-        return [keys.request(record.request_id), keys.running, keys.ended], args
 
     async def placement(self, request_id: str) -> bytes | None:
         """The stored placement of a request, undecoded; None if there is none. Lookups wait for
@@ -318,8 +325,7 @@ class Store:
     async def _look_up(self, key: str, *fields: str) -> list[bytes | None]:
         async with self._turn():
             answer = await self._ask_redis(
-                lambda: self._redis.execute_command("HMGET", key, *fields),
-                self.placement_circuit,
+                lambda: self._redis.execute_command("HMGET", key, *fields), self.placement_circuit
             )
         return cast(list[bytes | None], answer)
 
@@ -342,15 +348,14 @@ class Store:
         args: Sequence[str | bytes | int],
         circuit: Circuit | None = None,
     ) -> Awaitable[object]:
-        script = self._scripts[name]
+        digest, script = self._scripts[name]
+        given = (len(keys), *keys, *args)
 
         async def run() -> object:
             try:
-                return await self._redis.execute_command(
-                    "EVALSHA", _name(script), len(keys), *keys, *args
-                )
+                return await self._redis.execute_command("EVALSHA", digest, *given)
             except NoScriptError:  # on this server
-                return await self._redis.execute_command("EVAL", script, len(keys), *keys, *args)
+                return await self._redis.execute_command("EVAL", script, *given)
 
         return self._ask_redis(run, circuit or self.circuit)
 
@@ -385,11 +390,6 @@ def _with_seconds(answer: object) -> list[tuple[bytes, float]]:
     """The values of a script's answer, in which the milliseconds left of each stand behind it."""
     flat = iter(cast(list[Any], answer))
     return [(value, left_ms / 1000) for value, left_ms in zip(flat, flat, strict=True)]
-
-
-@cache
-def _name(script: str) -> str:
-    return _digest(script.encode())
 
 
 def _digest(value: bytes) -> str:

@@ -10,8 +10,7 @@ import pytest
 import redis
 import redis_server
 
-from effuse.placement.access import Circuit
-from effuse.placement.store import Store
+from effuse.placement.store import Circuit, Store
 
 
 def test_pauses_double_up_to_the_most() -> None:
