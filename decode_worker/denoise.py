@@ -2,9 +2,9 @@
 
 `open_step` appends and activates, and returns the rows of the forward. `apply_step` writes the
 algorithm's choices, settles blocks in order, and returns the tokens that became final. No torch, no
-I/O. The rules are those of arXiv 2508.09192 (D2F), of SDAR (block diffusion) and of arXiv
-2509.26328 (Fast-dLLM v2). Algorithms that denoise prompt and answer as one canvas have their own
-steps (`canvas.py`).
+I/O. The rules are those of SDAR (block diffusion) and of arXiv 2509.26328 (Fast-dLLM v2), which
+follow the steps here, and of arXiv 2508.09192 (`d2f.py`). Algorithms that denoise prompt and answer
+as one canvas have their own steps (`canvas.py`).
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.config.decoding import Algorithm, DecodeSettings
-from effuse.decode_worker import block_diffusion, d2f, fast_dllm_v2
+from effuse.decode_worker import d2f
 from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, IntArray, Sequence
 
 
@@ -65,10 +65,82 @@ class StepOutcome:
     num_settled: int  # blocks that settled
 
 
+class BlockDiffusion:
+    """Block diffusion as in SDAR: one block in flight, filled in a number of steps."""
+
+    @staticmethod
+    def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
+        """True if no block has masks: the next one is denoised together with the last one's
+        commit."""
+        return not sequence.active
+
+    @staticmethod
+    def activate(sequence: Sequence, settings: DecodeSettings) -> None:
+        """Every block must advance."""
+        for block in sequence.blocks:
+            block.full = True
+
+    @staticmethod
+    def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
+        """All masks of the block; if tokens may be edited, all its tokens except the prompt's."""
+        if not settings.edits_tokens:
+            return sequence.masks(block)
+        return np.arange(max(block.start, sequence.prompt_len), block.end)
+
+    @staticmethod
+    def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
+        """Indices of the block's candidates that this step writes, by the remasking rule.
+
+        SDAR's own code writes the whole share even if fewer masks are left, over existing tokens;
+        here no written token changes.
+        """
+        if settings.remasking == "entropy_bounded":
+            return _within_entropy(settings.entropy_bound, candidates)
+        share = min(step_share(block, settings.denoising_steps), len(candidates))
+        if settings.remasking == "sequential":
+            return np.arange(share, dtype=np.intp)
+        if settings.remasking == "low_confidence_dynamic":
+            above = candidates.above(settings.confidence_threshold)
+            if len(above) >= share:
+                return above
+        return candidates.best(share)
+
+
+class FastDllmV2(BlockDiffusion):
+    """Fast-dLLM v2: a block part by part, with its first token separately.
+
+    The model shifts its logits by one, so the forward that stores a block gives the next one's
+    first token. It is written separately: the likeliest token, at any confidence and temperature.
+    From then on each step fills the first part of `block_length` tokens that has masks.
+    """
+
+    @staticmethod
+    def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
+        """The block's first position if it is a mask, or the masks of its first unfinished part."""
+        masks = sequence.masks(block)
+        first = masks[:1]
+        if not len(first) or first[0] == block.start:
+            return first
+        part = (first[0] - block.start) // settings.block_length
+        wanted: IntArray = masks[masks < block.start + (part + 1) * settings.block_length]
+        return wanted
+
+    @staticmethod
+    def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
+        """All that are strictly above the threshold, or the best one."""
+        above = candidates.above(settings.confidence_threshold)
+        return above if len(above) else candidates.best(1)
+
+    @staticmethod
+    def is_greedy(sequence: Sequence, block: Block) -> bool:
+        """Whether the coming step writes the block's first token, which is not drawn at random."""
+        return bool(sequence.masked[block.start])
+
+
 RULES: Final[Mapping[Algorithm, Rules]] = {
     "d2f": d2f,
-    "block_diffusion": block_diffusion,
-    "fast_dllm_v2": fast_dllm_v2,
+    "block_diffusion": BlockDiffusion,
+    "fast_dllm_v2": FastDllmV2,
 }
 """Of the algorithms that denoise block by block; `canvas.py` has those of the others."""
 
@@ -96,7 +168,7 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
         denoise_counts=np.repeat(
             [block.denoise_count for block in active], [len(wanted) for wanted in proposals]
         ),
-        is_greedy=rules is fast_dllm_v2 and fast_dllm_v2.is_greedy(sequence, active[0]),
+        is_greedy=rules is FastDllmV2 and FastDllmV2.is_greedy(sequence, active[0]),
     )
 
 
@@ -149,7 +221,7 @@ def _write(
         is_edited = False
         if settings.edits_tokens:
             masks = np.flatnonzero(sequence.masked[positions])
-            is_edited = block_diffusion.edit(sequence, block, settings, positions, own)
+            is_edited = edit(sequence, block, settings, positions, own)
             own, positions = own.pick(masks), positions[masks]
         chosen = rules.choose(block, settings, own) if len(own) else np.empty(0, dtype=np.intp)
         block.denoise_count += 1
@@ -181,3 +253,45 @@ def _emit(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], int | None]
         if token in stop_ids:
             return tokens[:index], token
     return tokens, None
+
+
+def edit(
+    sequence: Sequence,
+    block: Block,
+    settings: DecodeSettings,
+    positions: IntArray,
+    candidates: HostCandidates,
+) -> bool:
+    """Replaces written tokens for which the model is sure of another one (LLaDA2.1); returns
+    whether it did.
+
+    A block without masks is done after the first step that changes nothing, or after
+    `max_post_steps`.
+    """
+    is_other = candidates.tokens != sequence.token_ids[positions]
+    is_sure = candidates.confidences > settings.editing_threshold
+    edited = np.flatnonzero(~sequence.masked[positions] & is_other & is_sure)
+    if not block.masks_left:
+        block.edits_left = block.edits_left - 1 if len(edited) else 0
+    if len(edited):
+        sequence.edit(positions[edited], candidates.tokens[edited])
+    return len(edited) > 0
+
+
+def step_share(block: Block, denoising_steps: int) -> int:
+    """Masks that the block's coming step fills: an even split, with the remainder first.
+
+    Of the block's length, even if a prompt's tail left it fewer masks, as in SDAR's code.
+    """
+    step = min(block.denoise_count, denoising_steps - 1)
+    even, remainder = divmod(block.end - block.start, denoising_steps)
+    return max(1, even + (step < remainder))
+
+
+def _within_entropy(bound: float, candidates: HostCandidates) -> IndexArray:
+    """The surest masks whose entropies add up to less than `bound` nats, and at least one; scores
+    are negative entropies. Computed in fp64, so that a device gets the same result."""
+    surest = np.argsort(-candidates.scores, kind="stable")
+    entropies = -candidates.scores[surest].astype(np.float64)
+    count = max(1, int((entropies.cumsum() < bound).sum()))
+    return np.sort(surest[:count])

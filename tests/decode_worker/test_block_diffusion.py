@@ -7,7 +7,7 @@ import pytest
 from decoding.scripts import make_settings
 
 from effuse.config.decoding import Remasking
-from effuse.decode_worker import block_diffusion
+from effuse.decode_worker.denoise import BlockDiffusion, step_share
 from effuse.decode_worker.sequence import Block, HostCandidates
 
 
@@ -25,7 +25,7 @@ def test_a_block_is_split_as_evenly_as_possible(size: int, steps: int, shares: l
     """Also with fewer masks than that, after a prompt that ends in the block."""
     for masks in (size, 1):
         found = [
-            block_diffusion.step_share(Block(0, size, masks, masks, denoise_count=step), steps)
+            step_share(Block(0, size, masks, masks, denoise_count=step), steps)
             for step in range(len(shares))
         ]
         assert found == shares
@@ -42,7 +42,7 @@ def test_entropies_add_up_to_less_than_their_bound(bound: float, chosen: list[in
     scores = -np.asarray([0.1875, 0.5, 0.125, 0.5], dtype=np.float32)
     own = HostCandidates(np.arange(4), np.ones(4, np.float32), scores)
     block = Block(0, 4, masks_at_birth=4, masks_left=4, full=True)
-    assert block_diffusion.choose(block, settings, own).tolist() == chosen
+    assert BlockDiffusion.choose(block, settings, own).tolist() == chosen
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_which_masks_a_step_writes(
     values = np.asarray(confidences, dtype=np.float32)
     own = HostCandidates(np.arange(4), values, values)
     block = Block(0, 4, masks_at_birth=4, masks_left=4, full=True)
-    assert block_diffusion.choose(block, settings, own).tolist() == chosen
+    assert BlockDiffusion.choose(block, settings, own).tolist() == chosen
 
 
 def test_a_last_step_takes_no_more_than_is_left() -> None:
     settings = make_settings("block_diffusion", remasking="sequential", steps=1)
     own = HostCandidates(np.arange(1), np.ones(1, np.float32), np.ones(1, np.float32))
     block = Block(0, 4, masks_at_birth=4, masks_left=1, full=True)
-    assert block_diffusion.choose(block, settings, own).tolist() == [0]
+    assert BlockDiffusion.choose(block, settings, own).tolist() == [0]

@@ -11,7 +11,7 @@ from decoding.replay import Replay
 from decoding.scripts import Case, random_case
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker import block_diffusion, d2f, denoise
+from effuse.decode_worker import d2f, denoise
 from effuse.decode_worker.sequence import (
     Block,
     HostCandidates,
@@ -203,7 +203,7 @@ MUTANTS: tuple[tuple[object, str, Callable[..., object]], ...] = (
     (denoise, "_settle", settle_out_of_order),
     (denoise, "_settle", settle_with_masks),
     (denoise, "_emit", emit_uncut),
-    (block_diffusion, "step_share", share_without_remainder),
+    (denoise, "step_share", share_without_remainder),
     (HostCandidates, "best", best_last_on_ties),
     (Sequence, "append_block", append_over_the_tail),
 )

@@ -10,7 +10,7 @@ from decoding.engines import Answer, Rig
 from decoding.published import Published, published_runs, write_published
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker import fast_dllm_v2
+from effuse.decode_worker.denoise import FastDllmV2
 from effuse.decode_worker.sequence import Block, IntArray, Sequence
 from effuse.models.config import ModelConfig
 from effuse.models.weights import load_model
@@ -74,8 +74,8 @@ def all_masks(sequence: Sequence, block: Block, settings: DecodeSettings) -> Int
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
     [
-        (fast_dllm_v2, "is_greedy", nothing_is_greedy),
-        (fast_dllm_v2, "proposals", all_masks),
+        (FastDllmV2, "is_greedy", nothing_is_greedy),
+        (FastDllmV2, "proposals", all_masks),
         (ModelConfig, "shift_logits", False),
     ],
     ids=["drawn", "whole", "unshifted"],

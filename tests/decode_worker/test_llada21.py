@@ -13,7 +13,7 @@ from decoding.engines import Answer, Rig, make_request
 from llada2_answers import Answered, answered, edited, write_answered_checkpoint
 
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
-from effuse.decode_worker import block_diffusion, denoise
+from effuse.decode_worker import denoise
 from effuse.decode_worker.sequence import Block, HostCandidates, IntArray, Sequence
 from effuse.models.weights import load_model
 from effuse.worker.messages import StartDecode
@@ -120,7 +120,7 @@ def never(
 
 
 def test_what_edits_nothing_is_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_diffusion, "edit", never)
+    monkeypatch.setattr(denoise, "edit", never)
     runs = of_size(4)
     _, found = answers(checkpoint, runs)
     assert [answer.token_ids for answer in found] != [run.answer for run in runs]

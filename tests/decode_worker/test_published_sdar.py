@@ -10,7 +10,7 @@ from decoding.scripts import ORDERS
 from sdar_answers import SdarRun, sdar_runs, write_sdar_checkpoint
 
 from effuse.config.decoding import Sampling
-from effuse.decode_worker import block_diffusion
+from effuse.decode_worker import denoise
 from effuse.decode_worker.sequence import Block
 from effuse.models.config import ModelConfig
 from effuse.models.weights import load_model
@@ -66,7 +66,7 @@ def share_of_masks_at_birth(block: Block, denoising_steps: int) -> int:
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
     [
-        (block_diffusion, "step_share", share_of_masks_at_birth),
+        (denoise, "step_share", share_of_masks_at_birth),
         (ModelConfig, "top_k_first", False),
     ],
     ids=["share_of_masks_at_birth", "top_p_first"],

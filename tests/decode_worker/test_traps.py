@@ -14,7 +14,7 @@ from decoding.invariants import decode, make_sequence
 from decoding.scripts import BY_BLOCKS, MASK_ID, STOP_ID, Case, Script, make_settings
 
 from effuse.config.decoding import Algorithm, Stopping
-from effuse.decode_worker import block_diffusion, d2f, denoise
+from effuse.decode_worker import d2f, denoise
 from effuse.decode_worker.denoise import AnswerEnd
 from effuse.decode_worker.sequence import Block, HostCandidates, Sequence
 
@@ -89,7 +89,7 @@ def test_trap_06_a_written_mask_id_is_a_token_not_a_mask() -> None:
 @pytest.mark.parametrize("algorithm", BY_BLOCKS)
 def test_trap_07_thresholds_are_strict(algorithm: Algorithm) -> None:
     """Confidence 1.0 does not pass a threshold of 1.0; the float32 next above 0.9 passes 0.9."""
-    rules = d2f if algorithm == "d2f" else block_diffusion
+    rules = denoise.RULES[algorithm]
     block = Block(0, 4, masks_at_birth=4, masks_left=4, full=True)
     at_one = make_settings(algorithm, confidence=1.0)
     assert rules.choose(block, at_one, candidates([1.0, 1.0, 1.0, 1.0])).tolist() == [0]
