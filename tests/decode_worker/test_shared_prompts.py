@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from checkpoints import Architecture, write_tiny_checkpoint
+from checkpoints import write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import INCARNATION, Rig, load_tiny, make_request, oracle_settings
 from decoding.source import SOURCE, Source
@@ -18,12 +18,10 @@ from kvtransfer.loopback import Hub, LoopbackConnector
 from oracle.decode import decode
 
 from effuse.config.decoding import Sampling, Stopping
-from effuse.decode_worker import device_buckets
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kvtransfer.pool import PageState
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
-from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import Abort, StartDecode, WriterGone
 
@@ -117,61 +115,6 @@ def answers(sdar: Path, request: pytest.FixtureRequest) -> Iterator[Answers]:
     made = Answers(sdar, request.param)
     yield made
     made.close()
-
-
-@pytest.fixture
-def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beginnings are read together, however short they are."""
-    monkeypatch.setattr(device_buckets, "LEAST_SAVED", 1)
-    monkeypatch.setattr(device_buckets, "LEAST_SAVED_EACH", 0)
-
-
-@pytest.mark.usefixtures("sharing")
-@pytest.mark.parametrize("architecture", ["sdar", "dream", "llada"])
-def test_answers_that_read_their_prompt_together_are_those_of_single_requests(
-    architecture: Architecture, tmp_path: Path
-) -> None:
-    directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=5)
-    answers = Answers(directory, DeviceRig)
-    answers.ask(4)
-    answers.push()
-    answers.check()
-    assert answers.rig.engine.counters.steps_sharing > 5
-    answers.close()
-
-
-@pytest.mark.usefixtures("sharing")
-def test_an_answer_that_is_left_reads_by_itself(sdar: Path) -> None:
-    answers = Answers(sdar, DeviceRig)
-    answers.ask(2)
-    answers.push()
-    while answers.rig.engine.counters.steps_sharing < 2:
-        answers.rig.step()
-    answers.abort(1)
-    for _ in range(3):
-        answers.rig.step()
-    counters = answers.rig.engine.counters
-    shared, steps = counters.steps_sharing, counters.steps
-    answers.check(1)
-    assert counters.steps_sharing == shared and counters.steps > steps
-    answers.close()
-
-
-@pytest.mark.usefixtures("sharing")
-def test_a_model_whose_rows_round_by_position_reads_no_beginning_together(
-    sdar: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load_tiny(sdar)
-    invariant = Transformer(model.config, model.weights, batch_invariant=True)
-    assert model.can_share and not invariant.can_share
-    never = property(lambda _: False, lambda *_: None)
-    monkeypatch.setattr(Transformer, "can_share", never, raising=False)
-    answers = Answers(sdar, DeviceRig)
-    answers.ask(4)
-    answers.push()
-    answers.check()
-    assert answers.rig.engine.counters.steps_sharing == 0
-    answers.close()
 
 
 @pytest.mark.parametrize("kind", [Rig, DeviceRig], ids=["host", "device"])
