@@ -7,7 +7,7 @@ no clock.
 import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -377,22 +377,25 @@ class StoredWorker(NamedTuple):
 
 def decode_worker(value: bytes | StoredWorker) -> WorkerRecord:
     """Reads a worker's stored form; raises `MalformedRecord` that names the bad field."""
-    if isinstance(value, bytes):
-        return decode(value, WorkerRecord, "worker record")
-    record = decode(value.record, WorkerRecord, "worker record")
-    if value.links:
-        record = msgspec.structs.replace(record, links=_decode_links(value.links))
-    return record
+    record, links = (value, b"") if isinstance(value, bytes) else value
+    parts = msgspec.structs.asdict(decode(record, _StoredRecord, "worker record"))
+    parts["model"] = _decode_part(bytes(parts["model"]), ModelInfo, "model")
+    read = {"links": _decode_part(links, _Links, "links")} if links else {}
+    return WorkerRecord(**parts | read)
+
+
+class _StoredRecord(WorkerRecord, frozen=True, kw_only=True):
+    model: msgspec.Raw  # type: ignore[assignment]  # read once for all workers
 
 
 @lru_cache(maxsize=4096)
-def _decode_links(value: bytes) -> tuple[Link, ...]:
+def _decode_part(value: bytes, schema: Any, name: str) -> Any:
     try:
-        return msgspec.json.decode(value, type=_Links)
+        return msgspec.json.decode(value, type=schema)
     except _UNREADABLE as error:
-        raise MalformedRecord(f"worker record: {error} of its links") from error
+        raise MalformedRecord(f"worker record: {error} of its {name}") from error
 
 
 def decode_placement(value: bytes) -> PlacementRecord:
-    """Reads a placement's stored form; raises `MalformedRecord` that names the bad field."""
+    """Reads it like `decode_worker`."""
     return decode(value, PlacementRecord, "placement record")

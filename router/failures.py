@@ -319,7 +319,9 @@ class Standing:
 
     def with_role(self, record: WorkerRecord) -> WorkerRecord:
         """The record, with the role that the worker named in a refusal a moment ago."""
-        role, until = self._roles.get(record.life, (record.role, 0.0))
+        if not self._roles or (found := self._roles.get(record.life)) is None:
+            return record
+        role, until = found
         return record if until <= self._now() else replace(record, role=role)
 
     @property

@@ -279,15 +279,15 @@ class RoutedFleet:
         await self.peers.keep(addresses)
 
     def _candidate(self, record: WorkerRecord, suspects: Collection[WorkerLife]) -> Candidate:
-        life = record.life
-        return Candidate(
+        life, standing = record.life, self.standing
+        return Candidate(  # by position, because each choice makes some thirty of them
             record,
             self._in_flight.get(life, IDLE),
-            condition=self.standing.condition(record),
-            is_full=self.standing.is_full(life),
-            is_suspect=life in suspects,
-            kept_for=self._kept.get(life),
-            seats=None if self._seats is None else self._seats(record),
+            standing.condition(record),
+            standing.is_full(life),
+            life in suspects,
+            self._kept.get(life),
+            None if self._seats is None else self._seats(record),
         )
 
     def count_in_flight(self, record: WorkerRecord, before: InFlight, now: InFlight) -> None:

@@ -304,17 +304,18 @@ def _is_refused_for_good(candidates: Sequence[Candidate], need: AttemptNeeds) ->
 
 
 def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
+    record = candidate.record
     return (
         candidate.condition is Condition.READY
-        and candidate.record.model.name == need.model
-        and candidate.record.life not in need.excluded
+        and record.model.name == need.model
+        and record.life not in need.excluded
         and _is_its_own(candidate, need)
     )
 
 
 def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:
     """Whether no other request has it or, if this one runs without others, is still in it."""
-    if not is_alone(candidate.record, need.alone):
+    if not need.alone or not is_alone(candidate.record, need.alone):
         return candidate.kept_for is None
     return candidate.kept_for == need.holder and candidate.in_flight.is_idle
 
@@ -347,9 +348,9 @@ def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterato
         record = candidate.record
         if does_both and record.role == "both":
             continue
-        is_broken = (record.life, decode.record.life) in need.broken
         by_pool = need.by_pool and record.shares_pool_with(decode.record)
-        if by_pool or (record.may_push_to(decode.record) and not is_broken):
+        is_broken = bool(need.broken) and (record.life, decode.record.life) in need.broken
+        if by_pool or (not is_broken and record.may_push_to(decode.record)):
             yield candidate
 
 
@@ -369,19 +370,19 @@ def _decode_score(
 ) -> tuple[bool, bool, bool, float, int, int, str]:
     """A trusted way to it where prefill workers fit, seats for all answers, free pages net of what
     is on the way there and of those with the prompt already, then blocks left to denoise."""
-    record, load = candidate.record, candidate.record.load
-    capacity = max(1, record.capacity.total_pages)
-    own_pages = -(-candidate.in_flight.tokens // record.capacity.page_size)
+    record, in_flight = candidate.record, candidate.in_flight
+    load, capacity, tokens = record.load, record.capacity, in_flight.tokens
+    own_pages = -(-tokens // capacity.page_size)
     reported = load.total_pages - load.free_pages
-    known_pages = _known_tokens(candidate, need) // record.capacity.page_size
-    used = (max(own_pages, reported) - known_pages) / capacity
-    blocks = max(-(-candidate.in_flight.tokens // record.model.block_size), load.blocks_left)
-    placed = candidate.in_flight.placed
+    known_pages = _known_tokens(candidate, need) // capacity.page_size
+    used = (max(own_pages, reported) - known_pages) / (capacity.total_pages or 1)
+    blocks = max(-(-tokens // record.model.block_size), load.blocks_left)
     # Whether prefill workers fit, and none of them is trusted to hand over to it.
-    is_cut_off = record.fingerprint_text in fitting and all(
-        (w.record.life, record.life) in need.doubtful for w in _writers(candidate, fitting, need)
-    )
-    lacks_seats = candidate.num_free_seats < need.num_answers
+    writers = _writers(candidate, fitting, need)
+    if need.doubtful:
+        writers = (w for w in writers if (w.record.life, record.life) not in need.doubtful)
+    is_cut_off = record.fingerprint_text in fitting and next(writers, None) is None
+    lacks_seats, placed = candidate.num_free_seats < need.num_answers, in_flight.placed
     return candidate.is_suspect, is_cut_off, lacks_seats, used, blocks, placed, record.worker_id
 
 

@@ -179,7 +179,9 @@ class OtherRouters:
         seats = worker.capacity.max_num_seqs
         if not self._is_current:
             return self._share(seats, self._others)
-        free = max(0, seats - self._taken[worker.life])
+        if not self._others:
+            return seats
+        free = max(0, seats - self._taken.get(worker.life, 0))
         contenders, any_waits = self._contenders_for(worker.model.name)
         return min(free, self._share(seats, contenders)) if any_waits else free
 

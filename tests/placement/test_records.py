@@ -7,6 +7,7 @@ import re
 
 import pytest
 import redis_server
+from msgspec import structs
 
 from effuse.placement.records import (
     MOST_LINKS,
@@ -21,6 +22,14 @@ from effuse.placement.records import (
 def test_records_survive_their_stored_form() -> None:
     assert decode_worker(encode(redis_server.RECORD)) == redis_server.RECORD
     assert decode_placement(encode(redis_server.PLACED)) == redis_server.PLACED
+
+
+def test_workers_of_one_model_share_its_record() -> None:
+    values = [encode(structs.replace(redis_server.RECORD, worker_id=name)) for name in "ab"]
+    first, second = map(decode_worker, values)
+    assert first.model is second.model and first.model == redis_server.RECORD.model
+    other = decode_worker(values[0].replace(b'"vocab_size":', b'"vocab_size":1'))
+    assert other.model != first.model, "another model under the same name"
 
 
 def test_a_field_of_a_newer_release_is_ignored() -> None:
