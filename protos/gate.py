@@ -18,6 +18,7 @@ server drains, which would delay its end as long as a caller likes. This one end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import secrets
@@ -222,7 +223,8 @@ async def _abort(context: _Context, error: Exception, method: str) -> None:
         told = Bug.told(request_id, retryable=told.retryable)
     status = to_status(told)
     details = (DETAILS_KEY, status.SerializeToString())
-    await context.abort(told.code, status.message, (*trailers, details))
+    with contextlib.suppress(grpc.aio.InternalError):  # the call has ended already
+        await context.abort(told.code, status.message, (*trailers, details))
 
 
 _AnyContext: TypeAlias = "grpc.aio.ServicerContext[object, object]"

@@ -64,10 +64,16 @@ class Streams(pb_grpc.DecodeServiceServicer, pb_grpc.PrefillServiceServicer):
         yield pb.DecodeResponse(commit=pb.DecodeCommit(token_offset=3))
         raise ZeroDivisionError(SECRET)
 
-    async def Rehearse(
+    async def Rehearse(  # type: ignore[override]
         self, request: pb.RehearseRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> AsyncIterator[pb.RehearseResponse]:
-        yield pb.RehearseResponse()
+    ) -> None:
+        large = pb.RehearseResponse(reservation=pb.Reservation(connector="a" * rpc.MIB))
+        try:
+            async with asyncio.timeout(0.2):
+                while True:
+                    await context.write(large)
+        except TimeoutError:
+            raise errors.DeadlineExceeded("the caller reads nothing") from None
 
     async def Prefill(
         self,
@@ -177,6 +183,15 @@ def test_an_error_of_the_tree_arrives_with_its_details() -> None:
         assert (back.message, back.retry_after_s) == ("64 requests wait already", 2.0)
 
     run(body)
+
+
+def test_a_call_whose_status_cannot_be_sent_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        unread = decode_stub(channel).Rehearse(pb.RehearseRequest(), timeout=0.5)
+        assert await unread.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    run(body)
+    assert not caplog.records
 
 
 def test_a_message_over_the_limit_is_resource_exhausted() -> None:
