@@ -6,6 +6,7 @@ command that a rank gets is digested there as the leader digested it: `Digests`.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -250,7 +251,7 @@ def bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
 
 
 def spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
-    """Starts a rank's process. Raises OSError."""
+    """Starts a rank's process. Raises OSError. One that ends at once reports that by its status."""
     kept = tuple(fd for fd in (orders.alive_fd, orders.host_fd) if fd is not None)
     process = subprocess.Popen(
         (sys.executable, "-P", "-m", "effuse.worker", f"effuse.{orders.role}_worker.rank"),
@@ -258,8 +259,8 @@ def spawn(orders: RankOrders) -> subprocess.Popen[bytes]:
         pass_fds=kept,
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(orders))
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(msgspec.json.encode(orders))
     return process
 
 

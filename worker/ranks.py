@@ -73,7 +73,8 @@ class _Rank:
     """One of the other ranks. The watching thread changes it."""
 
     commands: zmq.Socket[bytes]
-    process: subprocess.Popen[bytes] | None  # None on another host
+    process: subprocess.Popen[bytes] | None = None  # None on another host
+    end: int = -1  # a descriptor that is readable once the process has ended
     has_ended: bool = False
     stages: list[Stage] = field(default_factory=list)  # of its start, which it has reached
     shard: Shard | None = None  # of its connector
@@ -95,14 +96,9 @@ class Ranks:
         reason and with what became of the rank: a key of `BROKEN_STATUS`. Raises OSError if a
         process cannot be started."""
         self.size = config.num_ranks
-        self.home = make_home()
         self.group: Group = ALONE  # once it is joined
-        self.event_signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.host_fd = os.memfd_create("effuse-units")  # empty until the ranks map it, if ever
         self._on_broken = on_broken
         self._digests = Digests()
-        self._context = zmq.Context()
-        self._answers = bound(self._context, zmq.PULL, answers_path(self.home))
         self._events = {rank: deque[ConnectorEvent]() for rank in range(1, self.size)}
         self._computed: dict[int, Computed] = {}  # by rank: the last forward's
         self._advanced: dict[int, int] = {}  # by rank: the number of its last `Advanced`
@@ -117,16 +113,42 @@ class Ranks:
         self._failure: str | None = None
         self._suspicion: tuple[str, str, float] | None = None  # a failure, its kind and its time
         self._is_closing = False
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # readable once the thread is to end
+        with contextlib.ExitStack() as self._ends:
+            self._start(config, role, incarnation)
+            self._ends = self._ends.pop_all()
+
+    def _start(self, config: WorkerConfig, role: Role, incarnation: str) -> None:
+        """Makes all that `_ends` ends, in the opposite order."""
+        self.home = make_home()
+        self._ends.callback(shutil.rmtree, self.home, ignore_errors=True)
+        self.event_signal = self._kept(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self.host_fd = self._kept(os.memfd_create("effuse-units"))  # empty until ranks map it
+        self._stop = self._kept(os.eventfd(0, os.EFD_CLOEXEC))  # readable once the thread is to end
+        self._ends.callback(lambda: self.group.close())
+        self._context = zmq.Context()
+        self._ends.callback(self._context.term)
+        self._answers = self._bound(zmq.PULL, answers_path(self.home))
         self._nodes = Nodes(config, role, incarnation) if config.nnodes > 1 else None
-        self._others = {
-            rank: self._started(rank, config, role, incarnation) for rank in range(1, self.size)
-        }
+        if self._nodes is not None:
+            self._ends.callback(self._nodes.close)
+        self._others: dict[int, _Rank] = {}
+        for rank in range(1, self.size):
+            self._others[rank] = self._started(rank, config, role, incarnation)
         limits = Limits(startup_s=config.startup_timeout_s, serving_s=config.hang_timeout_s)
-        self._watcher = threading.Thread(
-            target=self._watch, args=(limits.stopped_s,), name="ranks", daemon=True
-        )
-        self._watcher.start()
+        frozen_s = (limits.stopped_s,)
+        watcher = threading.Thread(target=self._watch, args=frozen_s, name="ranks", daemon=True)
+        watcher.start()
+        self._ends.callback(watcher.join)
+        self._ends.callback(os.eventfd_write, self._stop, 1)
+
+    def _kept(self, descriptor: int) -> int:
+        self._ends.callback(os.close, descriptor)
+        return descriptor
+
+    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        made = bound(self._context, kind, endpoint)
+        self._ends.callback(made.close, 0)
+        return made
 
     @property
     def meeting(self) -> Path | SharedMeeting:
@@ -187,12 +209,8 @@ class Ranks:
     def _await(self, is_there: Callable[[], bool], timeout_s: float, text: str) -> None:
         """Waits for what the watching thread changes. Raises GroupBroken, with `text` if it is
         late."""
-
-        def is_over() -> bool:
-            return self._failure is not None or is_there()
-
         with self._changed:
-            in_time = self._changed.wait_for(is_over, timeout_s)
+            in_time = self._changed.wait_for(lambda: bool(self._failure) or is_there(), timeout_s)
             self.check()
         if not in_time:
             raise GroupBroken(text)
@@ -247,25 +265,11 @@ class Ranks:
         with self._changed:  # ranks of other hosts end with our sockets at the latest
             others = self._others.values()
             self._changed.wait_for(lambda: all(one.has_ended for one in others), _QUIT_S)
-        for other in self._others.values():
-            if other.process is not None and not other.has_ended:
-                other.process.kill()
-                other.process.wait()
-        self.group.close()
-        os.eventfd_write(self._stop, 1)
-        self._watcher.join()
-        for descriptor in (self._stop, self.host_fd):
-            os.close(descriptor)
-        if self._nodes is not None:
-            self._nodes.close()
-        for socket in (self._answers, *(one.commands for one in self._others.values())):
-            socket.close(0)
-        self._context.term()
-        shutil.rmtree(self.home, ignore_errors=True)
+        self._ends.close()
 
     def _started(self, rank: int, config: WorkerConfig, role: Role, incarnation: str) -> _Rank:
         if self._nodes is not None and rank in self._nodes.commands:
-            return _Rank(self._nodes.commands[rank], None)
+            return _Rank(self._nodes.commands[rank])
         orders = RankOrders(
             rank=rank,
             role=role,
@@ -277,7 +281,10 @@ class Ranks:
             host_fd=self.host_fd,
             config=msgspec.Raw(to_json(config)),
         )
-        return _Rank(bound(self._context, zmq.PAIR, commands_path(self.home, rank)), spawn(orders))
+        commands = self._bound(zmq.PAIR, commands_path(self.home, rank))
+        process = self._ends.push(spawn(orders))
+        self._ends.callback(process.kill)
+        return _Rank(commands, process, self._kept(os.pidfd_open(process.pid)))
 
     def _num_taken(self) -> int:
         """Commands that every rank has read."""
@@ -297,8 +304,8 @@ class Ranks:
         answers = [self._answers, *([self._nodes.answers] if self._nodes else [])]
         for source in (*answers, self._stop, *(self._nodes.sources() if self._nodes else ())):
             poller.register(source, zmq.POLLIN)
-        local = [(rank, one.process) for rank, one in self._others.items() if one.process]
-        ends = {os.pidfd_open(process.pid): (rank, process) for rank, process in local}
+        others = self._others.items()
+        ends = {one.end: (rank, one.process) for rank, one in others if one.process is not None}
         for end in ends:
             poller.register(end, zmq.POLLIN)
         while self._stop not in (ready := dict(poller.poll(_LOOK_MS))):
@@ -306,15 +313,15 @@ class Ranks:
             for socket in answers:
                 while socket.poll(0):
                     sender, data = socket.recv_multipart()
-                    self._take(sender[0], ANSWERS.decode(data))
+                    with self._changed:
+                        self._take(sender[0], ANSWERS.decode(data))
+                        self._changed.notify_all()
             for end in ends.keys() & ready.keys():
                 poller.unregister(end)
                 self._end(ends[end][0], ends[end][1].wait())
             if self._nodes is not None:
                 self._follow(self._nodes)
             self._conclude()
-        for end in ends:
-            os.close(end)
 
     def _follow(self, nodes: Nodes) -> None:
         """Takes reports of other hosts and their ranks."""
@@ -329,12 +336,8 @@ class Ranks:
                 self._suspect(f"the connection to rank {rank} has ended", "killed")
 
     def _take(self, rank: int, answer: FromRank) -> None:
+        """Notes an answer, under the condition's lock."""
         other = self._others[rank]
-        with self._changed:
-            self._note(rank, other, answer)
-            self._changed.notify_all()
-
-    def _note(self, rank: int, other: _Rank, answer: FromRank) -> None:
         match answer:
             case Taken(count=count, digest=digest):
                 self._compare(rank, count, digest)
@@ -383,11 +386,8 @@ class Ranks:
             self._suspicion = self._suspicion or (message, ending, time.monotonic())
 
     def _conclude(self) -> None:
-        if self._suspicion is None:
-            return
-        message, ending, since = self._suspicion
-        if time.monotonic() - since > _SETTLED_S:
-            self._break(message, ending)
+        if (found := self._suspicion) and time.monotonic() - found[2] > _SETTLED_S:
+            self._break(*found[:2])
 
     def _break(self, message: str, ending: str) -> None:
         with self._changed:

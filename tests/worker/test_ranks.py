@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pkgutil
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,13 @@ from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.models.group import ProcessGroup
 from effuse.protos.errors import EngineLost
 from effuse.worker import assembly, rank_messages, ranks, supervisor
+from effuse.worker.config import WorkerConfig
 from effuse.worker.group_parts import GroupHost
 from effuse.worker.messages import RankOrders
 from effuse.worker.rank_messages import COMMANDS, ENCODER, CopyPage, ForwardProgress
 from effuse.worker.watchdog import BROKEN_STATUS, GroupBroken
 
+DESCRIPTORS = Path("/proc/self/fd")
 QUESTIONS = ["ab", "the second prompt, which is longer", "c" * 40]
 PARAMS = [
     effuse.Params(max_tokens=24, ignore_eos=True),
@@ -209,6 +214,44 @@ def test_no_rank_is_left_if_the_leader_cannot_start(
     with pytest.raises(ValueError, match="planted"):
         effuse.LLM(path, device="cpu", tensor_parallel_size=2)
     assert [one.poll() is None for one in spawned] == [False]
+
+
+@pytest.mark.parametrize(("failing", "num_before"), [
+    ("effuse.worker.ranks.spawn", 1), ("os.pidfd_open", 1), ("threading.Thread.start", 0),
+    ("os.pidfd_open", 9),
+])  # fmt: skip
+def test_a_group_leaves_nothing_whatever_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, num_before: int
+) -> None:
+    processes, homes = list[subprocess.Popen[bytes]](), list[Path]()
+
+    def spawn(_: RankOrders) -> subprocess.Popen[bytes]:
+        processes.append(subprocess.Popen(("sleep", "600")))
+        return processes[-1]
+
+    def make_home() -> Path:
+        homes.append(tmp_path / str(len(homes)))
+        homes[-1].mkdir()
+        return homes[-1]
+
+    monkeypatch.setattr(ranks, "spawn", spawn)
+    monkeypatch.setattr(ranks, "make_home", make_home)
+    monkeypatch.setattr(ranks, "_QUIT_S", 0.1)  # these processes read no commands
+    works, calls = pkgutil.resolve_name(failing), count()
+
+    def fail(*args: Any) -> Any:
+        if next(calls) >= num_before:
+            raise OSError("planted")
+        return works(*args)
+
+    monkeypatch.setattr(failing, fail)
+    config, descriptors = WorkerConfig(tensor_parallel_size=3), list(DESCRIPTORS.iterdir())
+    with pytest.raises(OSError, match="planted") if num_before < 9 else contextlib.nullcontext():
+        ranks.Ranks(config, "decode", "life-1").close()
+    assert len(list(DESCRIPTORS.iterdir())) == len(descriptors)
+    assert [one.returncode for one in processes] == [-signal.SIGKILL] * len(processes)
+    assert [home.exists() for home in homes] == [False]
+    assert "ranks" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_rank_that_a_signal_stops_as_it_starts_does_not_outlive_its_leader(
