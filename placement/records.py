@@ -1,7 +1,6 @@
 """The fleet's records about itself: workers, models, load, and the places of requests.
 
-Plain data with a schema: values read from Redis are decoded into these structs or refused. No I/O,
-no clock.
+Values read from Redis are decoded into these structs or refused. No I/O, no clock.
 """
 
 import re
