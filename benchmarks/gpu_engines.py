@@ -17,8 +17,14 @@ from effuse.decode_worker.intake import Boundary, Intake
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Command, ConnectorEvent
 from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
-from effuse.kvtransfer.layout import Fingerprint, Identity, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import (
+    Fingerprint,
+    Identity,
+    KVLayout,
+    ModelFacts,
+    PageMemory,
+    fingerprint,
+)
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.units import UnitCache

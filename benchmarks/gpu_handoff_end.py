@@ -21,8 +21,7 @@ import torch
 from effuse.benchmarks.gpu_models import MODELS
 from effuse.kvtransfer import nixl_transport
 from effuse.kvtransfer.connector import Arrived, Expect, FinishPush, Pushed, PushPages
-from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, ModelFacts, PageMemory, fingerprint
 from effuse.kvtransfer.messages import (
     AttemptId,
     BoundaryState,

@@ -21,8 +21,7 @@ from effuse.kernels.rowwise import (
 )
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import RowSampling, ScoreCode
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 
 CUDA = torch.device("cuda")
 VOCABULARY = 152_064

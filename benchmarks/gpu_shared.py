@@ -35,8 +35,7 @@ from effuse.decode_worker.device_buckets import Integers
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from effuse.kernels.step_slots import SlotLayout
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CUDA = torch.device("cuda")

@@ -53,8 +53,7 @@ from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.step_slots import RecordColumn, SlotLayout
-from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, num_groups_of
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, PageMemory, num_groups_of
 from effuse.kvtransfer.messages import KVPart
 from effuse.models.config import ModelConfig
 from effuse.models.group import ALL, RankPlace

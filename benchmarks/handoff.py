@@ -36,8 +36,7 @@ from effuse.benchmarks.raw_transfer import (
 from effuse.benchmarks.report import Figure
 from effuse.kvtransfer.connector import Arrived, Connector, Expect, FinishPush, Pushed, PushPages
 from effuse.kvtransfer.digest import prompt_digest
-from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, PageMemory, fingerprint
 from effuse.kvtransfer.messages import (
     AttemptId,
     BoundaryState,

@@ -22,8 +22,7 @@ from effuse.benchmarks.gpu_record import write_record
 from effuse.benchmarks.gpu_timing import Call, medians_us
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import DTYPES, PageMemory
+from effuse.kvtransfer.layout import DTYPES, KVLayout, PageMemory
 
 Views = list[tuple[Tensor, Tensor]]
 

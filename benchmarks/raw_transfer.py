@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 import zmq
 
-from effuse.kvtransfer.memory import huge_pages
+from effuse.kvtransfer.layout import huge_pages
 
 DEADLINE_S = 30.0
 MODULE = "effuse.benchmarks.raw_transfer"

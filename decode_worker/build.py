@@ -18,8 +18,7 @@ from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.pages import QueuedLayers, place_on_cuda
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.ends import HandoffReceiver
-from effuse.kvtransfer.layout import Identity
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.part import Forward

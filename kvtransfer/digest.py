@@ -24,8 +24,7 @@ from torch import Tensor
 from xxhash import xxh3_64_digest
 
 from effuse.kernels.pages_digests import digest_key, piece_bytes_of
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.kvtransfer.messages import Finish, KVPart, Manifest, encode
 
 PieceDigests = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effuse.kvtransfer.digest import DigestJob, digester_of
-from effuse.kvtransfer.memory import PageMemory, bytes_of, huge_pages
+from effuse.kvtransfer.layout import PageMemory, bytes_of, huge_pages
 
 _SEED = 0  # digests are compared with those of earlier processes
 

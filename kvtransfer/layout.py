@@ -1,16 +1,25 @@
-"""The layout of KV in a page, and the fingerprint by which two workers know that they agree on it.
+"""The layout of KV in a page, the fingerprint by which two workers know that they agree on it, and
+the pool's tensor: one page after the other, each contiguous with all of its layers.
 
-Pure values. The memory itself is in memory.py, the holders of pages in pool.py.
+Values, views and bytes; pool.py has the holders of pages. Digests are in digest.py, copies between
+a GPU's pages and the host in staging.py.
 """
 
-from collections.abc import Sequence
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 
+import torch
+from torch import Tensor
+
+from effuse.kernels.pages import distinct_views, zero_distinct_tail
 from effuse.kvtransfer.messages import Field, KVPart
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DIGEST = "xxh3_128 of xxh3_64 of pieces of KV heads, under one seal"
 HANDOFF = "2"  # of the messages of a handoff; workers with others exchange no pages
 LAYOUT_KINDS = ("unified", "distinct")
@@ -50,14 +59,12 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
             raise ValueError(f"layout kind: expected one of {LAYOUT_KINDS}, got {self.kind!r}")
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(
-                f"layout dtype: expected one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}"
-            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"layout dtype: expected one of {sorted(DTYPES)}, got {self.dtype!r}")
         sizes = (self.num_layers, self.num_kv_heads, self.page_size, self.head_dim)
         if min(sizes) < 1:
             raise ValueError(f"layout sizes must be positive, got {sizes}")
-        piece = PIECE_BYTES // DTYPE_BYTES[self.dtype]
+        piece = PIECE_BYTES // DTYPES[self.dtype].itemsize
         if self.kind == "distinct" and self.head_dim % piece:
             raise ValueError(
                 f"layout distinct: expected a head_dim that is a multiple of {piece} for "
@@ -103,10 +110,7 @@ class KVLayout:
     def place_of_groups(self, groups: range) -> range:
         """Where these groups of the model are in a page of this rank's pool. Raises ValueError for
         groups that it does not hold."""
-        first = self.groups.start
-        if groups.start < first or groups.stop > self.groups.stop:
-            raise ValueError(f"groups {groups} are not all among {self.groups}")
-        return range(groups.start - first, groups.stop - first)
+        return _place("groups", groups, self.groups)
 
     @cached_property
     def heads(self) -> range:
@@ -116,10 +120,7 @@ class KVLayout:
     def place_of(self, heads: range) -> range:
         """Where these heads of the model are in this rank's pool. Raises ValueError for heads
         that it does not hold."""
-        first = self.heads.start
-        if not heads or heads.start < first or heads.stop > self.heads.stop:
-            raise ValueError(f"heads {heads} are not all among {self.heads}")
-        return range(heads.start - first, heads.stop - first)
+        return _place("heads", heads, self.heads)
 
     def bytes_of(self, heads: range, groups: range | None = None) -> int:
         """Bytes of so many heads in a page, whichever rank holds them; of all groups of layers, or
@@ -145,12 +146,12 @@ class KVLayout:
     @cached_property
     def page_bytes(self) -> int:
         """Bytes in one page of this rank's pool, K and V of all of its layers."""
-        return prod(self.page_shape) * DTYPE_BYTES[self.dtype]
+        return prod(self.page_shape) * DTYPES[self.dtype].itemsize
 
     @cached_property
     def head_bytes(self) -> int:
         """Bytes of one KV head of one group of layers in a page."""
-        return prod(self.page_shape[2:]) * DTYPE_BYTES[self.dtype]
+        return prod(self.page_shape[2:]) * DTYPES[self.dtype].itemsize
 
     @cached_property
     def num_groups(self) -> int:
@@ -165,6 +166,12 @@ class KVLayout:
     def pages_for(self, num_tokens: int) -> int:
         """Number of pages of the pool's tables for this many tokens."""
         return -(-num_tokens // self.span)
+
+
+def _place(name: str, some: range, own: range) -> range:
+    if not some or some.start < own.start or some.stop > own.stop:
+        raise ValueError(f"{name} {some} are not all among {own}")
+    return range(some.start - own.start, some.stop - own.start)
 
 
 def num_groups_of(num_layers: int, most: int) -> int:
@@ -195,21 +202,6 @@ class ModelFacts:
     unit_tokens: int = 0  # in a unit of kept KV, if not the fewest
 
 
-@dataclass(frozen=True, slots=True)
-class FieldMismatch:
-    """The first field in which two fingerprints differ."""
-
-    name: str
-    ours: str
-    theirs: str
-
-    def __str__(self) -> str:
-        return (
-            f"fingerprint field {self.name!r} differs: ours is {self.ours!r}, theirs is "
-            f"{self.theirs!r}"
-        )
-
-
 def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
     """Everything that must agree before a page may move, in a fixed order and as canonical text."""
     values = {
@@ -235,19 +227,168 @@ def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
     return tuple(Field(name, str(value)) for name, value in values.items())
 
 
-def mismatch(ours: Sequence[Field], theirs: Sequence[Field]) -> FieldMismatch | None:
-    """The first difference, or None. A field that one side lacks reads as "(absent)"."""
-    if ours == theirs:
-        return None
-    mine, other = dict(map(_pair, ours)), dict(map(_pair, theirs))
-    for name in [*mine, *(name for name in other if name not in mine)]:
-        left, right = mine.get(name, "(absent)"), other.get(name, "(absent)")
-        if left != right:
-            return FieldMismatch(name, left, right)
-    if len(theirs) != len(other):
-        return FieldMismatch("(count)", str(len(ours)), f"{len(theirs)} with repeated names")
-    return None
+class PageMemory:
+    """`num_pages` pages of KV in one tensor [pages, *page_shape]; only `layers` knows its order."""
+
+    def __init__(
+        self, layout: KVLayout, num_pages: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.page_bytes = layout.page_bytes
+        shape, dtype = (num_pages, *layout.page_shape), DTYPES[layout.dtype]
+        if num_pages and torch.device(device).type == "cpu":
+            self.tensor = torch.frombuffer(huge_pages(self.num_bytes), dtype=dtype).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self._host = bytes_of(self.tensor) if self.tensor.device.type == "cpu" else None
+
+    @property
+    def address(self) -> int:
+        """Address of page 0 on its device."""
+        return self.tensor.data_ptr()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the pages."""
+        return self.tensor.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * self.page_bytes
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream on which pages on a GPU are digested and copied: beside all forwards, with
+        higher priority.
+        """
+        return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer in either layout, as views [pages, kv_heads, page_size, head_dim]
+        in which a head of a page is contiguous."""
+        return [
+            (layer[:, :, 0], layer[:, :, 1])
+            for group in self.tensor.unbind(1)
+            for layer in group.unbind(2)
+        ]
+
+    def layer_views(self) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer, as strided views of [pages, page_size, kv_heads, head_dim] or as
+        in `kernels.pages`.
+        """
+        if self.layout.kind == "distinct":
+            return [distinct_views(*layer) for layer in self.layers()]
+        return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self.layers()]
+
+    def byte_rows(self) -> Tensor:
+        """The pool's bytes, one page in each row: [pages, page_bytes] uint8, without a copy."""
+        return self.tensor.view(self.num_pages, -1).view(torch.uint8)
+
+    def byte_parts(self, groups: range, heads: range) -> Tensor:
+        """Bytes of these groups of layers and KV heads of all pages, in the model's numbers,
+        without a copy: [pages, groups, heads, head_bytes] uint8."""
+        place, part = self.layout.place_of(heads), self.layout.place_of_groups(groups)
+        rows = self.byte_rows().view(self.num_pages, *self.layout.page_shape[:2], -1)
+        return rows[:, part.start : part.stop, place.start : place.stop]
+
+    def bytes_at(self, page_id: int, count: int = 1) -> memoryview:
+        """Writable raw bytes of `count` consecutive pages, without a copy. Host memory only."""
+        if self._host is None:
+            raise ValueError(f"the host cannot see pages on {self.device}")
+        if not 0 <= page_id <= page_id + count <= self.num_pages:
+            raise IndexError(f"pages {page_id}..{page_id + count} of a pool of {self.num_pages}")
+        start, size = page_id * self.page_bytes, count * self.page_bytes
+        return self._host[start : start + size]
+
+    def views(self, page_ids: Sequence[int], groups: range, heads: range) -> list[memoryview]:
+        """Raw bytes of these groups of layers and KV heads, in the model's numbers, of these pages
+        in order, in as few pieces as possible, without a copy. Host memory only."""
+        if groups == self.layout.groups and len(heads) == len(self.layout.heads):
+            return [self.bytes_at(first, count) for first, count in consecutive_runs(page_ids)]
+        return list(self._parts(page_ids, groups, heads))
+
+    def write(
+        self,
+        page_ids: Sequence[int],
+        groups: range,
+        payload: Sequence[memoryview],
+        heads: range,
+    ) -> None:
+        """Overwrites these groups of layers and KV heads of these pages. Host memory only.
+
+        payload: their bytes in order, split only between groups of layers. The sender's pool may
+        hold other heads than this one, and contiguous parts of other lengths.
+        """
+        size = gcd(self.layout.runs(groups, heads)[1], *(part.nbytes for part in payload))
+        targets = _pieces(self._parts(page_ids, groups, heads), size)
+        for target, data in zip(targets, _pieces(payload, size), strict=True):
+            target[:] = data
+
+    def _parts(self, page_ids: Sequence[int], groups: range, heads: range) -> Iterator[memoryview]:
+        """The contiguous parts of each page, page by page."""
+        count, size = self.layout.runs(groups, heads)
+        first = self.layout.place_of_groups(groups).start * self.layout.group_bytes
+        first += self.layout.place_of(heads).start * self.layout.head_bytes
+        starts = [first + group * self.layout.group_bytes for group in range(count)]
+        for page_id in page_ids:
+            page = self.bytes_at(page_id)
+            for start in starts:
+                yield page[start : start + size]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a whole page to another one; on a GPU in the order of launches."""
+        self.tensor[target].copy_(self.tensor[source])
+
+    def zero_tail(self, page_id: int, num_used: int) -> None:
+        """Clears the slots of a page from `num_used` on, so that its bytes are determined; of one
+        that ranks hold together, those on this rank."""
+        layout = self.layout
+        if not 0 <= num_used <= layout.span:
+            raise ValueError(f"{num_used} used slots in a page of {layout.span}")
+        num_used -= layout.context_rank * layout.page_size
+        num_used = min(max(num_used, 0), layout.page_size)
+        page = self.tensor[page_id].flatten(0, 2)  # [heads of all layers, 2, page_size, head_dim]
+        if self.layout.kind == "distinct":
+            zero_distinct_tail(*distinct_views(page[:, None, 0], page[:, None, 1]), num_used)
+        else:
+            page[:, :, num_used:].zero_()
 
 
-def _pair(field: Field) -> tuple[str, str]:
-    return field.name, field.value
+def _pieces(parts: Iterable[memoryview], size: int) -> Iterator[memoryview]:
+    return (part[at : at + size] for part in parts for at in range(0, part.nbytes, size))
+
+
+def consecutive_runs(page_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """The ids as (first, count) of maximal ascending runs, in order."""
+    runs: list[tuple[int, int]] = []
+    for page_id in page_ids:
+        if runs and sum(runs[-1]) == page_id:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page_id, 1))
+    return runs
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Writable bytes of a contiguous host tensor; the view keeps its memory alive."""
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def huge_pages(num_bytes: int, descriptor: int = -1) -> mmap.mmap:
+    """Zeroed private memory, at least one byte, in huge pages if the kernel has any. With an empty
+    file's descriptor it is the file's, which other processes may map.
+
+    With huge pages a handoff over NIXL takes 0.75 of the time, one over ZMQ 0.85. Raises OSError if
+    the machine does not have that much memory.
+    """
+    if descriptor < 0:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        os.ftruncate(descriptor, num_bytes)
+        memory = mmap.mmap(descriptor, num_bytes)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

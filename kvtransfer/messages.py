@@ -7,8 +7,9 @@ Only schemas and limits: a message that decodes is well-formed but perhaps not r
 checks senders and order; transports carry the messages.
 """
 
+from collections.abc import Sequence
 from math import lcm
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -55,6 +56,34 @@ class Field(Struct, frozen=True, array_like=True):
 
     name: Name
     value: Text
+
+
+class FieldMismatch(NamedTuple):
+    """The first field in which two fingerprints differ."""
+
+    name: str
+    ours: str
+    theirs: str
+
+    def __str__(self) -> str:
+        return (
+            f"fingerprint field {self.name!r} differs: ours is {self.ours!r}, theirs is "
+            f"{self.theirs!r}"
+        )
+
+
+def mismatch(ours: Sequence[Field], theirs: Sequence[Field]) -> FieldMismatch | None:
+    """The first difference, or None. A field that one side lacks reads as "(absent)"."""
+    if ours == theirs:
+        return None
+    mine, other = ({one.name: one.value for one in fields} for fields in (ours, theirs))
+    for name in [*mine, *(name for name in other if name not in mine)]:
+        left, right = mine.get(name, "(absent)"), other.get(name, "(absent)")
+        if left != right:
+            return FieldMismatch(name, left, right)
+    if len(theirs) != len(other):
+        return FieldMismatch("(count)", str(len(ours)), f"{len(theirs)} with repeated names")
+    return None
 
 
 class ReceiverAddress(Struct, frozen=True, kw_only=True):

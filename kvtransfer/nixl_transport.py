@@ -21,7 +21,7 @@ import torch
 
 from effuse.kernels import cuda_ipc
 from effuse.kvtransfer.connector import UNKNOWN, HandoffRefused, Route
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import (
     Begin,
     MalformedMessage,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from effuse.kernels.pages import Place, place_on_cuda
 from effuse.kernels.pages_digests import STRIPE_BYTES
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.nixl_peers import Cut
 from effuse.kvtransfer.transport import Chunk, Delivery
 

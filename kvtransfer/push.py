@@ -10,7 +10,7 @@ from enum import IntEnum, auto
 
 from effuse.kvtransfer.connector import Cause, HandoffRefused, Pending
 from effuse.kvtransfer.digest import PageDigests
-from effuse.kvtransfer.layout import Identity, KVLayout, mismatch
+from effuse.kvtransfer.layout import Identity, KVLayout
 from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
     Begin,
@@ -24,6 +24,7 @@ from effuse.kvtransfer.messages import (
     Reservation,
     Shard,
     check_reservation,
+    mismatch,
 )
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer
 

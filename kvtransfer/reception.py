@@ -24,7 +24,7 @@ from effuse.kvtransfer.handoff import (
     check_same_prompt,
     check_span,
 )
-from effuse.kvtransfer.layout import Identity, mismatch
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import (
     Accepted,
     Account,
@@ -38,6 +38,7 @@ from effuse.kvtransfer.messages import (
     Rejected,
     Reservation,
     account_of,
+    mismatch,
 )
 from effuse.kvtransfer.transport import FromWriter, Reply, Transport
 

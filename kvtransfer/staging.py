@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from effuse.kvtransfer.memory import PageMemory, bytes_of
+from effuse.kvtransfer.layout import PageMemory, bytes_of
 
 NUM_BUFFERS = 8
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -80,13 +80,9 @@ class Staging:
         """Buffers that `fetch` may take."""
         return len(self._free)
 
-    def fetch(
-        self, page_ids: Sequence[int], groups: range, heads: range | None = None
-    ) -> Fetched | None:
-        """Starts to copy groups of layers of pages to the host; None while no buffer is free.
-
-        heads: some of the model's KV heads, by default all heads in the pool.
-        """
+    def fetch(self, page_ids: Sequence[int], groups: range, heads: range) -> Fetched | None:
+        """Starts to copy groups of layers and KV heads of pages to the host; None while no buffer
+        is free."""
         if not self._free:
             return None
         buffer = self._free.popleft()
@@ -102,9 +98,9 @@ class Staging:
         page_ids: Sequence[int],
         groups: range,
         payload: Sequence[memoryview],
-        heads: range | None = None,
+        heads: range,
     ) -> None:
-        """Starts to copy bytes of the host into groups of layers of pages, heads as in `fetch`.
+        """Starts to copy bytes of the host into groups of layers and KV heads of pages.
 
         The payload may be reused immediately. Waits for an earlier copy if no buffer is free.
         """
@@ -127,12 +123,9 @@ class Staging:
             self._free.append(buffer)
         return self._free.popleft()
 
-    def _room(
-        self, page_ids: Sequence[int], groups: range, heads: range | None
-    ) -> tuple[Tensor, Tensor]:
+    def _room(self, page_ids: Sequence[int], groups: range, heads: range) -> tuple[Tensor, Tensor]:
         """The moved parts of all pages, and the destination for gathering those of these pages."""
         layout = self._memory.layout
-        heads = layout.heads if heads is None else heads
         rows = self._memory.byte_parts(groups, heads).view(self._word)
         rows = rows.flatten(1) if len(heads) == len(layout.heads) else rows.flatten(2)
         shape = len(page_ids), *rows.shape[1:]

@@ -26,8 +26,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import Digester, digester_of
-from effuse.kvtransfer.layout import Fingerprint, Identity
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Fingerprint, Identity, PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.pushes import Pushes

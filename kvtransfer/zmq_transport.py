@@ -15,7 +15,7 @@ import zmq
 
 from effuse.config.access import host_and_port
 from effuse.kvtransfer.connector import Cause, HandoffRefused, Route
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
     MalformedMessage,

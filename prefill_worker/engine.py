@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import Pushed, PushFailed
 from effuse.kvtransfer.ends import Ended, HandoffSender
-from effuse.kvtransfer.layout import Fingerprint, mismatch
-from effuse.kvtransfer.messages import AttemptId, Reservation
+from effuse.kvtransfer.layout import Fingerprint
+from effuse.kvtransfer.messages import AttemptId, Reservation, mismatch
 from effuse.kvtransfer.pool import PagePool, PageState, room_in
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from effuse.kvtransfer.connector import Cause, Pending, Pushed, PushFailed
 from effuse.kvtransfer.ends import HandoffSender
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import AttemptId, BoundaryState
 from effuse.models.part import Part, PartResult, Pipeline, PromptForward
 from effuse.prefill_worker.prompts import Prompt, PromptChunk

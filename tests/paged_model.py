@@ -9,8 +9,7 @@ from torch import Tensor
 
 from effuse.kernels.attention import Attend, block_attention
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.models.group import RankPlace
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer

@@ -19,9 +19,8 @@ from effuse.config.decoding import Algorithm
 from effuse.config.pool_address import PoolAddress
 from effuse.kernels.pages import QueuedLayers
 from effuse.kvtransfer.connector import Connector
-from effuse.kvtransfer.layout import Fingerprint, ModelFacts, fingerprint
+from effuse.kvtransfer.layout import Fingerprint, ModelFacts, PageMemory, fingerprint
 from effuse.kvtransfer.lmcache_pool import LMCachePool
-from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.mooncake_pool import MooncakePool, check_package
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.stores import UnitStore

@@ -11,8 +11,7 @@ from typing import Final, Literal
 
 from effuse.config.checks import is_loopback
 from effuse.kvtransfer.connector import Connector
-from effuse.kvtransfer.layout import Fingerprint, KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, PageMemory
 from effuse.kvtransfer.messages import MAX_PAGE_BYTES, MAX_PAGES
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport

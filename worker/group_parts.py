@@ -28,8 +28,7 @@ from effuse.kvtransfer.connector import (
 )
 from effuse.kvtransfer.digest import DigestJob, PieceDigests
 from effuse.kvtransfer.host_pages import HostPages
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.models.part import Forward, Part, PartResult
 from effuse.models.runner import ModelRunner

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from effuse.benchmarks import page_order
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 
 
 def test_the_old_order_has_the_heads_of_a_layer_side_by_side() -> None:

@@ -32,8 +32,7 @@ from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Command, PushPages
 from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
-from effuse.kvtransfer.layout import Identity
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.models.part import Part, PartResult

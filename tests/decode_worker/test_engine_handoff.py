@@ -209,7 +209,7 @@ def test_a_byte_changed_on_the_way_is_data_loss(
         page_ids: list[int],
         groups: range,
         payload: list[memoryview],
-        heads: range | None = None,
+        heads: range,
     ) -> None:
         write(page_ids, groups, payload, heads)
         pair.rig.memory.bytes_at(page_ids[1])[5] ^= 1

@@ -13,7 +13,7 @@ from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, make_request
 
 from effuse.kvtransfer.host_pages import HostPages
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles

@@ -15,7 +15,7 @@ from decoding.engines import Rig, make_request
 from kvtransfer.mooncake_master import Mooncake
 
 from effuse.kvtransfer.host_pages import HostPages
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.mooncake_pool import MooncakePool
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers

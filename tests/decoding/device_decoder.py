@@ -23,7 +23,7 @@ from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.request import DecodeRequest, prefill_part
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, Status
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer

@@ -21,8 +21,14 @@ from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.ends import HandoffReceiver
-from effuse.kvtransfer.layout import Fingerprint, Identity, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import (
+    Fingerprint,
+    Identity,
+    KVLayout,
+    ModelFacts,
+    PageMemory,
+    fingerprint,
+)
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.tiered_cache import TieredCache

@@ -8,8 +8,7 @@ from kvtransfer.loopback import Hub, LoopbackConnector
 from decoding.engines import Clock, fingerprint_of, layout_of
 from effuse.kvtransfer.connector import FinishPush, PushPages
 from effuse.kvtransfer.digest import prompt_digest
-from effuse.kvtransfer.layout import Fingerprint
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Fingerprint, PageMemory
 from effuse.kvtransfer.messages import BoundaryState, Reservation
 from effuse.models.part import Part
 from effuse.models.runner import ModelRunner

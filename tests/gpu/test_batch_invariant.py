@@ -19,8 +19,7 @@ from effuse.kernels import products_hopper
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.products_hopper import TILES, Plan
 from effuse.kernels.rowwise import halves
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.models.config import ModelConfig
 from effuse.models.transformer import ModelWeights, Transformer
 

@@ -24,7 +24,7 @@ from kvtransfer.remote import RemoteReceiver
 from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Cause, FinishPush, Pushed, PushFailed, PushPages
 from effuse.kvtransfer.digest import DeviceDigester, HostDigester, pages_digest
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.staging import Staging
 
 pytestmark = [
@@ -107,10 +107,10 @@ def test_pages_go_to_the_host_and_back_through_pinned_buffers() -> None:
     down, up = Staging(source, 1 << 20), Staging(target, 1 << 20)
     for groups in (GROUPS, range(2, 5)):
         for _ in range(20):  # more than there are buffers
-            fetched = down.fetch([6, 1, 3], groups)
+            fetched = down.fetch([6, 1, 3], groups, LARGE.heads)
             assert fetched is not None
             eventually(fetched.is_over, True)
-            up.store([0, 7, 2], groups, [fetched.view])
+            up.store([0, 7, 2], groups, [fetched.view], LARGE.heads)
             fetched.release()
     torch.cuda.synchronize()
     assert torch.equal(target.tensor[[0, 7, 2]], source.tensor[[6, 1, 3]])
@@ -127,11 +127,11 @@ def test_pages_go_to_the_host_and_back_through_pinned_buffers() -> None:
 def test_no_more_is_fetched_than_there_are_buffers() -> None:
     staging = Staging(filled(LARGE, 8, device="cuda"), 1 << 16)
     taken = []
-    while (fetched := staging.fetch([1], GROUPS)) is not None:
+    while (fetched := staging.fetch([1], GROUPS, LARGE.heads)) is not None:
         taken.append(fetched)
     assert len(taken) == 8
     taken[0].release()
-    assert staging.fetch([2], GROUPS) is not None
+    assert staging.fetch([2], GROUPS, LARGE.heads) is not None
 
 
 @contextlib.contextmanager

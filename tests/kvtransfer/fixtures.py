@@ -14,8 +14,7 @@ from slowness import patient
 
 from effuse.kvtransfer.connector import Command, Connector, ConnectorEvent, ForgetLife, Promised
 from effuse.kvtransfer.digest import HostDigester, pages_digest, prompt_digest
-from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, PageMemory, fingerprint
 from effuse.kvtransfer.messages import (
     DIGEST_BYTES,
     AttemptId,

@@ -22,8 +22,7 @@ from effuse.kvtransfer.connector import (
     Forget,
     PushPages,
 )
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.kvtransfer.messages import AttemptId, KVPart, PageRef, Reservation, Shard
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.worker.group_parts import RankEvents

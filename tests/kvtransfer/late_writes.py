@@ -28,7 +28,7 @@ from kvtransfer.receiver_process import DEVICE, make
 from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer.connector import Arrived, Expect, Fence, Fenced, Forget
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
 from effuse.kvtransfer.thread import Exchange, ThreadConnector
 

@@ -23,8 +23,7 @@ from effuse.kvtransfer.connector import (
     Route,
 )
 from effuse.kvtransfer.digest import digester_of
-from effuse.kvtransfer.layout import Fingerprint, Identity
-from effuse.kvtransfer.memory import PageMemory, bytes_of
+from effuse.kvtransfer.layout import Fingerprint, Identity, PageMemory, bytes_of
 from effuse.kvtransfer.messages import (
     Pages,
     ReceiverAddress,

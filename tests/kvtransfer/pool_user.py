@@ -6,8 +6,7 @@ import torch
 
 from effuse.config.pool_address import PoolAddress
 from effuse.kvtransfer.host_pages import HostPages
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.kvtransfer.mooncake_pool import MooncakePool
 from effuse.kvtransfer.stores import UnitFacts
 

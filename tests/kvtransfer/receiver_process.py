@@ -39,8 +39,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import DigestJob
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.kvtransfer.messages import PageRef, decode_reservation, encode
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport

@@ -20,8 +20,7 @@ from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
 from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, finish_of
-from effuse.kvtransfer.layout import Identity
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import (
     Begin,
     Manifest,
@@ -118,9 +117,11 @@ class Scene:
         }
         payload = changes.pop("payload", None)
         if payload is None:
-            payload = self.source.views(range(first, first + count), groups)
+            sent = range(first, first + count)
+            payload = self.source.views(sent, groups, self.source.layout.heads)
         if not self.is_two_sided:
-            self.memory.write([p.page_id for p in words["pages"]], groups, payload)
+            ids = [p.page_id for p in words["pages"]]
+            self.memory.write(ids, groups, payload, self.memory.layout.heads)
             payload = ()
         self.say(Pages(**(words | changes)), payload)
 

@@ -38,8 +38,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import digester_of
-from effuse.kvtransfer.layout import Identity
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
 from effuse.kvtransfer.thread import Exchange
 

@@ -43,7 +43,7 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     PushPages,
 )
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.thread import ThreadConnector
 

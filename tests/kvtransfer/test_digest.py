@@ -21,8 +21,7 @@ from effuse.kvtransfer.digest import (
     pieces_in_head,
     prompt_digest,
 )
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 
 
 def expected(memory: PageMemory, page_id: int, groups: range, seed: int) -> list[int]:

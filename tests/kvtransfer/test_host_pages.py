@@ -14,8 +14,7 @@ from kvtransfer.groups import layouts_of
 
 from effuse.kvtransfer.digest import PieceDigests, pages_digest
 from effuse.kvtransfer.host_pages import HostPages
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.worker.group_parts import GroupHost
 from effuse.worker.rank_messages import MovePages
 from effuse.worker.ranks import Ranks

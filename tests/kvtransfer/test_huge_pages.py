@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 
 
 def test_a_pool_is_in_huge_pages_where_the_kernel_has_them() -> None:

@@ -14,9 +14,8 @@ from effuse.kvtransfer.layout import (
     KVLayout,
     ModelFacts,
     fingerprint,
-    mismatch,
 )
-from effuse.kvtransfer.messages import Field
+from effuse.kvtransfer.messages import Field, mismatch
 
 FIELD_NAMES = (
     *("weights", "architecture", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_size"),

@@ -33,7 +33,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
     Route,
 )
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
 
 BOUNDARY = boundary()

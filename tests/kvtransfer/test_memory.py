@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory, consecutive_runs
+from effuse.kvtransfer.layout import KVLayout, PageMemory, consecutive_runs
 
 LAYOUT = KVLayout("unified", 3, 2, 4, 8, "float32")
 ALL = range(3)  # groups of its layers
+HEADS = LAYOUT.heads
 DISTINCT = KVLayout("distinct", 3, 2, 4, 8, "float32")
 
 
@@ -72,21 +72,21 @@ def test_the_view_outlives_its_pool() -> None:
 
 def test_pages_are_viewed_in_runs_and_written_one_by_one() -> None:
     memory, source = PageMemory(LAYOUT, 5), filled()
-    views = source.views([1, 2, 4], ALL)
+    views = source.views([1, 2, 4], ALL, HEADS)
     assert [view.nbytes for view in views] == [2 * memory.page_bytes, memory.page_bytes]
-    memory.write([4, 0, 2], ALL, views)
+    memory.write([4, 0, 2], ALL, views, HEADS)
     assert torch.equal(memory.tensor[[4, 0, 2]], source.tensor[[1, 2, 4]])
     with pytest.raises(ValueError, match="longer"):
-        memory.write([0], ALL, views)
+        memory.write([0], ALL, views, HEADS)
     with pytest.raises(IndexError, match="of a pool of 5"):
-        memory.write([5], ALL, views[1:])
+        memory.write([5], ALL, views[1:], HEADS)
 
 
 def test_groups_of_layers_are_viewed_and_written_alone() -> None:
     memory, source = PageMemory(LAYOUT, 5), filled()
-    views = source.views([1, 2], range(1, 3))
+    views = source.views([1, 2], range(1, 3), HEADS)
     assert [view.nbytes for view in views] == [2 * LAYOUT.group_bytes] * 2
-    memory.write([3, 0], range(1, 3), views)
+    memory.write([3, 0], range(1, 3), views, HEADS)
     assert torch.equal(memory.tensor[[3, 0], 1:], source.tensor[[1, 2], 1:])
     assert not memory.tensor[:, 0].any() and not memory.tensor[[1, 2, 4]].any()
 

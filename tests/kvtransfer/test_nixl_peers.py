@@ -25,8 +25,7 @@ from slowness import patient
 from effuse.kernels import cuda_ipc
 from effuse.kvtransfer import nixl_peers
 from effuse.kvtransfer.connector import Cause, HandoffRefused
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.kvtransfer.messages import DIGEST_BYTES, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer, handle_in
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters

@@ -32,8 +32,7 @@ from effuse.kvtransfer.connector import (
     Route,
 )
 from effuse.kvtransfer.digest import HostDigester, pages_digest
-from effuse.kvtransfer.layout import Identity, KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, KVLayout, PageMemory
 from effuse.kvtransfer.messages import AttemptId, KVPart, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_peers import cuts
 from effuse.kvtransfer.push import check_push, parts_of, shard_of

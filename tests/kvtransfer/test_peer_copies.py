@@ -31,7 +31,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
     Route,
 )
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import Pages, Reservation, decode_to_receiver
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer
 from effuse.kvtransfer.peer_copies import Cuts, PeerCopy, order_of

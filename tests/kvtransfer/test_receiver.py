@@ -12,8 +12,7 @@ from kvtransfer.loopback import Hub, LoopbackConnector
 
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Cause, FinishPush, PushPages
 from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
-from effuse.kvtransfer.layout import Identity
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
 

@@ -19,7 +19,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.ends import OVERTIME_S, Ended, HandoffSender
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
     Manifest,

@@ -26,7 +26,7 @@ from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer.connector import FinishPush
 from effuse.kvtransfer.ends import Ended, HandoffSender
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector

@@ -24,8 +24,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import HostDigester, PageDigests
-from effuse.kvtransfer.layout import Identity, KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, KVLayout, PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
     KVPart,

@@ -31,8 +31,7 @@ from effuse.kvtransfer.connector import (
     PushPages,
 )
 from effuse.kvtransfer.digest import HostDigester
-from effuse.kvtransfer.layout import Identity
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import Accepted, Begin, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.thread import STUCK_S, Exchange, ThreadConnector
 from effuse.kvtransfer.transport import FromReceiver, FromWriter, Heard, Pace

@@ -11,7 +11,7 @@ import pytest
 from kvtransfer.fixtures import SMALL
 
 from effuse.kvtransfer import interfaces, nixl_agent, nixl_transport
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.nixl_agent import DEVICES, FAMILIES, confined, options_of
 
 OWN = [

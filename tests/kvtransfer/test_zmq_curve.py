@@ -33,7 +33,7 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     PushPages,
 )
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import Begin, PageRef, Pages
 from effuse.kvtransfer.staging import Fetched, Staging
 from effuse.kvtransfer.thread import ThreadConnector

@@ -40,7 +40,7 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     PushPages,
 )
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import (
     Accepted,
     Begin,
@@ -199,9 +199,7 @@ class Buffers:
     memory: PageMemory
     num_free: int = staging.NUM_BUFFERS
 
-    def fetch(
-        self, page_ids: Sequence[int], groups: range, heads: range | None = None
-    ) -> Copied | None:
+    def fetch(self, page_ids: Sequence[int], groups: range, heads: range) -> Copied | None:
         if not self.num_free:
             return None
         self.num_free -= 1

@@ -26,7 +26,7 @@ from kvtransfer.receiver_process import make
 
 from effuse.kvtransfer import zmq_sockets
 from effuse.kvtransfer.connector import Arrived, Expect, FinishPush, PushPages
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
     MAX_MANIFEST_BYTES,

@@ -16,7 +16,7 @@ from kvtransfer.receiver_process import transport
 from msgspec import Struct
 
 from effuse.kvtransfer import messages, nixl_transport, zmq_sockets
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import (
     Begin,
     Finish,

@@ -12,8 +12,7 @@ from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_check
 from operators import child
 from padded_prompts import PaddedPrompts
 
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.models.prompt_graphs import MOST_ROWS, MOST_SEQUENCES, PromptGraphs
 from effuse.models.runner import ModelRunner, Part, PartResult
 from effuse.models.transformer import Transformer

@@ -16,8 +16,7 @@ from checkpoints import (
 from expert_checkpoints import ExpertFamily, write_expert_checkpoint
 
 from effuse.config.decoding import Sampling
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.models.runner import ModelRunner, Part, PartResult
 from effuse.models.weights import load_model
 

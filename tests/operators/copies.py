@@ -13,8 +13,7 @@ from kvtransfer.groups import layouts_of
 from torch import Tensor
 
 from effuse.kernels import pages_copy_triton
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.nixl_peers import cuts
 from effuse.kvtransfer.peer_copies import order_of, queue

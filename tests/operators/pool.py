@@ -8,8 +8,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import KVLayout, PageMemory
 
 
 def layer_of(

@@ -23,7 +23,7 @@ from torch import Tensor
 from effuse.kernels import attention_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner, Part
 from effuse.models.transformer import Transformer

@@ -17,8 +17,14 @@ from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived
 from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.host_pages import HostPages
-from effuse.kvtransfer.layout import Fingerprint, Identity, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import (
+    Fingerprint,
+    Identity,
+    KVLayout,
+    ModelFacts,
+    PageMemory,
+    fingerprint,
+)
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.stores import UnitStore

@@ -21,8 +21,7 @@ from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Command, ConnectorEvent
 from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
-from effuse.kvtransfer.layout import Identity
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.thread import Exchange

@@ -12,9 +12,8 @@ import torch
 from checkpoints import TinySizes, write_tiny_checkpoint
 from decoding.engines import layout_of, load_tiny
 
-from effuse.kvtransfer.layout import KVLayout, mismatch
-from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import KVPart
+from effuse.kvtransfer.layout import KVLayout, PageMemory
+from effuse.kvtransfer.messages import KVPart, mismatch
 from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
 from effuse.worker import rank_part

@@ -28,7 +28,7 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.decode_worker.room import Room
 from effuse.kvtransfer.connector import FinishPush, PushPages
-from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.models.group import ProcessGroup
