@@ -5,19 +5,15 @@ needs no server code.
 """
 
 import json
-import re
-import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from effuse.config.checks import is_loopback
-from effuse.worker.engine_home import is_ours, is_running
+from effuse.worker.engine_home import homes
 
 PREFIX: Final = "effuse-fleet-"
-_NAME: Final = re.compile(re.escape(PREFIX) + r"(\d{1,10})-.+")
-"""Name of a fleet's directory; it ends with the id of the process that made it."""
+"""With the id of its process, this begins the name of a fleet's directory."""
 READY: Final = ".ready.json"
 """Suffix of the file that a process writes once it is ready."""
 PAGE: Final = "page"
@@ -64,21 +60,13 @@ def _facts_in(home: Path) -> dict[str, dict[str, str]]:
 def _home_of(target: str) -> Path | None:
     """The directory of this user's fleet at `target`."""
     host, _, port = target.rpartition("://")[2].strip("/").rpartition(":")
-    for home in homes(are_running=True):
+    for home in homes(PREFIX, are_running=True):
         for name, facts in _facts_in(home).items():
             theirs, _, at = facts["address"].rpartition(":")
             is_near = host == theirs or is_loopback(host)
             if name.startswith("router") and at == port and is_near:
                 return home
     return None
-
-
-def homes(*, are_running: bool) -> Iterator[Path]:
-    """The directories of this user's fleets whose process runs, or of those whose does not."""
-    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        found = _NAME.fullmatch(home.name)
-        if found is not None and is_running(int(found[1])) is are_running and is_ours(home):
-            yield home
 
 
 def read_facts(ready: Path) -> dict[str, str]:

@@ -14,11 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from effuse.cli.addresses import PAGE, PREFIX, READY, SECRET, homes, read_facts
+from effuse.cli.addresses import PAGE, PREFIX, READY, SECRET, read_facts
 from effuse.cli.commands import value_of
 from effuse.placement.access import RIGHTS, RedisAccess
 from effuse.protos.fleet_secret import FleetSecret
 from effuse.protos.rpc import write_ready_file
+from effuse.worker.engine_home import homes
 
 _LOCK: Final = "in-use"  # locked as long as the fleet's process lives
 
@@ -102,7 +103,7 @@ def _sweep() -> None:
     No process has its id, and none has its lock. The id alone would not suffice if processes that
     do not see each other share a directory. The lock alone would not suffice while a fleet begins.
     """
-    for left in homes(are_running=False):
+    for left in homes(PREFIX, are_running=False):
         with suppress(OSError), (left / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if it is in use
             shutil.rmtree(left, ignore_errors=True)

@@ -9,13 +9,14 @@ import re
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 LOG = logging.getLogger(__name__)
 
 SOCKET = "s"
 _PREFIX = "effuse-engine-"
-_NAME = re.compile(re.escape(_PREFIX) + r"(\d{1,10})-.+")
+_OWNED = re.compile(r"(\d{1,10})-.+")  # what follows a prefix begins with the id of a process
 _MOST_SOCKET_PATH_BYTES = 107  # sockaddr_un
 
 kept_open: list[int] = []
@@ -52,10 +53,7 @@ def sweep() -> int:
     alone would not suffice if processes that do not see each other share a directory.
     """
     num_swept = 0
-    for home in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        found = _NAME.fullmatch(home.name)
-        if found is None or is_running(int(found[1])) or not is_ours(home):
-            continue
+    for home in homes(_PREFIX, are_running=False):
         if not _is_listening(home / SOCKET):
             shutil.rmtree(home, ignore_errors=True)
             num_swept += 1
@@ -64,7 +62,15 @@ def sweep() -> int:
     return num_swept
 
 
-def is_running(pid: int) -> bool:
+def homes(prefix: str, *, are_running: bool) -> Iterator[Path]:
+    """This user's directories of this prefix whose process runs, or those whose does not."""
+    for home in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        found = _OWNED.fullmatch(home.name.removeprefix(prefix))
+        if found is not None and _is_running(int(found[1])) is are_running and _is_ours(home):
+            yield home
+
+
+def _is_running(pid: int) -> bool:
     """Whether a process has this id, among those that this process can see."""
     try:
         os.kill(pid, 0)
@@ -75,7 +81,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def is_ours(home: Path) -> bool:
+def _is_ours(home: Path) -> bool:
     try:
         return home.is_dir() and not home.is_symlink() and home.stat().st_uid == os.getuid()
     except OSError:  # another process was faster
