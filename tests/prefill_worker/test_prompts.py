@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.kvtransfer.messages import AttemptId
 from effuse.prefill_worker.executor import push_failed
-from effuse.prefill_worker.prompts import schedule
-from effuse.worker.messages import Failed
+from effuse.prefill_worker.prompts import make_prompt, schedule
+from effuse.worker.messages import Failed, StartPrefill
 
 ONE = AttemptId("r", 1, "t")
 
@@ -53,3 +55,21 @@ def test_where_a_peer_lives_is_logged_and_not_told(caplog: pytest.LogCaptureFixt
 def test_what_differs_is_told() -> None:
     failed = told(Cause.DIGEST, "page 3 differs")
     assert (failed.code, failed.message) == ("DATA_LOSS", "page 3 differs")
+
+
+@pytest.mark.parametrize(
+    ("attention", "degree", "pages"),
+    [
+        ("causal_blocks", 1, (20, 5, 5)),
+        ("causal_blocks", 2, (20, 3, 5)),
+        ("causal_blocks", 4, (20, 2, 5)),
+        ("bidirectional", 2, (22, 3, 6)),
+    ],
+)
+def test_a_page_of_the_pool_is_one_of_each_rank(
+    attention: str, degree: int, pages: tuple[int, int, int]
+) -> None:
+    model = Mock(prompt_attention=attention, block_size=4)
+    start = StartPrefill(attempt=ONE, prompt_token_ids=tuple(range(22)))
+    found = make_prompt(start, model, 4, degree, 0.0)
+    assert (found.num_paged, found.num_pages, found.num_moved) == pages
