@@ -1,4 +1,4 @@
-"""Private directories of engines' sockets: made for a front, removed after fronts that were killed.
+"""Private directories of sockets, of fronts and of leaders: removed after those that were killed.
 
 A front removes its own when its engine ends. The socket is in `supervisor.py`.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 
 LOG = logging.getLogger(__name__)
 
-SOCKET = "s"
+SOCKET = "s"  # of a front
+ANSWERS_SOCKET = "a"  # of a leader
 _PREFIX = "effuse-engine-"
 _OWNED = re.compile(r"(\d{1,10})-.+")  # what follows a prefix begins with the id of a process
 _MOST_SOCKET_PATH_BYTES = 107  # sockaddr_un
@@ -47,18 +48,18 @@ def make_home() -> Path:
 
 
 def sweep() -> int:
-    """Removes directories of this user's killed fronts; returns their number.
+    """Removes directories of this user's killed fronts and leaders; returns their number.
 
-    Two conditions: no process has the front's id, and no process listens at the socket. The id
+    Two conditions: no process has the owner's id, and no process listens at the socket. The id
     alone would not suffice if processes that do not see each other share a directory.
     """
     num_swept = 0
     for home in homes(_PREFIX, are_running=False):
-        if not _is_listening(home / SOCKET):
+        if not (_is_listening(home / SOCKET) or _is_listening(home / ANSWERS_SOCKET)):
             shutil.rmtree(home, ignore_errors=True)
             num_swept += 1
     if num_swept:
-        LOG.info("removed %d directories of fronts that were killed", num_swept)
+        LOG.info("removed %d directories of processes that were killed", num_swept)
     return num_swept
 
 

@@ -24,6 +24,7 @@ from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import BoundaryState, Field, Shard
 from effuse.models.part import Part, PartResult
+from effuse.worker.engine_home import ANSWERS_SOCKET
 from effuse.worker.messages import RankOrders
 
 Stage = Literal["present", "loaded", "open"]
@@ -238,7 +239,7 @@ def commands_path(home: Path, rank: int) -> str:
 
 def answers_path(home: Path) -> str:
     """Endpoint at which the leader gets its ranks' answers."""
-    return f"ipc://{home / 'a'}"
+    return f"ipc://{home / ANSWERS_SOCKET}"
 
 
 def bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:

@@ -291,8 +291,8 @@ class Supervisor:
 
     async def run(self) -> None:
         """Runs until cancelled, then stops the engine; raises `GaveUp`."""
-        engine_home.sweep()
         while True:
+            engine_home.sweep()  # also what a lost engine has left for its ranks
             client = await EngineClient.spawn(self._module, self._config)
             LOG.info("engine %s starts as process %d", client.incarnation, client.pid)
             try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from effuse.worker.engine_home import SOCKET, make_home, sweep
+from effuse.worker.engine_home import ANSWERS_SOCKET, SOCKET, make_home, sweep
 
 
 @pytest.fixture
@@ -47,7 +47,8 @@ def test_what_a_killed_front_left_is_removed(room: Path) -> None:
     assert not home.exists() and not empty.exists()
 
 
-def test_what_may_be_in_use_is_kept(room: Path) -> None:
+@pytest.mark.parametrize("name", [SOCKET, ANSWERS_SOCKET])
+def test_what_may_be_in_use_is_kept(room: Path, name: str) -> None:
     mine = make_home()
     assert mine.parent == room and mine.stat().st_mode & 0o777 == 0o700
     others = [left_by(os.getpid(), room), room / "effuse-engine-old", room / "effuse-v_1234"]
@@ -56,7 +57,7 @@ def test_what_may_be_in_use_is_kept(room: Path) -> None:
     unseen = left_by(gone(), room)
     (unseen / SOCKET).unlink()
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(unseen / SOCKET))
+        listening.bind(str(unseen / name))
         listening.listen()
         assert sweep() == 0
     assert all(home.is_dir() for home in (mine, unseen, *others))

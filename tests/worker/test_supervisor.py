@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -82,7 +83,11 @@ def test_an_engine_that_never_starts_is_given_up(model: str, told: str, restarts
     assert one.restarts == restarts
 
 
-def test_an_engine_that_was_ready_is_replaced_as_often_as_it_takes() -> None:
+def test_an_engine_that_was_ready_is_replaced_as_often_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     async def go() -> None:
         changes: list[bool] = []
         one = supervisor("fake", changes)
@@ -92,7 +97,9 @@ def test_an_engine_that_was_ready_is_replaced_as_often_as_it_takes() -> None:
             await eventually(lambda: one.life is not None and one.life.incarnation not in seen)
             assert one.life is not None
             seen.add(one.life.incarnation)
+            assert os.listdir(tmp_path) == [one.life.client.home.name]  # noqa: PTH208
             if turn < 3:
+                (tmp_path / f"effuse-engine-{one.life.client.pid}-ranks").mkdir()  # a leader's own
                 os.kill(one.life.client.pid, signal.SIGKILL)
         assert changes == [True, False, True, False, True, False, True]
         assert one.backoff.early_ends == 3
