@@ -158,8 +158,8 @@ class RoleDriver:
 
     async def step(self) -> None:
         for name, one in list(self._steering.models.items()):
-            plan, records = one.roles.plan, one.records
-            if plan is None or one.planner is None:
+            plan, records, one.notes = one.due, one.records, ()
+            if plan is None:
                 continue
             one.notes = self._why_idle(name, records)
             if not one.notes:
@@ -183,7 +183,8 @@ class RoleDriver:
         if any(one.life in self._under_way for one in records):
             return
         resting = [life for life, (_, until) in self._failed.items() if until > now]
-        why = f"{named(plan)} bear {plan.rate:.3g} requests a second"
+        bears = f"{named(plan)} bear {plan.rate:.3g} requests a second"
+        why = bears if plan.rate else "no worker writes answers"
         asked = changes(plan, records, resting)
         await asyncio.gather(*(self._change(one, why) for one in asked))
 

@@ -79,6 +79,15 @@ class ModelPlan:
     records: Sequence[WorkerRecord] = ()  # of its ready workers
     notes: Sequence[str] = ()  # how its roles are carried out, for operators
 
+    @property
+    def due(self) -> Split | None:
+        """The roles to carry out. Before there is a plan only one worker for answers, if there is
+        none: without answers nothing is measured, so no plan would ever be made."""
+        if self.planner is not None:
+            return self.roles.plan
+        is_stuck = self.records and not any(one.does("decode") for one in self.records)
+        return Split(len(self.records) - 1, 1) if is_stuck else None
+
     def follow(self, present: tuple[int, int], now: float, fixed: tuple[int, int] = (0, 0)) -> None:
         """Moves both plans on. `present`: the prefill and decode workers that there are; `fixed`:
         how many of each keep their roles."""
@@ -124,7 +133,7 @@ class ModelPlan:
 
     def lines(self) -> list[str]:
         if self.planner is None or self.roles.plan is None or self.desired.plan is None:
-            return ["no plan yet: too few requests have been measured"]
+            return ["no plan yet: too few requests have been measured", *self.notes]
         wanted = self.desired.plan
         return [
             *reasons(self.planner, self.roles.plan),
@@ -192,9 +201,9 @@ class Steering:
         return {name: one.workload for name, one in self.models.items() if one.workload is not None}
 
     def steered(self) -> tuple[str, ...]:
-        """The models for which this router has a plan of roles that it may carry out."""
+        """The models for which this router has roles to carry out."""
         named = self.models.items() if self.carries_out else ()
-        return tuple(name for name, one in named if one.planner is not None)
+        return tuple(name for name, one in named if one.due is not None)
 
     def look(self, candidates: Sequence[Candidate], waiting: Mapping[str, int]) -> bool:
         """Reads the loads of workers, and makes plans if it is time. Returns whether it was."""

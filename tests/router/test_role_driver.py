@@ -260,3 +260,29 @@ def test_the_flag_and_fixed_roles_change_nothing() -> None:
         assert [worker.roles for worker in found.workers] == [[], [], []]
 
     run(body, steering=False)
+
+
+def test_a_worker_writes_answers_again_before_there_is_any_plan() -> None:
+    """Without answers nothing is measured, so a new router would wait for a plan for ever."""
+
+    async def body(found: Steered) -> None:
+        (one,) = found.pairs
+        found.workers[2].record = replace(found.workers[2].record, role="decode")
+        for worker in found.workers[:2]:
+            worker.record = replace(worker.record, role="prefill")
+        await found.announce()
+        assert await one.step() == [] and one.router.steering.steered() == ()
+        found.workers[2].record = replace(found.workers[2].record, role="prefill")
+        found.workers[0].record = replace(found.workers[0].record, role_is_pinned=True)
+        await found.announce()
+        assert (await one.step())[:2] == [
+            "this router changes the roles",
+            "w1 changes from prefill to decode",
+        ]
+        assert one.router.steering.steered() == ("fake",)
+        assert one.router.steering.of("fake").lines()[2] == "w1 changes from prefill to decode"
+        await found.announce()
+        assert await one.step() == []
+        assert found.roles == ["prefill", "decode", "prefill"]
+
+    run(body)
