@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, get_args
+from types import MappingProxyType
+from typing import Any, Final, get_args
 
 from msgspec.structs import replace
 
@@ -53,6 +54,7 @@ class FailureKind(Enum):
     FINAL = "final"  # no attempt can do better
 
 
+_NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 REFUSALS: Final = frozenset(
     {FailureKind.UNREADY, FailureKind.ROLE, FailureKind.FULL, FailureKind.LATE}
 )
@@ -118,10 +120,11 @@ class Setbacks:
     num_losses: int = 0
     losses_in_a_row: int = 0  # without a new block in between
     stalled_at: float | None = None  # no worker could go on with it, nor has since
-    refusals: dict[str, int] = field(default_factory=dict)  # by worker and reason
+    # Most requests meet with nothing, so none has an empty dict of its own.
+    refusals: Mapping[str, int] = field(default_factory=lambda: _NOTHING)  # by worker and reason
     _losses: tuple[str, ...] = ()
     # The failures on a worker, and until when the request avoids it.
-    _failures: dict[WorkerLife, tuple[int, float]] = field(default_factory=dict)
+    _failures: Mapping[WorkerLife, tuple[int, float]] = field(default_factory=lambda: _NOTHING)
 
     @property
     def num_refusals(self) -> int:
@@ -133,7 +136,7 @@ class Setbacks:
         told = f"{failure.worker.worker_id}: {failure.error.message[:80]}"
         if failure.outcome in REFUSALS:
             name = f"{failure.worker.worker_id} {failure.outcome.value}"
-            self.refusals[name] = self.refusals.get(name, 0) + 1
+            self.refusals = {**self.refusals, name: self.refusals.get(name, 0) + 1}
         else:
             self.num_losses += 1
             self._losses = (*self._losses[1 - TOLD_LOSSES :], told)
@@ -141,7 +144,7 @@ class Setbacks:
             self.losses_in_a_row += 1
             earlier, _ = self._failures.get(life, (0, 0.0))
             pause_s = min(PAUSE_S * 2.0**earlier, MOST_PAUSE_S)
-            self._failures[life] = earlier + 1, now + pause_s
+            self._failures = {**self._failures, life: (earlier + 1, now + pause_s)}
 
     def add_progress(self) -> None:
         """There is a new block: earlier setbacks are no sign of later ones."""

@@ -34,7 +34,8 @@ from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
 
 STORY_LENGTH: Final = 64
-"""Events that are kept of each answer. The first ones are dropped, because readers want the end."""
+"""Events that are kept of each answer. The first ones are dropped, because readers want the end.
+Of commits in a row only the first and the last are kept, because an answer may have hundreds."""
 
 
 SHOWN: Final = 2000
@@ -83,7 +84,7 @@ class AnswerState:
     story: list[Moment] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     fingerprint: Fingerprint | None = None  # of the workers that wrote it
-    frontier: list[worker_pb2.BlockState] = field(default_factory=list)
+    frontier: Sequence[worker_pb2.BlockState] = ()
     end_token_id: int | None = None  # the stop id that ended it
 
     @property
@@ -102,6 +103,8 @@ class AnswerState:
         if state is None:
             raise IllegalRequestEvent(self.state, event)
         self.state = state
+        if [one.event for one in self.story[-2:]] == [event, event]:  # only commits repeat
+            self.story.pop()
         self.story.append(Moment(now, event, state, note))
         del self.story[:-STORY_LENGTH]
         return state
@@ -124,7 +127,7 @@ class AnswerState:
         new = list(token_ids[overlap:])
         self.token_ids += new
         if offset + len(token_ids) == len(self.token_ids):
-            self.frontier = list(frontier)
+            self.frontier = tuple(frontier)
         return new
 
     def flush(self) -> Piece:

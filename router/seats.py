@@ -51,6 +51,7 @@ class Catalogue:
         self._fleet = fleet
         self._known: dict[str, ModelInfo] = {}
         self._live: dict[str, ModelInfo] = {}
+        self._of: Sequence[WorkerRecord] | None = None  # the workers that `_live` is of
         self._index: FleetIndex | None = None  # of a large fleet, that `_live` is of
 
     @property
@@ -62,13 +63,15 @@ class Catalogue:
         and of several always the same one, so that equal requests take equal defaults."""
         if self._index is not None and self._index is self._fleet.index:
             return self._live
-        condition = self._fleet.standing.condition
         known = self._fleet.records()
+        if known is self._of:  # no worker is out, and the view is the same
+            return self._live
+        condition = self._fleet.standing.condition
         records = [one for one in known if condition(one) is not Condition.DRAINING]
         records.sort(key=lambda record: (record.does("decode"), record.worker_id))
         models = {record.model.name: record.model for record in records}
         self._known |= models
-        self._live, self._index = models, self._fleet.index
+        self._live, self._of, self._index = models, known, self._fleet.index
         return models
 
     def find(self, name: str | None, field: str = "model") -> ModelInfo:

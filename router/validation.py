@@ -98,7 +98,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("sampling", "stopping", "output"):
             if sent.HasField(name):
                 getattr(kept, name).CopyFrom(getattr(sent, name))
-        return msgspec.structs.replace(self, sent=kept, chat=None)
+        return msgspec.structs.replace(self, sent=kept, chat=None, refused_ids={})
 
     def seeded(self, fresh: int) -> Asked:
         """The same with the seed `fresh`, a uint64, where the client set none."""

@@ -68,11 +68,23 @@ def test_a_lost_attempt_is_followed_by_another_with_a_higher_number() -> None:
 
 
 def test_the_story_is_bounded() -> None:
-    request = request_of(state=State.DECODING)
+    request = request_of()
     for at in range(1000):
-        request.answer.apply_event(Event.COMMITTED, float(at))
+        request.answer.apply_event((Event.PLACED, Event.LOST)[at % 2], float(at))
     assert len(request.answer.story) == 64
     assert request.answer.story[-1].at_s == 999
+
+
+def test_a_story_keeps_the_first_and_the_last_of_commits_in_a_row() -> None:
+    request = request_of(state=State.DECODING)
+    for at in range(4):
+        request.answer.apply_event(Event.COMMITTED, float(at), f"{4 * at}+4")
+    assert request.answer.tell_story() == "committed (0+4) +0.000s, committed (12+4) +3.000s"
+    request = request_of(state=State.DECODING)
+    request.answer.apply_event(Event.COMMITTED, 0.0, "0+4")
+    request.answer.apply_event(Event.COMMITTED, 1.0, "4+4")
+    request.answer.apply_event(Event.LOST, 2.0)
+    assert [one.note for one in request.answer.story] == ["0+4", "4+4", ""], "no two become one"
 
 
 def delivered(*token_ids: int) -> Request:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import cast
 
 import grpc.aio
 import msgspec
 import pytest
+from router.fake_model import worker_record
 from router.fake_workers import FakeDecode, holds
 from router.fakes import FakeFleet, run, until
 
-from effuse.placement.records import Capacity, WorkerRecord
+from effuse.placement.leases import FleetView, Snapshot, merge
+from effuse.placement.records import Capacity, StoredWorker, WorkerRecord
+from effuse.placement.store import Store
 from effuse.protos import errors
 from effuse.router.admission import LEAST_HOLDS, Admission
+from effuse.router.fleet import RoutedFleet
+from effuse.router.seats import Catalogue
 from effuse.v1 import generation_pb2 as pb
 
 
@@ -44,6 +51,18 @@ def test_seats_add_up_within_the_limit(seats: list[int], most: int, fitting: int
     admission = Admission(most, 0)
     admission.fit_seats({"m": seats})
     assert admission.slots_of("m").max_running == fitting
+
+
+def test_models_are_those_of_the_workers_now() -> None:
+    view = FleetView(cast(Store, None))
+    catalogue = Catalogue(RoutedFleet(view, "auto", time.monotonic))
+    for present in ("ab", "ab", "b", "", "a"):
+        records = [worker_record(f"d-{name}", "decode", model=name) for name in present]
+        seen = [(StoredWorker.of(record), 60.0) for record in records]
+        now = time.monotonic()
+        view._snapshot = merge(Snapshot({}, False), seen, now, now)
+        assert sorted(catalogue.live()) == sorted(present)
+        assert catalogue.live() is catalogue.live(), "read once for each view"
 
 
 def test_a_worker_is_never_asked_for_more_than_its_seats() -> None:
