@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from decoding.device_decoder import DeviceDecoder
 from decoding.engines import Rig, load_tiny, of_length, random_requests
 
+from effuse.decode_worker import device_buckets
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import StartDecode
 
@@ -49,6 +51,23 @@ def test_answers_are_those_of_the_hosts_engine(
         for request in random_requests(7, algorithm, block_size=4, sampled=True)
     ]
     assert DeviceDecoder(model).decode(requests) == expected(model, requests)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_beginnings_that_are_read_together_change_no_token(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED", 1)
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED_EACH", 0)
+    directory = write_tiny_checkpoint(tmp_path / "model", "sdar", seed=4, sizes=SIZES)
+    model = load_tiny(directory, device)
+    requests = [
+        of_length(msgspec.structs.replace(one, prompt_token_ids=(*range(20, 40), 7 + i, 9)), 18)
+        for i, one in enumerate(random_requests(9, "block_diffusion", block_size=4, sampled=True))
+    ]
+    decoder = DeviceDecoder(model, shared_pages=5)
+    assert decoder.decode(requests) == expected(model, requests)
+    assert decoder.stepper.num_sharing > 5
 
 
 @pytest.mark.parametrize("device", DEVICES)

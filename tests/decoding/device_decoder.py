@@ -39,7 +39,8 @@ class Seat:
 
 
 class DeviceDecoder:
-    """A few slots over one model; every request's pages are its slot's, given at once or late."""
+    """A few slots over one model; every request's pages are its slot's, given at once or late. All
+    slots have the first `shared_pages` in common, for prompts that begin alike."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class DeviceDecoder:
         max_rows: int = 64,
         pages_come_late: bool = False,
         max_model_len: int = 128,
+        shared_pages: int = 0,
         step_type: type[DeviceStep] = TorchStep,
     ) -> None:
         size = model.config.block_size
@@ -59,6 +61,7 @@ class DeviceDecoder:
         memory = PageMemory(layout_of(model, page_size), num_slots * pages, model.device)
         order = torch.randperm(num_slots * pages, generator=torch.Generator().manual_seed(3))
         self._pages = order.view(num_slots, pages).int().numpy()
+        self._pages[:, :shared_pages] = self._pages[0, :shared_pages]
         self._runner = ModelRunner(
             model, memory.layer_views(), page_size=page_size, block_size=size
         )
