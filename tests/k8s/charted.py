@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from installed import installed
-from k8s.composed import K8S, Document, config_of, role_of
+from k8s.composed import K8S, Document, config_of, role_of, template_of
 
 CHART = K8S / "chart"
 OLDEST = "1.30"  # Kubernetes that the chart is for
@@ -83,11 +83,11 @@ def charted(values: Values | None = None, *words: str, release: str = "effuse") 
 
 
 def pods(documents: Sequence[Document]) -> dict[str, tuple[Document, Document]]:
-    """Each Deployment and its pod, by role."""
+    """Each Deployment, or group of pods, and its pod, by role."""
     found = {}
     for one in documents:
-        if one["kind"] == "Deployment":
-            pod = one["spec"]["template"]["spec"]
+        if one["kind"] in ("Deployment", "LeaderWorkerSet"):
+            pod = template_of(one)["spec"]
             found[role_of(pod["containers"][0])] = (one, pod)
     return found
 
@@ -122,8 +122,8 @@ def canonical(documents: Sequence[Document], files: Path) -> dict[tuple[str, str
     for one in json.loads(json.dumps(documents)):
         metadata = {key: value for key, value in one["metadata"].items() if key != "labels"}
         name = metadata["name"] = HASH.sub("", metadata["name"])
-        if one["kind"] in ("Deployment", "Job"):
-            _settle(one["spec"]["template"], values, files)
+        if one["kind"] in ("Deployment", "Job", "LeaderWorkerSet"):
+            _settle(template_of(one), values, files)
         if one["kind"] == "Service":
             one = one | {"spec": {"type": "ClusterIP"} | one["spec"]}
         found[one["kind"], name] = _plain(one | {"metadata": metadata})

@@ -77,9 +77,15 @@ def deployments(name: str, *components: str) -> dict[str, Document]:
 
 
 def _as_deployment(group: Document) -> Document:
-    spec = group["spec"]
-    template = spec["leaderWorkerTemplate"]["workerTemplate"]
-    return {**group, "spec": {"replicas": spec["replicas"], "template": template}}
+    spec = {"replicas": group["spec"]["replicas"], "template": template_of(group)}
+    return {**group, "spec": spec}
+
+
+def template_of(document: Document) -> Document:
+    """The template of its pods; in a group, of all but the first."""
+    spec = document["spec"]
+    found: Document = spec.get("template") or spec["leaderWorkerTemplate"]["workerTemplate"]
+    return found
 
 
 def role_of(container: Document) -> str:

@@ -40,6 +40,11 @@ SAME: dict[str, tuple[Values, tuple[str, ...]]] = {
     "1p1d": ({}, ()),
     "2p3d": ({"prefill": {"replicas": 2}, "decode": {"replicas": 3}}, ()),
     "gpu-1p1d": ({"model": {"create": True}}, GPU_VALUES),
+    "gpu-hosts-1p1d": (
+        {"model": {"create": True}, "workers": {"gpus": 2, "hosts": 2},
+         "fleetSecret": "effuse-fleet-secret"},
+        GPU_VALUES,
+    ),
     "gpu-tp2-1p1d": ({"model": {"create": True}, "decode": {"gpus": 2}}, GPU_VALUES),
     "gpu-tp2-pool": (
         {**SCALED, "roles": ["worker"],
@@ -73,9 +78,8 @@ def test_values_give_what_an_overlay_gives(overlay: str, files: Path) -> None:
 
 
 def test_each_overlay_has_its_values() -> None:
-    """All but those with both workers in one pod, or with workers over nodes, which the chart
-    leaves out."""
-    assert set(overlays()) == {*SAME, "gpu-nvlink-1p1d", "gpu-hosts-1p1d"}
+    """All but the one with both workers in one pod, which the chart leaves out."""
+    assert set(overlays()) == {*SAME, "gpu-nvlink-1p1d"}
 
 
 def _container(document: Document) -> Document:
@@ -164,6 +168,9 @@ def test_an_older_kubernetes_is_refused() -> None:
         ({"prefill": {"gpus": 0.5}}, "/prefill/gpus"),
         ({"prefill": {"replica": 1}}, "'replica'"),
         ({"router": {"gpus": 1}}, "/router/gpus"),
+        ({"router": {"hosts": 2}}, "/router/hosts"),
+        ({"worker": {"hosts": 0}}, "/worker/hosts"),
+        ({"worker": {"extraArgs": ["--nnodes=2"]}}, "/worker/extraArgs/0"),
         ({"prefill": {"parallel": "data"}}, "/prefill/parallel"),
         ({"decode": {"parallel": "prefill-context"}}, "/decode/parallel"),
         ({"decode": {"parallel": "expert"}}, "/decode/parallel"),

@@ -150,6 +150,80 @@ def test_a_scaler_of_ones_own_has_none_beside_it() -> None:
     assert "replicas" not in pods(made)["decode"][0]["spec"]
 
 
+HOSTS: Values = {"workers": {"gpus": 4, "hosts": 2}, "fleetSecret": "secret"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "worker"])
+def test_a_worker_over_hosts_works_with_everything_else(role: str, files: Path) -> None:
+    roles = ["worker"] if role == "worker" else ["prefill", "decode"]
+    beside: Values = {
+        "roles": roles, "tls": {"enabled": True}, "metrics": {"enabled": True},
+        "redis": {"credentialsSecret": "db"},
+        role: {"replicas": 3, "rollingUpdate": {"maxSurge": 1}},
+    }  # fmt: skip
+    made = charted({**HOSTS, **beside})
+    group, pod = pods(made)[role]
+    assert (group["kind"], group["spec"]["replicas"]) == ("LeaderWorkerSet", 3)
+    assert group["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxSurge": 1}
+    (container,) = pod["containers"]
+    config: Any = config_of(container, files)
+    assert (config.nnodes, config.tensor_parallel_size, config.ranks_per_node) == (2, 4, 2)
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert config.fleet_cert and config.redis_credentials and config.fleet_secret
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == config.health_port
+    assert pod["terminationGracePeriodSeconds"] > config.longest_end_s
+    template = group["spec"]["leaderWorkerTemplate"]
+    labels = template["workerTemplate"]["metadata"]["labels"]
+    assert template["leaderTemplate"]["metadata"]["labels"] == labels
+    (budget,) = [
+        one["spec"]["selector"]["matchLabels"]
+        for one in made
+        if one["kind"] == "PodDisruptionBudget" and one["metadata"]["name"] == f"effuse-{role}"
+    ]
+    assert budget.items() <= labels.items()
+
+
+def test_only_the_first_pod_of_a_group_has_metrics() -> None:
+    assert "leaderTemplate" not in str(charted(HOSTS))
+    group, _ = pods(charted({**HOSTS, "metrics": {"enabled": True}}))["decode"]
+    template = group["spec"]["leaderWorkerTemplate"]
+    first, others = template["leaderTemplate"], template["workerTemplate"]
+    (container,) = first["spec"]["containers"]
+    assert container["ports"].pop()["name"] == "metrics"
+    assert first["metadata"].pop("annotations")["prometheus.io/scrape"] == "true"
+    assert first == others
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"gpus": 0}, "decode.gpus: expected a multiple"),
+        ({"gpus": 3}, "decode.gpus: expected a multiple"),
+        ({"autoscaling": {"enabled": True, "scaler": False}}, "decode.autoscaling.enabled"),
+        (
+            {"extraArgs": ["--kv-pool=mooncake://store:1"]},
+            "decode.extraArgs: expected no --kv-pool",
+        ),
+        ({"extraArgs": ["--batch-invariant"]}, "decode.extraArgs: expected no --batch"),
+        ({"config": "a = 1\nkv-offloading-dir = '/kv'\n"}, "decode.config: expected no kv-off"),
+        ({"config": "batch-invariant = true"}, "decode.config: expected no batch-invariant"),
+    ],
+)
+def test_hosts_refuse_the_values_that_they_cannot_have(values: Values, named: str) -> None:
+    done = helm("template", "effuse", str(CHART), values={**HOSTS, "decode": values})
+    assert named in done.stderr and "decode.hosts is 2" in done.stderr
+
+
+def test_hosts_need_a_secret_and_a_name_that_fits_in_labels() -> None:
+    for values, named in (({"fleetSecret": ""}, "fleetSecret"),
+                          ({"fullnameOverride": "a" * 41}, "fullnameOverride")):  # fmt: skip
+        done = helm("template", "effuse", str(CHART), values={**HOSTS, **values})
+        assert f"{named}: expected" in done.stderr and "prefill.hosts is 2" in done.stderr
+    accepted = {"config": "batch-invariant = false", "extraArgs": ["--kv-offloading-size=1"]}
+    assert charted({**HOSTS, "decode": accepted, "fullnameOverride": "a" * 40})
+
+
 def test_a_changed_file_restarts_its_pods() -> None:
     annotations = [
         pods(charted({"router": {"config": text}}))["router"][0]["spec"]["template"]["metadata"]

@@ -158,6 +158,12 @@ args:
   - --{{ .own.parallel | default "tensor" }}-parallel-size={{ .own.gpus }}
   {{- end }}
   {{- end }}
+  {{- if gt (int .own.hosts) 1 }}
+  # The controller sets the variables: the number of each pod, and the address of pod 0 of the group.
+  - --nnodes={{ .own.hosts }}
+  - --node-rank=$(LWS_WORKER_INDEX)
+  - --master-addr=$(LWS_LEADER_ADDRESS)
+  {{- end }}
   - --startup-timeout-s={{ .own.startupTimeoutS }}
   {{- with .own.extraArgs }}
   {{- toYaml . | nindent 2 }}
@@ -179,7 +185,7 @@ env:
 ports:
   - name: grpc
     containerPort: 50052
-  {{- if $values.metrics.enabled }}
+  {{- if and $values.metrics.enabled (not .joins) }}
   - name: metrics
     containerPort: {{ $values.metrics.port }}
   {{- end }}

@@ -25,6 +25,9 @@
 {{- if and $own.autoscaling.enabled $own.autoscaling.scaler (not $values.metrics.enabled) -}}
 {{- fail (printf "metrics.enabled: expected it, because %s.autoscaling follows a metric" $role) -}}
 {{- end -}}
+{{- if gt (int $own.hosts) 1 -}}
+{{- include "effuse.checkHosts" (dict "root" $ "role" $role "own" $own) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $values.tls.clientCertificates (not $values.tls.enabled) -}}
 {{- fail "tls.clientCertificates: expected tls.enabled with it" -}}
@@ -34,6 +37,34 @@
 {{- end -}}
 {{- if and $values.redis.sentinelSecret (not (contains "+sentinel://" $values.redis.url)) -}}
 {{- fail "redis.sentinelSecret: expected a redis.url with +sentinel://" -}}
+{{- end -}}
+{{- end }}
+
+{{/* Refuses the values of a worker over several hosts that it cannot have, before its pods refuse the flags. */}}
+{{- define "effuse.checkHosts" -}}
+{{- $role := .role -}}
+{{- $own := .own -}}
+{{- $hosts := printf "%s.hosts is %d" $role (int $own.hosts) -}}
+{{- if or (not $own.gpus) (mod (int $own.gpus) (int $own.hosts)) -}}
+{{- fail (printf "%s.gpus: expected a multiple of the hosts, because %s, got %d" $role $hosts (int $own.gpus)) -}}
+{{- end -}}
+{{- if $own.autoscaling.enabled -}}
+{{- fail (printf "%s.autoscaling.enabled: expected false, because %s" $role $hosts) -}}
+{{- end -}}
+{{- if not .root.Values.fleetSecret -}}
+{{- fail (printf "fleetSecret: expected a name, because %s, and it encrypts commands between them" $hosts) -}}
+{{- end -}}
+{{- if gt (len (include "effuse.name" .root)) 40 -}}
+{{- fail (printf "fullnameOverride: expected at most 40 characters, because %s, and labels of its pods hold the name" $hosts) -}}
+{{- end -}}
+{{- $refused := "kv-offloading-dir|kv-pool|batch-invariant" -}}
+{{- range $own.extraArgs -}}
+{{- if regexMatch (printf "^--(%s)(=|$)" $refused) . -}}
+{{- fail (printf "%s.extraArgs: expected no %s, because %s" $role . $hosts) -}}
+{{- end -}}
+{{- end -}}
+{{- with regexFind (printf "(?m)^[ \\t]*(%s)[ \\t]*=[ \\t]*[^f \\t].*$" $refused) ($own.config | default "") -}}
+{{- fail (printf "%s.config: expected no %s, because %s" $role . $hosts) -}}
 {{- end -}}
 {{- end }}
 
