@@ -110,7 +110,7 @@ class EngineSettings(ModelSettings):
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs", "block_size"):
             checks.whole(name, getattr(self, name), 1)
         checks.whole("kv_unit_tokens", self.kv_unit_tokens, 1)
-        checks.whole("max_model_len", self.max_model_len, 1)
+        checks.whole("max_model_len", self.max_model_len, 2)  # a prompt and an answer
         checks.whole("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
         checks.whole("pipeline_parallel_size", self.pipeline_parallel_size, 1, MOST_RANKS)
         checks.choice("device", self.device, get_args(Device))

@@ -28,6 +28,7 @@ NAN = float("nan")
         ({"num_pages": -1}, "--num-pages: expected 1 to 16777216, got -1"),
         ({"num_pages": 1 << 25}, "--num-pages: expected 1 to 16777216, got 33554432"),
         ({"max_num_seqs": 0}, "--max-num-seqs"),
+        ({"max_model_len": 1}, "--max-model-len: expected 2 or more, got 1"),
         ({"port": -1}, "--port: expected 0 to 65535, got -1"),
         ({"redis_url": "r:6379"}, "--redis-url: expected redis://host:port/db, got 'r:6379'"),
         (
