@@ -6,9 +6,8 @@ some slots wait a step, and with counts that are too large work is wasted; neith
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +33,7 @@ TILE_ROWS = 128  # (query, head in group) that attention computes at once
 # many more for each sequence, pay for the merge (`benchmarks/gpu_shared.py`).
 LEAST_SAVED = 40_000
 LEAST_SAVED_EACH = 512  # of each KV head
+_SORTED = np.dtype(">u4")
 
 
 def bucket(count: int) -> int:
@@ -192,9 +192,26 @@ class Beginning(NamedTuple):
 class _Pages(NamedTuple):
     """The whole cached pages of a slot's sequence when it joined."""
 
-    ids: tuple[int, ...]
+    ids: bytes  # of uint32, of which bytes have the order
     slot: int
     rows: int  # (query, head in group) in a step
+
+
+class _Found(NamedTuple):
+    """A beginning of the sorted sequences first .. end - 1."""
+
+    saved: int
+    first: int
+    end: int
+    num_pages: int
+
+
+class _Run(NamedTuple):
+    """Sorted sequences from one on that begin with as many equal pages."""
+
+    num_pages: int
+    first: int
+    within: list[_Found]  # longer ones of parts of it
 
 
 class Beginnings:
@@ -220,10 +237,10 @@ class Beginnings:
         """A request is in the slot now; `row` is as in `DeviceStepper.join`."""
         layout = self._layout
         num_pages = int(row[Column.START]) // self._page_size
-        ids = row[layout.pages_at : layout.pages_at + num_pages].tolist()
+        ids = row[layout.pages_at : layout.pages_at + num_pages].astype(_SORTED).tobytes()
         blocks = int(row[Column.WINDOW]) if row[Column.ALGORITHM] == 0 else 1
         rows = max(1, blocks) * layout.block_size * self._groups
-        self._known[slot] = _Pages(tuple(ids), slot, rows)
+        self._known[slot] = _Pages(ids, slot, rows)
         self._is_stale = True
 
     def leave(self, slot: int) -> None:
@@ -248,28 +265,42 @@ class Beginnings:
         return np.array([value for column in columns for value in column], dtype=np.int32)
 
     def _search(self) -> list[Beginning]:
-        found = self._best(sorted(self._known.values()))
-        return sorted(found, key=lambda one: one.saved)[-MOST_SHARED:]
+        """Those that save the most, out of all runs of sorted sequences that begin alike."""
+        members = sorted(self._known.values())
+        common = [_common(one.ids, two.ids) for one, two in pairwise(members)]
+        rows = [0, *accumulate(one.rows for one in members)]
+        tiles = [0, *accumulate(-(-one.rows // TILE_ROWS) for one in members)]
+        found: list[_Found] = []
+        runs: list[_Run] = []  # that go on, each within the one before
+        for end, length in enumerate([*common, 0], 1):
+            first = end - 1
+            within: list[_Found] = []
+            while runs and runs[-1].num_pages > length:
+                run = runs.pop()
+                first = run.first
+                saved = tiles[end] - tiles[first] - -(-(rows[end] - rows[first]) // TILE_ROWS)
+                saved *= run.num_pages * self._page_size
+                whole = _Found(saved, first, end, run.num_pages)
+                within = _better([*run.within, *within], whole)
+            if runs and runs[-1].num_pages == length:
+                runs[-1].within.extend(within)
+            elif length:
+                runs.append(_Run(length, first, within))
+            else:
+                found += within
+        slots = tuple(one.slot for one in members)
+        return [
+            Beginning(slots[one.first : one.end], one.num_pages, one.saved)
+            for one in sorted(found)[-MOST_SHARED:]
+        ]
 
-    def _best(self, members: Sequence[_Pages]) -> list[Beginning]:
-        """The beginnings of these sorted sequences that save the most: one of all of them, or those
-        of parts that go on alike."""
-        if len(members) < 2:
-            return []
-        ends = zip(members[0].ids, members[-1].ids, strict=False)  # all others lie between
-        depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
-        parts = groupby(members, key=lambda one: one.ids[depth : depth + 1])
-        deeper = [one for _, part in parts for one in self._deeper(list(part), depth)]
-        whole = self._beginning(members, depth)
-        if sum(one.saved for one in deeper) >= whole.saved:
-            return deeper
-        return [whole]
 
-    def _deeper(self, members: Sequence[_Pages], depth: int) -> list[Beginning]:
-        return self._best(members) if len(members[0].ids) > depth else []
+def _common(one: bytes, two: bytes) -> int:
+    """How many pages two sequences begin with."""
+    size = min(len(one), len(two))
+    differ = np.frombuffer(one[:size], _SORTED) != np.frombuffer(two[:size], _SORTED)
+    return int(differ.argmax()) if differ.any() else len(differ)
 
-    def _beginning(self, members: Sequence[_Pages], num_pages: int) -> Beginning:
-        apart = sum(-(-one.rows // TILE_ROWS) for one in members)
-        together = -(-sum(one.rows for one in members) // TILE_ROWS)
-        saved = (apart - together) * num_pages * self._page_size
-        return Beginning(tuple(one.slot for one in members), num_pages, saved)
+
+def _better(parts: list[_Found], whole: _Found) -> list[_Found]:
+    return parts if sum(one.saved for one in parts) >= whole.saved else [whole]
