@@ -33,7 +33,6 @@ TILE_ROWS = 128  # (query, head in group) that attention computes at once
 # many more for each sequence, pay for the merge (`benchmarks/gpu_shared.py`).
 LEAST_SAVED = 40_000
 LEAST_SAVED_EACH = 512  # of each KV head
-_SORTED = np.dtype(">u4")
 
 
 def bucket(count: int) -> int:
@@ -192,7 +191,7 @@ class Beginning(NamedTuple):
 class _Pages(NamedTuple):
     """The whole cached pages of a slot's sequence when it joined."""
 
-    ids: bytes  # of uint32, of which bytes have the order
+    ids: bytes  # of int32: those that begin alike are neighbours once they are sorted
     slot: int
     rows: int  # (query, head in group) in a step
 
@@ -237,7 +236,7 @@ class Beginnings:
         """A request is in the slot now; `row` is as in `DeviceStepper.join`."""
         layout = self._layout
         num_pages = int(row[Column.START]) // self._page_size
-        ids = row[layout.pages_at : layout.pages_at + num_pages].astype(_SORTED).tobytes()
+        ids = row[layout.pages_at : layout.pages_at + num_pages].tobytes()
         blocks = int(row[Column.WINDOW]) if row[Column.ALGORITHM] == 0 else 1
         rows = max(1, blocks) * layout.block_size * self._groups
         self._known[slot] = _Pages(ids, slot, rows)
@@ -298,7 +297,7 @@ class Beginnings:
 def _common(one: bytes, two: bytes) -> int:
     """How many pages two sequences begin with."""
     size = min(len(one), len(two))
-    differ = np.frombuffer(one[:size], _SORTED) != np.frombuffer(two[:size], _SORTED)
+    differ = np.frombuffer(one[:size], np.int32) != np.frombuffer(two[:size], np.int32)
     return int(differ.argmax()) if differ.any() else len(differ)
 
 
