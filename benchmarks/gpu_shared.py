@@ -166,6 +166,8 @@ def step_ms(name: str) -> tuple[float, float, bool]:
             if turn >= 0:
                 assert not run.captures, "no graph is captured in timed steps"
                 found[number].append(run.step_ms)
+    fill(together, requests)  # by effuse's own rule
+    next_step(together)
     assert together._beginnings is not None
     return median(found[0]), median(found[1]), together._beginnings.pay_off
 

@@ -229,8 +229,7 @@ class Beginnings:
     @property
     def pay_off(self) -> bool:
         """Whether a step that shares those of the last `changed` is faster."""
-        saved = sum(one.saved for one in self._found) - LEAST_SAVED_EACH * len(self._known)
-        return saved * self._kv_heads >= LEAST_SAVED
+        return bool(self._found)
 
     def join(self, slot: int, row: Integers) -> None:
         """A request is in the slot now; `row` is as in `DeviceStepper.join`."""
@@ -247,8 +246,13 @@ class Beginnings:
 
     def changed(self) -> Integers | None:
         """`SlotTable.sharing` for the slots that have requests now; None if it is as before."""
-        before, self._found = self._found, self._search() if self._is_stale else self._found
-        self._is_stale = False
+        before = self._found
+        if self._is_stale:
+            found = self._search()
+            saved = sum(one.saved for one in found) - LEAST_SAVED_EACH * len(self._known)
+            # Slots keep their order for as long as none pays off, so that they wait in turn.
+            self._found = found if saved * self._kv_heads >= LEAST_SAVED else []
+            self._is_stale = False
         if self._found == before:
             return None
         shared = [slot for one in self._found for slot in one.slots]

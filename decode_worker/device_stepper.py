@@ -34,7 +34,7 @@ from effuse.worker.rank_messages import GrowSlot, JoinSlot, LaunchStep, LeaveSlo
 from effuse.worker.ranks import Ranks
 
 _ROWS_THAT_SPLIT = 512
-_ROWS_THAT_SHARE = 1024  # at most; for each bucket below there is another graph
+_ROWS_THAT_SHARE = 1024  # at most; for each bucket up to this there is another graph
 _COPIES = 8  # host copies of records that may be in use at a time
 _STAGED = 256  # the same for rows and pages: as many requests may join while one step runs
 
@@ -237,7 +237,9 @@ class DeviceStepper:
         ]
         if self._beginnings is not None:
             shared = {self._row_bucket(count) for count in rows if count <= _ROWS_THAT_SHARE}
-            buckets += [RowSizes(count, self._whole_context(), True) for count in sorted(shared)]
+            buckets += [
+                RowSizes(count, self._whole_context(), True) for count in sorted(shared)[::-1]
+            ]
         draws_shares = self.step.model.draws_shares(filters=False)
         buckets += [
             CandidateSizes(count, filters)

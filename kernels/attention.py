@@ -60,8 +60,9 @@ def block_attention(
     layer's logical views [pages, page_size, Hkv, D] of any strides, or views of the distinct layout
     (`pages`). Cached slots that no page table reaches are never read. On the CPU the rows of one
     diffusion block are computed separately, over the keys they see. So a row's result is bitwise
-    the same, whatever other sequences or later blocks of its own sequence share the forward. With
-    `batch_invariant` that holds on a GPU too, because keys are only split at fixed positions.
+    the same, whatever other sequences or later blocks of its own sequence share the forward, unless
+    a shared beginning is apart. With `batch_invariant` that holds on a GPU too, because keys are
+    only split at fixed positions.
     """
     if batch.shared is not None:
         assert not batch_invariant, "keys are only split at fixed positions"

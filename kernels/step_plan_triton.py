@@ -118,9 +118,11 @@ def _plan_kernel(
     # The slots that take part: in turn from the first one, while there are rows and candidates.
     first_slot = tl.load(control + FIRST_SLOT)
     turn = tl.arange(0, TILE_SLOTS)
-    place = (first_slot + turn) % NUM_SLOTS
-    order = tl.load(sharing + place)
     is_slot = turn < NUM_SLOTS
+    ordered = tl.load(sharing + turn, mask=is_slot, other=-1)
+    first_place = tl.sum(tl.where(ordered == first_slot, turn, 0), 0)
+    place = (first_place + turn) % NUM_SLOTS
+    order = tl.load(sharing + place)
     column = table + order * WIDTH
     settled_rows = tl.load(column + NUM_SETTLED, mask=is_slot, other=0) * SIZE
     cached = tl.load(column + START, mask=is_slot, other=0)
@@ -136,12 +138,13 @@ def _plan_kernel(
     used = tl.sum(tl.where(taken, own_rows, 0), 0)
     # Runs in packed order; the one in which the step begins may come again at the end.
     run = tl.load(sharing + NUM_SLOTS + place)
-    run = tl.where(first_slot + turn < NUM_SLOTS, run, run + RUNS)
+    run = tl.where(first_place + turn < NUM_SLOTS, run, run + RUNS)
 
     if slot == NUM_SLOTS:
         # The rest: sequences without rows, and unused rows and candidates.
         left_out = tl.min(tl.where(runs & (fits == 0), turn, NUM_SLOTS), 0)
-        next_first = tl.where(left_out < NUM_SLOTS, (first_slot + left_out) % NUM_SLOTS, first_slot)
+        next_first = tl.sum(tl.where(turn == left_out, order, 0), 0)
+        next_first = tl.where(left_out < NUM_SLOTS, next_first, first_slot)
         tl.store(control + NEXT_FIRST_SLOT, next_first)
         num_taken = tl.sum(taken.to(tl.int32), 0)
         ended = (turn >= num_taken) & (turn < num_seqs)

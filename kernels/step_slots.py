@@ -81,7 +81,7 @@ class RecordColumn(IntEnum):
 class Control(IntEnum):
     """Entries of the step's control vector [4] int32."""
 
-    FIRST_SLOT = 0  # in packed order, the place of the slot with which the step begins
+    FIRST_SLOT = 0  # with which the step begins, wherever it is in packed order
     NEXT_FIRST_SLOT = 1
     MASK_LIMIT = 2  # candidates that fit this step
 

@@ -13,6 +13,7 @@ from operators.torch_plan import Views, plan_step
 from operators.torch_steps import advance
 
 from effuse.config.decoding import Sampling, Stopping
+from effuse.decode_worker import device_buckets
 from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_buckets import (
     LEAST_SAVED,
@@ -139,6 +140,12 @@ PAGE = 4
 SLOTS = SlotLayout(num_slots=24, block_size=4, max_window=1, max_stops=1, max_pages=64)
 
 
+@pytest.fixture(autouse=True)
+def short_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED", 1)
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED_EACH", 0)
+
+
 def beginnings(
     pages: dict[int, str], *, kv_heads: int = 8, layout: SlotLayout = SLOTS
 ) -> Beginnings:
@@ -252,13 +259,15 @@ def test_full_tiles_save_nothing() -> None:
 
 @pytest.mark.parametrize(("others", "fewer_heads", "expected"), [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
 def test_sharing_pays_off_from_a_number_of_keys_on(
-    others: int, fewer_heads: int, expected: bool
+    others: int, fewer_heads: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight sequences of 16 rows fill one tile instead of eight."""
+    """Eight sequences of 16 rows fill one tile instead of eight; otherwise slots keep their order,
+    in which they wait."""
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED", LEAST_SAVED)
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED_EACH", LEAST_SAVED_EACH)
     saved = 7 * 60 * PAGE * 4 - 8 * LEAST_SAVED_EACH
     heads = -(-LEAST_SAVED // saved)
     layout = replace(SLOTS, max_pages=512)
     alike = dict.fromkeys(range(8), "a" * 240) | {9 + i: "b" for i in range(others)}
     found = beginnings(alike, kv_heads=heads - fewer_heads, layout=layout)
-    assert found.changed() is not None
-    assert found.pay_off == expected
+    assert (found.changed() is not None) == expected == found.pay_off

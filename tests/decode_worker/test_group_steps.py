@@ -6,6 +6,7 @@ from pathlib import Path
 from queue import Queue
 from typing import cast
 
+import msgspec
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
@@ -13,6 +14,7 @@ from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, load_tiny, of_length, random_requests
 from thread_group import run_ranks
 
+from effuse.decode_worker import device_buckets
 from effuse.decode_worker.executor import Executor
 from effuse.models.group import RankPlace
 from effuse.models.runner import ModelRunner
@@ -20,7 +22,15 @@ from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker.group_parts import GroupRunner
 from effuse.worker.messages import StartDecode
-from effuse.worker.rank_messages import COMMANDS, ENCODER, Command, CopyPage, Quit, RunParts
+from effuse.worker.rank_messages import (
+    COMMANDS,
+    ENCODER,
+    Command,
+    CopyPage,
+    LaunchStep,
+    Quit,
+    RunParts,
+)
 from effuse.worker.ranks import Ranks
 
 SIZES = TinySizes(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -95,6 +105,39 @@ def test_ranks_take_the_same_steps(
         for request in random_requests(5, algorithm, block_size=4, sampled=True)
     ]
     expected = tokens_of(Rig(load_tiny(directory), num_pages=64), requests)
+    found, followers = in_a_group(directory, size, requests)
+    assert found == expected
+    kinds = {type(command).__name__ for command in followers.sent}
+    assert {"RunParts", "JoinSlot", "LaunchStep", "LeaveSlot"} <= kinds
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_the_same_beginnings_together(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED", 1)
+    monkeypatch.setattr(device_buckets, "LEAST_SAVED_EACH", 0)
+    directory = write_tiny_checkpoint(tmp_path, "sdar", seed=3, sizes=SIZES)
+    prompts = [tuple(range(20, 33)), tuple(range(40, 49))]
+    requests = [
+        msgspec.structs.replace(
+            of_length(request, 8 + number),
+            prompt_token_ids=prompts[number % 2],
+            group=str(number % 2),
+        )
+        for number, request in enumerate(random_requests(7, "d2f", block_size=4, sampled=True))
+    ]
+    expected = tokens_of(Rig(load_tiny(directory), num_pages=64), requests)
+    found, followers = in_a_group(directory, size, requests)
+    assert found == expected
+    launches = [command for command in followers.sent if isinstance(command, LaunchStep)]
+    assert sum(command.shares for command in launches) > 3
+
+
+def in_a_group(
+    directory: Path, size: int, requests: list[StartDecode]
+) -> tuple[list[list[int]], Followers]:
+    """Tokens of the requests on ranks that are threads."""
     queues: list[Queue[bytes]] = [Queue() for _ in range(size - 1)]
     followers = Followers(queues)
 
@@ -109,6 +152,4 @@ def test_ranks_take_the_same_steps(
             followers.send(Quit())
 
     torch.set_num_threads(1)
-    assert run_ranks(size, work)[0] == expected
-    kinds = {type(command).__name__ for command in followers.sent}
-    assert {"RunParts", "JoinSlot", "LaunchStep", "LeaveSlot"} <= kinds
+    return run_ranks(size, work)[0], followers

@@ -213,7 +213,7 @@ class Lockstep:
     def _check_rows(self, num_rows: int, limit: int) -> list[int]:
         """The rows are those of the pure machine's plans; the slots in them, in order."""
         part = self.rows.first_candidate.tolist()
-        begin = int(self.control[Control.FIRST_SLOT])
+        begin = self.runs.order.index(int(self.control[Control.FIRST_SLOT]))
         order = self.runs.order[begin:] + self.runs.order[:begin]
         taken = [slot for slot in order if part[slot] >= 0]
         self._check_fairness(order, taken, num_rows, limit)
@@ -251,7 +251,7 @@ class Lockstep:
             assert (slot in taken) == (rows >= 0 and masks >= 0)
             left_out += [] if slot in taken else [slot]
         self.seen.left_out += len(left_out)
-        following = self.runs.order[int(self.control[Control.NEXT_FIRST_SLOT])]
+        following = int(self.control[Control.NEXT_FIRST_SLOT])
         assert following == [*left_out, order[0]][0]
 
     def _part(self, slot: int) -> Part:

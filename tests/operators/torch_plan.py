@@ -76,7 +76,7 @@ def plan_step(
 ) -> None:
     """As `step_plan_triton.launch`."""
     views = Views(table)
-    first = int(control[Control.FIRST_SLOT])
+    first = _first_place(table, control)
     slots = _take_part(views, control, num_rows)
     _fill_sequences(views, rows, slots)
     if shares:
@@ -84,10 +84,16 @@ def plan_step(
     _fill_rows(views, rows, slots, num_rows, page_size, mask_token_id, shift)
 
 
+def _first_place(table: SlotTable, control: Tensor) -> int:
+    """Of the first slot, in packed order."""
+    order: list[int] = table.sharing[: table.layout.num_slots].tolist()
+    return order.index(int(control[Control.FIRST_SLOT]))
+
+
 def _take_part(table: Views, control: Tensor, num_rows: int) -> Tensor:
     """Slots that take part [N] int64, in row order; stores the next step's first slot."""
     layout = table.layout
-    first = int(control[Control.FIRST_SLOT])
+    first = _first_place(table.table, control)
     places = (first + torch.arange(layout.num_slots)) % layout.num_slots
     order = table.table.sharing[places].long()
     settled = table.column(Column.NUM_SETTLED) * layout.block_size
@@ -96,8 +102,8 @@ def _take_part(table: Views, control: Tensor, num_rows: int) -> Tensor:
     num_tokens = (table.column(Column.NUM_BLOCKS)[order] * layout.block_size).where(runs, 0)
     num_masks = table.column(Column.NUM_MASKS)[order].where(runs, 0)
     fits = (num_tokens.cumsum(0) <= num_rows) & (num_masks.cumsum(0) <= control[Control.MASK_LIMIT])
-    left_out = places[runs & ~fits]
-    control[Control.NEXT_FIRST_SLOT] = left_out[0] if len(left_out) else first
+    left_out = order[runs & ~fits]
+    control[Control.NEXT_FIRST_SLOT] = left_out[0] if len(left_out) else order[0]
     return order[runs & fits]
 
 
