@@ -38,7 +38,7 @@ def fleet() -> Iterator[Fleet]:
     config = FleetConfig(
         connector="nixl",
         worker_flags=ON_CPU,
-        decode_flags=("--num-pages", "22"),
+        decode_flags=("--num-pages", "18"),
         router_flags=("--prefill", "remote"),
         has_secret=False,  # its workers are asked, too
     )
