@@ -38,7 +38,7 @@ def fleet() -> Iterator[Fleet]:
     config = FleetConfig(
         connector="nixl",
         worker_flags=ON_CPU,
-        decode_flags=("--num-pages", "18"),
+        decode_flags=("--num-pages", "22"),
         router_flags=("--prefill", "remote"),
         has_secret=False,  # its workers are asked, too
     )
@@ -60,7 +60,7 @@ def solid_jobs(algorithm: str) -> list[Pair]:
 
 def test_many_problems_at_once(fleet: Fleet) -> None:
     for algorithm in ("d2f", "block_diffusion"):
-        solid = solid_jobs(algorithm)
+        solid = 2 * solid_jobs(algorithm)  # by themselves, some runs preempt none
         with connect(fleet.address) as client:
             answers = all_at_once(
                 lambda job: client.generate(job.message()), [job for job, _ in solid]
