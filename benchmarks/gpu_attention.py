@@ -17,7 +17,7 @@ from effuse.benchmarks.gpu_timing import median_us
 from effuse.kernels import attention_flex, attention_hopper, attention_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
-from effuse.kernels.rowwise import distinct_views
+from effuse.kernels.pages import distinct_views
 from effuse.kvtransfer.layout import KVLayout, PageMemory
 
 HEAD_DIM = 128

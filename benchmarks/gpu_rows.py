@@ -11,12 +11,12 @@ from torch import Tensor
 
 from effuse.benchmarks.gpu_read_triton import read_once
 from effuse.benchmarks.gpu_timing import Call, median_us, medians_us
+from effuse.kernels.pages import store_kv
 from effuse.kernels.rowwise import (
     make_cos_sin_cache,
     rms_norm,
     rms_norm_residual,
     rotary_store_kv,
-    store_kv,
     swiglu,
 )
 from effuse.kernels.sampling import sample_confidence

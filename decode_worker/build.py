@@ -15,7 +15,7 @@ from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.replicas import JointForward, ReplicatedEngine
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.rowwise import QueuedLayers, place_on_cuda
+from effuse.kernels.pages import QueuedLayers, place_on_cuda
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.ends import HandoffReceiver
 from effuse.kvtransfer.layout import Identity, PageMemory

@@ -17,7 +17,7 @@ from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepOutcome
 from effuse.decode_worker.request import DecodeRequest, parts_of
 from effuse.decode_worker.sequence import HostCandidates, IntArray
-from effuse.kernels.rowwise import Place, QueuedLayers
+from effuse.kernels.pages import Place, QueuedLayers
 from effuse.models.part import Forward, HostLogprobs, Part, PartResult, Pipeline
 from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 from effuse.worker.messages import TokenLogprobs

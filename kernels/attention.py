@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from effuse.kernels.attention_batch import AttentionBatch, GatherPlan
-from effuse.kernels.rowwise import is_distinct, load_tokens, piece_elements
+from effuse.kernels.pages import is_distinct, load_tokens, piece_elements
 
 _LOG2_E = 1.4426950408889634
 

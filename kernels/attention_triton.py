@@ -37,7 +37,7 @@ from effuse.kernels.attention_splits_triton import (
     partial_results,
     tokens_per_split,
 )
-from effuse.kernels.rowwise import is_distinct
+from effuse.kernels.pages import is_distinct
 
 # Two resident programs on each of the 132 processors of an H100 or H200.
 PROGRAMS_PER_WAVE = 264

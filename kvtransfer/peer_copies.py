@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from effuse.kernels.pages import Place, place_on_cuda
 from effuse.kernels.pages_digests import STRIPE_BYTES
-from effuse.kernels.rowwise import Place, place_on_cuda
 from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.nixl_peers import Cut
 from effuse.kvtransfer.transport import Chunk, Delivery

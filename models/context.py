@@ -14,7 +14,7 @@ from effuse.kernels.attention import (
     view_partials,
 )
 from effuse.kernels.attention_batch import AttentionBatch, CutBatch, cut_batch
-from effuse.kernels.rowwise import of_heads
+from effuse.kernels.pages import of_heads
 from effuse.models.group import ContextGroup
 from effuse.models.tensors import ModelShard
 

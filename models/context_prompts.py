@@ -21,7 +21,7 @@ from effuse.kernels.attention_batch import (
     cut_batch,
     make_attention_batch,
 )
-from effuse.kernels.rowwise import store_kv
+from effuse.kernels.pages import store_kv
 from effuse.models.config import ModelConfig
 from effuse.models.group import ContextGroup
 from effuse.models.packing import Integers, PackedParts

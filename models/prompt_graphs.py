@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.rowwise import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.models.packing import Integers, PackedParts
 from effuse.models.part import Part
 from effuse.models.progress import progress_log

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kernels.rowwise import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.kernels.sampling import edit_logits, sample_confidence, token_logprobs
 from effuse.kernels.sampling_llada import LladaDraw, sample_llada
 from effuse.kernels.values import Candidates, LogitEdits, RowSampling

@@ -17,7 +17,7 @@ import torch
 from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm
 from effuse.config.pool_address import PoolAddress
-from effuse.kernels.rowwise import QueuedLayers
+from effuse.kernels.pages import QueuedLayers
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, ModelFacts, PageMemory, fingerprint
 from effuse.kvtransfer.lmcache_pool import LMCachePool

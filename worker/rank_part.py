@@ -13,7 +13,7 @@ import torch
 import effuse.models
 from effuse.config.decoding import Sampling
 from effuse.kernels.attention import Attend, block_attention
-from effuse.kernels.rowwise import LayerMarks, QueuedLayers, place_on_cuda
+from effuse.kernels.pages import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, PageMemory, num_groups_of
 from effuse.kvtransfer.messages import MAX_POOL_PAGES, KVPart

@@ -29,7 +29,7 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.rowwise import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Command, PushPages
 from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.layout import Identity, PageMemory

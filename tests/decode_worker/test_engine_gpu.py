@@ -24,7 +24,7 @@ from decoding.engines import (
 from oracle.decode import decode
 from oracle.settings import OracleResult
 
-from effuse.kernels.rowwise import place_on_cuda
+from effuse.kernels.pages import place_on_cuda
 from effuse.worker.messages import Abort, StartDecode
 
 pytestmark = [

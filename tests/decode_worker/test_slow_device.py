@@ -15,7 +15,7 @@ from checkpoints import TinySizes, write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import Clock, Rig, load_tiny, make_request
 
-from effuse.kernels.rowwise import QueuedLayers
+from effuse.kernels.pages import QueuedLayers
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import Abort, Heartbeat

@@ -12,7 +12,7 @@ from effuse.decode_worker.device_slots import DeviceSlots
 from effuse.decode_worker.device_step import Adjust
 from effuse.decode_worker.device_stepper import DeviceStepper, make_stepper
 from effuse.decode_worker.executor import Executor
-from effuse.kernels.rowwise import Place, QueuedLayers
+from effuse.kernels.pages import Place, QueuedLayers
 from effuse.worker.ranks import Ranks
 
 # For all rigs of the process, because those of a group's ranks are made by threads.

@@ -21,7 +21,7 @@ from kvtransfer.fixtures import (
 from kvtransfer.receiver_process import DEVICE, make
 from kvtransfer.remote import RemoteReceiver
 
-from effuse.kernels.rowwise import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import Cause, FinishPush, Pushed, PushFailed, PushPages
 from effuse.kvtransfer.digest import DeviceDigester, HostDigester, pages_digest
 from effuse.kvtransfer.layout import PageMemory

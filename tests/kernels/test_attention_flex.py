@@ -9,7 +9,7 @@ from operators.attention import Case, build
 from operators.tolerance import assert_close
 
 from effuse.kernels.attention_flex import FlexAttention
-from effuse.kernels.rowwise import distinct_views
+from effuse.kernels.pages import distinct_views
 
 CPU = torch.device("cpu")
 FAR = Case(

@@ -8,7 +8,7 @@ from operators import attention, distinct
 from operators.paths import public
 
 from effuse.kernels.attention import block_attention
-from effuse.kernels.rowwise import distinct_views, piece_elements, zero_distinct_tail
+from effuse.kernels.pages import distinct_views, piece_elements, zero_distinct_tail
 
 OPS = public(torch.device("cpu"))
 

@@ -75,14 +75,8 @@ class Operators:
 def public(device: torch.device) -> Operators:
     """The launchers that the models call."""
     from effuse.kernels.attention import block_attention, merge_partials, partial_attention
-    from effuse.kernels.rowwise import (
-        rms_norm,
-        rms_norm_residual,
-        rotary,
-        rotary_store_kv,
-        store_kv,
-        swiglu,
-    )
+    from effuse.kernels.pages import store_kv
+    from effuse.kernels.rowwise import rms_norm, rms_norm_residual, rotary, rotary_store_kv, swiglu
     from effuse.kernels.sampling import sample_confidence
 
     def attention(a: Attention) -> None:

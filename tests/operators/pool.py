@@ -20,7 +20,7 @@ def layer_of(
 ) -> tuple[Tensor, Tensor]:
     """K and V of the middle one of three layers of a group, full of NaN.
 
-    ``shape`` is [pages, page_size, heads, dim]. Views of the distinct kind are as `kernels.rowwise`
+    ``shape`` is [pages, page_size, heads, dim]. Views of the distinct kind are as `kernels.pages`
     says.
     """
     pages, page_size, heads, dim = shape

@@ -13,7 +13,7 @@ from decoding.engines import cache_of
 from decoding.staged import Stages
 from kvtransfer.loopback import Hub, LoopbackConnector
 
-from effuse.kernels.rowwise import LayerMarks
+from effuse.kernels.pages import LayerMarks
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived
 from effuse.kvtransfer.ends import HandoffReceiver, HandoffSender
 from effuse.kvtransfer.host_pages import HostPages
