@@ -238,7 +238,8 @@ class DeviceStepper:
         if self._beginnings is not None:
             shared = {self._row_bucket(count) for count in rows if count <= _ROWS_THAT_SHARE}
             buckets += [
-                RowSizes(count, self._whole_context(), True) for count in sorted(shared)[::-1]
+                RowSizes(count, self._whole_context(), True)
+                for count in sorted(shared, reverse=True)
             ]
         draws_shares = self.step.model.draws_shares(filters=False)
         buckets += [
