@@ -64,10 +64,7 @@ def block_attention(
     a shared beginning is apart. With `batch_invariant` that holds on a GPU too, because keys are
     only split at fixed positions.
     """
-    if batch.shared is not None:
-        assert not batch_invariant, "keys are only split at fixed positions"
-        merged = _cascade(q, k, v, k_cache, v_cache, batch, batch.shared, scale)
-        return merged if out is None else out.copy_(merged)
+    assert batch.shared is None or not batch_invariant, "keys are only split at fixed positions"
     _check(q, k, v, k_cache, v_cache, batch)
     if out is None:
         out = torch.empty_like(q)
@@ -79,6 +76,8 @@ def block_attention(
             scale=scale, out=out, batch_invariant=batch_invariant,
         )  # fmt: skip
         return out
+    if batch.shared is not None:
+        return out.copy_(_cascade(q, k, v, k_cache, v_cache, batch, batch.shared, scale))
     results: list[Tensor] = []
     for query, key, value in _segments(q, k, v, *_gathered(k_cache, v_cache, batch)):
         result = functional.scaled_dot_product_attention(

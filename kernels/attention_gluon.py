@@ -32,7 +32,8 @@ def hopper_attention_kernel(
     GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     CONSUMERS: gl.constexpr, TILE_KEYS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     MAX_SEQS: gl.constexpr, SPLIT_STEP: gl.constexpr, PART_KEYS: gl.constexpr,
-    CACHED_ONLY: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CACHED_ONLY: gl.constexpr, IS_PART: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     sequence, first, first_row, num_rows, context, origin = _find_rows(
@@ -63,6 +64,8 @@ def hopper_attention_kernel(
         begin = split * share
         if split < num_splits - 1:
             end = begin + share
+        if IS_PART:
+            num_splits += 1  # of the other batch
     num_tiles = (end - begin + TILE_KEYS - 1) // TILE_KEYS
     if CACHED_ONLY:
         num_tiles = gl.maximum(num_tiles, 1)  # without any key it is masked

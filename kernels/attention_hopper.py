@@ -27,13 +27,14 @@ from effuse.kernels.attention_splits_triton import (
 
 LOG2_E = 1.4426950408889634
 PROCESSORS = 132
+ROWS = 64  # of a warpgroup
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Launch parameters of one shape class."""
 
-    consumers: int  # warpgroups of 64 rows each
+    consumers: int  # warpgroups of `ROWS` each
     keys: int
     stages: int
     consumer_registers: int
@@ -46,23 +47,27 @@ class Shape:
 # for at most that many rows, and two programs of 64 rows keep more loads under way.
 GROUPED = Shape(2, 128, 3, 216, 72, None, 1)
 ALONE_TALL = Shape(2, 64, 4, 216, 72, None, 1)
-ALONE_SHORT = Shape(1, 64, 3, 184, 72, 128, 2)
+SHORT = Shape(1, 64, 3, 184, 72, 128, 2)
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def shape_of(groups: int, max_seqlen: int, *, batch_invariant: bool = False) -> Shape:
+def shape_of(
+    groups: int, max_seqlen: int, *, batch_invariant: bool = False, is_part: bool = False
+) -> Shape:
     """The shape class for ``groups`` query heads a KV head and at most ``max_seqlen`` rows.
 
     With `batch_invariant` two sets of sums need registers, so its tiles have fewer keys.
 
     Rounding depends on the number of keys in a tile, which depends only on the model. A row gets
-    the same result whatever shares its forward, unless its cache is split differently.
+    the same result whatever shares its forward, unless its cache is split differently. Rows that
+    read their beginning elsewhere (`is_part`) have no such result to keep.
     """
     if batch_invariant:
         return ALONE_TALL
+    is_short = max_seqlen * groups <= ROWS
     if groups > 1:
-        return GROUPED
-    return ALONE_SHORT if max_seqlen <= 64 else ALONE_TALL
+        return SHORT if is_part and is_short else GROUPED
+    return SHORT if is_short else ALONE_TALL
 
 
 def is_supported(q: Tensor, others: tuple[Tensor, ...], page_size: int) -> bool:
@@ -95,6 +100,7 @@ def launch(
     batch_invariant: bool = False,
     lse: Tensor | None = None,
     cached_only: bool = False,
+    parts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """`attention_triton.launch` for arguments that `is_supported` accepts."""
     from effuse.kernels.attention_gluon import hopper_attention_kernel
@@ -103,8 +109,9 @@ def launch(
     kv_heads = k.shape[1]
     groups = q_heads // kv_heads
     num_seqs = len(batch.context_lens)
-    shape = shape_of(groups, batch.max_seqlen, batch_invariant=batch_invariant)
-    tile_rows = 64 * shape.consumers
+    is_part = parts is not None
+    shape = shape_of(groups, batch.max_seqlen, batch_invariant=batch_invariant, is_part=is_part)
+    tile_rows = ROWS * shape.consumers
     # The most tiles that this many rows and sequences can have; the others end immediately.
     num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
     # Graphs are captured for the largest possible number of sequences, with a block each; splits
@@ -117,7 +124,7 @@ def launch(
     num_splits = splits or most_splits(usual_tiles * kv_heads, wave, batch.max_context)
     chunk = 32 if batch.page_size % 32 == 0 else 16
     boxes = _boxes(k_cache, v_cache, chunk) if batch.max_context else None
-    partial_out, partial_lse = partial_results(q, num_splits, 1 + batch_invariant)
+    partial_out, partial_lse = parts or partial_results(q, num_splits, 1 + batch_invariant)
     # Tiles come last, so that missing ones do not take a processor from others.
     hopper_attention_kernel[(kv_heads, num_splits, num_tiles)](
         q, k, v, k_cache, v_cache, *(boxes or (None, None)), out, lse, partial_out, partial_lse,
@@ -128,11 +135,13 @@ def launch(
         GROUPS=groups, HEAD_DIM=head_dim, PAGE_SIZE=batch.page_size, BLOCK_SIZE=batch.block_size,
         CONSUMERS=shape.consumers, TILE_KEYS=shape.keys, CHUNK=chunk, STAGES=shape.stages,
         MAX_SEQS=max(64, 1 << (num_seqs - 1).bit_length()),
-        SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
-        PART_KEYS=PART_KEYS if batch_invariant else 0, CACHED_ONLY=cached_only,
+        SPLIT_STEP=SPLIT_STEP if num_splits > 1 or is_part else 0,
+        PART_KEYS=PART_KEYS if batch_invariant else 0, CACHED_ONLY=cached_only, IS_PART=is_part,
         CONSUMER_REGISTERS=shape.consumer_registers, PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4, maxnreg=shape.registers, enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
+    if is_part:
+        return
     if num_splits > 1 and batch_invariant:
         merge_parts(partial_out, partial_lse, batch, out)
     elif num_splits > 1:

@@ -69,7 +69,7 @@ def consume(
             stride = gl.num_programs(1).to(gl.int64) * num_tokens * num_heads
             gl.store(partial_lse + stride + part, total, mask=row_valid)
         else:
-            gl.store(partial_lse + part, peak + gl.log2(total), mask=row_valid)
+            gl.store(partial_lse + part, lse_of(peak, total), mask=row_valid)
         column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, result_layout))
         part = gl.convert_layout(part * HEAD_DIM, gl.SliceLayout(1, result_layout))
         whole_row = gl.convert_layout(row_valid, gl.SliceLayout(1, result_layout))

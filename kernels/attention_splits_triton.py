@@ -72,19 +72,25 @@ def merge_splits(
     batch: AttentionBatch,
     out: Tensor,
     lse: Tensor | None = None,
+    *,
+    shared_splits: int = 0,
 ) -> None:
     """Fill ``out`` [T, Hq, D] and ``lse`` [T, Hq] fp32 for sequences of more than one split.
 
     ``partial_out`` [splits, T, Hq, D] fp32 holds normalised outputs, ``partial_lse``
     [splits, T, Hq] fp32 their base-2 log-sum-exp, of as many splits as `tokens_per_split` gives a
-    sequence.
+    sequence. If the batch has shared beginnings, the first ``shared_splits`` are of them, and all
+    sequences are merged.
     """
     splits, tokens, heads, head_dim = partial_out.shape
     num_seqs = len(batch.context_lens)
+    both = batch.shared
+    shared = (both.cu_seqlens, both.context_lens, len(both.context_lens)) if both else [None] * 3
     starts_early = may_start_early(partial_out.device)
     _merge_kernel[(tokens, triton.cdiv(heads, HEADS_AT_ONCE))](
-        partial_out, partial_lse, out, lse, batch.cu_seqlens, batch.context_lens, num_seqs, tokens,
-        splits, *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+        partial_out, partial_lse, out, lse, batch.cu_seqlens, batch.context_lens, num_seqs,
+        *shared, tokens, splits, shared_splits, *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
         HEADS=heads, HEAD_DIM=head_dim, MAX_SEQS=max(64, triton.next_power_of_2(num_seqs)),
         SPLIT_STEP=SPLIT_STEP, SPLITS_AT_ONCE=SPLITS_AT_ONCE, HEADS_AT_ONCE=HEADS_AT_ONCE,
         STARTS_EARLY=starts_early, num_warps=4, enable_fp_fusion=True, launch_pdl=starts_early,
@@ -155,10 +161,11 @@ def tokens_per_split(context, num_rows, splits, SPLIT_STEP: tl.constexpr):
 
 
 # One kernel for all counts: a new kind of count must not compile while requests wait.
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "splits"])
+@triton.jit(do_not_specialize=["num_seqs", "num_shared", "num_tokens", "splits", "shared_splits"])
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, cu_seqlens, context_lens, num_seqs, num_tokens, splits,
-    out_token, out_head, lse_token, lse_head,
+    partial_out, partial_lse, out, lse, cu_seqlens, context_lens, num_seqs, shared_cu_seqlens,
+    shared_lens, num_shared, num_tokens, splits, shared_splits, out_token, out_head, lse_token,
+    lse_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SEQS: tl.constexpr, SPLIT_STEP: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -178,22 +185,28 @@ def _merge_kernel(
     if STARTS_EARLY:
         tl.extra.cuda.gdc_wait()
     weights, values = _load_parts(parts_lse, parts, limit, step, HEAD_DIM, SPLITS_AT_ONCE)
-    num_splits = _count_splits(
-        cu_seqlens, context_lens, num_seqs, token, splits, MAX_SEQS, SPLIT_STEP
+    end = _count_splits(
+        cu_seqlens, context_lens, num_seqs, token, splits - shared_splits, MAX_SEQS, SPLIT_STEP
     )
-    if num_splits <= 1:
+    num_shared_held = 0
+    if shared_cu_seqlens is not None:
+        num_shared_held = _count_splits(
+            shared_cu_seqlens, shared_lens, num_shared, token, shared_splits, MAX_SEQS, SPLIT_STEP
+        )
+        end = shared_splits + tl.maximum(end, 1)
+    elif end <= 1:
         return
     peak = tl.full([HEADS_AT_ONCE], -1.0e30, dtype=tl.float32)
     total = tl.zeros([HEADS_AT_ONCE], dtype=tl.float32)
     result = tl.zeros([HEADS_AT_ONCE, HEAD_DIM], dtype=tl.float32)
-    held = tl.zeros([HEADS_AT_ONCE], dtype=tl.int32) + num_splits
-    result, total, peak = _combine(weights, values, held, result, total, peak)
-    for begin in range(SPLITS_AT_ONCE, num_splits, SPLITS_AT_ONCE):
+    held = num_shared_held, shared_splits, end
+    result, total, peak = _combine(weights, values, 0, held, result, total, peak)
+    for begin in range(SPLITS_AT_ONCE, end, SPLITS_AT_ONCE):
         parts_lse += SPLITS_AT_ONCE * step
         parts += SPLITS_AT_ONCE * step * HEAD_DIM
-        limit = tl.where(exists, num_splits - begin, 0)
+        limit = tl.where(exists, end - begin, 0)
         weights, values = _load_parts(parts_lse, parts, limit, step, HEAD_DIM, SPLITS_AT_ONCE)
-        result, total, peak = _combine(weights, values, held - begin, result, total, peak)
+        result, total, peak = _combine(weights, values, begin, held, result, total, peak)
     rows = out + token.to(tl.int64) * out_token + head * out_head
     if lse is not None:
         places = lse + token.to(tl.int64) * lse_token + head * lse_head
@@ -237,18 +250,25 @@ def _count_splits(
 
 
 @triton.jit
-def _combine(weights, values, held, result, total, peak):
-    """One step of online softmax; splits from ``held`` on are undefined."""
+def _is_held(split, held):
+    """Whether a split has results, of held (end of the shared ones, first own one, its end)."""
+    return (split < held[0]) | ((split >= held[1]) & (split < held[2]))
+
+
+@triton.jit
+def _combine(weights, values, begin, held, result, total, peak):
+    """One step of online softmax, over the splits from ``begin`` on; some may be undefined."""
     new_peak = peak
     for split in tl.static_range(len(weights)):
-        new_peak = tl.maximum(new_peak, tl.where(split < held, weights[split], -1.0e30))
+        present = _is_held(begin + split, held)
+        new_peak = tl.maximum(new_peak, tl.where(present, weights[split], -1.0e30))
     shrink = tl.exp2(peak - new_peak)
     result *= shrink[:, None]
     total *= shrink
     for split in tl.static_range(len(weights)):
-        present = split < held
+        present = _is_held(begin + split, held)
         weight = tl.where(present, tl.exp2(weights[split] - new_peak), 0.0)
-        result += weight[:, None] * tl.where(present[:, None], values[split], 0.0)
+        result += weight[:, None] * tl.where(present, values[split], 0.0)
         total += weight
     return result, total, new_peak
 

@@ -75,11 +75,14 @@ def launch(
     batch_invariant: bool = False,
     lse: Tensor | None = None,
     cached_only: bool = False,
+    parts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Fill ``out`` [T, Hq, D], and ``lse`` [T, Hq] fp32 as in `attention.Partials`.
 
     Caches are views of either layout, as in `attention.block_attention`. ``splits`` overrides the
-    number of programs for a sequence's keys. Raises ValueError for head dims that tensor cores do
+    number of programs for a sequence's keys. If the batch has shared beginnings, ``out`` has them
+    too. With ``parts``, memory for that many splits as in `merge_splits`, all results go there
+    instead, and the caller merges them. Raises ValueError for head dims that tensor cores do
     not support, and for rows whose D elements are not contiguous.
     """
     tokens, q_heads, head_dim = q.shape
@@ -91,13 +94,16 @@ def launch(
             raise ValueError(f"head_dim must have stride 1, got strides {tensor.stride()}")
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim must be a power of two of at least 16, got {head_dim}")
+    if batch.shared is not None and parts is None:
+        _launch_cascade(q, k, v, k_cache, v_cache, batch, batch.shared, scale, out, splits)
+        return
     others = (k, v, k_cache, v_cache, out)
     distinct = is_distinct(k_cache)
     if not distinct and attention_hopper.is_supported(q, others, batch.page_size):
         attention_hopper.launch(
             q, k, v, k_cache, v_cache, batch,
             scale=scale, out=out, splits=splits, batch_invariant=batch_invariant, lse=lse,
-            cached_only=cached_only,
+            cached_only=cached_only, parts=parts,
         )  # fmt: skip
         return
     if batch_invariant:
@@ -108,7 +114,7 @@ def launch(
     # At most one tile of a sequence is ragged, so this bounds the number of tiles.
     num_tiles = tokens * groups // tile.rows + num_seqs
     num_splits = splits or most_splits(num_tiles * kv_heads, PROGRAMS_PER_WAVE, batch.max_context)
-    partial_out, partial_lse = partial_results(q, num_splits)
+    partial_out, partial_lse = parts or partial_results(q, num_splits)
     _attention_kernel[(num_tiles, kv_heads, num_splits)](
         q, k, v, k_cache, v_cache, out, lse, partial_out, partial_lse, batch.cu_seqlens,
         batch.context_lens, batch.page_table, batch.block_origins, num_seqs, tokens,
@@ -117,13 +123,44 @@ def launch(
         *((0, 0) if lse is None else lse.stride()), scale * LOG2_E,
         GROUPS=groups, HEAD_DIM=head_dim, PAGE_SIZE=batch.page_size,
         PIECE=k_cache.shape[4] if distinct else 0, BLOCK_SIZE=batch.block_size, TILE_ROWS=tile.rows,
-        TILE_KEYS=tile.keys, SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
-        CACHED_ONLY=cached_only, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        TILE_KEYS=tile.keys, SPLIT_STEP=SPLIT_STEP if num_splits > 1 or parts else 0,
+        CACHED_ONLY=cached_only, IS_PART=parts is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         IS_ALIGNED=all(attention_hopper.is_aligned(one) for one in (k, v, k_cache, v_cache)),
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
-    if num_splits > 1:
+    if num_splits > 1 and parts is None:
         merge_splits(partial_out, partial_lse, batch, out, lse)
+
+
+def _launch_cascade(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    shared: AttentionBatch,
+    scale: float,
+    out: Tensor,
+    splits: int | None,
+) -> None:
+    """Rows of a beginning share tiles of 128 (on Hopper); over the rest each sequence has its own,
+    of 64. One merge takes the splits of both."""
+    kv_heads = k.shape[1]
+    tall = -(-len(q) * q.shape[1] // 128)
+    short = len(batch.context_lens) * kv_heads
+    first = splits or most_splits(tall, PROGRAMS_PER_WAVE // 2, shared.max_context)
+    rest = splits or most_splits(short, PROGRAMS_PER_WAVE, batch.max_context)
+    parts = partial_results(q, first + rest)
+    inputs = q, k, v, k_cache, v_cache
+    ends = (shared, 0, first), (batch, first, first + rest)
+    for one, begin, end in ends:
+        launch(
+            *inputs, one, scale=scale, out=out, splits=end - begin, cached_only=one is shared,
+            parts=(parts[0][begin:end], parts[1][begin:end]),
+        )  # fmt: skip
+    merge_splits(*parts, batch, out, shared_splits=first)
 
 
 def _page_strides(cache: Tensor, distinct: bool) -> tuple[int, int | None, int]:
@@ -178,8 +215,8 @@ def _attention_kernel(
     lse_token, lse_head, scale,
     GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    SPLIT_STEP: tl.constexpr, CACHED_ONLY: tl.constexpr, PRECISION: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
+    SPLIT_STEP: tl.constexpr, CACHED_ONLY: tl.constexpr, IS_PART: tl.constexpr,
+    PRECISION: tl.constexpr, IS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -203,6 +240,8 @@ def _attention_kernel(
         cached_begin = split * share
         cached_end = tl.minimum(context, cached_begin + share)
         is_last = split == num_splits - 1
+        if IS_PART:
+            num_splits += 1  # of the other batch
     origin = tl.load(block_origins + sequence)
     pages = page_table + sequence.to(tl.int64) * table_stride
 
@@ -315,7 +354,7 @@ def _attention_kernel(
         tl.store(
             partial_out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None]
         )
-        tl.store(partial_lse + place, peak + tl.log2(total), mask=valid)
+        tl.store(partial_lse + place, lse_of(peak, total), mask=valid)
     else:
         out_rows = token * out_token + head * out_head
         if lse is not None:

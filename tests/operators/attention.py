@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.attention import Partials, block_attention, empty_partials, view_partials
+from effuse.kernels.attention import Partials, empty_partials, view_partials
 from effuse.kernels.attention_batch import (
     AttentionBatch,
     ContextCut,
@@ -131,7 +131,12 @@ SHARED = Case((Row(4, 70), Row(7, 50, origin=49), Row(3, 48), Row(5, 33, origin=
 SHARED_RUNS = (((0, 1, 2), 3), ((3,), 1), ((4,), 0))
 
 
-def check_shared(ops: Operators, dtype: torch.dtype, case: Case = SHARED) -> None:
+def check_shared(
+    ops: Operators,
+    dtype: torch.dtype,
+    case: Case = SHARED,
+    splits: Sequence[int | None] = (5,),
+) -> None:
     """Output of a case whose runs of sequences read their beginnings together."""
     generator, size = torch.Generator().manual_seed(5), case.page_size
     tables = page_tables(case, generator)
@@ -159,14 +164,10 @@ def check_shared(ops: Operators, dtype: torch.dtype, case: Case = SHARED) -> Non
         found, partial_of(replace(call, batch=batch), ops, cached_only=False)
     )
     assert_close(merged, exact, plain)
-    cascade = block_attention(
-        *(call.q, call.k, call.v, call.k_cache, call.v_cache),
-        replace(batch, shared=shared),
-        scale=call.scale,
-        out=call.out,
-    )
-    assert cascade is call.out
-    assert_close(cascade, exact, plain)
+    for programs in splits:
+        call.out.fill_(float("nan"))
+        ops.attention(replace(call, batch=replace(batch, shared=shared), splits=programs))
+        assert_close(call.out, exact, plain)
 
 
 def partial_of(call: Attention, ops: Operators, *, cached_only: bool) -> Partials:

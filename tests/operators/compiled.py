@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice, product
 
@@ -111,6 +111,7 @@ def launch_attention(
     hopper: bool = False,
     invariant: bool = False,
     partial_results: bool = False,
+    shares: bool = False,
 ) -> None:
     rows, context = shape.rows, 2048
     heads = shape.q_heads + 2 * shape.kv_heads
@@ -127,6 +128,12 @@ def launch_attention(
     )
     pages = distinct_cache(shape) if distinct else cache(shape)
     launch = attention_hopper.launch if hopper else attention_triton.launch
+    if shares:
+        parts = attention_splits_triton.partial_results(q, 4)
+        launch(q, k, v, *pages, batch, scale=0.1, out=q, splits=4, parts=parts)
+        batch = replace(batch, shared=batch)
+        attention_splits_triton.merge_splits(*parts, batch, q, shared_splits=2)
+        return
     made = empty_partials(len(q), shape.q_heads, shape.head_dim, q) if partial_results else None
     out, lse = (torch.empty_like(q), None) if made is None else (made.out, made.lse)
     launch(
@@ -206,6 +213,9 @@ def hopper_variants() -> Variants:
         yield f"{name}_invariant", kernels_of(modules, invariant)
     partly = partial(launch, partial_results=True)
     yield f"{name}_partial", kernels_of(modules, partly)
+    small = Shape(32, 8, 128, 32, sequences=32, rows=4)
+    shares = partial(launch_attention, small, hopper=True, shares=True)
+    yield "sdar_shares", kernels_of(modules, shares)
     yield "ranks", kernels_of([attention_ranks_triton], launch_merge_of_ranks)
 
 
