@@ -17,7 +17,7 @@ from effuse.worker.watchdog import Pulse
 def build(config: BothConfig, incarnation: str, pulse: Pulse) -> Engine:
     """An engine that is ready to serve. Raises ValueError if the config is wrong."""
     parts = assemble(config, incarnation, "both", config.default_algorithm, pulse)
-    limits = decode_build.checked_limits(config, parts)
+    limits = decode_build.limits_of(config, parts)
     connector = parts.connect()
     sending, receiving = split(connector)
     pool, cache = parts.make_pool()

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -58,7 +59,7 @@ class Fleet:
     """A running fleet. Processes are named redis, router, prefill-0, decode-0, worker-0, ..."""
 
     def __init__(self, config: FleetConfig) -> None:
-        """Raises OSError if the log directory cannot be made."""
+        """Raises OSError if the log directory cannot be made or written."""
         self.config = config
         self.name = config.name or new_name()
         self.redis_url = config.redis_url or ""
@@ -72,7 +73,12 @@ class Fleet:
         self._spawner = Spawner()
         self._port: socket.socket | None = None  # reserved for the routers
         if config.log_dir is not None:
-            config.log_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                config.log_dir.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=config.log_dir):
+                    pass
+            except OSError as error:
+                raise OSError(f"--log-dir {config.log_dir}: {error.strerror}") from error
         self.home = Home(config.router_flags)
         self.log_dir = config.log_dir or self.home.path
 

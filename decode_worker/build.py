@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from effuse.config.flags import flag_of
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.intake import Boundary, Intake
@@ -42,7 +41,7 @@ def build(
     parts = assemble(
         config, incarnation, "decode", config.default_algorithm, pulse, connects=connects
     )
-    limits = checked_limits(config, parts)
+    limits = limits_of(config, parts)
     connector = parts.connect() if connects else None
     wakes = () if connector is None else (connector.fileno(),)
     if config.num_replicas > 1:
@@ -168,25 +167,6 @@ def limits_of(config: DecodeConfig, part: Assembly | RankPart) -> DecodeLimits:
         max_window=config.max_window,
         max_stop_ids=config.max_stop_ids,
     )
-
-
-def checked_limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
-    """The same. Raises ValueError if requests with only the model's defaults would be refused."""
-    limits, model = limits_of(config, parts), parts.ready.model
-    window = model.defaults.settings.most_active
-    most_blocks = -(-model.max_model_len // model.block_size)
-    taken = {
-        "max_window": window,
-        "max_num_batched_tokens": min(window + 1, most_blocks) * model.block_size,
-        "max_stop_ids": len(model.eos_token_ids),
-    }
-    for name, least in taken.items():
-        if (found := getattr(limits, name)) < least:
-            raise ValueError(
-                f"{flag_of(name)}: expected at least {least}, the model's default for requests "
-                f"without a value, got {found}"
-            )
-    return limits
 
 
 def make_executor(

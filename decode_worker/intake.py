@@ -332,7 +332,7 @@ class RehearsalReceiver:
             is_busy, count = False, min(count, max(1, free // 2))
         if self._attempt is not None or self._handoffs.is_open(self._last):
             self._refuse(attempt, "another rehearsal is running")
-        elif is_busy or 2 * count > free:
+        elif is_busy or count > self._pool.num_lendable:
             self._refuse(
                 attempt,
                 f"requests need the pages: a rehearsal cannot have {count} of {free} free pages",

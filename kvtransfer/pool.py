@@ -102,6 +102,12 @@ class PagePool:
         """Reserves pages for a remote writer, in few runs; None if too few are free."""
         return self._enter(count, PageEvent.RESERVE)
 
+    @property
+    def num_lendable(self) -> int:
+        """Pages that a rehearsal of a handoff may have: half of the free ones, or a pool's only
+        one."""
+        return self.num_free // 2 or int(self.num_free == self.num_pages)
+
     def allocate_committed(self, count: int) -> tuple[PageRef, ...] | None:
         """Takes pages that only this process writes; None if too few are free."""
         return self._enter(count, PageEvent.TAKE)

@@ -5,7 +5,9 @@ Otherwise effuse's own default is used, which is greedy. Reads files of a few hu
 weights.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +25,7 @@ from effuse.config.decoding import (
     Sampling,
     plain_settings,
 )
+from effuse.config.flags import flag_of
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import GENERATION_CONFIG, stated_end_ids
@@ -31,14 +34,36 @@ _SAMPLING: Final = {name: SAMPLING[name] for name in ("temperature", "top_p", "t
 
 
 def refuse_unserved(
-    directory: Path, block_size: int | None = None, algorithm: Algorithm | None = None
+    directory: Path,
+    block_size: int | None = None,
+    algorithm: Algorithm | None = None,
+    *,
+    adapted: bool = False,
+    limits: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Raises CheckpointError for a checkpoint that cannot be served, or not with the requested
-    `algorithm`. It only reads JSON files, in milliseconds and without torch, so that a parent of
-    processes can check first.
+    `algorithm`, or not within a worker's `limits`. It only reads JSON files, in milliseconds and
+    without torch, so that a parent of processes can check first.
+
+    limits: values of a worker's settings by their names; others than limits are ignored.
     """
     config = ModelConfig.from_dir(directory, block_size=block_size)
-    read_defaults(directory, config, algorithm=algorithm)
+    defaults = read_defaults(directory, config, algorithm=algorithm, adapted=adapted)
+    size, most = config.block_size, config.max_position_embeddings
+    if (length := limits.get("max_model_len") or most) > most:
+        raise CheckpointError(
+            f"--max-model-len: expected at most the model's {most} positions, got {length}"
+        )
+    least, why = {"max_num_batched_tokens": size}, f"a block of {size}"
+    if "max_window" in limits:  # without them requests with only the model's defaults are refused
+        window, num_blocks = defaults.settings.most_active, -(-length // size)
+        rows = max(2, min(window + 1, num_blocks)) * size
+        least = {"max_window": window, "max_num_batched_tokens": rows}
+        least["max_stop_ids"] = len(config.eos_token_ids)
+        why = "the model's default for requests without a value"
+    for name, count in least.items():
+        if (found := limits.get(name, count)) < count:
+            raise CheckpointError(f"{flag_of(name)}: expected at least {count}, {why}, got {found}")
 
 
 def read_defaults(

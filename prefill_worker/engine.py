@@ -67,12 +67,6 @@ class PrefillEngine:
         *,
         now: Callable[[], float],
     ) -> None:
-        """Raises ValueError for a budget in which no block fits."""
-        if config.max_num_batched_tokens < model.block_size:
-            raise ValueError(
-                f"max_num_batched_tokens must be at least a block of {model.block_size}, "
-                f"got {config.max_num_batched_tokens}"
-            )
         self._executor = executor
         self._config = config
         self._degree = config.context_degree
@@ -256,8 +250,8 @@ class PrefillEngine:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
         may_start = not self.table.waiting or count <= FEW_PAGES
-        free = self._pool.num_free
-        pages = self._pool.allocate_committed(count) if may_start and 2 * count <= free else None
+        free, may_start = self._pool.num_free, may_start and count <= self._pool.num_lendable
+        pages = self._pool.allocate_committed(count) if may_start else None
         if pages is None:
             text = f"prompts need the pages: a rehearsal cannot have {count} of {free} free pages"
             self._outbox.failed(attempt, "RESOURCE_EXHAUSTED", text, retryable=True)

@@ -28,7 +28,7 @@ from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
 from effuse.kvtransfer.units import UnitCache, unit_tokens_of
-from effuse.models.defaults import read_defaults
+from effuse.models.defaults import read_defaults, refuse_unserved
 from effuse.models.group import RankPlace
 from effuse.models.part import PromptForward
 from effuse.models.transformer import Transformer
@@ -46,7 +46,6 @@ from effuse.worker.rank_part import (
     device_of,
     load_shard,
     make_part,
-    model_directory,
     read_model,
 )
 from effuse.worker.ranks import Ranks
@@ -110,7 +109,9 @@ def assemble(
     """
     device = device_of(config)
     config = _settled(config, device)
-    directory = model_directory(config)
+    directory, adapted = config.directory, config.adapter is not None
+    blocks, limits = config.block_size, vars(config)
+    refuse_unserved(directory, blocks, default_algorithm, adapted=adapted, limits=limits)
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
         if config.num_ranks > 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
+import effuse.models
 from effuse.config import checks
 from effuse.config.access import Access
 from effuse.config.flags import flag_of
@@ -63,6 +64,11 @@ class ModelSettings(Access):
         str | None, "name or address of host 0, at which the other hosts reach it"
     ] = None
     master_port: Annotated[int, "port of host 0 for the other hosts"] = 29501
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the checkpoint; without one in the flags the bundled model's."""
+        return self.model or Path(next(iter(effuse.models.__path__))) / "bundled"
 
 
 @dataclass(frozen=True, kw_only=True)

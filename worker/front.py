@@ -88,9 +88,9 @@ def run(config: WorkerConfig, role: Role) -> int:
         return 2
     status = 0
     try:
-        if config.model is not None:
-            algorithm = config.default_algorithm if isinstance(config, DecodeConfig) else None
-            refuse_unserved(config.model, config.block_size, algorithm)
+        algorithm = config.default_algorithm if isinstance(config, DecodeConfig) else None
+        directory, adapted, limits = config.directory, config.adapter is not None, vars(config)
+        refuse_unserved(directory, config.block_size, algorithm, adapted=adapted, limits=limits)
         asyncio.run(_run(config, role))
     except* (*_FATAL, OSError) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))

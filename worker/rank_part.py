@@ -6,11 +6,9 @@ Runs only in an engine's processes; the front never imports it.
 import math
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import torch
 
-import effuse.models
 from effuse.config.decoding import Sampling
 from effuse.kernels.attention import Attend, block_attention
 from effuse.kernels.pages import LayerMarks, QueuedLayers, place_on_cuda
@@ -51,14 +49,9 @@ class RankPart:
     host: HostPages | None  # for kept KV without room in the pages
 
 
-def model_directory(config: WorkerConfig) -> Path:
-    """Directory of the checkpoint; without one in the config the bundled model's."""
-    return config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
-
-
 def read_model(config: WorkerConfig) -> ModelConfig:
     """The model's configuration. Raises ValueError."""
-    return ModelConfig.from_dir(model_directory(config), block_size=config.block_size)
+    return ModelConfig.from_dir(config.directory, block_size=config.block_size)
 
 
 def load_shard(
@@ -66,7 +59,7 @@ def load_shard(
 ) -> Transformer:
     """The model, or the rank's share of it. Raises ValueError."""
     _announce_compiling(config, device, pulse)
-    directory, is_exact = model_directory(config), config.dtype == "auto" and device.type == "cpu"
+    directory, is_exact = config.directory, config.dtype == "auto" and device.type == "cpu"
     dtype = select_dtype("float32" if is_exact else config.dtype, directory)
     if config.batch_invariant:
         check_batch_invariant(device, dtype)
@@ -98,7 +91,7 @@ def make_part(
     Only a leader has `ranks`. Raises ValueError for a config that leaves no room for pages. A
     replica's pages are its own. `host_fd` is of the memory for kept KV that ranks may share.
     """
-    max_model_len = _max_model_len(config, model)
+    max_model_len = config.max_model_len or model.config.max_position_embeddings
     if model.prompts is not None:
         model.prompts.most_tokens = max_model_len
     model.group.map_peers(model.config.hidden_size, model.dtype)
@@ -254,16 +247,6 @@ def _attend(config: WorkerConfig) -> Attend:
 
         return FlexAttention()
     return block_attention
-
-
-def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
-    most = model.config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > most:
-        raise ValueError(
-            f"--max-model-len: expected at most the model's {most} positions, "
-            f"got {config.max_model_len}"
-        )
-    return config.max_model_len or most
 
 
 def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:

@@ -73,7 +73,6 @@ from effuse.worker.rank_part import (
     device_of,
     load_shard,
     make_part,
-    model_directory,
     read_model,
 )
 from effuse.worker.watchdog import Pulse
@@ -356,7 +355,7 @@ def _meeting(orders: RankOrders) -> Path | SharedMeeting:
 def _check_weights(config: WorkerConfig, agreed: Fingerprint, rank: int) -> None:
     """Refuses another host's weights. Raises ValueError with both digests."""
     (expected,) = [field.value for field in agreed if field.name == "weights"]
-    found = weights_digest(model_directory(config), config.adapter)
+    found = weights_digest(config.directory, config.adapter)
     if found != expected:
         raise ValueError(
             f"rank {rank}: its host has other weights: the digest is {expected} on node 0 and "

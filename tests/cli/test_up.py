@@ -339,7 +339,7 @@ def test_a_log_directory_that_cannot_be_is_one_line(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert "File exists" in capsys.readouterr().err
+    assert f"--log-dir {tmp_path / 'taken'}: File exists" in capsys.readouterr().err
     assert [left.name for left in tmp_path.iterdir()] == ["taken"]
 
 

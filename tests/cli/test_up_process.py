@@ -219,6 +219,13 @@ def test_what_is_not_served_is_refused_in_a_line(tmp_path: Path) -> None:
     assert line.startswith("effuse up: ") and "effuse does not serve 'rnd1' (RND1LM)" in line
 
 
+def test_a_limit_in_which_the_model_does_not_fit_starts_nothing(model: Path) -> None:
+    up = Up(model, "--max-num-batched-tokens", "1")
+    assert up.child.wait(DEADLINE_S) == 2
+    (line,) = up.end_lines()
+    assert line.startswith("effuse up: --max-num-batched-tokens: expected at least ")
+
+
 def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Path) -> None:
     broken = write_tiny_checkpoint(tmp_path / "model", "sdar")
     (broken / "model.safetensors").unlink()

@@ -60,7 +60,9 @@ def test_ready_describes_the_model_and_its_pages(directory: Path) -> None:
     ("changes", "said"),
     [
         pytest.param({"max_model_len": 4096}, "the model's 1024 positions", id="length"),
-        pytest.param({"max_num_batched_tokens": 7}, "max_num_batched_tokens 7", id="budget"),
+        pytest.param(
+            {"max_num_batched_tokens": 7}, "--max-num-batched-tokens: .* 20, .* 7", id="budget"
+        ),
         # Every request that leaves the window out would be refused for its default.
         pytest.param({"max_window": 3}, "max-window: expected at least 4, .* got 3", id="window"),
         pytest.param({"max_num_batched_tokens": 19}, "expected at least 20, .* 19", id="rows"),

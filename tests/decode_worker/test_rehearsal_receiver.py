@@ -164,3 +164,11 @@ def test_requests_are_served_beside_it(pair: Pair) -> None:
     push(pair, reservation)
     pair.rig.run()
     assert isinstance(pair.rig.answers["transfer-a"].events[-1], Verified)
+
+
+def test_a_pool_of_one_page_lends_it(sdar: Path) -> None:
+    pair = Pair(load_tiny(sdar), Rig, num_pages=1)
+    push(pair, reserve(pair))
+    pair.rig.run()
+    assert isinstance(pair.rig.answers["transfer-a"].events[-1], Verified)
+    pair.close()

@@ -42,6 +42,13 @@ def enter(pool: PagePool, count: int, event: PageEvent) -> tuple[PageRef, ...]:
     return taken
 
 
+def test_a_rehearsal_may_have_half_of_the_free_pages_or_the_only_one() -> None:
+    pool, one = PagePool(5), PagePool(1)
+    assert (pool.num_lendable, one.num_lendable) == (2, 1)
+    assert pool.allocate(4) and one.allocate(1)
+    assert (pool.num_lendable, one.num_lendable) == (0, 0)
+
+
 def apply(pool: PagePool, pages: tuple[PageRef, ...], event: PageEvent) -> None:
     {
         PageEvent.OPEN: pool.open,

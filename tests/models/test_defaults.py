@@ -12,7 +12,7 @@ import effuse.models
 from effuse.config.decoding import Algorithm, DecodingDefaults
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError
-from effuse.models.defaults import read_defaults
+from effuse.models.defaults import read_defaults, refuse_unserved
 
 # As published with SDAR-8B-Chat.
 SDAR_GENERATION = {
@@ -25,6 +25,8 @@ SDAR_GENERATION = {
     "top_p": 0.95,
     "transformers_version": "4.51.0",
 }
+# Of a decode worker; a prefill worker has only the first.
+DECODES = {"max_num_batched_tokens": 2048, "max_window": 8, "max_stop_ids": 16}
 GENERATION, SDAR = "generation_config.json", "SDAR's generate.py"
 
 
@@ -169,6 +171,26 @@ def test_an_algorithm_that_would_have_every_request_refused(
         defaults(tmp_path, "sdar", {"algorithm": algorithm})
     with pytest.raises(CheckpointError, match=rf"^--default-algorithm: {message}"):
         defaults(tmp_path, "sdar", {}, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_num_batched_tokens": 7}, "^--max-num-batched-tokens: .* 8, a block of 8, got 7"),
+        ({"max_model_len": 4097}, "^--max-model-len: expected at most the model's 1024 .* 4097"),
+        (DECODES | {"max_window": 0}, "^--max-window: expected at least 1, .* got 0"),
+        (DECODES | {"max_stop_ids": 0}, "^--max-stop-ids: expected at least 1, .* got 0"),
+        (DECODES | {"max_num_batched_tokens": 15}, "^--max-num-batched-tokens: .* 16, .* got 15"),
+    ],
+)
+def test_limits_in_which_a_model_does_not_fit_are_named(
+    tmp_path: Path, limits: dict[str, int], message: str
+) -> None:
+    write_tiny_checkpoint(tmp_path, "sdar", block_size=8)
+    refuse_unserved(tmp_path, limits={"max_num_batched_tokens": 8, "max_model_len": None})
+    refuse_unserved(tmp_path, limits=DECODES)
+    with pytest.raises(CheckpointError, match=message):
+        refuse_unserved(tmp_path, limits=limits)
 
 
 def test_a_block_size_that_is_not_stated_is_told(tmp_path: Path) -> None:

@@ -85,6 +85,16 @@ def test_more_than_half_of_what_is_free_is_not_lent(rig: Rig) -> None:
     rig.check_idle()
 
 
+def test_a_pool_of_one_page_lends_it(checkpoint: Path) -> None:
+    rig = Rig(checkpoint, budget=8, num_pages=1)
+    rig.memory.tensor.zero_()
+    rehearse(rig, 1)
+    rig.settle()
+    assert rig.take(PromptPushed)
+    rig.check_idle()
+    rig.close()
+
+
 def test_prompts_that_wait_come_before_more_than_a_few_pages(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
