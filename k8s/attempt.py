@@ -78,16 +78,25 @@ class Overlay:
     path: Path
 
     def manifests(self) -> str:
-        """All of its objects, less those of kinds that the cluster does not have."""
-        found = self.cluster.run("kustomize", str(self.path)).split("\n---\n")
-        kinds = set(self.cluster.run("api-resources", "--no-headers", "--output=name").split())
-        names = {f"{kind.lower()}s.monitoring.coreos.com": kind for kind in OPERATORS}
-        missing = [kind for name, kind in names.items() if name not in kinds]
-        kept = [
-            one for one in found if not set(re.findall(r"^kind: (\w+)", one, re.M)) & {*missing}
-        ]
-        if len(kept) < len(found):
-            print(f"left out, because the cluster has none: {', '.join(missing)}", flush=True)
+        """All of its objects, less those of an operator's kinds that the cluster does not have.
+        Raises AttemptError for another kind that it does not have."""
+        kinds = set(
+            re.findall(r"(\w+) *$", self.cluster.run("api-resources", "--no-headers"), re.M)
+        )
+        kept, missing = [], set()
+        for one in self.cluster.run("kustomize", str(self.path)).split("\n---\n"):
+            if (unknown := {*re.findall(r"^kind: (\w+)", one, re.M)} - kinds) <= {*OPERATORS}:
+                missing |= unknown
+                kept += [] if unknown else [one]
+            else:
+                raise AttemptError(
+                    f"{self.path.name} needs a cluster with the kind {min(unknown)}; k8s/README.md "
+                    "names its controller"
+                )
+        if missing:
+            print(
+                f"left out, because the cluster has none: {', '.join(sorted(missing))}", flush=True
+            )
         return "\n---\n".join(kept)
 
     def install(self) -> None:

@@ -1,9 +1,11 @@
-"""When `make k8s-scale` fails."""
+"""When `make k8s-scale` and `make k8s-try` fail."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from attempt import AttemptError
+from attempt import AttemptError, Cluster, Overlay
 from scaling import Phase, check
 
 
@@ -31,3 +33,35 @@ def test_workers_that_follow_pass() -> None:
 def test_anything_else_does_not(phases: list[Phase], failed: list[str], named: str) -> None:
     with pytest.raises(AttemptError, match=named):
         check(phases, failed)
+
+
+KINDS = """\
+services     svc     v1        true   Service
+deployments  deploy  apps/v1   true   Deployment
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("LeaderWorkerSet", "gpu-hosts-1p1d needs a cluster with the kind LeaderWorkerSet"),
+        ("ServiceMonitor", None),
+        ("Deployment", None),
+    ],
+)
+def test_a_kind_that_the_cluster_lacks_is_left_out_or_named(
+    kind: str, named: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubectl, objects = tmp_path / "kubectl", f"kind: Service\n---\nspec: {{}}\nkind: {kind}\n"
+    kubectl.write_text(
+        f"#!/bin/sh\ncase $3 in kustomize) echo '{objects}';; *) echo '{KINDS}'; esac"
+    )
+    kubectl.chmod(0o755)
+    overlay = Overlay(Cluster(str(kubectl), "space"), Path("gpu-hosts-1p1d"))
+    if named:
+        with pytest.raises(AttemptError, match=named):
+            overlay.manifests()
+    else:
+        is_there = kind == "Deployment"
+        assert ("kind: Deployment" in overlay.manifests()) == is_there
+        assert ("none: ServiceMonitor" in capsys.readouterr().out) != is_there
