@@ -122,13 +122,8 @@ def refuse_early(config: FleetConfig, view: UpView) -> None:
         block_size=blocks,
     )
     # flags were already checked
-    refuse_unserved(
-        directory,
-        blocks,
-        cast("Algorithm | None", algorithm),
-        adapted=adapter is not None,
-        limits=vars(view),
-    )
+    asked = cast("Algorithm | None", algorithm)
+    refuse_unserved(directory, blocks, asked, adapted=adapter is not None, limits=vars(view))
     read_backend(directory)
     check_certificates(config)
     check_ports(_places(config, view))

@@ -108,10 +108,7 @@ def assemble(
     raises GroupBroken and does not end the process. Ranks end if the start fails.
     """
     device = device_of(config)
-    config = _settled(config, device)
-    directory, adapted = config.directory, config.adapter is not None
-    blocks, limits = config.block_size, vars(config)
-    refuse_unserved(directory, blocks, default_algorithm, adapted=adapted, limits=limits)
+    config, directory = _settled(config, device, default_algorithm), config.directory
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
         if config.num_ranks > 1:
@@ -156,8 +153,13 @@ def assemble(
     )
 
 
-def _settled(config: WorkerConfig, device: torch.device) -> WorkerConfig:
-    """The config with its connector. Raises ValueError if a package is missing that it needs."""
+def _settled(
+    config: WorkerConfig, device: torch.device, algorithm: Algorithm | None
+) -> WorkerConfig:
+    """The config with its connector. Raises ValueError if a package is missing that it needs, or if
+    the model does not fit its limits or the default algorithm."""
+    adapted, limits = config.adapter is not None, vars(config)
+    refuse_unserved(config.directory, config.block_size, algorithm, adapted=adapted, limits=limits)
     if config.kv_pool is not None and PoolAddress.parse(config.kv_pool).kind == "mooncake":
         check_package()
     connector = choose_connector(

@@ -131,8 +131,7 @@ def launch_attention(
     if shares:
         parts = attention_splits_triton.partial_results(q, 4)
         launch(q, k, v, *pages, batch, scale=0.1, out=q, splits=4, parts=parts)
-        batch = replace(batch, shared=batch)
-        attention_splits_triton.merge_splits(*parts, batch, q, shared_splits=2)
+        attention_splits_triton.merge_splits(*parts, replace(batch, shared=batch), q)
         return
     made = empty_partials(len(q), shape.q_heads, shape.head_dim, q) if partial_results else None
     out, lse = (torch.empty_like(q), None) if made is None else (made.out, made.lse)
@@ -213,9 +212,8 @@ def hopper_variants() -> Variants:
         yield f"{name}_invariant", kernels_of(modules, invariant)
     partly = partial(launch, partial_results=True)
     yield f"{name}_partial", kernels_of(modules, partly)
-    small = Shape(32, 8, 128, 32, sequences=32, rows=4)
-    shares = partial(launch_attention, small, hopper=True, shares=True)
-    yield "sdar_shares", kernels_of(modules, shares)
+    small = partial(launch_attention, Shape(32, 8, 128, 32, sequences=32, rows=4), hopper=True)
+    yield "sdar_shares", kernels_of(modules, partial(small, shares=True))
     yield "ranks", kernels_of([attention_ranks_triton], launch_merge_of_ranks)
 
 
