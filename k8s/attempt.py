@@ -85,14 +85,15 @@ class Overlay:
         )
         kept, missing = [], set()
         for one in self.cluster.run("kustomize", str(self.path)).split("\n---\n"):
-            if (unknown := {*re.findall(r"^kind: (\w+)", one, re.M)} - kinds) <= {*OPERATORS}:
-                missing |= unknown
-                kept += [] if unknown else [one]
-            else:
+            unknown = {*re.findall(r"^kind: (\w+)", one, re.M)} - kinds
+            if not unknown <= {*OPERATORS}:
                 raise AttemptError(
                     f"{self.path.name} needs a cluster with the kind {min(unknown)}; k8s/README.md "
                     "names its controller"
                 )
+            missing |= unknown
+            if not unknown:
+                kept.append(one)
         if missing:
             print(
                 f"left out, because the cluster has none: {', '.join(sorted(missing))}", flush=True

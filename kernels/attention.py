@@ -5,9 +5,9 @@ and CUDA runs the kernels behind `attention_triton`. On the CPU both KV layouts 
 `pages` stores K and V.
 
 If ranks hold different tokens of a sequence, each computes partial results over its own, with the
-log-sum-exp of their scores, and `merge_partials` joins them (Milakov and Gimelshein, 2018). So it
-does if sequences have a beginning in common, which all their rows read together (cascade attention;
-Ye and others, 2024).
+log-sum-exp of their scores, and `merge_partials` joins them (Milakov and Gimelshein, 2018). If
+sequences have a beginning in common, all their rows read it together (cascade attention; Ye and
+others, 2024), and its results are merged with those of the rest in the same way.
 """
 
 from collections.abc import Iterator

@@ -27,14 +27,13 @@ from effuse.kernels.attention_splits_triton import (
 
 LOG2_E = 1.4426950408889634
 PROCESSORS = 132
-ROWS = 64  # of a warpgroup
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Launch parameters of one shape class."""
 
-    consumers: int  # warpgroups of `ROWS` each
+    consumers: int  # warpgroups of 64 rows each
     keys: int
     stages: int
     consumer_registers: int
@@ -64,7 +63,7 @@ def shape_of(
     """
     if batch_invariant:
         return ALONE_TALL
-    is_short = max_seqlen * groups <= ROWS
+    is_short = max_seqlen * groups <= 64
     if groups > 1:
         return SHORT if is_part and is_short else GROUPED
     return SHORT if is_short else ALONE_TALL
@@ -111,7 +110,7 @@ def launch(
     num_seqs = len(batch.context_lens)
     is_part = parts is not None
     shape = shape_of(groups, batch.max_seqlen, batch_invariant=batch_invariant, is_part=is_part)
-    tile_rows = ROWS * shape.consumers
+    tile_rows = 64 * shape.consumers
     # The most tiles that this many rows and sequences can have; the others end immediately.
     num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
     # Graphs are captured for the largest possible number of sequences, with a block each; splits

@@ -95,7 +95,9 @@ def launch(
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim must be a power of two of at least 16, got {head_dim}")
     if batch.shared is not None and parts is None:
-        _launch_cascade(q, k, v, k_cache, v_cache, batch, batch.shared, scale, out, splits)
+        assert lse is None and not batch_invariant, "only whole results share a beginning"
+        inputs = q, k, v, k_cache, v_cache
+        _launch_cascade(inputs, batch, batch.shared, scale, out, splits)
         return
     others = (k, v, k_cache, v_cache, out)
     distinct = is_distinct(k_cache)
@@ -134,11 +136,7 @@ def launch(
 
 
 def _launch_cascade(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     batch: AttentionBatch,
     shared: AttentionBatch,
     scale: float,
@@ -147,13 +145,12 @@ def _launch_cascade(
 ) -> None:
     """Rows of a beginning share tiles of 128 (on Hopper); over the rest each sequence has its own,
     of 64. One merge takes the splits of both."""
-    kv_heads = k.shape[1]
+    q, kv_heads = inputs[0], inputs[1].shape[1]
     tall = -(-len(q) * q.shape[1] // 128)
     short = len(batch.context_lens) * kv_heads
     first = splits or most_splits(tall, PROGRAMS_PER_WAVE // 2, shared.max_context)
     rest = splits or most_splits(short, PROGRAMS_PER_WAVE, batch.max_context)
     parts = partial_results(q, first + rest)
-    inputs = q, k, v, k_cache, v_cache
     ends = (shared, 0, first), (batch, first, first + rest)
     for one, begin, end in ends:
         launch(
