@@ -328,18 +328,23 @@ def test_gpus_that_the_environment_hides(
     _refused(["--gpus", "0"], "on this machine (CUDA_VISIBLE_DEVICES is '')", capsys)
 
 
-def test_a_log_directory_that_cannot_be_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("case", [("taken", "File exists"), ("/proc", "No such file or directory")])
+def test_a_log_directory_that_cannot_be_or_be_written_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    case: tuple[str, str],
 ) -> None:
+    given, why = case
     (tmp_path / "taken").touch()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        assert main(["--port", "0", "--log-dir", str(tmp_path / "taken")]) == 2
+        assert main(["--port", "0", "--log-dir", str(tmp_path / given)]) == 2
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert f"--log-dir {tmp_path / 'taken'}: File exists" in capsys.readouterr().err
+    assert f"--log-dir {tmp_path / given}: {why}" in capsys.readouterr().err
     assert [left.name for left in tmp_path.iterdir()] == ["taken"]
 
 

@@ -63,5 +63,5 @@ def test_a_kind_that_the_cluster_lacks_is_left_out_or_named(
             overlay.manifests()
     else:
         is_there = kind == "Deployment"
-        assert ("kind: Deployment" in overlay.manifests()) == is_there
+        assert (f"kind: {kind}" in overlay.manifests()) == is_there
         assert ("none: ServiceMonitor" in capsys.readouterr().out) != is_there
