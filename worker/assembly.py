@@ -158,10 +158,10 @@ def _settled(
 ) -> WorkerConfig:
     """The config with its connector. Raises ValueError if a package is missing that it needs, or if
     the model does not fit its limits or the default algorithm."""
-    adapted, limits = config.adapter is not None, vars(config)
-    refuse_unserved(config.directory, config.block_size, algorithm, adapted=adapted, limits=limits)
     if config.kv_pool is not None and PoolAddress.parse(config.kv_pool).kind == "mooncake":
         check_package()
+    adapted, limits = config.adapter is not None, vars(config)
+    refuse_unserved(config.directory, config.block_size, algorithm, adapted=adapted, limits=limits)
     connector = choose_connector(
         config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
     )
