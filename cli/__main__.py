@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+from effuse.cli.process import interruptible
 from effuse.cli.streams import settle
 from effuse.config.extras import lacking
 from effuse.config.flags import CommandError, did_you_mean
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = " ".join(["effuse", *words[:1]])
     try:
         try:
-            return _run(words)
+            with interruptible():
+                return _run(words)
         finally:
             sys.stdout.flush()
     except ModuleNotFoundError as error:

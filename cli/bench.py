@@ -38,6 +38,7 @@ from effuse.cli.load import (
     send_as_they_arrive,
     send_in_turn,
 )
+from effuse.cli.process import interruptible
 from effuse.cli.sandbox import works
 from effuse.client.client import Client
 from effuse.client.params import Params
@@ -148,7 +149,8 @@ def main(argv: Sequence[str]) -> int:
         raise BadInput("--scorer humaneval: a sandboxed Python program cannot run on this machine")
     bench = Bench(job, rivals)
     try:
-        bench.run()
+        with interruptible():
+            bench.run()
     except KeyboardInterrupt:
         bench.status = 130
     bench.finish()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -165,6 +165,24 @@ def _end_once(number: int, frame: FrameType | None) -> NoReturn:
     that it received itself, and a second one would break the orderly end."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Raises KeyboardInterrupt instead of the RuntimeError that an interruption may become.
+
+    A signal can arrive after the wait for a `threading.Condition`, before its lock is taken again.
+    The end of the `with` block then releases a lock that is free, as in grpc's channels.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__context__
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise KeyboardInterrupt from error
 
 
 class LineOutput(Protocol):

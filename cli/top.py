@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effuse.cli.arguments import add_router, command, credentials_of, number
-from effuse.cli.process import end_as_by_ctrl_c
+from effuse.cli.process import end_as_by_ctrl_c, interruptible
 from effuse.cli.status import Look, cells, fitted_table, looks, worker_lines, worker_table
 from effuse.config.flags import CommandError
 from effuse.v1 import monitor_pb2
@@ -82,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
     end_as_by_ctrl_c()  # otherwise SIGTERM would leave the terminal in this mode
     with _ended_by_q() as is_ended:
         try:
-            _show(console, looks(asked.target, asked.interval, shown))
+            with interruptible():
+                _show(console, looks(asked.target, asked.interval, shown))
         except KeyboardInterrupt:
             if not is_ended.is_set():
                 raise

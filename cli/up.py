@@ -25,7 +25,7 @@ from effuse.cli.gpus import fleet_gpus, gpu_list
 from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_ports
-from effuse.cli.process import LogFollower, end_as_by_ctrl_c
+from effuse.cli.process import LogFollower, end_as_by_ctrl_c, interruptible
 from effuse.cli.screen import Screen, asks_who_calls, columns, greeting
 from effuse.config.decoding import Algorithm
 from effuse.config.flags import add_config_flag, add_flags, add_switch, flag_of, with_file
@@ -348,9 +348,9 @@ def run(fleet: Fleet, view: UpView, screen: Screen) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     shows_logs = view.verbose and not view.quiet
     try:
-        with screen:
+        with interruptible(), screen:
             fleet.start()
-        with _page(fleet, view) as page_address:
+        with interruptible(), _page(fleet, view) as page_address:
             width = columns() if sys.stdout.isatty() else None
             _say(greeting(fleet, page_address, width=width, verbose=view.verbose))
             watch_over(fleet, rolling, shows_logs=shows_logs)

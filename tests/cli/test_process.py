@@ -16,8 +16,10 @@ import psutil
 import pytest
 from eventually import is_readable
 
-from effuse.cli.fleet import FleetError
-from effuse.cli.process import Process, Spawner, stop_all
+from effuse.cli import bench, status, top
+from effuse.cli.__main__ import main
+from effuse.cli.fleet import Fleet, FleetError
+from effuse.cli.process import Process, Spawner, interruptible, stop_all
 
 # Reports that it is ready, then ignores SIGTERM until it is killed.
 STUBBORN = (
@@ -214,3 +216,55 @@ def test_the_end_of_a_log_that_is_shown_anyhow_is_not_told_again(tmp_path: Path)
     ended = FleetError("decode-0 has ended", Process("decode-0", child, log))
     assert str(ended) == "decode-0 has ended; its log ends:\n  the reason"
     assert ended.why == "decode-0 has ended"
+
+
+def interrupted_wait() -> None:
+    """Waits for a condition until a signal arrives, as it does between the end of the wait and the
+    moment at which the lock is taken again."""
+    lock = threading.Lock()
+    condition = threading.Condition(lock)
+    lock.acquire()
+    try:
+        condition.wait(0)
+        lock.release()
+        raise KeyboardInterrupt
+    finally:
+        lock.release()
+
+
+def test_an_interruption_that_breaks_a_lock_is_an_interruption() -> None:
+    with pytest.raises(RuntimeError, match="release unlocked lock"):
+        interrupted_wait()
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        interrupted_wait()
+    with pytest.raises(RuntimeError, match="another"), interruptible():
+        raise RuntimeError("another")
+
+
+def test_commands_whose_lock_an_interruption_broke_end_as_by_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        interrupted_wait()
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1 + 1"}\n')
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    handlers = {
+        one: signal.getsignal(one)
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
+    pressed = threading.Event()
+    pressed.set()
+    monkeypatch.setattr(top, "_ended_by_q", lambda: contextlib.nullcontext(pressed))
+    for owner, name in ((status, "main"), (bench.Bench, "run"), (top, "_show"), (Fleet, "start")):
+        monkeypatch.setattr(owner, name, interrupted)
+    try:
+        assert main(["status"]) == 130
+        assert main(["bench", "--dataset", str(prompts)]) == 130
+        assert "stopped before the first measurement" in capsys.readouterr().err
+        assert main(["top"]) == 0, "q was pressed"
+        assert main(["up", "--device", "cpu"]) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
